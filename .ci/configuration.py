@@ -21,16 +21,16 @@ from sbpflow.runtime.fields.ranges import Range
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
 
-Set a key in the YAML file, or after the command as in `train.stop.patience=3`. PATTERN stands for a
+Set a key in the YAML file or after the command, as in `train.stop.patience=3`. PATTERN stands for a
 pattern of names, such as `"*.C1"`. If several patterns match a name, the last pattern wins.
 
 The last column shows whether an unfinished run may resume with another value
 (`checkpoint.resume: auto`):
-* **results**: the key affects losses, so its value must stay the same.
-* **scores**: the key affects only evaluations. Its value may change unless `train.stop` or
+* **results**: the key affects losses, so the value must stay the same.
+* **scores**: the key affects only evaluations. The value may change unless `train.stop` or
   `train.plateau` is set.
 * **execution**: the key affects where, how, or how long a run executes, but losses change only by
-  rounding. Its value may change.
+  rounding. The value may change.
 
 The fields of a custom model or sparse optimizer are also keys, and affect results
 ([embeddings.md](embeddings.md)).

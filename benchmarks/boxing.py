@@ -3,10 +3,10 @@
     python -m benchmarks.boxing --ranks 2 --output out/boxing.jsonl
     python -m benchmarks.boxing --link 1gbit --sizes "16 MiB" --repeats 5
 
-Every variant allocates its own result. Values are checked before the timing. Repeats alternate
-between the variants, so machine drift affects all of them; results are medians over the repeats, on
-the slowest rank. The output has one JSON line per conversion and size, and one per conversion for
-the Python part.
+Every variant allocates its own result. Values are checked before timing. Repeats alternate between
+the variants, so machine drift affects all variants; results are medians over the repeats, on the
+slowest rank. The output contains one JSON line per conversion and size, and one line per conversion
+for the Python part.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--output", type=Path, default=Path("out/boxing.jsonl"))
     parser.add_argument(
-        "--link", choices=["1gbit"], help="join two namespaces by a link of this rate"
+        "--link", choices=["1gbit"], help="join two namespaces with a link of this rate"
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -131,14 +131,16 @@ def _plan(world: World, layouts: list[Layout], side: int) -> tuple[BoxingStep, .
 
 
 def _part(world: World, full: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return a rank's part, without the code under test; P has the value on the first rank."""
+    """Return a rank's part without using the code under test; for P, the first rank stores the
+    value.
+    """
     if str(layout.nd_sbp[0]) == "P":
         return full.clone() if world.rank == 0 else torch.zeros_like(full)
     return full[layout.part_slices(tuple(full.shape), world.rank)].contiguous()
 
 
 def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> dict[str, Variant]:
-    """Return the step's collective alone, on buffers of the same size."""
+    """Return a call of only the step's collective, on buffers of the same size."""
     if not steps or not steps[0].groups:
         return {}
     group = world.group(range(world.size), "bare")
@@ -176,7 +178,7 @@ def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> di
         by_columns = "S(1)@" in str(steps[0].dst)
 
         def backend_reduce_scatter() -> torch.Tensor:
-            """Return the plain use of the collective: columns must be packed first."""
+            """Return a plain call of the collective, which requires packing columns first."""
             pieces = torch.cat([c.reshape(-1) for c in part.chunk(size, 1)]) if by_columns else flat
             out = flat.new_empty(flat.numel() // size)
             reduce_scatter_single(out, pieces, group=group)
@@ -275,7 +277,7 @@ class _Done:
 
 
 def _spread(values: list[float]) -> float:
-    """Return half the distance between the quartiles."""
+    """Return half of the interquartile range."""
     low, _, high = statistics.quantiles(values, n=4)
     return (high - low) / 2
 

@@ -1,4 +1,5 @@
-"""Tables larger than memory: what caching costs and saves. See ``sbpflow/embedding/cache``.
+"""Measures the costs and savings of caching tables larger than memory
+(``sbpflow/embedding/cache``).
 
     python -m benchmarks.cache fetches    rows fetched per step, against MIN, LRU, LFU, Bagpipe
     python -m benchmarks.cache planning   CPU time of slot planning, and on which thread it runs
@@ -6,8 +7,8 @@
     python -m benchmarks.cache limit      a model of four times a limit on memory, on 2 ranks
     python -m benchmarks.cache matrix     cached tables equal uncached ones, over 1, 2, 4 ranks
 
-Values are compared before anything is timed. ``fetches`` and ``store`` use genuine rows as well:
-``--input train.txt``, or the file named by SBPFLOW_CRITEO_ROWS.
+Values are compared before timing. ``fetches`` and ``store`` also use genuine rows, from ``--input
+train.txt`` or the file named by SBPFLOW_CRITEO_ROWS.
 """
 
 import argparse
@@ -41,7 +42,7 @@ KNOWN = (1, 4, 16, 64)
 
 @contextmanager
 def prepared(given: str | None) -> Iterator[Path | None]:
-    """The folder of genuine rows as a prepared set, all of them in train, with every id."""
+    """Prepare the genuine rows, all in train and with an id for every value; return the folder."""
     if given is None:
         yield None
         return
@@ -56,7 +57,7 @@ def prepared(given: str | None) -> Iterator[Path | None]:
 
 
 def genuine_trace(folder: Path, epochs: int) -> tuple[list[Array], int]:
-    """The unique rows of each batch of ``BATCH`` genuine rows, shuffled as a run shuffles them."""
+    """Return the unique rows of each batch of ``BATCH`` genuine rows, shuffled as in a run."""
     manifest = load_manifest(folder)
     loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
     counts = [field.rows for field in manifest.sparse]
@@ -68,7 +69,7 @@ def genuine_trace(folder: Path, epochs: int) -> tuple[list[Array], int]:
 
 
 def generated_trace(shape: Shape) -> tuple[list[Array], int]:
-    """Unique rows of batches with ids by Zipf's law."""
+    """Return the unique rows of batches whose ids follow Zipf's law."""
     starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
     generator = np.random.default_rng(1)
     trace = [
@@ -79,7 +80,9 @@ def generated_trace(shape: Shape) -> tuple[list[Array], int]:
 
 
 def fetches(results: Results, folder: Path | None) -> None:
-    """Rows fetched per step by each policy; SystemExit if the planner misses its bounds."""
+    """Measure the rows that each policy fetches per step; raise SystemExit if the planner misses
+    its bounds.
+    """
     zipf = Shape(table_rows=100_000, zipf=1.1, rows_per_rank=BATCH, num_batches=200)
     if folder is not None:
         for epochs in (1, 3):
@@ -112,7 +115,9 @@ def _compare_policies(
     add("Bagpipe", ttl, lookahead=lookahead)
     everything, _ = planned(trace, num_rows, capacity, known=len(trace), ahead=0)
     if everything.fetched != best.fetched:
-        raise SystemExit(f"{name}: {everything} with all batches known, but MIN is {best}")
+        raise SystemExit(
+            f"{name}: the planner needs {everything} with all batches known, but MIN needs {best}"
+        )
     add("ours", everything, known=len(trace), ahead=0)
     for ahead in (0, 1):
         for known in KNOWN:
@@ -127,8 +132,8 @@ def _compare_policies(
 
 
 def planning(results: Results) -> None:
-    """CPU time of slot planning per unique row, for batches as they arrive with and without
-    duplicates; SystemExit if it runs on the training thread.
+    """Measure the CPU time of slot planning per unique row, for batches with and without
+    duplicates. Raise SystemExit if slot planning runs on the training thread.
     """
     small = Shape(rows_per_rank=1024, num_batches=140)
     large = replace(small, table_rows=1_000_000, rows_per_rank=16_384, num_batches=104)
@@ -152,7 +157,7 @@ def planning(results: Results) -> None:
 
 
 def _planning_times(trace: Trace, num_rows: int, capacity: int, known: int) -> dict[str, float]:
-    """CPU us per unique row of each part, after as many steps as fill the cache."""
+    """Return the CPU us of each part per unique row, measured after the cache is full."""
     planner = SlotPlanner(num_rows, capacity)
     spent = dict.fromkeys(("announce", "admit", "release", "translate"), 0.0)
     unique, first = 0, 0
@@ -166,7 +171,7 @@ def _planning_times(trace: Trace, num_rows: int, capacity: int, known: int) -> d
 
     steps = len(trace) - known
     for step in range(steps):
-        if step == steps // 4:  # compiled loops are loaded, the cache is full
+        if step == steps // 4:  # compiled loops are loaded, and the cache is full
             spent, unique, first = dict.fromkeys(spent, 0.0), 0, step
         while planner.num_announced < min(step + known + 1, len(trace)):
             rows = trace[planner.num_announced]
@@ -190,7 +195,9 @@ def _planning_times(trace: Trace, num_rows: int, capacity: int, known: int) -> d
 
 
 def _planning_threads(folder: Path) -> int:
-    """The number of threads that planned slots in a training run; never the training thread."""
+    """Return the number of threads that planned slots in a training run, excluding the training
+    thread.
+    """
     threads: set[int] = set()
     with ExitStack() as patches:
         for name in ("announce", "admit", "release"):
@@ -203,7 +210,7 @@ def _planning_threads(folder: Path) -> int:
             patches.enter_context(patch.object(SlotPlanner, name, recorded))
         cache_store.train_generated(folder, steps=12)
     if not threads or threading.get_ident() in threads:
-        raise SystemExit(f"slots are planned on the training thread, or nowhere: {threads}")
+        raise SystemExit(f"slots are not planned on a separate thread: {threads}")
     return len(threads)
 
 

@@ -1,7 +1,9 @@
-"""A model of four times a limit on memory trains on 2 ranks with a file store; else it is refused.
+"""Tests that a model of four times the memory limit trains on 2 ranks with a file store, and only
+then.
 
-The limit is RLIMIT_DATA, which counts the private memory of a process and not mapped files. Both
-ranks have the limit. The model is four times the limit, so each rank holds twice the limit.
+The limit is RLIMIT_DATA, which covers the private memory of a process but not mapped files. The
+limit applies to each of the two ranks. The model takes four times the limit, so each rank stores
+twice the limit.
 """
 
 import json
@@ -26,7 +28,7 @@ VOCABULARY = 0.7  # of Criteo's: 24.2 million rows
 
 
 def _train(data: Path, folder: Path, *more: str) -> tuple[list[int], str]:
-    """Return the exit codes and the output of a run whose processes have the limit."""
+    """Return the exit codes and the output of a run with the limit on its processes."""
     words = [
         f"data.path={data}", f"run.dir={folder}", f"data.batch_size={BATCH}",
         f"model.embedding_dim={DIM}", "model.hidden=[64]", "train.eval_every=0",
@@ -43,7 +45,7 @@ def _losses(folder: Path) -> list[float]:
 
 
 def measure(results: Results, disk: Path | None) -> None:
-    """Record both runs; SystemExit if the first fails or the second trains."""
+    """Record both runs; raise SystemExit if the first run fails or the second run trains."""
     with tempfile.TemporaryDirectory(dir=disk) as name:
         base = Path(name)
         words = ["synth", "--rows", "60000", "--vocab-scale", str(VOCABULARY)]
@@ -62,7 +64,9 @@ def measure(results: Results, disk: Path | None) -> None:
         refused, text = _train(base / "set", base / "device")
         found = re.search(r"[^\n]*[\d.]+ [GM]i?B[^\n]*", text)
         if not any(refused) or found is None:
-            raise SystemExit(f"without a store: exit codes {refused}:\n{text[-3000:]}")
+            raise SystemExit(
+                f"the run without a store ended with exit codes {refused}:\n{text[-3000:]}"
+            )
     results.add(
         ranks=RANKS, limit_bytes=LIMIT, rows=rows, model_bytes=size, times_the_limit=size / LIMIT,
         cache="1%", steps=len(losses), first_loss=losses[0], last_loss=losses[-1],

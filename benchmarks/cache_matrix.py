@@ -1,9 +1,10 @@
-"""Cached tables equal uncached ones: schemes, kernels, optimizers, row formats, and 1, 2, 4 ranks.
+"""Tests that cached tables give the same results as uncached tables.
 
-A case trains 14 steps with tables on the device and with all tables in caches that hold a part of
-the rows, with accumulation, predictions between steps, and a checkpoint that is saved while
-training continues. Then each of the two resumes from the other's checkpoint. Losses, predictions,
-and all tensors of the three checkpoints must be equal, bit for bit.
+The cases cover schemes, kernels, optimizers, row formats, and 1, 2, and 4 ranks. A case trains 14
+steps with tables on the device, and again with caches that contain only some of the rows. Both runs
+use accumulation, predict between steps, and save a checkpoint while training continues. Then each
+run resumes from the other run's checkpoint. Losses, predictions, and all tensors of the three
+checkpoints must be equal bit for bit.
 """
 
 import itertools
@@ -52,7 +53,7 @@ BY_KERNEL = {"torch": tuple(RULES), "numba": tuple(RULES), "fbgemm": ("sgd", "ad
 
 @dataclass(frozen=True)
 class Case:
-    """A job; ``lookahead`` batches are announced ahead."""
+    """Describes a job; ``lookahead`` batches are announced in advance."""
 
     size: int
     scheme: str
@@ -64,12 +65,14 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Room for the rows of the two batches of a step; of 4 ranks, none owns over two thirds."""
+        """Return enough slots for the rows of a step's two batches; on 4 ranks, no rank owns over
+        two thirds.
+        """
         rows = 2 * BATCH * len(FIELDS.ids)
         return 2 * rows // 3 if self.size == 4 and self.scheme in ("2", "3") else rows
 
     def config(self) -> Config:
-        """The configuration, without storage."""
+        """Return the configuration without storage."""
         unique = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
         columns = self.scheme == "columns, unique"
         parallel = ParallelConfig(
@@ -99,7 +102,7 @@ CROSSES = (("C1", "C2"), ("C3", "C4"))
 
 
 def all_cases() -> list[Case]:
-    """All cases; lookahead and clipping vary from one to the next."""
+    """Return all cases; lookahead and clipping vary from case to case."""
     kinds = [
         (kernel, rule, rows)
         for kernel, rules in BY_KERNEL.items()
@@ -113,13 +116,13 @@ def all_cases() -> list[Case]:
 
 
 def picked(count: int, seed: int) -> list[Case]:
-    """A seeded sample, or all cases if ``count`` is 0."""
+    """Return a seeded sample of the cases, or all cases if ``count`` is 0."""
     cases = all_cases()
     return random.Random(seed).sample(cases, count) if count else cases
 
 
 def make_rows(number: int, world: World) -> Rows:
-    """Skewed ids with duplicates; every fifth batch is short."""
+    """Generate skewed ids with duplicates; every fifth batch is short."""
     generator = torch.Generator().manual_seed(number)
     count = BATCH - 7 if number % 5 == 4 else BATCH
     ids = torch.stack(
@@ -133,7 +136,7 @@ def make_rows(number: int, world: World) -> Rows:
 
 
 class CachedStores:
-    """Makes cached stores over files."""
+    """Creates cached stores over files."""
 
     def __init__(self, folder: Path, slots: int) -> None:
         self._folder, self._slots = folder, slots
@@ -157,7 +160,7 @@ def _make_job(world: World, case: Case, stores: StoreFactory) -> Job:
 
 
 def _train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
-    """The losses of the steps, and predictions with batches in flight."""
+    """Return the losses of the steps, and predictions made with batches in flight."""
     world, found = job.boxing.world, list[float]()
     job.trainer.drain()
     job.trainer.lookahead = lookahead
@@ -184,7 +187,7 @@ def _saver(job: Job, folder: Path) -> Saver:
 
 
 def run_case(world: World, case: Case, folder: Path) -> dict[str, Any]:
-    """What differs on this rank, and how many rows left the caches."""
+    """Return the differences on this rank and the number of rows that left the caches."""
     cached = CachedStores(folder / "scratch", case.slots)
     kinds: dict[str, StoreFactory] = {"device": device_store, "cached": cached}
     losses: dict[str, list[float]] = {}
@@ -239,12 +242,12 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _worker(folder: str, count: str, seed: str) -> None:
-    """Run one rank; it writes a line per case to ``found-SIZE-R.jsonl``."""
+    """Run one rank and write a line per case to ``found-SIZE-R.jsonl``."""
     torch.set_num_threads(1)
     with World.start("cpu", timeout_s=120) as world:
         files = [Path(folder) / f"found-{world.size}-{rank}.jsonl" for rank in range(world.size)]
         done = frozenset[int].intersection(*(frozenset(_found_in(file)) for file in files))
-        world.barrier()  # no rank writes before all have read
+        world.barrier()  # no rank writes before all ranks have read
         for number, case in enumerate(picked(int(count), int(seed))):
             if case.size != world.size or number in done:
                 continue
@@ -264,7 +267,7 @@ def _found_in(file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _groups(cases: list[Case]) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Numbers of cases with equal kernel, row format, and number of ranks."""
+    """Return groups of case numbers with the same kernel, row format, and number of ranks."""
     for size, kernel, rows in itertools.product(SIZES, BY_KERNEL, ("float32", "bfloat16")):
         key = {"size": size, "kernel": kernel, "rows": rows}
         numbers = [n for n, case in enumerate(cases) if key.items() <= asdict(case).items()]
@@ -273,7 +276,9 @@ def _groups(cases: list[Case]) -> Iterator[tuple[dict[str, Any], list[int]]]:
 
 
 def measure(count: int, seed: int, kept: Path | None) -> None:
-    """Record the cases and how many of them differ; SystemExit if any does."""
+    """Record the cases and the number of cases that differ; raise SystemExit if any case
+    differs.
+    """
     results = Results("cache_matrix", recorded=not count)
     cases = picked(count, seed)
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,8 +1,8 @@
-"""Rows that cache policies fetch at equal capacity: Belady's MIN, LRU, LFU, Bagpipe's rule, ours.
+"""Compares the rows fetched by cache policies of equal capacity: MIN, LRU, LFU, Bagpipe, and ours.
 
-A trace is a list of batches, each an array of unique rows. All rows of a batch are in the cache
-while it is trained; only the choice of the rows that leave differs. Of the rows fetched, those
-that no earlier batch used have initial values, which need not be read.
+A trace is a list of batches, and each batch is an array of unique rows. All rows of a batch are in
+the cache while the batch is trained; the policies differ only in the choice of the evicted rows.
+Fetched rows that no earlier batch used have initial values, so these rows are not read.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ Trace = Sequence[Array]
 
 @dataclass(frozen=True, slots=True)
 class Fetches:
-    """Rows per step, on average over the trace."""
+    """Contains the average numbers of rows per step over the trace."""
 
     fetched: float
-    read: float  # of the rows fetched, those that an earlier batch used
+    read: float  # fetched rows that an earlier batch used
 
 
 def belady(trace: Trace, num_rows: int, capacity: int) -> Fetches:
-    """Rows with the furthest next use leave; no policy fetches fewer."""
+    """Evict the rows with the latest next use; no policy fetches fewer rows."""
     nexts: list[Array] = []
     following = np.full(num_rows, len(trace), np.int64)
     for number in reversed(range(len(trace))):
@@ -41,7 +41,7 @@ def belady(trace: Trace, num_rows: int, capacity: int) -> Fetches:
 
 
 def lru(trace: Trace, num_rows: int, capacity: int) -> Fetches:
-    """The least recently used rows leave."""
+    """Evict the least recently used rows."""
 
     def rank(values: Array, rows: Array, number: int) -> None:
         values[rows] = number
@@ -50,7 +50,9 @@ def lru(trace: Trace, num_rows: int, capacity: int) -> Fetches:
 
 
 def lfu(trace: Trace, num_rows: int, capacity: int) -> Fetches:
-    """The least frequently used rows leave, the least recently used of them first."""
+    """Evict the least frequently used rows; among these rows, the least recently used rows
+    first.
+    """
 
     def rank(values: Array, rows: Array, number: int) -> None:
         values[rows] = np.floor(values[rows]) + 1 + number / (len(trace) + 1)
@@ -61,7 +63,9 @@ def lfu(trace: Trace, num_rows: int, capacity: int) -> Fetches:
 def _simulate(
     trace: Trace, num_rows: int, capacity: int, rank: Callable[[Array, Array, int], None]
 ) -> Fetches:
-    """``rank`` updates the values of a batch's rows; the idle rows with the lowest values leave."""
+    """Simulate a policy: ``rank`` updates the values of a batch's rows, and idle rows with the
+    lowest values are evicted.
+    """
     cached, touched = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
     values = np.zeros(num_rows)
     fetched, read, size = 0, 0, 0
@@ -83,24 +87,24 @@ def _simulate(
 
 
 def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
-    """Bagpipe's rule, and its largest lookahead that fits.
+    """Return the fetches of Bagpipe's rule and the largest lookahead that fits.
 
     With lookahead L, a row stays after a batch if one of the L batches that start with it uses the
-    row again, and leaves at once otherwise. So the size of the cache follows from L.
+    row again, and leaves at once otherwise. The size of the cache therefore follows from L.
     """
     previous = np.full(num_rows, -1, np.int64)
-    since: list[Array] = []  # of each use, batches since the previous use; 0 for the first
+    since: list[Array] = []  # for each use: batches since the previous use, or 0
     for number, rows in enumerate(trace):
         since.append(np.where(previous[rows] < 0, 0, number - previous[rows]))
         previous[rows] = number
     sizes = np.array([rows.size for rows in trace])
-    # By the gap between two uses: how many rows a batch holds that it does not use.
+    # For each gap between two uses: the number of cached rows that a batch does not use.
     held = np.zeros((len(trace) + 1, len(trace) + 1), np.int64)
     for number, gaps in enumerate(since):
         for gap, count in enumerate(np.bincount(gaps)):
             if gap > 1 and count:
                 held[gap, number - gap + 1 : number] += count
-    needed = (sizes + held[:, : len(trace)].cumsum(0)).max(1)  # by the longest gap that is kept
+    needed = (sizes + held[:, : len(trace)].cumsum(0)).max(1)  # for each longest gap that is kept
     longest = int(np.searchsorted(needed, capacity, side="right")) - 1
     longest = min(longest, len(trace) - 1)
     first = sum(int((gaps == 0).sum()) for gaps in since)
@@ -111,10 +115,11 @@ def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
 def planned(
     trace: Trace, num_rows: int, capacity: int, *, known: int, ahead: int
 ) -> tuple[Fetches, int]:
-    """``SlotPlanner`` with ``known`` batches announced ahead, and ``ahead`` of them admitted.
+    """Run ``SlotPlanner`` with ``known`` batches announced in advance, of which ``ahead`` are
+    admitted.
 
-    Also returns how often fetch-ahead did not fit. The rows to fetch and to read follow from the
-    trace and the evicted rows; SystemExit if the planner's differ.
+    Also return how often early fetches did not fit. The rows to fetch and to read follow from the
+    trace and the evicted rows; raise SystemExit if the planner's rows differ.
     """
     planner = SlotPlanner(num_rows, capacity)
     cached, touched = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
@@ -126,7 +131,7 @@ def planned(
             found = planner.admit()
             if isinstance(found, int):
                 if planner.num_admitted == step:
-                    raise SystemExit(f"a batch needs {found} slots, there are {capacity}")
+                    raise SystemExit(f"a batch needs {found} slots, but there are only {capacity}")
                 shrunk += 1
                 break
             rows = trace[planner.num_admitted - 1]

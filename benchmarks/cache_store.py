@@ -1,10 +1,14 @@
-"""Training on a storage of limited rate: fetching on demand, LRU, and lookahead, at equal losses.
+"""Measures training on storage with a limited rate: fetching on demand, LRU, and lookahead.
 
-``evaluation`` compares predictions one by one with predictions that read the next batch's rows.
 
-The rows are in a file that is in memory. ``PacedRecords`` adds the time that a link would take:
-full duplex, so that reads and writes do not slow each other, or half duplex. A paced thread sleeps,
-so the waits are exact on a busy machine; times of steps are not.
+All systems must compute the same losses. ``evaluation`` compares evaluations with and without
+reading the rows of the next batch in advance. ``cpu`` compares CPU times with those of training
+without a cache, which also pauses in every step for as long as lookahead waits for rows: pauses
+slow the computation after them.
+
+The rows are in a file in memory. ``PacedRecords`` adds the time that a link would take. With full
+duplex, reads and writes do not slow each other down. A paced thread sleeps, so the waits are exact
+even on a busy machine, but step times are not.
 """
 
 import os
@@ -38,20 +42,22 @@ from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.runtime.compute.malloc import keep_freed_memory
 from sbpflow.runtime.ranks.world import World
 
-PARTS = ("systems", "rates", "capacities", "lookaheads", "evaluation")
+PARTS = ("systems", "rates", "capacities", "lookaheads", "cpu", "evaluation")
 BATCH, CAPACITY, LOOKAHEAD = 1024, 22_000, 64
 MBIT = 1e6 / 8  # bytes per second
 WARM_UP, MEASURED = 25, 40
 EVALUATED = 40  # batches
+CPU_ROUNDS = 7
+UNDISTURBED = 1.03  # time of a step without its waits, over its CPU time
 Array = np.ndarray[Any, Any]
 Batches = Sequence[Any]
 
 
 class PacedRecords:
-    """Records behind a link: each call lasts as long as its bytes take in its direction.
+    """Simulates records that are accessed over a link: a call takes the time that its bytes need.
 
-    A write returns when the previous one is sent if writes are ``buffered``, and otherwise when it
-    is sent itself. Its records can be read at once.
+    If writes are ``buffered``, a write returns when the previous write is sent; otherwise a write
+    returns when its own records are sent. Written records can be read at once.
     """
 
     def __init__(
@@ -64,17 +70,17 @@ class PacedRecords:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all records."""
+        """Return the size of all records."""
         return self._inner.num_bytes
 
     def read(self, rows: Array, out: Array) -> None:
-        """Read after the time of a transfer."""
+        """Wait for the time of the transfer, then read."""
         _, end = self._reserve("read", rows.size)
         self._inner.read(rows, out)
         _sleep_until(end)
 
     def write(self, rows: Array, records: Array) -> None:
-        """Write, and wait for the transfer or for the one before."""
+        """Write, and wait for this transfer or for the previous transfer."""
         self._inner.write(rows, records)
         start, end = self._reserve("write", rows.size)
         _sleep_until(start if self._buffered else end)
@@ -94,10 +100,11 @@ def _sleep_until(end: float) -> None:
 
 
 class DemandStore:
-    """Fetches the rows of a batch when it is looked up, as a baseline.
+    """Fetches the rows of a batch when the batch is looked up, as a baseline.
 
-    With ``keeps``, the least recently used rows make room; otherwise every row is written back
-    after its batch. All initial values are in the records, as in a store that cannot compute them.
+    With ``keeps``, the least recently used rows are evicted; otherwise every row is written back
+    after its batch. The records contain all initial values, as in a store that cannot compute
+    initial values.
     """
 
     is_in_place = False
@@ -133,16 +140,16 @@ class DemandStore:
 
     @property
     def memory_bytes(self) -> int:
-        """Size of slots and records."""
+        """Return the size of the slots and the records."""
         return self._num_slots * self._layout.num_bytes + self._records.num_bytes
 
     @property
     def listeners(self) -> list[RowListener]:
-        """Those of the kernel."""
+        """Return the listeners of the kernel."""
         return self.kernel.listeners
 
     def announce(self, number: int, addresses: Tensor) -> None:
-        """Note the addresses; nothing is fetched before the lookup."""
+        """Store the addresses; nothing is fetched before the lookup."""
         self._addresses[number] = addresses
 
     def admit(self, number: int) -> Tensor:
@@ -167,7 +174,7 @@ class DemandStore:
         return torch.from_numpy(self._slot_of[addresses]).to(self._addresses[number].dtype)
 
     def release(self, number: int) -> None:
-        """Write the rows of the batch back, unless they are kept."""
+        """Write back the rows of the batch unless the rows are kept."""
         del self._addresses[number]
         if not self._keeps:
             begin = time.perf_counter()
@@ -187,9 +194,12 @@ class DemandStore:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How the deep tables are stored; ``system`` is device, uncached, LRU, or lookahead."""
+    """Describes how the deep tables are stored; ``system`` is device, uncached, LRU, or
+    lookahead.
+    """
 
     system: str
+    pause_ms: float = 0.0  # after each step
     rate: float = 100.0  # Mbit/s
     capacity: int = CAPACITY
     lookahead: int = LOOKAHEAD
@@ -199,12 +209,13 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians and means of the measured steps; ``losses`` of all steps."""
+    """Contains medians and means of the measured steps, and the ``losses`` of all steps."""
 
     losses: list[float] = field(repr=False)
     step_ms: float
     cpu_ms: float  # of the process
-    mover_cpu_ms: float  # of this time, in the threads that move rows
+    training_cpu_ms: float  # of this time, in the training thread
+    mover_cpu_ms: float  # in the threads that move rows
     wait_ms: float
     fetched: float
     read_ms: float  # of the link, per step
@@ -212,7 +223,7 @@ class Measured:
 
 
 class Stores:
-    """Makes the stores of a setup."""
+    """Creates the stores of a setup."""
 
     def __init__(self, setup: Setup, folder: Path) -> None:
         self._setup, self._folder = setup, folder
@@ -249,7 +260,9 @@ class Stores:
         return link
 
     def figures(self) -> tuple[float, float, float, float]:
-        """Waits of training in ms, rows fetched, and ms of the link in both directions, so far."""
+        """Return the totals so far: training waits in ms, fetched rows, and ms of the link in each
+        direction.
+        """
         waits = sum(s.counts.wait_s if isinstance(s, CachedStore) else s.wait_s for s in self.made)
         fetched = sum(
             s.counts.fetched if isinstance(s, CachedStore) else s.fetched for s in self.made
@@ -259,7 +272,9 @@ class Stores:
 
 
 def make_job(world: World, fields: Fields, setup: Setup, folder: Path) -> tuple[Job, Stores]:
-    """Wide & Deep with 16 columns and lazy Adam: 192 bytes per row of the deep tables."""
+    """Create a Wide & Deep job with 16 columns and lazy Adam: 192 bytes per row of the deep
+    tables.
+    """
     config = Config(
         data=DataConfig(batch_size=BATCH, tail="drop"),
         model=WdlConfig(
@@ -275,29 +290,35 @@ def make_job(world: World, fields: Fields, setup: Setup, folder: Path) -> tuple[
     return build_job(config, spec, plan, Boxing(world), stores=stores), stores
 
 
-def train(job: Job, stores: Stores, batches: Batches, warm_up: int, measured: int) -> Measured:
-    """Train; the first ``warm_up`` steps fill the cache."""
+def train(
+    job: Job, stores: Stores, batches: Batches, warm_up: int, measured: int, pause_ms: float = 0.0
+) -> Measured:
+    """Train and measure; the first ``warm_up`` steps fill the cache."""
     losses: list[float] = []
     times: list[float] = []
-    begin, cpu, mover_cpu, before = 0.0, 0.0, 0.0, stores.figures()
+    begin, cpu, before = 0.0, _cpu_s(), stores.figures()
     for step, loss in enumerate(job.trainer.train_on(iter(batches)), 1):
         losses.append(float(loss))
+        time.sleep(pause_ms / 1e3)
         now = time.perf_counter()
         times.append(now - begin)
         begin = now
         if step == warm_up:
-            cpu, mover_cpu, before = time.process_time(), _mover_cpu_s(), stores.figures()
+            cpu, before = _cpu_s(), stores.figures()
         if step == warm_up + measured:
             break
-    cpu, mover_cpu = time.process_time() - cpu, _mover_cpu_s() - mover_cpu
+    process, training, mover = (
+        1e3 * (b - a) / measured for a, b in zip(cpu, _cpu_s(), strict=True)
+    )
     after = stores.figures()
     job.trainer.drain()
     wait, fetched, read, write = ((b - a) / measured for a, b in zip(before, after, strict=True))
     return Measured(
         losses=losses,
         step_ms=1e3 * statistics.mean(times[warm_up:]),
-        cpu_ms=1e3 * cpu / measured,
-        mover_cpu_ms=1e3 * mover_cpu / measured,
+        cpu_ms=process,
+        training_cpu_ms=training,
+        mover_cpu_ms=mover,
         wait_ms=wait,
         fetched=fetched,
         read_ms=read,
@@ -305,20 +326,23 @@ def train(job: Job, stores: Stores, batches: Batches, warm_up: int, measured: in
     )
 
 
-def _mover_cpu_s() -> float:
+def _cpu_s() -> tuple[float, float, float]:
+    """CPU time of the process, of this thread, and of the threads that move rows."""
     threads = [thread.ident for thread in threading.enumerate() if thread.name == "row mover"]
     clocks = [time.pthread_getcpuclockid(ident) for ident in threads if ident is not None]
-    return sum(map(time.clock_gettime, clocks))
+    return time.process_time(), time.thread_time(), sum(map(time.clock_gettime, clocks))
 
 
 def run(world: World, folder: Path, batches: Batches, fields: Fields, setup: Setup) -> Measured:
     """Train with a setup."""
     job, stores = make_job(world, fields, setup, folder)
-    return train(job, stores, batches, WARM_UP, MEASURED)
+    return train(job, stores, batches, WARM_UP, MEASURED, setup.pause_ms)
 
 
 def genuine_batches(folder: Path, world: World) -> tuple[list[Any], Fields]:
-    """Batches of genuine rows, as many as the longest lookahead needs, and their columns."""
+    """Return the batches of genuine rows that the longest lookahead needs, and the columns of the
+    batches.
+    """
     manifest = load_manifest(folder)
     config = DataConfig(batch_size=BATCH, tail="drop", loader="memmap")
     loaders = open_loaders(manifest, config, world.rank, world.size, seed=1, device=world.device)
@@ -332,7 +356,7 @@ def genuine_batches(folder: Path, world: World) -> tuple[list[Any], Fields]:
 
 
 def train_generated(folder: Path, steps: int) -> list[float]:
-    """The losses of a few steps on generated rows with a cached store."""
+    """Return the losses of a few steps on generated rows with a cached store."""
     generator = torch.Generator().manual_seed(1)
     fields = Fields.of(("I1",), {f"C{n}": 5000 for n in range(4)})
 
@@ -364,13 +388,15 @@ def _setups(part: str) -> list[Setup]:
     if part == "capacities":
         sizes = (12_000, 16_000, 45_000, 90_000)
         return [replace(one, capacity=size) for size in sizes for one in (lru, ours)]
-    return [replace(ours, lookahead=known) for known in (2, 4, 8, 16, 32)]
+    return [lru, *(replace(ours, lookahead=known) for known in (2, 4, 8, 16, 32))]
 
 
 def _measure_evaluation(
     results: Results, world: World, folder: Path, batches: Batches, fields: Fields
 ) -> None:
-    """Times per batch of evaluations after training; SystemExit if any logit differs."""
+    """Measure the time per batch of evaluations after training; raise SystemExit if any logit
+    differs.
+    """
     compute_ms, logits = 0.0, list[Tensor]()
     setups = [Setup(system="lookahead", rate=rate) for rate in (50, 100, 200, 400, 1000)]
     for setup in (Setup(system="device"), *setups):
@@ -390,7 +416,7 @@ def _measure_evaluation(
             read_ms = (stores.figures()[2] - before[2]) / EVALUATED
             logits = logits or found
             if not all(map(torch.equal, logits, found)):
-                raise SystemExit(f"{setup}: logits differ from those on the device")
+                raise SystemExit(f"{setup}: logits differ from the logits on the device")
         if setup.system == "device":
             compute_ms = times["pipelined_ms"]
             results.add(system="device", batches=EVALUATED, **times)
@@ -402,17 +428,50 @@ def _measure_evaluation(
         )  # fmt: skip
 
 
+def _measure_cpu(
+    results: Results, world: World, folder: Path, batches: Batches, fields: Fields
+) -> None:
+    """CPU times of alternating runs; SystemExit if any loss differs."""
+    losses: list[float] = []
+    number = 0
+    while number < CPU_ROUNDS:
+        wait_ms, runs = 0.0, list[dict[str, object]]()
+        for name in ("device", "lookahead", "paused"):
+            paused = Setup(system="device", pause_ms=wait_ms)
+            setup = paused if name == "paused" else Setup(system=name)
+            found = run(world, folder, batches, fields, setup)
+            losses, wait_ms = losses or found.losses, found.wait_ms
+            if found.losses != losses:
+                raise SystemExit(f"{setup}: losses differ from those on the device")
+            runs.append(
+                dict(
+                    system=name, round=number, step_ms=found.step_ms, pause_ms=setup.pause_ms,
+                    exposed_wait_ms=found.wait_ms, cpu_ms=found.cpu_ms,
+                    training_cpu_ms=found.training_cpu_ms, mover_cpu_ms=found.mover_cpu_ms,
+                )
+            )  # fmt: skip
+            own_ms = found.step_ms - found.wait_ms - setup.pause_ms
+            if own_ms > UNDISTURBED * found.training_cpu_ms:
+                print(f"round {number} again: other processes took {own_ms:.1f} ms per step")
+                time.sleep(2)
+                break
+        else:
+            number += 1
+            for one in runs:
+                results.add(**one)
+
+
 def _measure_training(
     results: Results, world: World, folder: Path, batches: Batches, fields: Fields, part: str
 ) -> None:
-    """Step times of the setups of a part; SystemExit if any loss differs."""
+    """Measure the step times of a part's setups; raise SystemExit if any loss differs."""
     device = run(world, folder, batches, fields, Setup(system="device"))
     results.add(system="device", step_ms=device.step_ms, cpu_ms=device.cpu_ms)
     serial: Measured | None = None
     for setup in _setups(part):
         found = run(world, folder, batches, fields, setup)
         if found.losses != device.losses:
-            raise SystemExit(f"{setup}: losses differ from those on the device")
+            raise SystemExit(f"{setup}: losses differ from the losses on the device")
         if setup.system == "uncached" and not setup.buffered:
             serial = found
         busy = (found.read_ms, found.write_ms)
@@ -435,7 +494,7 @@ def _measure_training(
 
 
 def measure(results: Results, folder: Path, part: str) -> None:
-    """Measure a part; SystemExit if caching changes any result."""
+    """Measure a part; raise SystemExit if caching changes any result."""
     keep_freed_memory()
     torch.set_num_threads(1)
     scratch = folder / f"rows-{os.getpid()}"
@@ -443,6 +502,8 @@ def measure(results: Results, folder: Path, part: str) -> None:
         batches, fields = genuine_batches(folder, world)
         if part == "evaluation":
             _measure_evaluation(results, world, scratch, batches, fields)
+        elif part == "cpu":
+            _measure_cpu(results, world, scratch, batches, fields)
         else:
             _measure_training(results, world, scratch, batches, fields, part)
     if scratch.exists():

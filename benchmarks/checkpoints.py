@@ -5,12 +5,13 @@ training.
     python -m benchmarks.checkpoints --gb 0.5 during
 
 Writing and reading alternate with dd for the same number of bytes on the same disk. Both are
-synced, and files are dropped from the page cache before they are read. A quarter and a half of the
-size are also measured: their slope, in seconds per GB, predicts the time for 40 GB.
+synced, and files are dropped from the page cache before they are read. A quarter and half of the
+size are also measured; the slope, in seconds per GB, predicts the time for 40 GB.
 
-The effect on training is a median over several saves. It has three parts: the time that steps lost
-during a save, as a share of its duration; the time that the training thread spent on the undo log;
-and the extra memory, by the save's own count and by the system's count (the peak resident size).
+The effect on training is a median over several saves and has three parts: the time that steps lost
+during a save, as a share of the save's duration; the time that the training thread spent on the
+undo log; and the extra memory, by the save's own count and by the system's count (the peak resident
+size).
 """
 
 import argparse
@@ -41,7 +42,7 @@ ROW_BYTES = 3 * DIM * 4  # lazy Adam stores two more numbers for each number
 
 
 class Rows:
-    """Contains a batch of random ids, some of them frequent."""
+    """Contains a batch of random ids, some of which are frequent."""
 
     def __init__(self, rows: int, generator: torch.Generator) -> None:
         ids = torch.rand(BATCH, TABLES, generator=generator) ** 3 * rows
@@ -52,7 +53,7 @@ class Rows:
 
 
 def make_job(world: World, rows: int) -> Job:
-    """Make a job whose tables have ``rows`` rows each."""
+    """Create a job with tables of ``rows`` rows."""
     config = Config(
         data=DataConfig(batch_size=BATCH),
         model=WdlConfig(embedding_dim=DIM, hidden=(256, 128), wide=WideConfig(crosses=())),
@@ -182,7 +183,7 @@ class During:
         saver.wait()
         cost = saver.last_cost
         if cost is None:
-            raise RuntimeError("the save during training left no record of its cost")
+            raise RuntimeError("the save during training did not record its cost")
         most_resident = resident_bytes(highest=True)
         before, self._alone = self._alone, self._steps(60)
         alone = before + self._alone
@@ -217,8 +218,8 @@ def during(job: Job, rows: int, folder: Path, repeats: int) -> dict[str, object]
 
 
 def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
-    """Return the current size of this process, or its peak since the last reset; 0 outside
-    Linux.
+    """Return the current size of this process or the peak size since the last reset; return 0
+    outside Linux.
     """
     status = Path("/proc/self/status")
     if not status.exists():

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# These are the ids per sample of the 26 fields of MLPerf's DLRMv2, which expands Criteo's single
-# ids: facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
+# Ids per sample of the 26 fields of MLPerf's DLRMv2, which expands Criteo's single ids:
+# facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
 MLPERF_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
 
@@ -76,8 +76,8 @@ def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.nda
 
 
 def make_batches(shape: Shape, rank: int, world_size: int) -> list[Rows]:
-    """Return this rank's part of ``num_batches`` batches; labels depend on a few ids, so loss
-    falls.
+    """Return this rank's part of ``num_batches`` batches; labels depend on a few ids, so the loss
+    decreases.
     """
     batches: list[Rows] = []
     for number in range(shape.num_batches):

@@ -1,6 +1,6 @@
 """Plans the CTR model of the training benchmarks with ``parallel.plan: auto``, from a calibration.
 
-The ids follow a known law, so the law provides their statistics instead of a prepared set.
+The ids follow a known law, so the statistics come from this law instead of a prepared set.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,9 @@ class LawStats:
 def planned_rules(
     shape: Shape, config: Config, fields: Fields, world_size: int, profile: str | None
 ) -> tuple[dict[str, TableRule], float]:
-    """Return the rules of all tables and the predicted step in ms; the same on every rank."""
+    """Return the rules of all tables and the predicted step time in ms; all ranks get the same
+    result.
+    """
     device = config.parallel.device
     whole = {"*": TableRule(sbp="S(0)")}
     _, draft = plan_run(config, fields, world_size=world_size, device_type=device, planned=whole)

@@ -24,7 +24,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 class ClickTrainer:
-    """Trains on this rank's batches, with the interface of a peer's class."""
+    """Trains on this rank's batches, with the same interface as the peers' classes."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ClickTrainer:
         return [float(loss) for loss in losses]
 
     def pipelined(self, steps: int) -> list[float]:
-        """Train as ``plain`` does, but exchange the next batch's ids during the step."""
+        """Train like ``plain``, but exchange the next batch's ids during the step."""
         batches = [self._batch(self._place + step) for step in range(steps)]
         self._place += steps
         return [float(loss) for loss in list(self.job.trainer.train_on(batches))]

@@ -2,13 +2,13 @@
 
     python -m benchmarks.criteo_models --input train.txt.gz [--models dlrm] [--seeds 1 2 3]
 
-Without --input, the file in SBPFLOW_CRITEO_ROWS is used, or a skip is reported; --data accepts a
-prepared set (split by time 80/10/10). For each seed, train_wdl.py trains one epoch of
-configs/MODEL.yaml, with and without model.autocast: bf16. The same model in
-benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which shares no model or engine code, is
-trained for comparison. Both use the same rows in the same order and the same initial values,
-because the results of different seeds differ by 0.01 on so few rows. Each side has its own dropout
-masks. --worker runs the plain side.
+Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports that it is skipped;
+--data accepts a prepared set (split by time 80/10/10). For each seed, train_wdl.py trains one epoch
+of configs/MODEL.yaml, with and without model.autocast: bf16. For comparison, the program trains the
+same model in benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), without using sbpflow's model
+or engine code. Both use the same rows in the same order and the same initial values, because the
+results of different seeds differ by 0.01 on so few rows. The dropout masks of the two sides differ.
+--worker runs the plain side.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Measures the speed of the data plane: ``python -m benchmarks.data
 prepare|vocabulary|synth|loader``.
 
-Writes benchmarks/results/data.jsonl. Every line contains the machine's load next to the time; on a
-shared machine, CPU seconds are more reliable than the wall clock. ``prepare`` needs 6 GB in
-``--scratch``, and pandas for a straightforward pandas version of the same job. The results of both
+The program writes benchmarks/results/data.jsonl. Every line contains the machine's load and the
+time; on a shared machine, CPU seconds are more reliable than wall-clock time. ``prepare`` needs 6
+GB in ``--scratch``, and pandas for a simple pandas version of the same job. The results of both
 versions are compared before the times are written.
 """
 
@@ -41,12 +41,14 @@ rows.select(pl.all().null_count()).collect(engine="streaming")
 
 @dataclass(frozen=True)
 class _Cost:
-    """Stores the cost of a command; on a shared machine, CPU seconds are the most reliable part."""
+    """Stores the cost of a command; on a shared machine, CPU seconds are the most reliable
+    value.
+    """
 
     wall_s: float
     cpu_s: float
     peak_memory_gb: float
-    """Includes pages of mapped files, which the system reclaims when it needs them."""
+    """Includes pages of mapped files, which the system can reclaim at any time."""
     peak_own_memory_gb: float
     """Excludes pages of mapped files."""
 
@@ -70,7 +72,9 @@ def _run(arguments: list[str]) -> _Cost:
 
 
 def _own_bytes(process: int) -> int:
-    """Return the memory of a process that no file backs; 0 if the system does not report it."""
+    """Return the memory of a process that is not backed by files, or 0 if the system does not
+    report this value.
+    """
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
     except OSError:
@@ -85,7 +89,7 @@ def _load() -> float:
 
 
 def prepare(results: Results, scratch: Path, gigabytes: float, pandas_gigabytes: float) -> None:
-    """Measure MB of TSV per second and peak memory; prepare a smaller file with pandas as well."""
+    """Measure MB of TSV per second and peak memory; also prepare a smaller file with pandas."""
     big = scratch / "big.tsv"
     rows = int(gigabytes * 1e9 / 243)
     if not big.exists():
@@ -133,7 +137,9 @@ def _prepare(source: Path, output: Path) -> _Cost:
 
 
 def vocabulary(results: Results, scratch: Path, values: int) -> None:
-    """Measure memory and time for one field with many distinct values, each with its own id."""
+    """Measure memory and time for one field with many distinct values, with an id for each
+    value.
+    """
     source, schema, output = (scratch / name for name in ("many.tsv", "many.yaml", "many-set"))
     if not source.exists():
         _write_distinct(source, values)
@@ -148,7 +154,7 @@ def vocabulary(results: Results, scratch: Path, values: int) -> None:
 
 
 def _write_distinct(target: Path, values: int) -> None:
-    """Write one row for each of ``values`` keys, in no particular order."""
+    """Write one row for each of ``values`` keys, in scrambled order."""
     digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
     with target.open("wb") as file:
         for start in range(0, values, 1 << 20):
@@ -162,8 +168,8 @@ def _write_distinct(target: Path, values: int) -> None:
 
 
 def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
-    """Assert equal label and dense bits, and the same number of distinct ids per field in the train
-    part.
+    """Assert that label and dense bits are equal, and that each field has as many distinct ids in
+    the train part.
     """
     rows = SplitRows(manifest, "train")
     ours = np.empty((rows.num_rows, rows.num_words), dtype=np.int32)
@@ -176,7 +182,7 @@ def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]
 
 
 def with_pandas(scratch: Path) -> None:
-    """Do the same job as a notebook would: load whole columns into memory, factorize, map."""
+    """Do the same job as a typical notebook: load whole columns into memory, factorize, and map."""
     import pandas as pd
 
     text = dict.fromkeys(CRITEO.sparse, str)
@@ -229,8 +235,8 @@ def _remove(path: Path) -> None:
 
 
 def loader(results: Results, scratch: Path, rows: int) -> None:
-    """Measure rows per second into torch tensors with a warm page cache, and the ideal share at 8
-    ms.
+    """Measure rows per second into torch tensors with a warm page cache, and the share of the ideal
+    speed at 8 ms per step.
     """
     folder = scratch / f"loader-{rows}"
     if not folder.exists():
@@ -243,7 +249,7 @@ def loader(results: Results, scratch: Path, rows: int) -> None:
 
 
 def _copy_rate(manifest: Manifest) -> float:
-    """Return the M rows/s of plainly copying a batch from the page cache: the loaders' baseline."""
+    """Return the M rows/s of copying a batch from the page cache, as a baseline for the loaders."""
     rows = SplitRows(manifest, "train")
     out = np.empty((BATCH_SIZE, rows.num_words), dtype=np.int32)
     times: list[float] = []
@@ -261,8 +267,8 @@ def _one_loader(
     reader = open_loader(
         manifest, batch_size=BATCH_SIZE, backend=backend, shuffle=shuffle, tail="drop"
     )
-    # One value per page shows that the whole batch has arrived. Reading every label from memory
-    # would take 0.1 to 0.3 ms and dominate the measurement.
+    # Reading one value per page ensures that the whole batch has arrived. Reading every label from
+    # memory would take 0.1 to 0.3 ms and dominate the measurement.
     page = -(-4096 // (4 * manifest.num_words))
     rates: dict[int, list[float]] = {page: [], 1: []}
     cpu = time.process_time()

@@ -1,8 +1,9 @@
-"""Prints the last lines of ``make demo``: the test AUC of both runs against the best possible AUC.
+"""Prints the last lines of ``make demo``: the test AUC of both runs and the best possible AUC.
 
     python -m benchmarks.demo .demo/wdl .demo/wide [--record]
 
-``--record`` also writes benchmarks/results/demo.jsonl, which README and docs/first_run.md quote.
+``--record`` also writes benchmarks/results/demo.jsonl, which the README and docs/first_run.md
+quote.
 """
 
 import argparse
@@ -23,7 +24,7 @@ def final(folder: Path) -> dict[str, float]:
 
 
 def lines(wide_deep: dict[str, float], wide: dict[str, float]) -> str:
-    """Format the three figures, one per line."""
+    """Format the three AUC values, one per line."""
     rows = {
         "best possible": wide_deep["best_auc"],
         "wide & deep": wide_deep["auc"],
@@ -33,7 +34,7 @@ def lines(wide_deep: dict[str, float], wide: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Print the figures and, if requested, record them."""
+    """Print the AUC values and, if requested, record the values."""
     parser = argparse.ArgumentParser(prog="benchmarks.demo", description=__doc__)
     parser.add_argument("wide_deep", type=Path, help="the folder of the run with both parts")
     parser.add_argument("wide", type=Path, help="the folder of the run with only the wide part")

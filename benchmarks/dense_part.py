@@ -1,10 +1,10 @@
-"""Times the dense part of each model alone: float32, bf16, compiled, and both, on one CPU thread.
+"""Times only the dense part of each model on one CPU thread: float32, bf16, compiled, and both.
 
     python -m benchmarks.dense_part [--rows 4096]
 
 Forward and backward run alternately over random vectors of 26 fields of 16 columns and 13 dense
-fields; times are medians. The results show the gain of model.autocast: bf16 and model.compile: true
-on this machine.
+fields; times are medians. The results show the speedup of model.autocast: bf16 and model.compile:
+true on this machine.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Part:
         self.labels = torch.randint(0, 2, (rows, 1), generator=generator).float()
 
     def step(self) -> float:
-        """Run forward, loss and backward; return the loss."""
+        """Run the forward pass, the loss, and the backward pass; return the loss."""
         vectors = {name: self._home(x).requires_grad_() for name, x in self.vectors.items()}
         logits = self.part.forward(vectors, self._home(self.dense), training=True, seed=0)
         loss = ops.reduce_mean(self.part.row_losses(logits, self._home(self.labels)))

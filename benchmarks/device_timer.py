@@ -1,4 +1,6 @@
-"""Times work on a CUDA device with CUDA events: medians over repeats, after a warm-up."""
+"""Times work on a CUDA device with CUDA events, and returns medians over repeats after a
+warm-up.
+"""
 
 from collections.abc import Callable
 
@@ -6,7 +8,9 @@ import torch
 
 
 def timed_ms(work: Callable[[], object], *, steps: int, repeats: int = 5) -> dict[str, float]:
-    """Return (median, min, max) ms of one call of ``work``, over ``repeats`` of ``steps`` calls."""
+    """Return the (median, min, max) ms per call of ``work`` over ``repeats`` repeats of ``steps``
+    calls.
+    """
     work()
     times: list[float] = []
     for _ in range(repeats):

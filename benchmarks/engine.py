@@ -1,11 +1,11 @@
-"""Measures the engine alone, compared with its own kernel, plain torch and the bandwidth limit.
+"""Measures only the engine, compared with its own kernel, plain torch, and the bandwidth limit.
 
     python -m benchmarks.engine kernel        one rank: bare FBGEMM, EmbeddingBag(sparse), the floor
     python -m benchmarks.engine vocabulary    3.2M to 102.4M rows: ms and bytes per row
     python -m benchmarks.engine tables        510 tables on 4 ranks: start-up and stages of a step
     python -m benchmarks.engine rows          the torch kernel's step on 100k and on 10M rows
 
-Values are compared before the timing. Times are medians, and ratios are of alternating runs.
+Values are compared before timing. Times are medians, and ratios compare alternating runs.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SEED = 3
 
 
 def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Return the ms of each job, run alternately; the first three rounds warm up."""
+    """Run the jobs alternately and return the ms of each job; the first three rounds warm up."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat in range(repeats + 3):
         for name, job in jobs.items():
@@ -60,8 +60,8 @@ def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list
 
 
 def halves(jobs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Return ``turns`` plus the ms of "NAME, lookup" and "NAME, update"; each job returns the time
-    between the two.
+    """Return the result of ``turns`` and the ms of "NAME, lookup" and "NAME, update"; each job
+    returns the time between lookup and update.
     """
     names = [f"{name}{part}" for name in jobs for part in ("", ", lookup", ", update")]
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -78,9 +78,7 @@ def halves(jobs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list
 
 
 def ratio(times: dict[str, list[float]], one: str, other: str) -> list[float]:
-    """Return [lower quartile, median, upper quartile] of the time ratio of two jobs, round by
-    round.
-    """
+    """Return [lower quartile, median, upper quartile] of the per-round time ratios of two jobs."""
     pairs = sorted(a / b for a, b in zip(times[one], times[other], strict=True))
     at = [len(pairs) // 4, len(pairs) // 2, 3 * len(pairs) // 4]
     return [round(pairs[place], 3) for place in at]
@@ -114,7 +112,9 @@ STEP = 1  # the step number in every update; the rules used here do not depend o
 def engine_step(
     collection: EmbeddingCollection, ids: Tensor, batch_size: int, grad: Tensor
 ) -> float:
-    """Run a lookup, and an update with a constant gradient; return the time between the two."""
+    """Run a lookup, and an update with a constant gradient; return the time between lookup and
+    update.
+    """
     (output,) = collection.forward(ids, batch_size, training=True).values()
     middle = time.perf_counter()
     output.grad = grad
@@ -123,7 +123,7 @@ def engine_step(
 
 
 def copy_bandwidth() -> float:
-    """Return the bytes per second that a large copy reads and writes in total."""
+    """Return the total bytes per second that a large copy reads and writes."""
     source = torch.ones(1 << 26)
     target = torch.empty_like(source)
     best = min(turns({"copy": lambda: target.copy_(source)}, 7)["copy"])
@@ -187,8 +187,8 @@ def kernel(results: Results, repeats: int) -> None:
 
 
 def _report_kernel(results: Results, times: dict[str, list[float]], ids: Tensor, dim: int) -> None:
-    """Report times and ratios, in total and by stage, and the lower limit: the necessary bytes at
-    the bandwidth of a copy.
+    """Report times and ratios, in total and by stage, and the lower limit: the time to move the
+    necessary bytes at the bandwidth of a copy.
     """
     lookups, width = ids.numel(), dim * 4
     unique = sum(len(column.unique()) for column in ids.t())
@@ -249,7 +249,7 @@ def _bare_fbgemm(shape: Shape) -> Tbe:
 
 
 def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optimizer]:
-    """Return a plain torch job with SGD, the cheapest sparse rule of torch.optim because it has no
+    """Return a plain torch job with SGD, the cheapest sparse rule of torch.optim because SGD has no
     state.
     """
     bags = [
@@ -259,11 +259,11 @@ def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optim
 
 
 def vocabulary(results: Results, repeats: int, largest: int) -> None:
-    """Time one table of 26 features and a wide table with as many rows; ids are Zipf 1.2 over all
-    rows.
+    """Time one table with 26 features and a wide table with the same number of rows; the ids follow
+    Zipf's law with exponent 1.2 over all rows.
 
-    All sizes are in memory at once and run alternately, eight steps per turn, so machine drift
-    affects all of them.
+    All sizes are in memory at the same time and run alternately, eight steps per turn, so machine
+    drift affects all sizes.
     """
     sizes = [3_200_000]
     while 2 * sizes[-1] <= largest:
@@ -317,7 +317,7 @@ class _Grown:
         self._grad = torch.randn(self._batch, 26 * 17) * 1e-3
 
     def time_round(self) -> float:
-        """Return the ms per step, over the eight batches."""
+        """Return the ms per step over the eight batches."""
         start = time.perf_counter()
         for ids in self._batches:
             engine_step(self.collection, ids, self._batch, self._grad)
@@ -325,8 +325,8 @@ class _Grown:
 
 
 def _whole_table_ids(rows: int, batch: int, seed: int) -> Tensor:
-    """Return Zipf 1.2 ids by inverting the continuous law, spread by a multiplication that permutes
-    any even number of rows divisible by 5.
+    """Return ids that follow Zipf's law with exponent 1.2, computed by inverting the continuous
+    law. A multiplication that permutes any even number of rows divisible by 5 spreads the ids.
     """
     random = np.random.default_rng(seed).random((batch, 26))
     exponent = -0.2
@@ -342,8 +342,8 @@ def _resident() -> int:
 
 
 def rows(results: Results, repeats: int) -> None:
-    """Time the torch kernel on tables of two sizes: it reads only a batch's rows, so a larger table
-    costs only cache misses.
+    """Time the torch kernel on tables of two sizes. The kernel reads only a batch's rows, so a
+    larger table costs only additional cache misses.
     """
     jobs: dict[str, Callable[[], object]] = {}
     generator = torch.Generator().manual_seed(0)
@@ -371,8 +371,8 @@ def rows(results: Results, repeats: int) -> None:
 
 
 def many_tables(num_tables: int) -> tuple[list[TableConfig], list[FeatureConfig]]:
-    """Time 510 tables like EMBark's T510, scaled: dims by 1/8, rows by 1/1000; 5.2 ids per
-    sample.
+    """Time 510 tables like EMBark's T510 with 5.2 ids per sample, with dims scaled by 1/8 and rows
+    by 1/1000.
     """
     random = np.random.default_rng(510)
     dims = random.choice([4, 8, 16, 32], num_tables)

@@ -1,8 +1,8 @@
-"""Measures exports of a trained model: sizes, times, and the AUC lost with fewer bits per row.
+"""Measures exports of a trained model: sizes, times, and the loss of AUC with fewer bits per row.
 
     python -m benchmarks.export --input train.txt.gz [--epochs 1]
 
-Without --input, the file in SBPFLOW_CRITEO_ROWS is used, or rows are generated. The program
+Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS or generates rows. The program
 prepares the rows, trains Wide & Deep on one rank, exports the model in every row format, and
 predicts the test part.
 """

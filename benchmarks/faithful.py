@@ -1,9 +1,10 @@
 """Tests whether generated rows are as learnable as stated: ``python -m benchmarks.faithful``.
 
-Trains Wide & Deep with train_wdl.py on 2,000,000 generated rows for each given vocabulary scale.
-Reports its test AUC, the best possible AUC from the manifest, and the share of lookups in the first
-half of each large table. Writes benchmarks/results/faithful.jsonl; with other rows, scales, ranks
-or settings than the defaults, it only prints.
+The program trains Wide & Deep with train_wdl.py on 2,000,000 generated rows for each given
+vocabulary scale. The program reports the test AUC, the best possible AUC from the manifest, and the
+share of lookups in the first half of each large table. With default rows, scales, ranks, and
+settings, the program writes benchmarks/results/faithful.jsonl; otherwise it only prints the
+results.
 """
 
 import argparse

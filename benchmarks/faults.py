@@ -6,15 +6,17 @@
                                 tables in files, compared with an uninterrupted run without
     python -m benchmarks.faults --deltas 4 --kills 20
                                 each full checkpoint is followed by 4 deltas
+    python -m benchmarks.faults --keys --deltas 4 --kills 20
+                                all tables grow, and keys lose their rows
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 
 The kinds of kills are SIGKILL of one rank, of all ranks, while a checkpoint is written, while one
 is loaded, while the first rows are read, or at any moment of the start (imports, rendezvous);
 SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
-must be bit-identical to those of an uninterrupted run. No complete checkpoint may be lost, every
-rank must exit, and a finished run must leave neither processes nor temporary files. Each start uses
-another ``train.lookahead``, and with ``--storage file`` another cache.
+must be bit-identical to the losses and scores of an uninterrupted run. No complete checkpoint may
+be lost, every rank must exit, and a finished run must leave neither processes nor temporary files.
+Each start uses a different ``train.lookahead`` and, with ``--storage file``, a different cache.
 """
 
 import argparse
@@ -40,7 +42,12 @@ KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16)}
-CACHES = ("25%", "40%", "70%")  # of rows; two batches need up to 20%
+CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches need up to 20%
+# The limits are low: a key loses its row after two steps without use.
+GROWING = (
+    "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
+    "evict: {max_rows: 65536, idle_samples: 400}}}"
+)
 START_S, END_S = 120.0, 60.0  # time limits for a first step, and for ranks to exit after a kill
 
 
@@ -62,7 +69,7 @@ class Ranks:
         return all(process.poll() is not None for process in self.processes)
 
     def loading(self) -> bool:
-        """Return whether a rank has a file of a complete checkpoint open."""
+        """Return whether a rank has opened a file of a complete checkpoint."""
         for process in self.processes:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
@@ -83,9 +90,10 @@ class Ranks:
             raise RuntimeError(f"a rank did not exit:\n{self.log.read_text()[-3000:]}") from error
 
 
-def make_set(folder: Path) -> None:
-    """Make a small prepared set."""
+def make_set(folder: Path, *, keys: bool = False) -> None:
+    """Make a small prepared set, with keys if all tables are to grow."""
     words = ["synth", "--rows", "4000", "--vocab-scale", "0.0005", "--output", str(folder)]
+    words += ["--keys", "--drift", "300"] if keys else []
     subprocess.run([sys.executable, "-m", "data", *words], check=True, cwd=ROOT)
 
 
@@ -167,8 +175,8 @@ def steps_done(folder: Path) -> int:
 
 
 def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
-    """Wait for the moment; return whether it came before the ranks exited. RuntimeError after the
-    limit.
+    """Wait for the moment; return whether the moment came before the ranks exited. Raise
+    RuntimeError after the limit.
     """
     end = time.monotonic() + limit_s
     while not ready():
@@ -191,6 +199,7 @@ class Campaign:
     chance: random.Random
     storage: str = "device"
     deltas: int = 0
+    keys: bool = False
     killed: Counter[str] = field(default_factory=Counter[str])
     leaving_s: list[float] = field(default_factory=list[float])
 
@@ -199,16 +208,17 @@ class Campaign:
         return self.folder.with_suffix(".log")
 
     def _start(self) -> Ranks:
-        """Start the run; every start may know other batches ahead, and cache other rows."""
+        """Start the run; the lookahead and the cache may differ for every start."""
         more = [f"train.lookahead={self.chance.choice(LOOKAHEADS[self.storage])}"]
         more.append(f"checkpoint.deltas={self.deltas}")
+        more += [GROWING] if self.keys else []
         if self.storage == "file":
             cache = self.chance.choice(CACHES)
             more.append(f'parallel.storage={{"deep.*": {{kind: file, cache: {cache}}}}}')
         return start(self.data, self.folder, self.log, self.size, *more)
 
     def saved(self) -> int:
-        """Return the newest checkpoint's step after verifying all its bytes; 0 without a
+        """Return the step of the newest checkpoint after verifying all bytes, or 0 if there is no
         checkpoint.
         """
         checkpoints = list_checkpoints(self.folder / "checkpoints")
@@ -237,7 +247,9 @@ class Campaign:
         self.killed[kind] += 1
 
     def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
-        """Wait for the moment of this kind; return whether it came while the ranks were running."""
+        """Wait for a moment of this kind; return whether the moment came while the ranks were
+        running.
+        """
         if kind == "start":
             time.sleep(self.chance.uniform(0.5, 8.0))
         elif kind == "load":
@@ -304,22 +316,29 @@ def _bytes_of(path: Path) -> bytes:
         return b""
 
 
-def uninterrupted(data: Path, folder: Path, size: int) -> list[dict[str, object]]:
-    """Return the events of an uninterrupted run; computed once per folder."""
+def uninterrupted(
+    data: Path, folder: Path, size: int, *, keys: bool = False
+) -> list[dict[str, object]]:
+    """Return the events of an uninterrupted run, which is executed once per folder."""
     end = folder / "report.json"
     if not end.exists():
-        Campaign(data, folder, size, random.Random(0)).finish()
+        Campaign(data, folder, size, random.Random(0), keys=keys).finish()
         end.write_text(json.dumps(events(folder)))
     return json.loads(end.read_text())
 
 
-def one_run(
-    base: Path, number: int, size: int, seed: int, storage: str, deltas: int
-) -> dict[str, object]:
+def one_run(base: Path, number: int, args: argparse.Namespace) -> dict[str, object]:
     """Kill one run several times; raise SystemExit if it differs from the uninterrupted run."""
-    expected = uninterrupted(base / "set", base / "whole", size)
-    chance = random.Random(seed * 1000 + number)
-    run = Campaign(base / "set", base / f"run{number}", size, chance, storage, deltas)
+    expected = uninterrupted(base / "set", base / "whole", args.ranks, keys=args.keys)
+    run = Campaign(
+        base / "set",
+        base / f"run{number}",
+        args.ranks,
+        random.Random(args.seed * 1000 + number),
+        args.storage,
+        args.deltas,
+        args.keys,
+    )
     for place in range(KILLS_OF_A_RUN):
         run.kill(KINDS[(KILLS_OF_A_RUN * number + place) % len(KINDS)])
     run.finish()
@@ -331,13 +350,14 @@ def one_run(
 
 
 def main() -> None:
-    """Run the kills, in as many runs as they need."""
+    """Kill runs until the requested number of kills is reached."""
     parser = argparse.ArgumentParser(description="Kill a run at random moments and restart it.")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--storage", choices=LOOKAHEADS, default="device", help="of deep tables")
     parser.add_argument("--deltas", type=int, default=0, help="after each full checkpoint")
+    parser.add_argument("--keys", action="store_true", help="let all tables grow")
     parser.add_argument(
         "--folder", type=Path, help="the folder for finished work; default: a temporary one"
     )
@@ -347,13 +367,13 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.monotonic()
     least, name = {"device": (50, "faults"), "file": (20, "cache_faults")}[args.storage]
-    results = Results(name, recorded=args.kills >= least and not args.deltas)
+    results = Results(name, recorded=args.kills >= least and not (args.deltas or args.keys))
     with tempfile.TemporaryDirectory() as scratch:
         base: Path = args.folder or Path(scratch)
         base.mkdir(parents=True, exist_ok=True)
         done = base / "runs.jsonl"
         if not (base / "set").exists():
-            make_set(base / "set")
+            make_set(base / "set", keys=args.keys)
         while True:
             lines = done.read_text().splitlines() if done.exists() else []
             runs = [json.loads(line) for line in lines]
@@ -364,13 +384,14 @@ def main() -> None:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
             # A failed run is repeated with other moments and reported as failed.
             number = len(list(base.glob("run*.log")))
-            outcome = one_run(base, number, args.ranks, args.seed, args.storage, args.deltas)
+            outcome = one_run(base, number, args)
             with done.open("a") as file:
                 file.write(json.dumps({"number": number, **outcome}) + "\n")
         tried = len(list(base.glob("run*.log")))
     results.add(
         storage=args.storage,
         deltas=args.deltas,
+        keys=args.keys,
         ranks=args.ranks,
         kills=killed.total(),
         by_kind=dict(killed),

@@ -1,8 +1,8 @@
 """Fits the generator's column profile to measured aggregates: ``python -m benchmarks.fit_tails F``.
 
-Each column has the measured masses of the first ranks, then falling power-law segments. The
-segments match the measured mass of the first 100 and 1000 ranks, and the measured numbers of
-distinct values and singletons at the measured sample size. The program writes
+For each column, the profile contains the measured masses of the first ranks, followed by falling
+power-law segments. The segments match the measured mass of the first 100 and 1000 ranks, and the
+measured numbers of distinct values and singletons at the measured sample size. The program writes
 ``data/synth/criteo_profile.json``.
 """
 
@@ -79,8 +79,8 @@ def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segmen
 
 
 def _last(start: float, size: float, mass: float, density: float) -> list[list[Segment]]:
-    """Return candidate tails: the remaining mass in two falling segments, for any rank and
-    share.
+    """Return candidate tails: the remaining mass in two falling segments, for several ranks and
+    shares.
     """
     options: list[list[Segment]] = []
     for middle in np.geomspace(start * 1.05, size * 0.98, 30):

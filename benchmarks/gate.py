@@ -1,10 +1,12 @@
-"""Implements the speed gate: runs two commits alternately and reports where the second is slower.
+"""Implements the speed gate: runs two commits alternately and reports where the second commit is
+slower.
 
     python -m benchmarks.gate --base COMMIT [--head COMMIT] [--only NAME ...] [--rounds 8]
 
-Without ``--head`` the working tree is measured, including new files. Both commits are checked out
-into a temporary folder and run there by this interpreter, on the same inputs (made by the base) and
-with one fresh cache, so that they share measured kernel times. The names for ``--only``:
+Without ``--head``, the gate measures the working tree, including new files. The gate checks out
+both commits into a temporary folder and runs both with this interpreter. Both commits use the same
+inputs (created by the base) and one fresh cache, and thus the same measured kernel times. The names
+for ``--only``:
   vs_torchrec, vs_torchrec_whole, vs_torchrec_link
             a training step of the model of ``benchmarks.vs_torchrec`` on 2 ranks; with every table
             whole; over a link of 1 Gbit/s (needs root, ip and tc)
@@ -13,20 +15,21 @@ with one fresh cache, so that they share measured kernel times. The names for ``
   prepare   ``python -m data prepare`` of generated TSV
   explain   ``python -m sbpflow explain``
   start     a run of 2 steps on 2 ranks: launch to the first step, and its CPU time
-Every figure includes the CPU time, which depends less on other work than the wall clock does.
+Every figure includes the CPU time, which depends less on other work than wall-clock time.
 
-The first turn warms up and compares the work: losses must agree up to float32 rounding. Then each
-round runs both commits, in the order A B B A. A ratio is the cost of head divided by the cost of
-base in one round; the interval is the 95 % interval of Student's t on the logarithms of the ratios.
-A figure is slower if the interval is above 1 and the median above 1.02: paths, environment and
-memory addresses shift the times of equal code, and rounds do not average these shifts out
-(Mytkowicz et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009).
-With 17 figures, chance alone makes one figure slower in every third gate. Slower rows are therefore
-measured again with as many rounds, and a row is reported only if it is slower both times.
+The first turn warms up and checks that both commits do the same work: losses must agree up to
+float32 rounding. Then each round runs both commits, in the order A B B A. A ratio is the cost of
+head divided by the cost of base in one round; the interval is the 95 % interval of Student's t on
+the logarithms of the ratios. A figure is slower if the interval is above 1 and the median is above
+1.02, because paths, environment, and memory addresses shift the times of identical code, and rounds
+do not average out these shifts (Mytkowicz et al., "Producing Wrong Data Without Doing Anything
+Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone makes one figure slower in every
+third gate. Slower rows are therefore measured again with as many rounds, and a row is reported only
+if the row is slower both times.
 
-The exit status is 1 if something is slower, does different work, or fails, and 0 otherwise. If
-nothing is reported, the upper end of the interval shows the largest slowdown that could have been
-missed: use more ``--rounds`` to reduce it.
+The exit status is 1 if a figure is slower, does different work, or fails, and 0 otherwise. If
+nothing is reported, the upper end of the interval is the largest slowdown that could have been
+missed; more ``--rounds`` reduce this limit.
 """
 
 import argparse
@@ -54,16 +57,16 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 WORKING_TREE = "working tree"
 PACKAGES = ("sbpflow", "models", "data", "planner", "benchmarks")
 MARGIN = 1.02
-SLOWER, FASTER, SAME = "slower", "faster", "not told apart"
-# Losses of different kernels and orders of summation differ by up to 5e-5 after an epoch
-# (benchmarks/results/cpu_criteo.jsonl); a loader's work consists of whole numbers.
+SLOWER, FASTER, SAME = "slower", "faster", "no significant difference"
+# Different kernels and orders of summation change losses by up to 5e-5 after an epoch
+# (benchmarks/results/cpu_criteo.jsonl). A loader's work is compared as integers.
 WORK_TOLERANCE = 5e-5
 LINK = "1gbit"
 
 
 class Measured(NamedTuple):
-    """Stores one run: figures by name, ending in their unit, and numbers that equal work must
-    share.
+    """Stores one run: the figures (names end in the unit) and numbers that must be the same for
+    equal work.
     """
 
     figures: dict[str, float]
@@ -71,7 +74,7 @@ class Measured(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Compares head with base in one figure: medians, and the ratio of costs with its interval."""
+    """Compares one figure of head and base: the medians, and the cost ratio with its interval."""
 
     name: str
     figure: str
@@ -84,7 +87,7 @@ class Verdict(NamedTuple):
 
 
 def judge(name: str, figure: str, base: Sequence[float], head: Sequence[float]) -> Verdict:
-    """Compare the values of the rounds; figures with ``_per_`` are rates, other figures are
+    """Compare the values of the rounds; figures with ``_per_`` are rates, and other figures are
     costs.
     """
     old, new = (head, base) if "_per_" in figure else (base, head)
@@ -101,10 +104,11 @@ def judge(name: str, figure: str, base: Sequence[float], head: Sequence[float]) 
 
 
 def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdict]:
-    """Return the verdicts after a second measurement of the rows that were slower in the first one.
+    """Return the verdicts after a second measurement of the rows that were slower in the first
+    measurement.
 
-    A figure that was measured again gets its second values; it is slower only if it was slower both
-    times.
+    A figure that was measured again gets the values of the second measurement; such a figure is
+    slower only if it was slower both times.
     """
     second = {(verdict.name, verdict.figure): verdict for verdict in again}
     verdicts: list[Verdict] = []
@@ -116,7 +120,9 @@ def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdic
 
 
 def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
-    """Return the first number in which the work differs, as text; empty if the work is equal."""
+    """Describe the first number in which the work differs; return an empty text if the work is
+    equal.
+    """
     shared = [key for key in base if key in head]
     if base and not shared:
         return f"no number in common: {', '.join(base)} and {', '.join(head)}"
@@ -141,7 +147,7 @@ def git(*words: str, **environment: str) -> str:
 
 
 def resolve(name: str, scratch: Path) -> str:
-    """Return the hash of a commit; the working tree gets a new commit outside all branches."""
+    """Return the hash of a commit; for the working tree, create a commit outside all branches."""
     if name != WORKING_TREE:
         return git("rev-parse", "--verify", f"{name}^{{commit}}")
     index = {"GIT_INDEX_FILE": str(scratch / "index")}
@@ -152,9 +158,7 @@ def resolve(name: str, scratch: Path) -> str:
 
 @contextmanager
 def checkout(commit: str, folder: Path) -> Iterator[Path]:
-    """Check out a commit into a worktree that imports its own packages, and add the gate's
-    worker.
-    """
+    """Check out a commit into a worktree that imports its own packages; add the gate worker."""
     git("worktree", "add", "--detach", str(folder), commit)
     try:
         worker = Path(__file__).with_name("gate_worker.py")
@@ -166,7 +170,7 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def assert_isolated(root: Path) -> None:
-    """Raise SystemExit if Python, started in a checkout, imports a package from another place.
+    """Raise SystemExit if Python, started in a checkout, imports a package from another location.
 
     An editable installation adds another checkout to the path; the started checkout must come
     first.
@@ -182,7 +186,7 @@ def assert_isolated(root: Path) -> None:
 
 
 class Bench:
-    """Measures a checkout; the base's code makes the inputs once."""
+    """Measures a checkout; the code of the base creates the inputs once."""
 
     def __init__(self, scratch: Path, base: Path, *, quick: bool) -> None:
         self.scratch, self.base, self.quick = scratch, base, quick
@@ -235,7 +239,7 @@ class Bench:
     def _train(
         self, root: Path, *words: str
     ) -> tuple[list[dict[str, Any]], float, dict[str, float]]:
-        """Return the events of a run of the demo, the time of its launch, and its cost."""
+        """Return the events, the launch time, and the cost of a demo run."""
         source = self._demo_set()
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
@@ -253,7 +257,7 @@ class Bench:
     def _prepare(self, root: Path) -> Measured:
         source = self._synth("tsv", 50_000 if self.quick else 1_000_000, "--format", "tsv")
         size = len(source.read_bytes()) / 1e6  # reading also loads the file into the page cache
-        os.sync()  # excludes the previous turn's writes
+        os.sync()  # exclude the writes of the previous turn
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             words = ("--input", str(source), "--output", f"{folder}/set", "--max-bad-fraction", "0")
             cost = _run(root, "-m", data_package(root), "prepare", *words)
@@ -277,7 +281,7 @@ def data_package(root: Path) -> str:
 
 
 def _run(root: Path, *words: str) -> dict[str, float]:
-    """Return the wall and CPU seconds of a Python command in a checkout, with its child
+    """Return the wall-clock and CPU seconds of a Python command in a checkout, including child
     processes.
     """
     command = [sys.executable, *words]
@@ -311,7 +315,9 @@ def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) 
 
 
 def compare_work(bench: Bench, head: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the rows with different work in head; also compile, fill caches and make inputs."""
+    """Return the rows in which head does different work. This run also compiles kernels, fills
+    caches, and creates inputs.
+    """
     print("warm-up", file=sys.stderr)
     differences: dict[str, str] = {}
     for name in names:
@@ -347,7 +353,7 @@ def _arguments() -> argparse.Namespace:
     if args.rounds < 2:
         parser.error(f"--rounds {args.rounds}: an interval needs 2 rounds or more")
     if args.quick and args.output:
-        parser.error("--quick --output: tiny sizes are not recorded; leave one of the two out")
+        parser.error("--quick --output: tiny sizes are not recorded; remove one of the two options")
     return args
 
 

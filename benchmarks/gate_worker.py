@@ -1,8 +1,8 @@
-"""Runs the part of the speed gate in one process: training steps of a rank, or a loader.
+"""Runs one process of the speed gate: the training steps of a rank, or a loader.
 
 ``benchmarks.gate`` copies this file into each checkout and runs it there, so the same code measures
-both commits. The file must work with the modules of old and new commits, so it imports only a few
-of them, inside the functions that need them.
+both commits. This file must work with the modules of old and new commits, so it imports only a few
+modules, inside the functions that need these modules.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 SEED = 11
-LOSS_STEPS = 10  # the losses of these steps are compared; the steps also warm up
+LOSS_STEPS = 10  # the losses of these steps are compared; the steps also serve as warm-up
 
 
 def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return this rank's wall and CPU ms per step in the model of ``vs_torchrec``, and first
-    losses.
+    """Return this rank's wall-clock and CPU ms per step for the model of ``vs_torchrec``, and the
+    first losses.
     """
     import torch
 
@@ -38,7 +38,7 @@ def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     if args.quick:
         shape = replace(shape, table_rows=20_000, rows_per_rank=1024, num_batches=4)
         steps, turns = 10, 2
-    # The keyword for the precision of exchanges depends on the commit.
+    # The name of the keyword for the precision of exchanges depends on the commit.
     known = inspect.signature(ClickTrainer).parameters
     precision: dict[str, Any] = {"wire" if "wire" in known else "comm_dtype": "float32"}
     with World.start("cpu") as world:
@@ -61,9 +61,9 @@ def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def keep_freed_memory() -> None:
     """Keep freed memory in the process, as ``sbpflow train`` does, for both commits.
 
-    Without this setting, glibc adapts its limits to the first sizes that it sees. A step then takes
-    between 0 and 2,700 page faults for a whole benchmark; the effect exceeds the differences that
-    the gate should find.
+    Without this setting, glibc adapts its limits to the first freed sizes. The number of page
+    faults per step is then a random value between 0 and 2,700 for a whole benchmark. The effect
+    exceeds the differences that the gate should detect.
     """
     mallopt = ctypes.CDLL(None).mallopt
     arena_max, mmap_threshold, trim_threshold = (-8, 1), (-3, 1 << 30), (-1, 1 << 30)
@@ -73,7 +73,9 @@ def keep_freed_memory() -> None:
 
 
 def measure_loader(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return a shuffled set's rows per second and per CPU second, read into torch tensors."""
+    """Return the rows of a shuffled set that are read into torch tensors per second and per CPU
+    second.
+    """
     package = importlib.import_module(args.data_package)
     manifest = package.load_manifest(Path(args.set))
     reader = package.open_loader(manifest, batch_size=16_384, shuffle="rows", tail="drop")
@@ -93,7 +95,7 @@ def measure_loader(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def in_turns(call: Callable[[], object], turns: int) -> tuple[float, float]:
-    """Return medians of wall seconds and of this process's CPU seconds."""
+    """Return the medians of wall-clock seconds and of this process's CPU seconds."""
     wall: list[float] = []
     cpu: list[float] = []
     for _ in range(turns):

@@ -1,8 +1,9 @@
-"""Runs all measurements that need a GPU: tests, NCCL, the DLPerf sweep, kernels, a trace.
+"""Runs all tests and measurements that need a GPU: tests, NCCL, the DLPerf sweep, kernels, and a
+trace.
 
-Each part is a process with a time limit and runs even if other parts failed. Each part has a line
-in benchmarks/results/gpu.jsonl; measurements go to files named after the parts' modules. Parts with
-missing packages are skipped with a message.
+Each part is a process with a time limit and runs even if other parts failed. For each part,
+benchmarks/results/gpu.jsonl contains a line, and measurements are written to a file named after the
+part's module. If a package is missing, the part is skipped with a message.
 
     make gpu PYTHON=...      or      python -m benchmarks.gpu [--limit-s S] [--only PART ...]
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 450.0  # of all parts together
-LEAST_S = 10.0  # a part is not started if less time remains
+LEAST_S = 10.0  # a part is not started if less time than this remains
 
 NEEDED = {
     "torch": "a build for CUDA 13 (for example, torch==2.11.0)",
@@ -31,11 +32,11 @@ NEEDED = {
 }
 # Optional packages, and the consequences of their absence.
 USED = {
-    "triton": "rows are updated by torch's own kernels, slower",
+    "triton": "torch's slower kernels update the rows",
     "hypothesis": "the Triton kernels' tests are skipped",
     "fbgemm_gpu": "no comparison with FBGEMM's kernels",
     "nvidia.dali": "data.loader: auto reads with memmap",
-    "polars": "data cannot be prepared from text here; these parts make their own",
+    "polars": "data cannot be prepared from text; the parts generate their own data",
     "torchrec": "no comparison with TorchRec",
 }
 
@@ -48,7 +49,7 @@ class Part:
     command: tuple[str, ...]
     limit_s: float
     needs: tuple[str, ...] = ()
-    after: str = ""  # this part is skipped if that part fails
+    after: str = ""  # name of a part; if it fails, this part is skipped
 
 
 def _pytest(*words: str) -> tuple[str, ...]:
@@ -74,13 +75,13 @@ PARTS = (
 
 
 def is_there(name: str) -> bool:
-    """Return whether a package is installed; import only its parents."""
+    """Return whether a package is installed; import only the package's parents."""
     parent, _, _ = name.rpartition(".")
     return not (parent and not is_there(parent)) and importlib.util.find_spec(name) is not None
 
 
 def shortcomings() -> tuple[list[str], list[str]]:
-    """Return (missing requirements, missing optional packages), one line each."""
+    """Return (missing requirements, missing optional packages), with one line per item."""
     fatal = [f"make gpu needs {name}: {how}" for name, how in NEEDED.items() if not is_there(name)]
     if not fatal:
         import torch
@@ -91,8 +92,8 @@ def shortcomings() -> tuple[list[str], list[str]]:
 
 
 def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
-    """Return (whether the part succeeded, the reason if not); its process group has ended
-    afterwards.
+    """Return whether the part succeeded and, if not, the reason. The part's process group has ended
+    afterward.
     """
     process = subprocess.Popen([sys.executable, *part.command], cwd=ROOT, start_new_session=True)
     try:
@@ -105,7 +106,7 @@ def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the session, including the ranks that a part started."""
+    """Kill the part's session, including all ranks that the part started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -120,7 +121,9 @@ def run_parts(
     limit_s: float,
     run: Callable[[Part, float], tuple[bool, str]] = run_part,
 ) -> bool:
-    """Run the parts one after another, even if others failed; ``add`` gets a line for each part."""
+    """Run the parts one after another, even if other parts failed; call ``add`` with a line for
+    each part.
+    """
     begin = time.monotonic()
     passed: dict[str, bool] = {}
     for part in parts:

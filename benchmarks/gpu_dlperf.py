@@ -1,9 +1,10 @@
-"""Runs DLPerf's vocabulary sweep on one GPU: ms per iteration and memory, doubling from 3.2M rows.
+"""Runs DLPerf's vocabulary sweep on one GPU: measures ms per iteration and memory from 3.2M rows
+on.
 
 The setting is OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on touched
-rows). The report states 56.6 to 57.0 ms on one V100-16GB, at every size up to 51.2M rows; see
-docs/benchmarks.md. The sweep runs until memory is exhausted. Random batches are on the device, so
-that only the step is timed; ids are Zipf-like over whole tables.
+rows). The report states 56.6 to 57.0 ms on one V100-16GB for every size up to 51.2M rows; see
+docs/benchmarks.md. The sweep doubles the size until memory is exhausted. The random batches are on
+the device, so only the step is timed; the ids are Zipf-like over whole tables.
 
     python -m benchmarks.gpu_dlperf [--max-rows N] [parallel.cuda_graph=true]
 """
@@ -61,9 +62,11 @@ def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields
 def batches(
     config: Config, fields: Fields, device: torch.device, *, rank: int = 0, size: int = 1
 ) -> Iterator[Rows]:
-    """Yield endless batches from a few prepared ones; exponent 4 gives a Zipf-like concentration.
+    """Yield batches endlessly from a few prepared batches; exponent 4 gives a Zipf-like
+    concentration.
 
-    Rank ``rank`` of ``size`` gets its part. The ids are marked as checked, as a loader's ids are.
+    The batches contain the part of rank ``rank`` of ``size``. The ids are marked as checked, like
+    the ids of a loader.
     """
     mine = balanced_sizes(config.data.batch_size, size)
     rows = slice(sum(mine[:rank]), sum(mine[: rank + 1]))
@@ -87,7 +90,7 @@ def batches(
 
 
 def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:
-    """Measure the median and spread of ms per step, and peak memory."""
+    """Measure the median and spread of the ms per step, and the peak memory."""
     job, fields = make_job(vocabulary, config, world)
     source = batches(config, fields, world.device)
     torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,8 @@
-"""Compares the storages on a GPU: Triton, torch and, if installed, FBGEMM.
+"""Compares the storages on a GPU: Triton, torch, and, if installed, FBGEMM.
 
-The work is lookup and update of 26 x 16384 Zipf-like ids of 16 columns. The output includes the
-time to move only the bytes (docs/decisions/gpu.md). Results are compared before the timing.
+The work consists of the lookup and update of 26 x 16384 Zipf-like ids with 16 columns. The output
+includes the minimum time to move the bytes (docs/decisions/gpu.md). Results are compared before
+timing.
 
     python -m benchmarks.gpu_kernels [--ids N] [--rows N]
 """
@@ -26,7 +27,7 @@ IDS, ROWS, WIDTH = 26 * 16384, 51_200_000, 16
 
 
 def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, RowKernel]]:
-    """Time one storage after another, because two large ones may not fit in memory."""
+    """Time one storage after another, because two large storages may not fit in memory."""
     optimizer = sparse_optimizer(rule, lr=0.01)
     shared = {"dim": WIDTH, "optimizer": optimizer, "device": device, "dtype": torch.float32}
     yield "torch", TorchStorage(rows, WIDTH, **shared)
@@ -41,7 +42,7 @@ def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, 
 
 
 def make_ids(count: int, rows: int, device: torch.device) -> Tensor:
-    """Make ids; exponent 4 gives a Zipf-like concentration, with thousands of equal ids."""
+    """Generate ids; exponent 4 gives a Zipf-like concentration with thousands of equal ids."""
     generator = torch.Generator(device).manual_seed(1)
     uniform = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
     return (uniform**4 * rows).to(torch.int64)

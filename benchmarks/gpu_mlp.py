@@ -1,7 +1,8 @@
-"""Times the dense part of the DLPerf model alone, as fast as torch runs it: the step's lower limit.
+"""Times only the dense part of the DLPerf model at torch's best speed, as a lower limit of the step
+time.
 
-The work is forward, loss, backward and Adam of 429 -> 7 x 1024 -> 1 at batch 16384, compiled and
-replayed as one CUDA graph, in IEEE float32, TF32 and bfloat16 autocast.
+The work consists of forward, loss, backward, and Adam for 429 -> 7 x 1024 -> 1 at batch 16384. The
+work is compiled and replayed as one CUDA graph, in IEEE float32, TF32, and bfloat16 autocast.
 
     python -m benchmarks.gpu_mlp [--batch-size N] [--no-compile]
 """
@@ -23,7 +24,7 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
 def make_mlp(widths: tuple[int, ...], dropout: float, device: torch.device) -> nn.Sequential:
-    """Build linear, ReLU and dropout layers; the last layer is linear only."""
+    """Build linear, ReLU, and dropout layers; the last layer is only linear."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs, device=device), nn.ReLU(), nn.Dropout(dropout)]
@@ -46,7 +47,7 @@ def measure(
     graph: bool = True,
     steps: int = 20,
 ) -> dict[str, float]:
-    """Measure ms per step; TFLOP/s counts three products for every weight."""
+    """Measure the ms per step; TFLOP/s counts three products for every weight."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     model = make_mlp(widths, 0.5, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=graph, fused=graph)

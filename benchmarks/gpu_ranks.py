@@ -1,8 +1,9 @@
-"""Runs several NCCL ranks, on one card if necessary: a small collective, then the hidden overlap.
+"""Runs several NCCL ranks, on one GPU if necessary: tests a small collective, then measures
+overlap.
 
-NCCL's documentation does not support two ranks on one device. Each rank gets its own host name, as
-in the tests, and the small collective shows whether NCCL accepts it. On one card, the overlap is
-measured on loopback traffic, not on a network.
+According to NCCL's documentation, two ranks on one device are not supported. Each rank gets its own
+host name, as in the tests, and the small collective shows whether NCCL accepts this setup. On one
+GPU, the overlap is measured with loopback traffic, not with a network.
 
     python -m benchmarks.gpu_ranks collective|overlap [--ranks N] [--rows N] [key=value ...]
 """

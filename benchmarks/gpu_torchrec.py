@@ -1,8 +1,9 @@
 """Times TorchRec's two loops on the shapes of the DLPerf sweep, on one GPU, in ms per iteration.
 
-The model has 26 tables of d columns and 2 wide tables with FBGEMM's fused Adam, and the same MLP,
-dense Adam and batches. FBGEMM needs widths that are multiples of 4, so a wide table has 4 columns,
-and only the first is used. Ids are int64 in a KeyedJaggedTensor, created before the timing.
+The model consists of 26 tables with d columns and 2 wide tables with FBGEMM's fused Adam, and uses
+the same MLP, dense Adam, and batches. FBGEMM needs widths that are multiples of 4, so a wide table
+has 4 columns, and only the first column is used. The ids are int64 in a KeyedJaggedTensor, created
+before timing.
 
     python -m benchmarks.gpu_torchrec [--max-rows N] [key=value ...]
 """
@@ -33,7 +34,9 @@ NUM_BATCHES = 8  # the number of batches that ``batches`` makes
 
 
 def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:
-    """Return a table for each field, without memory; DistributedModelParallel allocates it."""
+    """Return a table for each field, without memory; DistributedModelParallel allocates the
+    memory.
+    """
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     return EmbeddingBagCollection(
@@ -51,7 +54,7 @@ def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:
 
 
 def rows_optimizer(config: Config) -> type[torch.optim.Optimizer]:
-    """Return the optimizer that FBGEMM fuses into its backward; its Adam needs CUDA."""
+    """Return the optimizer that FBGEMM fuses into the backward pass; FBGEMM's Adam needs CUDA."""
     from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     kinds = {"lazy_adam": torch.optim.Adam, "rowwise_adagrad": RowWiseAdagrad}
@@ -66,7 +69,7 @@ class _Batch(Protocol):
 
 
 class WideAndDeep(nn.Module):
-    """Combines the model with its loss; returns both."""
+    """Combines the model with a loss; the forward pass returns loss and logits."""
 
     def __init__(self, config: Config, fields: Fields, device: torch.device) -> None:
         super().__init__()
@@ -125,9 +128,10 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
 def make_loops(
     vocabulary: int, config: Config, device: torch.device
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Return a step of TorchRec's plain loop and one of its pipelined loop; both return the loss.
+    """Return a step function of TorchRec's plain loop and of the pipelined loop; both functions
+    return the loss.
 
-    At its first call, the pipelined loop takes control of the model.
+    The first call of the pipelined loop takes control of the model.
     """
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -181,7 +185,7 @@ def measure(
     timed: Callable[..., dict[str, float]] = timed_ms,
     steps: int = STEPS,
 ) -> dict[str, float]:
-    """Return the median ms of a step of each loop."""
+    """Return the median ms per step of each loop."""
     found: dict[str, float] = {}
     loops = make_loops(vocabulary, config, device)
     for name, step in zip(("plain", "pipelined"), loops, strict=True):

@@ -3,16 +3,21 @@
     python -m benchmarks.growth map [--keys 10000000]
     python -m benchmarks.growth decisions
     python -m benchmarks.growth steps
+    python -m benchmarks.growth deltas [--keys 1000000]
 
-``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as those of Criteo.
+``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as Criteo's.
 The keys of large fields drift, so keys are admitted, evicted, and forgotten in every step.
-``steps`` trains a Wide & Deep model on fitted ids and on keys, alternately.
+``steps`` trains a Wide & Deep model on fitted ids and on keys, alternately. ``deltas`` saves one
+field with dim 16 and LazyAdam. Between saves, 5% of the keys are trained. A tenth of these are new,
+and evicted keys make room for them.
 """
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +25,8 @@ from torch import nn
 
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.save import Saver
 from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange.key_exchange import KeyExchange
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -57,8 +64,8 @@ def measure(work: Callable[[], object]) -> float:
 def batches(count: int, *, drift: bool) -> Iterator[np.ndarray]:
     """Yield ids [batch, fields].
 
-    With ``drift``, a fifth of the ids of the nine large fields is from a moving window of new ids.
-    Such a batch has 0.8 new ids per sample, and the first batches more.
+    With ``drift``, a fifth of the ids of the nine large fields come from a moving window of new
+    ids. Such a batch contains 0.8 new ids per sample; the first batches contain more.
     """
     random = np.random.default_rng(5)
     sizes = np.array(SIZES)
@@ -88,9 +95,9 @@ def measure_map(num_keys: int, results: Results) -> None:
     part.reserve(num_keys)
     insert_s = measure(lambda: undo_loops.load_rows(part.arrays, addresses, zeros, zeros))
     order = random.permutation(num_keys)[: 4 * 10**6]
-    found, out = keys[order], np.empty(order.size, np.int64)
-    hit_s = measure(lambda: counting_loops.find_all(part.arrays, found, out))
-    if not (out == order).all():
+    found, out = keys[order], np.full(order.size, -1)  # in memory
+    hit_s = measure(lambda: counting_loops.find_all(part.arrays, found, out, None))
+    if not (out == order + 1).all():
         raise RuntimeError("the map returned wrong rows")
     part, longest = new(), 0.0
     start = time.process_time()
@@ -164,8 +171,83 @@ def measure_decisions(world: World, results: Results) -> None:
     )
 
 
+def measure_deltas(world: World, num_keys: int, results: Results) -> None:
+    """Save one full checkpoint and four deltas, and read the rows of each."""
+    growth = Growth(evict=Eviction(max_rows=num_keys * 5 // 4))
+    outputs = [
+        OutputConfig(
+            name=name,
+            tables=(
+                TableConfig(
+                    name=f"{name}.f",
+                    features=("f",),
+                    num_rows=growth.evict.max_rows,
+                    dim=dim,
+                    growth=growth,
+                ),
+            ),
+        )
+        for name, dim in (("deep", 16), ("wide", 1))
+    ]
+    line = Placement.line("cpu", 1)
+    layout = TableLayout(layout=Layout(line, (Split(0),)), exchange="reduce")
+    plan = plan_embeddings(
+        outputs,
+        {table.name: layout for output in outputs for table in output.tables},
+        features=[FeatureConfig(name="f")],
+        optimizer=sparse_optimizer("lazy_adam", lr=0.01),
+        dtype=torch.float32,
+        world=line,
+        backend="gloo",
+        batch_size=BATCH,
+    )
+    boxing = Boxing(world)
+    tables = EmbeddingCollection(plan, boxing, seed=1)
+    random = np.random.default_rng(3)
+    step, new, changed = 0, num_keys, num_keys // 20
+
+    def train(keys: np.ndarray) -> None:
+        nonlocal step
+        for first in range(0, keys.size, BATCH):
+            step += 1
+            ids = mix(torch.from_numpy(keys[first : first + BATCH]).unsqueeze(1))
+            outputs = tables.forward(ids, len(ids), training=True)
+            torch.stack([value.sum() for value in outputs.values()]).sum().backward()
+            tables.apply_gradients(step)
+
+    train(np.arange(num_keys))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        saver = Saver(
+            folder,
+            boxing,
+            tables.state,
+            run="r",
+            deadline_s=600.0,
+            stores=tables.stores,
+            num_deltas=4,
+        )
+        for number in range(5):
+            begin = time.perf_counter()
+            path = saver.save(step, {})
+            save_s = time.perf_counter() - begin
+            saved = open_checkpoint(path)
+            begin = time.perf_counter()
+            rows = saved.tensor("tables/deep.f")
+            results.add(
+                delta=number,
+                keys=len(rows) - 1,
+                mb=round(saved.num_bytes / 1e6, 2),
+                save_s=round(save_s, 3),
+                read_s=round(time.perf_counter() - begin, 3),
+            )
+            old = random.choice(new, changed * 9 // 10, replace=False)
+            train(np.concatenate([old, np.arange(new, new + changed // 10)]))
+            new += changed // 10
+
+
 class Trained:
-    """A model with its tables, trained on one process."""
+    """Contains a model and its tables, trained in one process."""
 
     def __init__(self, world: World, *, grows: bool) -> None:
         self.tables = EmbeddingCollection(make_plan(grows=grows), Boxing(world), seed=1)
@@ -177,7 +259,7 @@ class Trained:
         self.grows, self.step = grows, 0
 
     def train(self, ids: np.ndarray) -> float:
-        """Return the seconds of a step."""
+        """Train one step and return the seconds."""
         self.step += 1
         given = torch.from_numpy(ids)
         given = mix(given) if self.grows else given.to(torch.int32)
@@ -212,15 +294,19 @@ def measure_steps(world: World, results: Results) -> None:
 def main() -> None:
     """Run one benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("benchmark", choices=["map", "decisions", "steps"])
-    parser.add_argument("--keys", type=int, default=10**7)
+    parser.add_argument("benchmark", choices=["map", "decisions", "steps", "deltas"])
+    parser.add_argument("--keys", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    results = Results("growth", arguments.benchmark, recorded=arguments.keys == 10**7)
+    num_keys = arguments.keys or {"map": 10**7, "deltas": 10**6}.get(arguments.benchmark, 0)
+    results = Results("growth", arguments.benchmark, recorded=arguments.keys is None)
     if arguments.benchmark == "map":
-        measure_map(arguments.keys, results)
+        measure_map(num_keys, results)
         return
     with World.start("cpu") as world:
+        if arguments.benchmark == "deltas":
+            measure_deltas(world, num_keys, results)
+            return
         work = measure_decisions if arguments.benchmark == "decisions" else measure_steps
         work(world, results)
 

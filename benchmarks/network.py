@@ -1,7 +1,7 @@
-"""Starts a benchmark's ranks, on loopback or in two network namespaces joined by a slower link.
+"""Starts a benchmark's ranks on loopback or in two network namespaces joined by a slower link.
 
-The namespaces act as hosts on one machine; they need root and the commands ip and tc. Rates below
-loopback's rate expose the waits for the network.
+The namespaces act as hosts on one machine and need root and the commands ip and tc. Rates below
+loopback's rate make the waits for the network visible.
 """
 
 import os
@@ -19,8 +19,8 @@ INTERFACE = "wire"
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[list[str]]]:
-    """Yield command prefixes that run inside each host; ``rate`` is in tc's notation, as
-    "1gbit".
+    """Yield a command prefix for each host that runs a command on this host; ``rate`` is in tc's
+    notation, such as "1gbit".
     """
     try:
         for host in HOSTS:
@@ -48,10 +48,10 @@ def start_ranks(
     link: str | None,
     folder: Path | None = None,
 ) -> None:
-    """Run ``python -m module --worker WORDS`` on every rank; raise SystemExit if one fails.
+    """Run ``python -m module --worker WORDS`` on every rank; raise SystemExit if a rank fails.
 
     ``link``, a rate in tc's notation, puts each of two ranks into its own namespace. ``folder`` is
-    the checkout whose module runs, by default the current folder.
+    the checkout that contains the module; the default is the current folder.
     """
     if link is None:
         code = _run_ranks(module, world_size, words, "127.0.0.1", [[]] * world_size, {}, folder)

@@ -1,12 +1,12 @@
-"""Tests whether models that combine pairs learn generated rows whose logit has products of pairs.
+"""Tests whether models learn products of pairs of values in generated rows.
 
     python -m benchmarks.pair_effects [--models dlrm] [--seeds 1 2 3]
 
-Products of vectors of two columns' values have 60 % of the logit's variance (data synth
---products); no sum over single columns can express them. The program trains one epoch of DCN-V2,
-DeepFM, DLRM and Wide & Deep (which has a weight per value of every column, and no crosses). It
-reports each seed, the mean, and the best possible AUC. Vocabularies are small, so that rare values
-do not dominate an epoch.
+In the rows, 60 % of the logit's variance comes from products of the vectors of two columns' values
+(data synth --products); no sum over single columns can express these products. The program trains
+one epoch of DCN-V2, DeepFM, DLRM, and Wide & Deep (with a weight per value of every column and
+without crosses). The program reports the AUC of each seed, the mean, and the best possible AUC. The
+vocabularies are small, so rare values do not dominate an epoch.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Trains the same CTR model in plain PyTorch: EmbeddingBag(sparse=True) in DistributedDataParallel.
 
-Every rank has every table; DDP all-reduces the sparse gradients. All tables are in one
-EmbeddingBag. With one bag per table, torch 2.13's sparse all-reduces on gloo (26 at once) corrupt
-the heap after a few hundred steps; one bag is also faster. torch.optim has no rowwise Adagrad, so
-the one in ``plain_wdl`` updates from the coalesced gradients.
+Every rank stores every table, and DDP all-reduces the sparse gradients. All tables are in one
+EmbeddingBag. With one bag per table, torch 2.13's sparse all-reduces on gloo (26 at the same time)
+corrupt the heap after a few hundred steps; one bag is also faster. torch.optim lacks rowwise
+Adagrad, so ``plain_wdl``'s rowwise Adagrad applies the coalesced gradients.
 """
 
 import torch
@@ -37,7 +37,7 @@ class _Model(nn.Module):
 
 
 class DdpPeer:
-    """Trains on this rank's batches, with the interface of ``TorchRecPeer``."""
+    """Trains on this rank's batches, with the same interface as ``TorchRecPeer``."""
 
     def __init__(self, shape: Shape, batches: list[Rows], *, seed: int, bound: float) -> None:
         model = _Model(shape, seed, bound)

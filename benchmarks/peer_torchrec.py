@@ -1,7 +1,7 @@
-"""Trains the same CTR model in TorchRec, in its plain and its pipelined loop.
+"""Trains the same CTR model in TorchRec, with TorchRec's plain loop and pipelined loop.
 
-TorchRec makes its own plan (EmbeddingShardingPlanner); ids are sent as int64, as in its batches.
-Install it with: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3 tensordict ...
+TorchRec creates its own plan (EmbeddingShardingPlanner) and sends ids as int64, as in its batches.
+Install TorchRec with: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3 tensordict ...
 """
 
 import logging
@@ -24,7 +24,7 @@ logging.disable(logging.WARNING)
 
 
 def dense_weights(shape: Shape, seed: int) -> list[Tensor]:
-    """Return weights and biases of the two linear layers, equal in both systems."""
+    """Return the weights and biases of the two linear layers; both systems use the same values."""
     sizes = [(shape.hidden, shape.width), (1, shape.hidden)]
     weights: list[Tensor] = []
     for index, (outputs, inputs) in enumerate(sizes):
@@ -104,7 +104,7 @@ class TorchRecPeer:
         return [float(loss) for loss in losses]
 
     def pipelined(self, steps: int) -> list[float]:
-        """Train as ``plain`` does, but exchange the next batch's ids during the step."""
+        """Train like ``plain``, but exchange the next batch's ids during the step."""
         if not self._attached:
             self._pipeline.attach()
             self._attached = True
@@ -116,7 +116,7 @@ class TorchRecPeer:
                 return [float(loss) for loss in losses]
 
     def dense_alone(self, steps: int) -> None:
-        """Run forward and backward of the dense part alone, for TorchRec's own models."""
+        """Run forward and backward of only the dense part, for TorchRec's own models."""
         shape, batch = self._shape, self._batches[0]
         module = self._model.module.model
         vectors = torch.zeros(len(batch.labels), shape.num_tables, shape.dim, requires_grad=True)
@@ -173,7 +173,7 @@ def _update_in_backward(tables: nn.Module, shape: Shape) -> None:
 
 
 class _Public(nn.Module):
-    """Combines one of TorchRec's models with its loss."""
+    """Combines one of TorchRec's models with a loss."""
 
     def __init__(self, shape: Shape, seed: int, bound: float, model: str) -> None:
         super().__init__()

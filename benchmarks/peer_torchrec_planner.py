@@ -1,10 +1,11 @@
 """Runs TorchRec's EmbeddingShardingPlanner on our tasks and converts its plans for this engine.
 
-Table-wise becomes a whole table, column-wise S(1) on the ranks of its shards, row-wise S(0) with
-``reduce`` on all ranks, and data-parallel a copy. The planner sorts by PERF, which gives better
-plans than its default, and gets the pooling factors, the device and the memory of a rank.
-Bandwidths are set so that its formulas agree with a profile's prices of whole tables; its default
-bandwidths describe a GPU.
+Table-wise sharding becomes a whole table, column-wise sharding becomes S(1) on the ranks of the
+shards, row-wise sharding becomes S(0) with ``reduce`` on all ranks, and data-parallel becomes a
+copy. TorchRec's planner sorts by PERF, which gives better plans than the default order. The inputs
+are the pooling factors, the device, and the memory of a rank. Bandwidths are set so that TorchRec's
+formulas agree with a profile's prices of whole tables, because the default bandwidths describe a
+GPU.
 """
 
 from typing import Any
@@ -16,8 +17,8 @@ from sbpflow.planner.task import Shape
 
 
 def torchrec_plan(setting: Setting) -> Assignment:
-    """Return the assignment of TorchRec's plan; raises TorchRec's own PlanError if there is
-    none.
+    """Return the assignment of TorchRec's plan; TorchRec raises its own PlanError if there is no
+    plan.
     """
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -63,7 +64,7 @@ def torchrec_plan(setting: Setting) -> Assignment:
 def machine(setting: Setting) -> dict[str, Any]:
     """Return the arguments of TorchRec's ``Topology`` for a rank of the task's device.
 
-    The device determines the possible shardings (row-wise only on CUDA), and whether memory and
+    The device determines the possible shardings (row-wise only on CUDA) and whether memory and
     bandwidth describe the accelerator or the host.
     """
     limit = min(int(setting.problem.limit_bytes[0]), 2**50)
@@ -75,7 +76,7 @@ def machine(setting: Setting) -> dict[str, Any]:
 
 
 def _bandwidths(setting: Setting) -> tuple[float, float]:
-    """Compute bytes per ms of memory and link from the prices of whole tables."""
+    """Compute the bytes per ms of memory and link from the prices of whole tables."""
     batch = setting.task.batch_size
     read = 4.0 * batch * float((setting.dims * setting.pooling).sum())
     sent = 4.0 * batch * float(setting.dims.sum())

@@ -1,8 +1,8 @@
 """Implements the models in plain PyTorch, in one process, for comparison.
 
-The module uses only sbpflow's initial values, by its parameter names. It follows the papers and the
-public code listed in docs/models.md. Tables are nn.Embedding; normalization and dropout are torch's
-own; ``forward(dense, ids)`` returns logits [rows].
+This module uses sbpflow only for initial values and parameter names. The models follow the
+papers and the public code listed in docs/models.md. Tables are nn.Embedding, and normalization and
+dropout come from torch. ``forward(dense, ids)`` returns logits [rows].
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 def hidden_layers(
     inputs: int, hidden: Sequence[int], norm: str = "none", dropout: float = 0.0
 ) -> list[nn.Module]:
-    """Build linear, norm, ReLU and dropout layers for each width in ``hidden``."""
+    """Build linear, norm, ReLU, and dropout layers for each width in ``hidden``."""
     layers: list[nn.Module] = []
     for size in hidden:
         layers.append(nn.Linear(inputs, size))
@@ -30,7 +30,7 @@ def hidden_layers(
 
 
 def named_layers(name: str, layers: nn.Sequential) -> dict[str, tuple[Tensor, float]]:
-    """Return the parameters of an MLP, see ``PlainModel.named``."""
+    """Return the parameters of an MLP in the format of ``PlainModel.named``."""
     found: dict[str, tuple[Tensor, float]] = {}
     index = -1
     for layer in layers:
@@ -44,7 +44,7 @@ def named_layers(name: str, layers: nn.Sequential) -> dict[str, tuple[Tensor, fl
 
 
 def named_linear(name: str, linear: nn.Linear) -> dict[str, tuple[Tensor, float]]:
-    """Return weight and bias, see ``PlainModel.named``."""
+    """Return the weight and bias in the format of ``PlainModel.named``."""
     bound = (6 / (linear.in_features + linear.out_features)) ** 0.5
     found = {f"{name}.weight": (linear.weight, bound)}
     return found if linear.bias is None else found | {f"{name}.bias": (linear.bias, 0.0)}
@@ -62,7 +62,7 @@ def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) 
 
 
 class PlainModel(nn.Module):
-    """Contains tables of vectors ``deep`` and, in some models, of weights ``wide``; dense
+    """Contains the vector tables ``deep`` and, in some models, the weight tables ``wide`` and dense
     fields.
     """
 
@@ -73,7 +73,7 @@ class PlainModel(nn.Module):
         self.wide = nn.ModuleList()
 
     def add_wide(self, rows: Sequence[int], sparse: bool) -> None:
-        """Add a weight per value of every field."""
+        """Add one weight per value of every field."""
         self.wide = nn.ModuleList(nn.Embedding(n, 1, sparse=sparse) for n in rows)
         self.wide_numeric = nn.Linear(self.num_dense, 1, bias=False)
 
@@ -121,7 +121,7 @@ class PlainModel(nn.Module):
 
 
 class PlainWide(PlainModel):
-    """Implements Wide & Deep as in FuxiCTR: first order and an MLP over all vectors."""
+    """Implements Wide & Deep as in FuxiCTR: a first-order term and an MLP over all vectors."""
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],
@@ -139,7 +139,7 @@ class PlainWide(PlainModel):
 
 
 class PlainDeepFm(PlainWide):
-    """Sums first order, an MLP, and the products of all pairs."""
+    """Computes the sum of a first-order term, an MLP, and the products of all pairs."""
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         vectors = self.with_numbers(dense, ids)
@@ -148,7 +148,9 @@ class PlainDeepFm(PlainWide):
 
 
 class PlainDlrm(PlainModel):
-    """Implements DLRM: bottom MLP, products of pairs by rows of the lower triangle, top MLP."""
+    """Implements DLRM: a bottom MLP, products of pairs in row order of the lower triangle, and a
+    top MLP.
+    """
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, bottom: Sequence[int],
@@ -174,9 +176,7 @@ class PlainDlrm(PlainModel):
 
 
 class PlainDcn(PlainModel):
-    """Combines full-rank crosses with an MLP, or crosses of ``rank`` with a bottom MLP before
-    them.
-    """
+    """Combines full-rank crosses with an MLP, or a bottom MLP with crosses of rank ``rank``."""
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],

@@ -1,10 +1,10 @@
-"""Implements the reference Wide & Deep in plain PyTorch, in one process, without sbpflow's model or
+"""Implements a reference Wide & Deep in plain PyTorch in one process, without sbpflow's model or
 engine.
 
-The module reads a prepared set's files with numpy. Architecture, initial distributions, batch order
-by time and optimizers match the configs: nn.Embedding(sparse=True) with torch.optim.SparseAdam
-(Adam on touched rows, as LazyAdam) or a rowwise Adagrad implemented here, and Adam for the dense
-part.
+This module reads a prepared set's files with numpy. The architecture, initial distributions, batch
+order by time, and optimizers match the configs. Tables are nn.Embedding(sparse=True) with
+torch.optim.SparseAdam (Adam on touched rows, like LazyAdam) or a rowwise Adagrad implemented here;
+the dense part uses Adam.
 
     python -m benchmarks.plain_wdl --data DIR --sparse lazy_adam --seeds 1 2 3
 """
@@ -73,7 +73,9 @@ class PlainWideDeep(nn.Module):
 
 
 class RowwiseAdagrad:
-    """Keeps one accumulator per row: the mean over its columns of the squared summed gradient."""
+    """Keeps one accumulator per row: the mean of the squared summed gradient over the row's
+    columns.
+    """
 
     def __init__(self, tables: list[nn.Parameter], lr: float, eps: float = 1e-8) -> None:
         self.tables, self.lr, self.eps = tables, lr, eps
@@ -93,7 +95,7 @@ class RowwiseAdagrad:
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """Return the rank-sum AUC, with mean ranks for ties."""
+    """Return the rank-sum AUC; ties get their mean rank."""
     _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     ranks = (last - (counts.double() - 1) / 2)[inverse]
@@ -112,8 +114,8 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
     else:
         sparse = RowwiseAdagrad(model.tables(), lr=args.sparse_lr or 0.05)
     dense = torch.optim.Adam(model.mlp.parameters(), lr=1e-3)
-    # Read blocks in random order, as a shuffled reader does: any order of the training rows is
-    # fine.
+    # Read blocks in random order like a shuffled reader, because any order of the training rows is
+    # valid.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     start = time.perf_counter()
     for batch in order.split(args.batch_size):

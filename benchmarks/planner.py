@@ -1,4 +1,4 @@
-"""Compares our planner with the published ones, by predicted step and by measured time.
+"""Compares our planner with published planners by predicted step time and by measured time.
 
     python -m benchmarks.planner objective [--journal FILE | --profile FILE] [--tasks 12]
     python -m benchmarks.planner steps [--link 1gbit] [--profile FILE]
@@ -6,10 +6,10 @@
     python -m benchmarks.planner calibration [--profile FILE] [--link 1gbit]
 
 ``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners use a
-model of one half of a calibration's measurements (every other sample of its journal); a model of
-the other half prices their plans. With ``--profile``, one model does both, which favors the
-planners that search it. For each task, the report contains the best greedy plan, every planner, the
-bound, and for 10 tables the optimum of a stated space.
+model fitted to one half of a calibration's measurements (every other sample of the journal), and a
+model fitted to the other half prices the plans. With ``--profile``, the same model does both and
+thus favors planners that search with this model. For each task, the report contains the best greedy
+plan, every planner, the bound, and, for 10 tables, the optimum of a stated space.
 
 ``steps`` runs plans alternately on 2 ranks (``benchmarks/planner_steps.py``).
 """
@@ -50,13 +50,13 @@ CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # t
 # maximum number of tables; with more tables, these planners take minutes per task
 SLOW = {"neuroshard": 100, "torchrec": 100}
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
-MEASURED = 4  # numbers of our plans and of random plans; the judge uses the best plan
+MEASURED = 4  # numbers of our plans and of random plans; the judge scores the best plan
 BATCH = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Contains the model that planners use and the model that judges their plans."""
+    """Contains the model that planners use and the model that judges the plans."""
 
     seen: Profile
     judge: Profile
@@ -65,7 +65,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Contains a task with both pricings."""
+    """Contains a task, priced with both models."""
 
     cost: TaskCost
     setting: Setting
@@ -86,7 +86,9 @@ def halves(path: Path) -> Models:
 
 
 def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged:
-    """Price the task under both models; ``slack`` is the memory relative to an even whole plan."""
+    """Price the task with both models; ``slack`` is the memory relative to an even plan of whole
+    tables.
+    """
     if slack is not None:
         open_cost = TaskCost(models.seen, task)
         whole = Setting(task, problem_of(open_cost, table_wise))
@@ -98,8 +100,8 @@ def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged
 
 
 class Planners:
-    """Contains all planners for one number of ranks; the learned ones are trained on the model they
-    use.
+    """Contains all planners for one number of ranks; the learned planners are trained with the
+    planners' model.
     """
 
     def __init__(self, models: Models, world_size: int, seed: int, names: Sequence[str]) -> None:
@@ -121,7 +123,9 @@ class Planners:
 
 
 def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, object]:
-    """Return the judged ms of every planner's plan; None for no plan or one that does not fit."""
+    """Return the judged ms of every planner's plan; None means that no plan exists or that the plan
+    does not fit.
+    """
     seen, judge = case.setting, case.judge
     ms: dict[str, float | None] = {}
     seconds: dict[str, float] = {}
@@ -151,7 +155,8 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     narrow = problem_of(case.cost, table_wise)
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
-    # Search with the judge's own prices for the best known plan, which gaps and bounds need.
+    # Search with the judge's own prices for the best known plan, because gaps and bounds need this
+    # plan.
     own = search(judge.problem, seed=1, given={"auto": ours.assignment})
     limit = bound(judge.problem, own.priced.ms)
     facts: dict[str, object] = {"bound_ms": limit.ms}
@@ -170,8 +175,8 @@ def _in(judge: Setting, problem: object, assignment: Assignment) -> Assignment:
 
 
 def _optimum(judge: Setting) -> dict[str, object]:
-    """Return the optimum of a space: each table whole on any rank, or S(0) unique over all
-    ranks.
+    """Return the optimum of a space in which each table is whole on any rank, or S(0) unique over
+    all ranks.
     """
     size = judge.num_ranks
     rows = Shape("S(0)", "unique", (size, 1))
@@ -190,7 +195,7 @@ def _optimum(judge: Setting) -> dict[str, object]:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Report paired differences with ours in logarithms, 95 % intervals, gaps closed, and
+    """Report paired differences from our planner (in logarithms), 95 % intervals, closed gaps, and
     successes.
     """
     found: dict[str, object] = {"tasks": len(rows)}
@@ -226,8 +231,8 @@ def _mean(rows: Sequence[dict[str, object]], name: str, key: str) -> float | Non
 
 
 def _closed(rows: Sequence[dict[str, object]], name: str) -> float | None:
-    """Return the closed share of the gap from the best greedy plan that fits to the best known
-    plan.
+    """Return the share of the gap between the best feasible greedy plan and the best known plan
+    that is closed.
 
     The share is computed in logarithms summed over all tasks, because for a single task it would be
     a ratio of small differences.
@@ -289,7 +294,7 @@ def _embark(args: argparse.Namespace, models: Models, results: Results) -> None:
 
 
 def calibration(args: argparse.Namespace) -> None:
-    """Report the errors of a profile on held-out tasks, as its calibration recorded them."""
+    """Report the errors on held-out tasks that the profile's calibration recorded."""
     profile = _one(args.profile).seen
     results = Results(
         "planner_calibration", benchmark=args.link or "loopback", recorded=args.recorded
@@ -303,7 +308,7 @@ def calibration(args: argparse.Namespace) -> None:
 
 
 def speed(args: argparse.Namespace) -> None:
-    """Measure the seconds to plan and the gap to the bound."""
+    """Measure the planning time in seconds and the gap to the bound."""
     models = _one(args.profile)
     results = Results("planner_speed", recorded=args.recorded)
     for num_tables, size, batch in (
@@ -335,13 +340,15 @@ def speed(args: argparse.Namespace) -> None:
 
 def _one(name: str | None) -> Models:
     profile = described(name) if name in MACHINES else load(Path(name) if name else default_path())
-    return Models(profile, profile, f"the model that planners see: {name or 'this machine'}")
+    return Models(profile, profile, f"the model used by the planners: {name or 'this machine'}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["calibration", "objective", "steps", "speed"])
-    parser.add_argument("--journal", help="a calibration's measurements: fits a model to each half")
+    parser.add_argument(
+        "--journal", help="measurements of a calibration; a model is fitted to each half"
+    )
     parser.add_argument("--profile")
     parser.add_argument("--tasks", type=int, default=6, help="number of tasks (steps)")
     parser.add_argument("--cells", nargs="*", default=CELLS, metavar="TxDxN")
@@ -360,7 +367,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="total time (steps)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (steps)")
     parser.add_argument("--tables", type=int, nargs="+", help="numbers of tables to try (steps)")
-    parser.add_argument("--plans", help="a file of plans: read, or written if new (steps)")
+    parser.add_argument(
+        "--plans", help="a file of plans to read, or to write if the file is new (steps)"
+    )
     parser.add_argument("--plan-only", action="store_true", help="measure later, with --plans")
     args = parser.parse_args()
     args.results = args.results or f"planner_{args.what}"

@@ -1,11 +1,11 @@
-"""Compares cost models on a calibration's measurements, each task held out once.
+"""Compares cost models on the measurements of a calibration; each task is held out once.
 
     python -m benchmarks.planner_ablation JOURNAL [--steps NAME=FILE ..] [--recorded]
 
-JOURNAL is the ``.measured.jsonl`` file next to the profile of ``sbpflow calibrate``. FILE has the
-steps that another model predicts for held-out tasks: a JSON list, one number per plan. Every model
-prices the same plans: the built-in constants, the constants with four fitted factors, the shipped
-fit, and the fit without shrinkage.
+JOURNAL is the ``.measured.jsonl`` file next to the profile of ``sbpflow calibrate``. FILE contains
+the step times that another model predicts for held-out tasks: a JSON list with one number per plan.
+All models price the same plans. The models are the built-in constants, the constants with four
+fitted factors, the shipped fit, and the fit without shrinkage.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from sbpflow.planner.calibration.fit import (
 )
 from sbpflow.runtime.ranks.topology import Link
 
-SHIPPED = "fit, shrunk towards the constants"
+SHIPPED = "fit, shrunk toward the constants"
 
 
 def constants(_: Sequence[Record]) -> Floats:
-    """Return the prices of ``parallel.scheme: auto``, which no measurement changes."""
+    """Return the prices of ``parallel.scheme: auto``, which do not depend on measurements."""
     link = Link()
-    work = WORK_MS + vector_of({"always": 1e-9})  # a step without tables is not free
+    work = WORK_MS + vector_of({"always": 1e-9})  # a step without tables also takes time
     return np.stack([work, transfer_ms(1e-6 / link.gb_per_s, link.latency_ms)])
 
 
@@ -50,7 +50,9 @@ MODELS = {
 
 
 def compare(records: Sequence[Record], others: dict[str, Floats]) -> dict[str, dict[str, object]]:
-    """Return each model's errors; ``over`` is its regret minus that of the shipped fit."""
+    """Return each model's errors; ``over`` is the model's regret minus the regret of the shipped
+    fit.
+    """
     steps = {name: held_out_steps(records, prices) for name, prices in MODELS.items()} | others
     errors = {name: errors_of(records, ms) for name, ms in steps.items()}
     rows: dict[str, dict[str, object]] = {}

@@ -22,12 +22,11 @@ CHUNK = 4096  # plans priced at once
 def enumerated(
     problem: Problem, numbers: tuple[tuple[int, ...], ...], most: int = 5_000_000
 ) -> tuple[Assignment, int] | None:
-    """Return the best plan with each table in an option of ``numbers[table]``, and the number of
-    plans.
+    """Return the best plan that uses only the options ``numbers[table]``, and the number of plans.
 
-    Whole tables go to any rank, and split tables to the first aligned neighbors. Plans that differ
-    only in rank names count once. The result is exact on the full model, or None if there are more
-    than ``most`` plans.
+    Whole tables are placed on any rank, and split tables on the first aligned neighbors. Plans that
+    differ only in rank names count once. The result is exact on the full model, or None if there
+    are more than ``most`` plans.
     """
     places = _Places(problem, numbers)
     best: tuple[tuple[float, float], Assignment] | None = None
@@ -45,7 +44,7 @@ def enumerated(
 
 
 class _Places:
-    """Numbers every move of every table and stores its additions to the ranks."""
+    """Numbers all moves of all tables and stores the loads that each move adds to the ranks."""
 
     def __init__(self, problem: Problem, numbers: tuple[tuple[int, ...], ...]) -> None:
         self.problem = problem
@@ -102,7 +101,7 @@ class _Places:
 
 
 def moves_of(problem: Problem, option: Option, number: int) -> list[Move]:
-    """List an option's moves: to each rank, to aligned neighbors, or to all ranks."""
+    """List the moves of an option: to each rank, to aligned neighbors, or to all ranks."""
     count, size = option.num_shards, problem.num_ranks
     if not count:
         return [Move(number, ())]

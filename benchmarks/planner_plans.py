@@ -1,7 +1,7 @@
-"""Makes the plans that the planner benchmarks measure: ours, ablations of ours, and other
-planners'.
+"""Creates the plans for the planner benchmarks: our plans, ablations, and the plans of other
+planners.
 
-Tasks are small enough for the ranks of a small machine: held-out tables of the pool, with fewer
+The tasks are small enough for a small machine and consist of held-out tables of the pool with fewer
 rows and ids per sample. All planners use the same profile, and the learned planners are trained on
 the same random tasks, priced by this profile.
 """
@@ -35,14 +35,16 @@ from sbpflow.runtime.ranks.topology import Topology
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)
 HIDDEN = (16,)  # widths of the dense part's hidden layers
-MEASURED = 4  # our plans; a measurement may select the best one
-DRAWN_AT_RANDOM = 4  # random placements; a measurement may select the best one
+MEASURED = 4  # our plans; a measurement may select the best plan
+DRAWN_AT_RANDOM = 4  # random placements; a measurement may select the best placement
 Planner = Callable[[Setting], Assignment]
 Named = dict[str, tuple[Plan, float]]  # name -> (plan, predicted ms)
 
 
 def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: int) -> Sample:
-    """Return held-out tables of the pool, reduced, with their laws; reproducible."""
+    """Return held-out tables of the pool, reduced in size, with their laws; the result is
+    reproducible.
+    """
     random = np.random.default_rng([number, num_tables, 77])
     half = split_pool(held_out=True)
     drawn: list[Drawn] = []
@@ -86,7 +88,7 @@ def plans_of(task: Task, profile: Profile, planners: dict[str, Planner]) -> Name
 
 
 def scheme_auto(task: Task) -> Plan:
-    """Return the plan of ``parallel.scheme: auto``, which needs id frequencies but no
+    """Return the plan of ``parallel.scheme: auto``; this scheme needs id frequencies but no
     calibration.
     """
     size = BIN_SAMPLES
@@ -121,7 +123,9 @@ def scheme_auto(task: Task) -> Plan:
 
 
 def unfitted(profile: Profile) -> Profile:
-    """Return the profile with the constants of ``parallel.scheme: auto`` instead of its prices."""
+    """Return the profile with the constants of ``parallel.scheme: auto`` in place of measured
+    prices.
+    """
     link = Topology.one_host(1).host_link
     return replace(
         profile,
@@ -131,7 +135,7 @@ def unfitted(profile: Profile) -> Profile:
 
 
 def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
-    """Return the plans of our search without one of its parts."""
+    """Return the plans of our search with one part of the search removed."""
     even = {
         table.name: from_histogram(
             [float(table.num_rows)], [1.0], task.lookups(table) / task.batch_size

@@ -1,12 +1,12 @@
 """Measures plans of different planners on this machine's ranks.
 
-On 2 ranks or more, all plans of a task run alternately, and each round gives the
-difference of every plan from ours. A plan runs until its 95 % interval is narrower than 3 %, or as
-far from 0 as it is wide, or the time is over. An interval containing 0 means no significant
-difference.
+On 2 ranks or more, all plans of a task run alternately, and each round gives the difference between
+every plan and our plan. A plan runs until its 95 % interval is narrower than 3 %, until the
+interval is as far from 0 as it is wide, or until the time is over. An interval containing 0 means
+no significant difference.
 
-If a planner may measure several plans, half of the rounds select the plan, and results are reported
-on the other half.
+If a planner may measure several plans, half of the rounds select the plan, and the other half give
+the reported results.
 """
 
 import argparse
@@ -38,7 +38,7 @@ OURS = ("auto", "auto 2", "auto 3", "auto 4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Contains a task of the comparison and all plans for it by name."""
+    """Contains a task of the comparison and all plans for the task by name."""
 
     number: int
     tables: int
@@ -63,7 +63,7 @@ class Case:
         ).task
 
     def distinct(self) -> dict[str, list[str]]:
-        """Return {plan as JSON: its names}, because equal plans are measured once."""
+        """Return {plan as JSON: names of the plan}, because equal plans are measured once."""
         names_of: dict[str, list[str]] = {}
         for name, (plan, _) in self.plans.items():
             names_of.setdefault(json.dumps(plan_tree(plan), sort_keys=True), []).append(name)
@@ -71,8 +71,8 @@ class Case:
 
 
 def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """Return the cases of (tables, ranks, task number), read from ``--plans`` if the file has
-    them.
+    """Return the cases of (tables, ranks, task number), read from ``--plans`` if the file contains
+    the cases.
     """
     path = Path(args.plans) if args.plans else None
     known: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> 
 
 
 def run_steps(args: argparse.Namespace) -> None:
-    """Measure by wall clock on ``--ranks`` of this machine."""
+    """Measure wall-clock times on ``--ranks`` ranks of this machine."""
     size = args.ranks
     counts = args.tables or STEPS_TABLES
     cells = [(counts[n % len(counts)], size, n) for n in range(args.tasks)]
@@ -137,8 +137,8 @@ def run_steps(args: argparse.Namespace) -> None:
 def told_elsewhere(
     profile: Profile, case: Case, size: int, plans: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the errors, plan by plan, of a calibration for another number of ranks or another
-    link.
+    """Return the prediction errors for each plan, using a calibration for another number of ranks
+    or another link.
     """
     cost = TaskCost(profile, case.task(size))
     names = [names[0] for names in case.distinct().values()]
@@ -172,7 +172,9 @@ def _measured(
 
 
 def best_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return {selection name: the plans it selects from}; the last one acts as ``--measure 4``."""
+    """Return {selection name: candidate plans}; the last selection corresponds to ``--measure
+    4``.
+    """
     alike = [name for name in names if name.startswith("all ")]
     return {
         "auto, best of 4": [*OURS],
@@ -183,11 +185,12 @@ def best_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def compared(case: Case, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return for every plan: predicted ms, its slowdown relative to ours with the interval, and the
-    slowdown in ms of our median.
+    """Return the following values for every plan: predicted ms, slowdown relative to our plan with
+    the interval, and the slowdown in ms based on our median.
 
-    ``times`` [name] are rounds; plans that dropped out have fewer than ours. A selection
-    among plans uses every other round and is reported on the rest.
+    ``times`` [name] contains the rounds of a plan; plans that dropped out have fewer rounds than
+    our plan. A selection among plans uses every other round, and the remaining rounds give the
+    reported results.
     """
     of = {name: names[0] for names in case.distinct().values() for name in names}
     every = {name: list(times[of[name]]) for name in case.plans}
@@ -232,7 +235,9 @@ def _reported(ms: Sequence[float]) -> list[float]:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Report every planner's slowdown relative to ours over all tasks, with 95 % intervals."""
+    """Report every planner's slowdown relative to our planner over all tasks, with 95 %
+    intervals.
+    """
     planners: dict[str, Any] = {}
     names = [name for name in rows[0]["plans"] if all(name in row["plans"] for row in rows)]
     for name in names:
@@ -263,10 +268,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the closed share of the gap from each task's best greedy plan to its fastest, in logs.
+    """Return the closed share of the gap between each task's best greedy plan and fastest plan, in
+    logarithms.
 
-    The fastest of many noisy medians is slightly too fast, so this share errs on the low side. The
-    result is None if the greedy plans are as fast.
+    The fastest of many noisy medians is slightly too fast, so the share is slightly too low. The
+    result is None if the greedy plans are as fast as the fastest plans.
     """
     ours = possible = 0.0
     for row in rows:
@@ -279,7 +285,7 @@ def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the rank correlation of two lists; 0 for fewer than three values."""
+    """Return the rank correlation of two lists, or 0 for fewer than three values."""
 
     def ranks(values: Sequence[float]) -> list[float]:
         order = sorted(range(len(values)), key=lambda n: values[n])

@@ -1,7 +1,7 @@
 """Writes the results of a benchmark as JSON lines with the conditions of the measurement.
 
-``open_results("name")`` replaces benchmarks/results/name.jsonl. Every line has device, versions,
-commit and time, so a result is never without its provenance.
+``open_results("name")`` replaces benchmarks/results/name.jsonl. Every line records the device,
+versions, commit, and time, so the provenance of every result is known.
 """
 
 import json
@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 def provenance() -> dict[str, Any]:
-    """Return device, versions, commit and time of this process."""
+    """Return the device, versions, commit, and time of this process."""
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
@@ -48,9 +48,9 @@ def provenance() -> dict[str, Any]:
 class Results:
     """Prints each line and appends it to a file.
 
-    The first added line replaces the file; with ``benchmark``, it replaces only the lines of that
-    benchmark, so that a module's benchmarks can run separately. If not ``recorded`` (other sizes
-    than the recorded ones), lines are printed and the file is unchanged.
+    The first added line replaces the file; with ``benchmark``, this line replaces only the lines of
+    that benchmark, so a module's benchmarks can run separately. If ``recorded`` is false (for sizes
+    other than the recorded sizes), lines are printed and the file is unchanged.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:
@@ -59,7 +59,9 @@ class Results:
         self._recorded = recorded
         self._provenance = provenance()
         if not recorded:
-            sys.stderr.write(f"sizes differ from {self.path.name}: printed, not recorded\n")
+            sys.stderr.write(
+                f"sizes differ from {self.path.name}: results are printed but not recorded\n"
+            )
             return
         RESULTS.mkdir(exist_ok=True)
         kept = self.path.read_text().splitlines() if benchmark and self.path.exists() else []
@@ -67,7 +69,7 @@ class Results:
         self._lines = kept
 
     def add(self, **values: object) -> None:
-        """Add a measurement; names of values end in their unit (``_ms``, ``_bytes``)."""
+        """Add a measurement; the names of values end in their unit (``_ms``, ``_bytes``)."""
         self._write({**self._benchmark, **values})
 
     def _write(self, values: Mapping[str, object]) -> None:

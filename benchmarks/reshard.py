@@ -1,13 +1,14 @@
-"""Saves under one layout and world size, loads under others, and compares losses and state.
+"""Saves under one layout and world size, loads under other layouts, and compares losses and state.
 
     python -m benchmarks.reshard             every pair of layouts, each optimizer, also rows of
                                              bfloat16, Wide & Deep and a torch module
     python -m benchmarks.reshard --count 100 a seeded sample
     python -m benchmarks.reshard --folder F  store finished work in F; run it again to continue
 
-The reference is a run of 10 + 20 steps; its checkpoint after 10 steps continues for 20 steps under
-the other layout. Every rank compares its whole state, including copies, with the state saved at the
-end. With the same layout the bits are equal; otherwise sums are added in another order.
+The reference is a run of 10 + 20 steps. From the checkpoint after 10 steps, a second run continues
+for 20 steps under the other layout. Every rank compares its whole state, including copies, with the
+state saved at the end. With the same layout, all bits are equal; with other layouts, sums are
+computed in a different order.
 """
 
 import argparse
@@ -58,8 +59,9 @@ SPARSE = {
     "ftrl": Ftrl(lr=0.1),
 }
 SCHEMES = ("dp", "1", "2", "3", "mixed")
-# Float64 has 53 bits: errors of sums of 30 steps in another order stay far below. FTRL's state and
-# Adam's squares may have 1e3 times the error of their input.
+# Float64 has 53 bits, so errors from summing in a different order over 30 steps stay far below
+# these bounds. The errors of FTRL's state and Adam's squares may be 1e3 times as large as the
+# errors of their inputs.
 BOUND = 1e-10
 
 
@@ -71,7 +73,7 @@ class Lying:
     scheme: str
 
     def config(self, case: "Case") -> Config:
-        """Return the configuration of the case's job in this layout."""
+        """Return the configuration of the case's job with this layout."""
         scheme, tables, dense = self.scheme, dict[str, TableRule](), dict[str, str]()
         if scheme == "mixed":
             scheme, tables, dense = "3", _mixed(self.size), {}
@@ -101,7 +103,9 @@ class Lying:
 
 
 def _mixed(size: int) -> dict[str, TableRule]:
-    """Return uneven rows, columns, one rank, copies and, on four ranks, a grid of uneven parts."""
+    """Return layouts with uneven rows, columns, one rank, copies, and, on four ranks, a grid of
+    uneven parts.
+    """
     last = size - 1
     rules = {
         "deep.C1": TableRule(sbp="S(0)", sizes=(*[5] * last, 37 - 5 * last), exchange="unique"),
@@ -118,8 +122,8 @@ def _mixed(size: int) -> dict[str, TableRule]:
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a checkpoint saved in one layout and loaded in another; ``half`` keeps bfloat16
-    rows.
+    """Describes a checkpoint saved under one layout and loaded under another; with ``half``, rows
+    are bfloat16.
     """
 
     saved: Lying
@@ -132,8 +136,8 @@ class Case:
 
 
 class Net(nn.Module):
-    """Implements a dense part in plain torch, without dropout, because dropout masks differ by
-    rank.
+    """Implements a dense part in plain torch without dropout, because dropout masks differ between
+    ranks.
     """
 
     def __init__(self) -> None:
@@ -176,7 +180,7 @@ class Rows:
 
 
 def make_rows(step: int, rank: int, size: int) -> Rows:
-    """Return the batch of a step, counted from 1, independent of previous calls."""
+    """Return the batch of a step (counted from 1), independent of previous calls."""
     generator = torch.Generator().manual_seed(step)
     rows = BATCH - 7 if step % 5 == 0 else BATCH
     counts = [field.rows for field in FIELDS.ids]
@@ -191,7 +195,7 @@ def make_rows(step: int, rank: int, size: int) -> Rows:
 
 
 def make_job(world: World, case: Case, lying: Lying) -> Job:
-    """Return a job, built as a run builds it."""
+    """Return a job that is built in the same way as in a run."""
     config = lying.config(case)
     spec, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cpu")
     return build_job(config, spec, plan, Boxing(world))
@@ -210,7 +214,7 @@ def _train(world: World, job: Job, steps: int) -> list[float]:
 
 
 def save_and_go_on(world: World, folder: Path, case: Case) -> None:
-    """Save the state after the first steps and at the end in ``folder``; save the losses in
+    """Save to ``folder`` the state after the first steps, the state at the end, and the losses in
     between.
     """
     job = make_job(world, case, case.saved)
@@ -223,7 +227,8 @@ def save_and_go_on(world: World, folder: Path, case: Case) -> None:
 
 
 def go_on(world: World, folder: Path, case: Case) -> dict[str, float]:
-    """Continue from the first checkpoint under the other layout, and compare with the second.
+    """Continue from the first checkpoint under the other layout, and compare the result with the
+    second checkpoint.
 
     Returns the largest difference of the losses and of each state tensor on this rank.
     """
@@ -252,7 +257,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def saved_folder(folder: Path, case: Case) -> Path:
-    """Return the folder of the uninterrupted run; several cases continue from it."""
+    """Return the folder of the uninterrupted run; several cases continue from this run."""
     rows = "half" if case.half else "whole"
     return folder / f"{case.model}-{rows}-{case.optimizer}-{case.saved.size}-{case.saved.scheme}"
 
@@ -275,7 +280,9 @@ def all_cases() -> list[Case]:
 
 
 def cases(*, seed: int, count: int, before: int = 10, after: int = 20) -> list[Case]:
-    """Sample the cases; every eighth case is loaded in the layout in which it was saved."""
+    """Sample the cases; every eighth case is loaded under the same layout under which it was
+    saved.
+    """
     picked = random.Random(seed).sample(all_cases(), count)
     return [
         replace(
@@ -289,7 +296,7 @@ def cases(*, seed: int, count: int, before: int = 10, after: int = 20) -> list[C
 
 
 def save_all(world: World, folder: str, picked: Sequence[Case]) -> None:
-    """Make each uninterrupted run once, for the cases that save on this many ranks."""
+    """Execute each uninterrupted run once, for the cases that save on this many ranks."""
     mine = {
         saved_folder(Path(folder), case): case for case in picked if case.saved.size == world.size
     }
@@ -302,7 +309,7 @@ def save_all(world: World, folder: str, picked: Sequence[Case]) -> None:
 def go_on_all(
     world: World, folder: str, picked: Sequence[Case], done: frozenset[int] = frozenset()
 ) -> dict[int, dict[str, float]]:
-    """Return this rank's differences in the cases that load on this many ranks, by number.
+    """Return this rank's differences by case number, for the cases that load on this many ranks.
 
     Cases in ``done`` are skipped.
     """
@@ -318,7 +325,7 @@ def _go_on_each(
 
 
 def _worker(folder: str, phase: str, seed: str, count: str) -> None:
-    """Run one rank; it writes a line per case to ``found-SIZE-R.jsonl``."""
+    """Run one rank and write a line per case to ``found-SIZE-R.jsonl``."""
     picked = _picked(int(seed), int(count))
     with World.start("cpu", timeout_s=120) as world:
         if phase == "save":
@@ -343,7 +350,7 @@ def _picked(seed: int, count: int) -> list[Case]:
 
 
 def _measure(folder: Path, seed: int, count: int) -> dict[Case, dict[str, float]]:
-    """Return the largest difference of any rank in each case, by tensor."""
+    """Return the largest difference on any rank for each case and tensor."""
     for phase in ("save", "go_on"):
         for size in (1, 2, 4):
             words = [str(folder), phase, str(seed), str(count)]

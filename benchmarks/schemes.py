@@ -1,11 +1,12 @@
-"""Compares ``scheme: auto`` with plans that give all tables one layout, on the tables alone.
+"""Compares ``scheme: auto`` with plans that give all tables the same layout, without a dense part.
 
     python -m benchmarks.schemes [--tasks dcnv2 even random0 ..] [--link 1gbit] [--all]
 
-All B is data parallelism, all S(1) is scheme 1, all reduce is scheme 2, and all unique is scheme 3.
-The plans alternately look up and update the same batches on two ranks. Each task has a line with
-the measured slowdown of the plan with the lowest price relative to the fastest plan, and the time
-of every plan. ``--all`` adds all other plans that ``auto`` compares, including mixtures.
+"All B" is data parallelism, "all S(1)" is scheme 1, "all reduce" is scheme 2, and "all unique" is
+scheme 3.
+The plans alternately look up and update the same batches on two ranks. The line of a task contains
+the measured slowdown of the plan with the lowest price relative to the fastest plan, and the times
+of all plans. ``--all`` adds all other plans that ``auto`` compares, including mixtures.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def task(name: str) -> Shape:
 
 
 def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
-    """Return all plans, the plan with the lowest price first."""
+    """Return all plans, starting with the plan with the lowest price."""
     tables, features = shape
     shapes = {table.name: table.shape for table in tables}
 
@@ -85,7 +86,7 @@ def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
 
 
 def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
-    """Return [samples, columns] ids, with the skew that the price assumes."""
+    """Return ids [samples, columns] with the skew that the price assumes."""
     tables, features = shape
     random = np.random.default_rng(rank)
     columns = [
@@ -96,7 +97,7 @@ def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Run one rank: all plans of a task, alternately."""
+    """Run all plans of a task alternately on one rank."""
     torch.set_num_threads(1)
     shape = task(args.tasks[0])
     with World.start("cpu") as world:
@@ -129,7 +130,7 @@ def work(args: argparse.Namespace) -> None:
                     "plan": one.name,
                     "priced_ms": round(one.price.ms, 1),
                     "ms": round(statistics.median(ms), 1),
-                    "cpu_ms": round(cpu, 1),  # the busiest rank's ms, the minimum over the repeats
+                    "cpu_ms": round(cpu, 1),  # on the busiest rank, the minimum over the repeats
                 }
                 for one, ms, cpu in zip(plans, times, least.tolist(), strict=True)
             ]

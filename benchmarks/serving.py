@@ -8,10 +8,10 @@
 
 ``build`` generates rows, trains Wide & Deep for some steps, and exports the bundle ``F/model``.
 ``cost`` divides the CPU time of a worker (/proc) by its requests. ``latency`` runs wrk, which must
-be installed, and compares with an ASGI application that only returns a fixed answer. ``delta``
-compares the latency while a delta is applied with the latency before. ``soak`` sends requests,
-some of them malformed, while deltas arrive, one of them damaged, and one worker is killed; every
-answer must be the answer of exactly one version.
+be installed, and compares the server with an ASGI application that only returns a fixed answer.
+``delta`` compares the latency while a delta is applied with the latency before. ``soak`` sends
+valid and malformed requests while deltas arrive (including a damaged delta) and a worker is killed;
+every answer must match exactly one version.
 """
 
 import argparse
@@ -57,7 +57,7 @@ uvicorn.run(app, port=int(sys.argv[1]), http="httptools", lifespan="off", log_le
 
 
 def build(folder: Path, rows: int, hidden: str) -> None:
-    """Make ``folder/model`` and ``folder/rows.tsv``."""
+    """Create ``folder/model`` and ``folder/rows.tsv``."""
     folder.mkdir(parents=True)
     source, data = folder / "all.tsv", folder / "set"
     run("-m", "data", "synth", "--rows", str(rows), "--vocab-scale", "0.3", "--format", "tsv",
@@ -77,7 +77,7 @@ def build(folder: Path, rows: int, hidden: str) -> None:
 
 
 def bodies_of(folder: Path, size: int) -> dict[str, list[bytes]]:
-    """Return request bodies of ``size`` rows by content type."""
+    """Return request bodies with ``size`` rows by content type."""
     lines = (folder / "rows.tsv").read_bytes().splitlines(keepends=True)
     model = load_bundle(folder / "model", check=False)
     names = [column.name for column in model.columns]
@@ -156,7 +156,7 @@ def cost(folder: Path, seconds: float, results: Results) -> None:
 
 
 def _wrk(wrk: str, port: int, body: bytes, connections: int, seconds: int) -> dict[str, float]:
-    """Return percentiles in ms and requests per second of one run of wrk."""
+    """Run wrk once; return latency percentiles in ms and requests per second."""
     with tempfile.TemporaryDirectory() as scratch:
         data, script = Path(scratch) / "body", Path(scratch) / "post.lua"
         data.write_bytes(body)
@@ -181,7 +181,9 @@ def _wrk(wrk: str, port: int, body: bytes, connections: int, seconds: int) -> di
 
 
 def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
-    """Compare the latency of one row with the empty application, in alternating runs."""
+    """Compare the latency of scoring one row with the latency of the empty application, in
+    alternating runs.
+    """
     (body, *_) = bodies_of(folder, 1)[TEXT]
     with empty_application() as (port, _), serving(folder / "model") as server:
         for connections in (1, 8):
@@ -195,7 +197,7 @@ def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
 
 
 def delta(folder: Path, changed: int, results: Results) -> None:
-    """Measure the latency of one row before and while a large delta is applied."""
+    """Measure the latency of scoring one row before and while a large delta is applied."""
     with (
         _copy(folder) as served,
         _copy(folder) as chain,  # deltas are written here, and published later
@@ -232,7 +234,7 @@ def _quantile(latency: np.ndarray, share: float) -> float:
 
 @contextmanager
 def _copy(folder: Path) -> Iterator[Chain]:
-    """Yield the chain of a copy of the bundle, which shares its large files."""
+    """Copy the bundle, share its large files, and yield the chain of the copy."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         bundle = Path(scratch) / "step-50"
         bundle.mkdir()
@@ -305,7 +307,7 @@ def _check(
     answers: Answers, sent: list[bytes], bodies: list[bytes], statuses: list[int],
     versions: dict[str, Model],
 ) -> list[object]:  # fmt: skip
-    """Return the answers that differ from the answer of their version."""
+    """Return the answers that differ from the expected answer of the stated version."""
     num_bad = len(statuses) - len(bodies)
     wrong: list[object] = []
     for number, version, status, body in answers.bodies:

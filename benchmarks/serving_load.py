@@ -1,8 +1,8 @@
-"""Sends HTTP requests over raw sockets in a process of its own, and records every answer.
+"""Sends HTTP requests over raw sockets in a separate process, and records every answer.
 
-Each connection sends its next request when it has the answer to the last one. ``load`` returns what
-the server answered; the caller decides whether this is right. A raw socket costs the client far
-less time than an HTTP library, and can send malformed requests.
+Each connection sends the next request after receiving the answer to the previous request. ``load``
+returns the server's answers, and the caller checks them. A raw socket needs far less client time
+than an HTTP library and can send malformed requests.
 """
 
 import multiprocessing
@@ -24,9 +24,10 @@ _RECEIVED = 1 << 16
 class Answers:
     """Contains the answers of a load.
 
-    ``bodies`` counts the answers by (request, version header, status, body). ``latency`` and
-    ``at`` have the seconds and the end time (``time.time``) of each answer, and ``request`` its
-    request. ``lost`` has (time, request) of the requests whose connection ended without an answer.
+    ``bodies`` counts the answers by (request, version header, status, body). For each answer,
+    ``latency`` contains the seconds, ``at`` the end time (``time.time``), and ``request`` the
+    request. ``lost`` contains (time, request) for each request whose connection ended without an
+    answer.
     """
 
     bodies: dict[tuple[int, str, int, bytes], int] = field(default_factory=dict)
@@ -45,16 +46,16 @@ def request(path: str, body: bytes, content_type: str = "text/tab-separated-valu
 def load(
     port: int, requests: Sequence[bytes], seconds: float, connections: int, rate: float = 0.0
 ) -> Answers:
-    """Send the requests in turn for some seconds, and return the answers.
+    """Send the requests in round-robin order for some seconds, and return the answers.
 
-    With ``rate``, at most so many requests per second are started.
+    ``rate`` limits the number of requests started per second.
     """
     client = _Client(port, requests, rate)
     return client.run(seconds, connections)
 
 
 class LoadProcess:
-    """Runs ``load`` in a process of its own; ``result`` waits for its answers."""
+    """Runs ``load`` in a separate process; ``result`` waits for the answers."""
 
     def __init__(self, *arguments: object) -> None:
         context = multiprocessing.get_context("spawn")
@@ -145,7 +146,7 @@ class _Client:
         except BlockingIOError:
             sent = 0
         except OSError:
-            sent = len(connection.unsent)  # reading finds an early answer, or the end
+            sent = len(connection.unsent)  # a read detects an early answer or a closed connection
         connection.unsent = connection.unsent[sent:]
         writing = selectors.EVENT_WRITE if connection.unsent else 0
         self._select(connection, selectors.EVENT_READ | writing)
@@ -160,7 +161,7 @@ class _Client:
         except OSError:
             part = b""
         connection.received += part
-        # An early answer counts when the request is sent, so that the next one can follow.
+        # An early answer counts when the request is sent, so the next request can follow.
         if not connection.unsent or not part:
             self._complete(connection, closed=not part)
 

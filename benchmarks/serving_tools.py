@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """A running server; ``request`` sends one request on a new connection."""
+    """Represents a running server; ``request`` sends one request on a new connection."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self.process, self.port = process, port
@@ -61,7 +61,7 @@ class Server:
 
 
 def name_of(model: Model) -> str:
-    """Return the version of a model as the server writes it."""
+    """Return the version of a model in the server's format."""
     return "-".join(map(str, model.version))
 
 
@@ -86,7 +86,7 @@ def serving(*words: object, workers: int = 1, **environment: str) -> Iterator[Se
             if not line:
                 raise RuntimeError(printed)
         server = Server(process, int(found[1]))
-        while len(server.workers()) < workers:  # they start after the message
+        while len(server.workers()) < workers:  # the workers start after the message
             time.sleep(0.01)
         yield server
     finally:
@@ -96,7 +96,9 @@ def serving(*words: object, workers: int = 1, **environment: str) -> Iterator[Se
 
 
 class Chain:
-    """Writes deltas of a bundle; ``model`` is what a server must have after the last one."""
+    """Writes deltas of a bundle; ``model`` is the model that a server must have after the last
+    delta.
+    """
 
     def __init__(self, bundle: Path, model: Model) -> None:
         self.bundle, self.model = bundle, model
@@ -104,7 +106,9 @@ class Chain:
         self.number, self.step = 0, model.version.step
 
     def write(self, seed: int, num_rows: int = 40, noise: float = 0.125) -> Model:
-        """Write a delta with random values for about ``num_rows`` rows, and noisy dense weights."""
+        """Write a delta with random values for about ``num_rows`` rows and with noisy dense
+        weights.
+        """
         random = torch.Generator().manual_seed(seed)
         tables = self.model.content["tables"]
         total = sum(table["rows"] for table in tables.values())
@@ -143,13 +147,13 @@ class Chain:
 
 
 def cpu_ms(pid: int) -> float:
-    """Return the CPU time of a process and its threads."""
+    """Return the CPU time in ms of a process and its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * 1000 / _TICKS
 
 
 def memory_mb(pid: int) -> dict[str, float]:
-    """Return the resident memory of a process: all of it, its share, and what no other has."""
+    """Return the resident, proportional, and unique memory of a process in MB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     private = kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]

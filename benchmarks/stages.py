@@ -2,11 +2,11 @@
 
     python -m benchmarks.stages [--shape dcnv2|t180|t510] [--link 1gbit]
 
-The runs follow the order of EMBark's paper: serial with every table S(0) and reduce; with overlap;
-with a layout per table (small tables copied, the others whole); with unique rows for tables of few
-ids per sample. For comparison, two runs use whole tables and the plan of ``scheme: auto``. Then,
-with unique rows, one stage is omitted in each run, which shows its share of the step. An omitted
-stage returns zeros, so only the times of these runs are meaningful.
+The runs follow the order of EMBark's paper: (1) serial with every table S(0) and reduce, (2) with
+overlap, (3) with a layout per table (small tables copied, other tables whole), and (4) with unique
+rows for tables with few ids per sample. For comparison, two runs use whole tables and the plan of
+``scheme: auto``. Further runs with unique rows omit one stage each to measure the stage's share of
+the step. An omitted stage returns zeros, so only the times of these runs are meaningful.
 """
 
 import argparse
@@ -59,8 +59,7 @@ PLANNED = ("every table whole", "scheme: auto")
 SKIPS = ("ids", "vectors", "gradients", "dense", "update")
 BATCH = 2048
 OPTIMIZER = sparse_optimizer("rowwise_adagrad", lr=0.05)
-# These are the ids per sample and the rows of MLPerf's DCNv2 (Criteo 1TB, multi-hot), with the rows
-# scaled by 1/100.
+# Ids per sample and rows of MLPerf's DCNv2 (Criteo 1TB, multi-hot), with the rows scaled by 1/100.
 DCNV2_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 DCNV2_ROWS = (
     400000, 390, 171, 74, 200, 3, 71, 14, 2, 400000, 30677, 4049, 11, 22, 120, 2, 9, 10, 7,
@@ -69,14 +68,14 @@ DCNV2_ROWS = (
 
 
 def make_shape(name: str) -> Shape:
-    """Return tables and features, scaled for two small cores: dims by 1/8, rows by 1/100 or
+    """Return tables and features, scaled down for two small cores: dims by 1/8, rows by 1/100 or
     1/1000.
     """
     if name == "t510":
         return many_tables(510)
     if name == "dcnv2":
         hotness, rows, dims = list(DCNV2_HOTNESS), list(DCNV2_ROWS), [16] * 26
-    else:  # T180 has 177 tables and 81.6 ids per sample; here, 1/4 of these ids
+    else:  # T180 has 177 tables and 81.6 ids per sample; this benchmark uses 1/4 of these ids
         random = np.random.default_rng(180)
         rows = (np.exp(random.normal(7.0, 1.5, 177)).astype(int) + 2).tolist()
         hotness = np.clip(random.geometric(4 / 81.6, 177), 1, 80).tolist()
@@ -115,7 +114,9 @@ def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
 def planned_layouts(
     shape: Shape, name: str, size: int, gb_per_s: float | None
 ) -> dict[str, TableLayout]:
-    """Return whole tables, or the plan of ``scheme: auto`` given the id frequencies."""
+    """Return layouts with whole tables, or the plan of ``scheme: auto`` for the given id
+    frequencies.
+    """
     tables, features = shape
     shapes = {table.name: table.shape for table in tables}
     known = frequencies_of(shape)
@@ -149,7 +150,9 @@ def planned_layouts(
 
 
 def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
-    """Return the frequencies of a set's statistics: rows and lookups by powers of two."""
+    """Return the id frequencies in the form of a set's statistics: rows and lookups by powers of
+    two.
+    """
     tables, features = shape
     ids = np.concatenate([make_ids(shape, BATCH, 9, number).numpy() for number in range(8)])
     found: dict[str, IdFrequencies] = {}
@@ -165,7 +168,9 @@ def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
 
 
 class Deep(LayeredPart):
-    """Implements the deep part over the tables; without it, the loss uses the vectors' means."""
+    """Implements the deep part over the tables; without the deep part, the loss uses the means of
+    the vectors.
+    """
 
     left_out = False
 
@@ -190,7 +195,7 @@ class Rows(NamedTuple):
 
 
 class Loop:
-    """Trains a CTR model around the tables, as in a run."""
+    """Trains a CTR model with the tables, as in a run."""
 
     def __init__(
         self, world: World, shape: Shape, layouts: Mapping[str, TableLayout], schedule: StepSchedule
@@ -246,7 +251,7 @@ def make_rows(shape: Shape, world: World, number: int) -> Rows:
 
 
 def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
-    """Return [samples, columns] ids: small ids are frequent and spread over the table."""
+    """Return ids [samples, columns]; frequent ids are spread over the table."""
     tables, features = shape
     random = np.random.default_rng((rank, number))
     columns = [
@@ -307,7 +312,7 @@ def work(args: argparse.Namespace) -> None:
         }
         losses = {name: loop.run(4) for name, loop in loops.items()}
         first = losses[STAGES[0]]
-        for name, loss in losses.items():  # these runs have all stages, so the losses agree
+        for name, loss in losses.items():  # these runs include all stages, so the losses agree
             torch.testing.assert_close(loss, first, rtol=1e-4, atol=1e-6, msg=name)
         last = loops[STAGES[-1]]
         leave_out(last)

@@ -1,7 +1,8 @@
-"""Builds TorchRec's own DLRM and DLRM_DCN, and the same models here, with equal initial values.
+"""Builds TorchRec's own DLRM and DLRM_DCN, and the same models in sbpflow, with equal initial
+values.
 
-Weights are copied by name. TorchRec orders the pairs of vectors by rows of the upper triangle,
-sbpflow by rows of the lower triangle, so the columns of a layer are reordered.
+Weights are copied by name. TorchRec orders the pairs of vectors by rows of the upper triangle, but
+sbpflow uses the rows of the lower triangle, so the columns of a layer are reordered.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ MODELS = ("wdl", "dlrm", "dcnv2")
 
 
 def config_of(model: str, shape: Shape) -> ModelConfig:
-    """Return the model over the tables of ``shape``, with hidden layers of its width."""
+    """Return the model over the tables of ``shape``, with hidden layers of the shape's width."""
     if model == "dlrm":
         return DlrmConfig(embedding_dim=shape.dim, bottom=(shape.hidden,), top=(shape.hidden,))
     if model == "dcnv2":
@@ -53,7 +54,7 @@ def fields_of(shape: Shape) -> Fields:
 
 
 def make_torchrec(model: str, tables: nn.Module, shape: Shape, seed: int) -> nn.Module:
-    """Return TorchRec's model around its ``tables``; forward(dense, ids) -> logits [b, 1]."""
+    """Return TorchRec's model with these ``tables``; forward(dense, ids) returns logits [b, 1]."""
     from torchrec.models.dlrm import DLRM, DLRM_DCN
 
     below, above = [shape.hidden, shape.dim], [shape.hidden, 1]

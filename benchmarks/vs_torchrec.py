@@ -1,14 +1,14 @@
-"""Compares training with TorchRec on the same ids, weights, optimizers, precision and ranks.
+"""Compares training with TorchRec on the same ids, weights, optimizers, precision, and ranks.
 
     python -m benchmarks.vs_torchrec [--ranks 2] [--link 1gbit] [--wire float32 bfloat16]
 
 Losses are compared first. Then the two systems run alternately, and medians are reported. TorchRec
-makes its own plan, and the faster of its plain and its pipelined loop is used. ``--link`` puts each
-rank into its own network namespace connected by a link of that rate (2 ranks, needs root).
-``--shape`` and ``--hot`` select other tables, widths and numbers of ids. ``--ddp`` also times plain
-torch: EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and ``dcnv2`` train
-TorchRec's own models and also time their dense part alone: both systems spend that time, so it
-dilutes the ratio.
+creates its own plan, and the result is from the faster of TorchRec's plain and pipelined loops.
+``--link`` puts each rank into its own network namespace, connected by a link of that rate (2 ranks,
+needs root). ``--shape`` and ``--hot`` select other tables, widths, and numbers of ids. ``--ddp``
+also times plain torch: EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and
+``dcnv2`` train TorchRec's own models and also time only the dense part, because both systems spend
+this time and it dilutes the ratio.
 """
 
 import argparse
@@ -36,7 +36,9 @@ LOSS_TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-3}
 
 
 def work(args: argparse.Namespace) -> None:
-    """Run one rank: both systems in one process, compared and then timed alternately."""
+    """Run both systems on one rank in one process: compare the losses, then time the systems
+    alternately.
+    """
     from benchmarks.click_trainer import ClickTrainer
     from benchmarks.peer_ddp import DdpPeer
     from benchmarks.peer_torchrec import TorchRecPeer
@@ -103,7 +105,7 @@ def work(args: argparse.Namespace) -> None:
 def _in_turns(
     world: World, loops: Mapping[str, Callable[[int], object]], steps: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return a step's wall ms and this process's CPU ms, in each repeat; the first repeat
+    """Return a step's wall-clock ms and this process's CPU ms for each repeat; the first repeat
     warms up.
     """
     times: dict[str, list[float]] = {name: [] for name in loops}
@@ -177,7 +179,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         against=faster,
         times_faster=round(statistics.median(pairs), 2),
         spread=[round(pairs[0], 2), round(pairs[-1], 2)],
-        # The rest of a step without its dense part consists of tables, transfers and updates.
+        # The rest of a step without the dense part consists of tables, transfers, and updates.
         times_faster_beside_the_dense_part=round(
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
         ),
@@ -211,7 +213,7 @@ def main() -> None:
         choices=["unique", "reduce", "columns", "unique_columns", "whole", "auto"],
     )
     parser.add_argument(
-        "--profile", help="a calibration for --layout auto; default: this machine's"
+        "--profile", help="a calibration for --layout auto; default: this machine's calibration"
     )
     parser.add_argument("--compare", nargs="*", default=[], help="additional layouts to time")
     parser.add_argument("--kernel", default="auto", choices=["auto", "torch", "fbgemm", "numba"])

@@ -3,6 +3,8 @@
 ``sbpflow.serving.encoder`` reads both.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +13,39 @@ from numpy.typing import NDArray
 
 from sbpflow.data.format.ids import WideIdTable, capacity_of
 from sbpflow.data.format.manifest import Manifest
+from sbpflow.data.format.schema import NUM_RESERVED_IDS
 from sbpflow.data.format.vocabulary import open_vocabularies
 from sbpflow.data.prepare.content import like_options
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.runtime.files.tensors_file import TensorsFile
 from sbpflow.serving.cells import CHECK_BYTES, KEY_BYTES, hash_salt, hashed_key_ids, string_key
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedKeys:
+    """The keys of growing fields that share rows; ``read`` returns int64 [num_keys] by id from 2.
+
+    Bundles have ids for these keys as for the values of a vocabulary.
+    """
+
+    fields: tuple[str, ...]
+    num_keys: int
+    read: Callable[[], NDArray[np.int64]]
+
+
+Growing = Mapping[str, SavedKeys]
 _TEXTS = ("", "red", "05db9164", "K\u00f6ln")
 
 
-def input_content(manifest: Manifest) -> dict[str, Any] | None:
-    """Return the value of ``input`` in model.json, or None for a set without vocabularies."""
+def input_content(manifest: Manifest, growing: Growing) -> dict[str, Any] | None:
+    """Return ``input`` of model.json, or None for a set without raw rows."""
     if manifest.content.get("vocabulary") is None or "schema" not in manifest.content:
         return None
     options = like_options(manifest)
     schema, fitted = options.schema, manifest.content["fitted"]
-    places, _, _ = _places(manifest)
+    places, _, _ = _places(manifest, growing)
+    counted = {**options.counted, **{name: keys.fields for name, keys in growing.items()}}
+    vocabularies = {field: name for name, fields in counted.items() for field in fields}
     return {
         "separator": schema.separator,
         "quote": schema.quote,
@@ -47,7 +66,7 @@ def input_content(manifest: Manifest) -> dict[str, Any] | None:
             }
             for column in options.numbers
         ],
-        "fields": [_field(entry, options) for entry in manifest.content["fields"]],
+        "fields": [_field(entry, options, vocabularies) for entry in manifest.content["fields"]],
         "vocabularies": places,
         "hashes": _hashes(),
     }
@@ -67,23 +86,28 @@ def _columns(options: PrepareOptions) -> list[dict[str, Any]]:
     ]
 
 
-def _field(entry: dict[str, Any], options: PrepareOptions) -> dict[str, Any]:
+def _field(
+    entry: dict[str, Any], options: PrepareOptions, vocabularies: Mapping[str, str]
+) -> dict[str, Any]:
     name, schema = entry["name"], options.schema
     parts = entry.get("parts", ())
     column = schema.list_column(name)
-    vocabulary = schema.vocabulary(name)
-    counted = {field: of for of, fields in options.counted.items() for field in fields}
+    keyed, vocabulary = entry.get("keyed", False), vocabularies.get(name)
+    salt = hash_salt(options.seed, schema.vocabulary(name)) if entry.get("hashed") else None
+    if keyed and vocabulary is None:  # no table has rows for the keys; all get id 2
+        salt = 0
     return {
         "name": name,
-        "rows": entry["rows"],
+        "rows": NUM_RESERVED_IDS + 1 if keyed else entry["rows"],
+        "keyed": keyed,
         "kind": entry.get("kind"),
         "hot": entry.get("hot", 1),
         "ragged": entry.get("ragged", False),
         "weighted": entry.get("weighted", False),
         "parts": list(parts),
         "both_hex": bool(parts) and all(schema.kind(part) == "hex" for part in parts),
-        "vocabulary": counted.get(name),
-        "salt": hash_salt(options.seed, vocabulary) if entry.get("hashed") else None,
+        "vocabulary": vocabulary,
+        "salt": salt,
         "list": None
         if column is None
         else {
@@ -119,7 +143,7 @@ def _hashes() -> dict[str, Any]:
     }
 
 
-def _places(manifest: Manifest) -> tuple[dict[str, Any], int, int]:
+def _places(manifest: Manifest, growing: Growing) -> tuple[dict[str, Any], int, int]:
     """Return each vocabulary's position in the arrays, and the lengths of the slots and checks
     arrays."""
     options, known = like_options(manifest), open_vocabularies(manifest)
@@ -138,13 +162,23 @@ def _places(manifest: Manifest) -> tuple[dict[str, Any], int, int]:
         }
         slots += capacity
         checks += vocabulary.num_rows if has_checks else 0
+    for name, keys in growing.items():
+        capacity = capacity_of(keys.num_keys)
+        places[name] = {
+            "start": slots,
+            "capacity": capacity,
+            "rows": keys.num_keys + NUM_RESERVED_IDS,
+            "values": keys.num_keys,
+            "checks": None,
+        }
+        slots += capacity
     return places, slots, checks
 
 
-def write_vocabularies(manifest: Manifest, file: Path) -> None:
+def write_vocabularies(manifest: Manifest, growing: Growing, file: Path) -> None:
     """Write the hash tables of all vocabularies, one vocabulary at a time."""
     options, known = like_options(manifest), open_vocabularies(manifest)
-    places, slots, checks = _places(manifest)
+    places, slots, checks = _places(manifest, growing)
     arrays = {"keys": ("U64", [slots]), "ids": ("I32", [slots]), "checks": ("U32", [checks])}
     with TensorsFile(file, arrays) as out:
         for name, fields in options.counted.items():
@@ -156,3 +190,10 @@ def write_vocabularies(manifest: Manifest, file: Path) -> None:
                 by_id: NDArray[np.uint32] = np.zeros(vocabulary.num_rows, dtype=np.uint32)
                 by_id[vocabulary.ids] = vocabulary.checks
                 out.put("checks", place["checks"], by_id)
+        for name, keys in growing.items():
+            place = places[name]
+            ids = np.arange(NUM_RESERVED_IDS, place["rows"], dtype=np.int32)
+            counts = np.broadcast_to(np.int64(0), len(ids))
+            table = WideIdTable(keys.read().view(np.uint64), ids, counts)
+            out.put("keys", place["start"], table.keys)
+            out.put("ids", place["start"], table.ids)

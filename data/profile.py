@@ -15,7 +15,6 @@ from tqdm import tqdm
 from sbpflow.data.format.manifest import SPLITS, Manifest
 from sbpflow.data.format.schema import (
     MISSING_ID,
-    MISSING_KEY,
     NUM_RESERVED_IDS,
     RARE_ID,
     Field,
@@ -23,6 +22,7 @@ from sbpflow.data.format.schema import (
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.prepare.fit import ordered, values_of_order
 from sbpflow.data.stats import ids_in, out_of_range
+from sbpflow.serving.cells import MISSING_KEY
 
 TIME_BUCKETS = 40
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)

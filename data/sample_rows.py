@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from sbpflow.data.bundle_input import Growing
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import Kind, Schema
 from sbpflow.data.format.vocabulary import Vocabulary, open_vocabularies
 from sbpflow.data.prepare.content import like_options
 from sbpflow.data.prepare.new_rows import encode
 from sbpflow.errors import unknown_value
+from sbpflow.serving.cells import MISSING_KEY
 
 NUM_ROWS = 6
 _NUMBERS = {True: ("3", "0", "", "120", "-1", " +7"), False: ("1.5", "0", "", "1e2", "-.25", "nan")}
@@ -26,14 +28,19 @@ _DAY = datetime(2024, 1, 31)
 _SIDE = {"hex": "0000000a", "integer": "10", "string": "a", "date": "2024-01-31"}
 
 
-def sample_rows(manifest: Manifest) -> list[dict[str, Any]]:
+def sample_rows(manifest: Manifest, growing: Growing) -> list[dict[str, Any]]:
     """Return rows with all columns that ``encode`` needs; cells are strings or lists of strings."""
     options = like_options(manifest)
     schema, known = options.schema, open_vocabularies(manifest)
-    values = {
-        name: _values(schema.kind(name), known.get(name), number)
-        for number, name in enumerate(schema.sparse)
-    }
+    saved = {field: keys for keys in growing.values() for field in keys.fields}
+    values: dict[str, list[str]] = {}
+    for number, name in enumerate(schema.sparse):
+        vocabulary = known.get(name)
+        if name in saved:
+            keys = saved[name].read()
+            keys, none = keys[keys != MISSING_KEY].view(np.uint64), np.empty(0, np.int32)
+            vocabulary = Vocabulary(name, 0, keys, ids=none, counts=none.astype(np.int64))
+        values[name] = _values(schema.kind(name), vocabulary, number)
     side = dict(pair for pair in (schema.group, schema.time, schema.row_key) if pair)
     rows: list[dict[str, Any]] = []
     for number in range(NUM_ROWS):

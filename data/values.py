@@ -1,71 +1,111 @@
-"""Finds the values of a field, and their ids, in the vocabulary of a set."""
+"""Finds the values of a field, and their rows in its tables: the ids of a vocabulary, or for a
+growing field the rows of the keys in a checkpoint.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import polars as pl
+import torch
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import NUM_RESERVED_IDS, Kind
-from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES, Vocabulary, read_vocabulary
+from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, Kind
+from sbpflow.data.format.vocabulary import (
+    HOW_TO_HAVE_VALUES,
+    Vocabulary,
+    open_vocabularies,
+    read_vocabulary,
+)
 from sbpflow.data.prepare.encode import FieldIds
 from sbpflow.data.prepare.keys import key_of, string_keys
 from sbpflow.data.prepare.schema_file import schema_from
 from sbpflow.errors import ConfigError, unknown_value
+from sbpflow.serving.cells import MISSING_KEY
 
 
-def values_and_ids(
-    manifest: Manifest, field: str, given: pl.Series | None
+def values_and_rows(
+    manifest: Manifest,
+    field: str,
+    given: pl.Series | None,
+    saved_keys: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Return the values [n] of ``field`` that have their own ids, and the ids int32 [n].
+    """Return the values [n] of ``field`` that have their own rows, and the rows int32 [n].
 
-    The values are the distinct values of ``given``, or all values in key order. Strings must be
-    given unless the set keeps strings, because a vocabulary contains only their hashes. Raises
-    ConfigError otherwise.
+    The values are the distinct values of ``given``, or all values in the order of the vocabulary.
+    Strings must be given unless the set keeps them, because a vocabulary has only hashes of
+    strings. A growing field needs the ``saved_keys`` [n] of rows 1 to n; all its strings are
+    returned as keys. Raises ConfigError.
     """
-    stored, kind = _vocabulary(manifest, field)
+    known = _known_values(manifest, field, saved_keys)
     if given is None:
-        return _decoded(stored, kind, slice(None)), np.asarray(stored.ids)
+        return known.decoded(slice(None)), known.rows(slice(None))
     values = given.drop_nulls().unique(maintain_order=True)
-    keys, checks = key_of(values, kind), None
-    if kind == "string":
+    keys, checks = key_of(values, known.kind), None
+    if known.kind == "string":
         keys, checks = string_keys(keys)
         checks = checks.fill_null(0).to_numpy()
-    ids = FieldIds(stored.table(), stored).lookup(
+    ids = FieldIds(known.stored.table(), known.stored).lookup(
         keys.fill_null(0).to_numpy(), keys.is_null().to_numpy(), checks
     )
     has_own = ids >= NUM_RESERVED_IDS
-    return values.to_numpy()[has_own], ids[has_own]
+    return values.to_numpy()[has_own], ids[has_own] - known.shift
 
 
 def value_blocks(
-    manifest: Manifest, field: str, block_rows: int
+    manifest: Manifest,
+    field: str,
+    block_rows: int,
+    saved_keys: NDArray[np.int64] | None = None,
 ) -> Iterator[tuple[NDArray[Any], NDArray[np.int32]]]:
-    """Yield all values and ids of ``values_and_ids`` in blocks, by ascending id.
+    """Yield all values and rows of ``values_and_rows`` in blocks, by ascending row.
 
-    The ids of a block are at most ``block_rows`` apart. Sorting the ids needs 8 bytes per value;
-    strings are read block by block.
+    The rows of a block are at most ``block_rows`` apart. The order of the rows needs 8 bytes per
+    value; strings are read block by block.
     """
-    stored, kind = _vocabulary(manifest, field)
+    known = _known_values(manifest, field, saved_keys)
+    stored = known.stored
     order = np.argsort(stored.ids)
     starts = range(0, stored.num_rows, block_rows)
     bounds = np.searchsorted(stored.ids, [*starts, stored.num_rows], sorter=order)
     for low, high in pairwise(bounds.tolist()):
         places = order[low:high]
         if len(places):
-            yield _decoded(stored, kind, places), np.asarray(stored.ids)[places]
+            yield known.decoded(places), known.rows(places)
 
 
-def _vocabulary(manifest: Manifest, field: str) -> tuple[Vocabulary, Kind]:
-    if any(each.name == field and each.keyed for each in manifest.fields):
-        raise ConfigError(
-            f"{field}: the data contains keys for this column, and the rows of keys change during "
-            "training; read tables/TABLE/keys and tables/TABLE of a checkpoint, or use a table of "
-            "a field with a vocabulary"
-        )
+@dataclass(frozen=True, slots=True)
+class _KnownValues:
+    """The values of a field with their ids; rows are ids minus ``shift``."""
+
+    stored: Vocabulary
+    kind: Kind
+    shift: int = 0
+
+    def rows(self, places: slice | NDArray[np.int64]) -> NDArray[np.int32]:
+        return np.asarray(self.stored.ids)[places] - self.shift
+
+    def decoded(self, places: slice | NDArray[np.int64]) -> NDArray[Any]:
+        """Return values; strings of growing fields, which are not stored, as their keys."""
+        is_hash = self.kind == "string" and self.shift > 0
+        return _decoded(self.stored, "integer" if is_hash else self.kind, places)
+
+
+def _known_values(
+    manifest: Manifest, field: str, saved_keys: NDArray[np.int64] | None
+) -> _KnownValues:
+    if saved_keys is not None:
+        schema, kind = manifest.content.get("schema"), None
+        if schema is not None and field in (sparse := schema_from(schema)).sparse:
+            kind = sparse.kind(field)
+        places = np.flatnonzero(saved_keys != MISSING_KEY)
+        ids = (places + NUM_RESERVED_IDS).astype(np.int32)
+        keys, counts = saved_keys[places].view(np.uint64), np.zeros(len(places), np.int64)
+        stored = Vocabulary(field, len(saved_keys) + NUM_RESERVED_IDS, keys, ids, counts)
+        return _KnownValues(stored, kind or "integer", NUM_RESERVED_IDS - 1)
     vocabulary = manifest.content.get("vocabulary") or {"fields": {}}
     schema = schema_from(manifest.content["schema"]) if vocabulary["fields"] else None
     if schema is None:
@@ -79,7 +119,7 @@ def _vocabulary(manifest: Manifest, field: str) -> tuple[Vocabulary, Kind]:
             f"one of {', '.join(known) or 'no column here'}"
         )
     entry, rows = vocabulary["fields"][field], manifest.field(field).rows
-    return read_vocabulary(manifest.path, field, rows, entry), schema.kind(field)
+    return _KnownValues(read_vocabulary(manifest.path, field, rows, entry), schema.kind(field))
 
 
 def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) -> NDArray[Any]:
@@ -99,3 +139,46 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
         # with a fixed width, all strings would be padded to the longest
         return np.array(strings, dtype=object)
     raise unknown_value("kind", kind, Kind)
+
+
+def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> torch.Tensor:
+    """Return the keys int64 of values of a field with keys, written as in the input.
+
+    The values of crosses, and of generated sets, are keys. Raise ConfigError for another value.
+    """
+    schema = schema_from(manifest.content["schema"]) if manifest.content.get("schema") else None
+    cells = pl.Series(field, [value for value in values if value], dtype=pl.String)
+    kind = schema.kind(field) if schema is not None and field in schema.sparse else "integer"
+    keys = string_keys(cells)[0] if kind == "string" else key_of(cells, kind)
+    if keys.null_count():
+        wrong = cells.filter(keys.is_null())[0]
+        raise ConfigError(f"field {field}: {wrong!r} is not a value of kind {kind}; correct it")
+    return torch.from_numpy(keys.to_numpy().astype(np.uint64).view(np.int64))
+
+
+def values_with_keys(
+    fitted: Manifest, keyed: Manifest
+) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return ids, keys, and counts in train of the values of all fields with keys in ``keyed``.
+
+    The fields have vocabularies in ``fitted``. The missing value is first, and has no count.
+    """
+    stored = open_vocabularies(fitted)
+    result: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    for field in keyed.fields:
+        if not field.keyed:
+            continue
+        if field.name not in stored:
+            raise ConfigError(
+                f"field {field.name}: {fitted.path} has no vocabulary for it; use a set with keys "
+                f"for {', '.join(stored) or 'no field'} only"
+            )
+        own = stored[field.name]
+        arrays = (
+            np.append(np.int64(MISSING_ID), own.ids.astype(np.int64)),
+            np.append(np.int64(MISSING_KEY), own.keys.astype(np.uint64).view(np.int64)),
+            np.append(np.int64(0), np.asarray(own.counts, np.int64)),
+        )
+        ids, keys, counts = (torch.from_numpy(array) for array in arrays)
+        result[field.name] = ids, keys, counts
+    return result

@@ -1,6 +1,6 @@
 """Train a plain torch module on sharded tables: torchrun --nproc-per-node 2 examples/own_module.py
 
-The file contains data, model and training loop. The losses are the same on any number of ranks.
+This file contains the data, model, and training loop. Losses do not depend on the number of ranks.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ BATCH = 512  # global batch size
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows of a batch."""
+    """Contains this rank's rows of a batch."""
 
     labels: Tensor  # [rows] float32
     dense: Tensor  # [rows, 1] float32
@@ -37,7 +37,7 @@ def make_batch(step: int, rank: int, num_ranks: int) -> Batch:
 
 
 class Net(nn.Module):
-    """A network on this rank's rows, independent of tables and ranks."""
+    """Computes logits from this rank's rows, independent of tables and ranks."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,20 +50,20 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """The keys of the ``model`` group if ``model.name`` is this class."""
+    """Defines the keys of the ``model`` group if ``model.name`` is this class."""
 
     name: str = "own"
     dim: int = 8
 
     def spec(self, fields: sbpflow.Fields) -> sbpflow.TorchModel:
-        """Return one table per field, and the module that uses their vectors."""
+        """Return one table per field and the module that uses the vectors."""
         output = sbpflow.embedding_output("fields", fields.sparse, dim=self.dim)
         width = output.width + len(fields.dense)
         return sbpflow.TorchModel(outputs=(output,), make=lambda: Net(width))
 
 
 def main() -> None:
-    """Train 60 steps. Rank 0 prints the loss over the rows of all ranks."""
+    """Train for 60 steps. Rank 0 prints the loss over the rows of all ranks."""
     config = sbpflow.Config(
         model=OwnModel(),
         data=sbpflow.DataConfig(batch_size=BATCH),

@@ -4,7 +4,7 @@
     SBPFLOW_BUNDLE=out/model serve run examples.ray_serve:app
 
 Every replica maps the bundle and follows its deltas, so the folder must be on all machines. Ray
-routes requests, restarts replicas, and can scale them; each replica has its own /metrics.
+routes requests, and restarts and scales replicas. Each replica serves its own /metrics.
 """
 
 import os
@@ -17,7 +17,7 @@ from sbpflow.serving.server import asgi_app
 
 
 def build() -> App:
-    """Load the bundle in a replica; the application cannot be sent from another process."""
+    """Load the bundle in the replica, because the application cannot be sent between processes."""
     return asgi_app({"model": Path(os.environ["SBPFLOW_BUNDLE"])})
 
 

@@ -1,8 +1,8 @@
 """Search hyperparameters with Optuna: python examples/search.py --config clicks.yaml --trials 20
 
-Needs `pip install optuna`. Each trial is a run of `sbpflow train`. A trial is pruned if its AUC on
+Needs `pip install optuna`. Each trial is a run of `sbpflow train`. A trial is pruned if the AUC on
 val is below the median of the earlier trials at the same step. The study is saved in SQLite, so the
-same command continues an interrupted search, and a larger --trials extends it.
+same command continues an interrupted search, and a larger --trials extends the search.
 """
 
 import argparse

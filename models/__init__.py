@@ -1,1 +1,3 @@
-"""The models with their configurations, one module per model; ``registry`` lists the models."""
+"""Contains the models and their configurations, one module per model; ``registry`` lists the
+models.
+"""

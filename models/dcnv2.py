@@ -1,9 +1,10 @@
 """Define DCN-V2: explicit crosses of all vectors, x <- x0 * (W x + b) + x, and an MLP.
 
-The model follows Wang et al., DCN V2, WWW 2021, in the two structures with published results. With
-``structure: parallel`` (FuxiCTR's DCNv2 at 0245987), cross layers and MLP are parallel and share a
-final linear layer. With ``structure: stacked`` (TorchRec's DLRM_DCN in MLPerf), cross layers come
-before the MLP. W is a full matrix or the product of two matrices of rank r.
+The model follows Wang et al., DCN V2, WWW 2021, and offers the two structures with published
+results. With ``structure: parallel`` (FuxiCTR's DCNv2 at 0245987), the cross layers and the MLP are
+parallel and share a final linear layer. With ``structure: stacked`` (TorchRec's DLRM_DCN in
+MLPerf), the cross layers come before the MLP. W is a full matrix or the product of two matrices of
+rank r.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from sbpflow.runtime.fields.ranges import Range
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DcnV2Config(ModelOptions):
-    """Configuration of DCN-V2."""
+    """Configures DCN-V2."""
 
     name: Literal["dcnv2"] = "dcnv2"
     embedding_dim: EmbeddingDim = 16
@@ -30,17 +31,18 @@ class DcnV2Config(ModelOptions):
     cross_rank: Annotated[
         Count | None,
         Example(512),
-        Key("results", "Rank of W in cross layers; W is a full matrix by default."),
+        Key("results", "Rank of W in cross layers; by default, W is a full matrix."),
     ] = None
     structure: Annotated[
         Literal["parallel", "stacked"],
-        Key("results", "Run the MLP in parallel to the cross layers, or after the cross layers."),
+        Key("results", "Run the MLP in parallel with the cross layers, or after the cross layers."),
     ] = "parallel"
     hidden: Hidden = (500, 500, 500)
     numeric: Annotated[
         Literal["vectors", "bottom", "values"],
         Key(
-            "results", "Dense fields enter as vectors, through the bottom MLP, or as plain values."
+            "results",
+            "Input form of dense fields: vectors, the output of the bottom MLP, or plain values.",
         ),
     ] = "vectors"
     bottom: Bottom = ()
@@ -98,7 +100,7 @@ class DcnV2Config(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DcnV2Spec(LayeredSpec):
-    """The ``ModelSpec`` of a DCN-V2 for given data fields.
+    """Implements the ``ModelSpec`` of DCN-V2 for given data fields.
 
     ``bottom`` and ``vectors`` are None if dense fields do not use the bottom MLP or vectors.
     """
@@ -144,8 +146,8 @@ class DcnV2Spec(LayeredSpec):
     def _inputs(self, layers: Layers[T], deep: T, dense: T) -> T:
         """Return the concatenated inputs of the cross layers in the weights' dtype: [b, n].
 
-        The vector of the bottom MLP comes first, as in MLPerf. Vectors or values of dense fields
-        come last.
+        The vector of the bottom MLP comes first, as in MLPerf. The vectors or values of dense
+        fields come last.
         """
         concat = layers.functions.concat
         if not self.numbers:

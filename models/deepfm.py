@@ -1,9 +1,9 @@
 """Define DeepFM: a first-order term, pairs of vectors, and an MLP over the same vectors.
 
 logit = sum of a weight per value + sum over pairs of <v_i, v_j> + MLP(v_1 .. v_F), as in Guo et
-al., DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987. A dense field has a weight and a vector,
-both multiplied by its value. Only the MLP has biases. TorchRec's FactorizationMachine is different:
-it sums over all columns of all vectors, so it also pairs different dimensions.
+al., DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987. For a dense field, a weight and a vector
+are multiplied by the field's value. Only the MLP has biases. TorchRec's FactorizationMachine is
+different: it sums over all columns of all vectors and thus also pairs different dimensions.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from sbpflow.run.model.spec import Fields, ParameterSpec, embedding_output
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepFmConfig(ModelOptions):
-    """Configuration of DeepFM; ``hidden: []`` is a factorization machine without an MLP."""
+    """Configures DeepFM; ``hidden: []`` gives a factorization machine without an MLP."""
 
     name: Literal["deepfm"] = "deepfm"
     embedding_dim: EmbeddingDim = 16
@@ -74,7 +74,7 @@ class DeepFmConfig(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFmSpec(LayeredSpec):
-    """The ``ModelSpec`` of a DeepFM for given data fields."""
+    """Implements the ``ModelSpec`` of DeepFM for given data fields."""
 
     mlp: MlpShape | None
     num_sparse: int

@@ -2,8 +2,8 @@
 
 logit = top([bottom(dense), <v_i, v_j> for i > j]) with v_0 = bottom(dense) and embeddings
 v_1 .. v_F, as in Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091, and
-facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e. Pairs are the rows of the lower triangle
-without the diagonal. The last layer has a ReLU in the bottom MLP but not in the top MLP.
+facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e. The pairs are the entries below the diagonal,
+row by row. The bottom MLP ends with a ReLU, but the top MLP does not.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DlrmConfig(ModelOptions):
-    """Configuration of DLRM; ``norm`` applies to both MLPs, and ``dropout`` only to ``top``."""
+    """Configures DLRM; ``norm`` applies to both MLPs, and ``dropout`` applies only to ``top``."""
 
     name: Literal["dlrm"] = "dlrm"
     embedding_dim: EmbeddingDim = 16
     bottom: Bottom = (512, 256)
-    top: Annotated[Widths, Key("results", "Hidden layers of the MLP for the logit.")] = (
+    top: Annotated[Widths, Key("results", "Widths of the hidden layers of the top MLP.")] = (
         512,
         256,
     )
@@ -69,7 +69,9 @@ class DlrmConfig(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmSpec(LayeredSpec):
-    """The ``ModelSpec`` of a DLRM; ``num_vectors`` includes the vector of the bottom MLP."""
+    """Implements the ``ModelSpec`` of DLRM; ``num_vectors`` includes the vector of the bottom
+    MLP.
+    """
 
     bottom: MlpShape
     top: MlpShape

@@ -1,4 +1,4 @@
-"""Define the common code of the models: options, specs and dense parts made of layers.
+"""Define the common code of the models: options, specs, and dense parts made of layers.
 
 A model defines its embedding outputs, its parameters, and ``logits`` in terms of ``Layers``.
 """
@@ -39,11 +39,15 @@ from sbpflow.training.dense_part import DensePart
 Count = Annotated[int, Range(low=1, below=2**24)]
 Widths = Annotated[tuple[Count, ...], MaxEntries(256), Example((400, 400))]
 Dropout = Annotated[
-    float, Range(low=0, below=1), Key("results", "Dropout after the ReLU of hidden layers.")
+    float, Range(low=0, below=1), Key("results", "Dropout rate after the ReLU of hidden layers.")
 ]
-EmbeddingDim = Annotated[Count, Key("results", "Columns of the embedding tables.")]
+EmbeddingDim = Annotated[Count, Key("results", "Number of columns of the embedding tables.")]
 Bottom = Annotated[
-    Widths, Key("results", "MLP of the dense fields before a final layer of embedding_dim.")
+    Widths,
+    Key(
+        "results",
+        "Layer widths of the MLP for dense fields, before a final layer of width embedding_dim.",
+    ),
 ]
 Hidden = Annotated[Widths, Key("results", "Widths of the hidden layers of the MLP.")]
 HALF = {"bf16": torch.bfloat16}
@@ -53,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Options of all models in this package."""
+    """Contains the options that all models in this package share."""
 
     dropout: Dropout = 0.0
     norm: Annotated[
@@ -64,16 +68,16 @@ class ModelOptions:
         Example("bf16"),
         Key(
             "results",
-            "Run linear layers and dot products in bfloat16 with float32 weights. The last linear "
-            "layer, norms, the FM term, sums of logits and the loss are not affected.",
+            "Run linear layers and dot products in bfloat16 with float32 weights. The last "
+            "linear layer, norms, the FM term, sums of logits, and the loss are not affected.",
         ),
     ] = None
     compile: Annotated[
         bool,
         Key(
             "results",
-            "Run the dense part through torch.compile with full copies on every rank, but without "
-            "norm: batch or parallel.dense.",
+            "Compile the dense part with torch.compile. The dense part must be a full copy on "
+            "every rank, without norm: batch or parallel.dense.",
         ),
     ] = False
     fields: Annotated[
@@ -98,7 +102,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredSpec(ABC):
-    """A ``ModelSpec`` made of layers."""
+    """Implements a ``ModelSpec`` made of layers."""
 
     outputs: tuple[OutputConfig, ...]
     options: ModelOptions
@@ -133,7 +137,9 @@ class LayeredSpec(ABC):
 
     @property
     def half(self) -> torch.dtype | None:
-        """Return the compute dtype of linear layers if it differs from the weights' dtype."""
+        """Return the compute dtype of linear layers, or None if the dtype is the same as for the
+        weights.
+        """
         return None if self.options.autocast is None else HALF[self.options.autocast]
 
     def plain(self, *, seed: int = 0) -> nn.Module:
@@ -175,7 +181,7 @@ class LayeredSpec(ABC):
 
 
 class LayeredPart:
-    """The dense part of a model on one rank."""
+    """Implements the dense part of a model on one rank."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """Define the layers of the models, with the same code for global tensors and plain tensors.
 
 ``Layers`` calls ``Functions``: the ops of ``sbpflow.tensor``, or the functions of ``models.plain``
-for one process. Shapes (``MlpShape``) list the layers' parameters and buffers by the same names.
+for one process. Shapes (``MlpShape``) list the parameters and buffers of the layers under the same
+names.
 """
 
 import math
@@ -22,7 +23,9 @@ Norm = Literal["none", "batch", "layer"]
 
 
 class Functions(Protocol[T]):
-    """The functions that layers call; ``sbpflow.tensor.ops`` implements them for global tensors."""
+    """Declares the functions that layers call; ``sbpflow.tensor.ops`` implements these functions
+    for global tensors.
+    """
 
     def add(self, a: T, b: T, *, id: str | None = None) -> T: ...
     def mul(self, a: T, b: T, *, id: str | None = None) -> T: ...
@@ -72,7 +75,9 @@ def linear_specs(
 
 
 def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
-    """Return the spec of one vector per dense field, if any, for ``Layers.numeric_vectors``."""
+    """Return the spec of one vector per dense field for ``Layers.numeric_vectors``, if there are
+    dense fields.
+    """
     shape = (num_fields, dim)
     if not num_fields:
         return {}
@@ -81,9 +86,10 @@ def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlpShape:
-    """Hidden layers of linear, norm, ReLU and dropout, and a last linear to ``outputs`` if not 0.
+    """Describes hidden layers (linear, norm, ReLU, dropout) and a last linear layer if ``outputs``
+    is not 0.
 
-    The last linear has neither norm nor dropout. ``last_relu`` adds a ReLU after the last linear.
+    The last linear layer has neither norm nor dropout. ``last_relu`` adds a ReLU after this layer.
     """
 
     name: str
@@ -100,7 +106,7 @@ class MlpShape:
         return self.outputs or (self.hidden[-1] if self.hidden else self.inputs)
 
     def parameters(self) -> dict[str, ParameterSpec]:
-        """Return the specs of NAME.0.weight, NAME.0.bias, NAME.0.norm.weight and so on."""
+        """Return the specs of NAME.0.weight, NAME.0.bias, NAME.0.norm.weight, and so on."""
         specs: dict[str, ParameterSpec] = {}
         widths = (self.inputs, *self.hidden, *((self.outputs,) if self.outputs else ()))
         for index, (inputs, outputs) in enumerate(pairwise(widths)):
@@ -122,10 +128,11 @@ class MlpShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers(Generic[T]):
-    """Runs layers on one batch with parameters and buffers by name.
+    """Runs layers on one batch, with parameters and buffers looked up by name.
 
-    ``half`` is the compute dtype of linear layers if it differs from the weights' dtype. Weights
-    keep their dtype, and ``whole`` layers compute in that dtype. ``seed`` is the dropout seed.
+    ``half`` is the compute dtype of linear layers, or None to compute in the weights' dtype.
+    Weights keep their dtype, and ``whole`` layers compute in the weights' dtype. ``seed`` is the
+    dropout seed.
     """
 
     functions: Functions[T]
@@ -150,7 +157,7 @@ class Layers(Generic[T]):
         )
 
     def mlp(self, shape: MlpShape, inputs: Sequence[T]) -> T:
-        """Apply an MLP, [b, widths] -> [b, shape.width]; its last layer is a ``whole`` layer."""
+        """Apply an MLP, [b, widths] -> [b, shape.width]; the last layer is a ``whole`` layer."""
         f = self.functions
         for index in range(len(shape.hidden)):
             name = f"{shape.name}.{index}"
@@ -172,7 +179,7 @@ class Layers(Generic[T]):
         return self.functions.cross_network(x, weights, half=self.half, id="cross")
 
     def numeric_vectors(self, dense: T) -> T:
-        """Multiply each dense field by its vector: [b, fields] -> [b, fields x dim]."""
+        """Multiply each dense field by the field's vector: [b, fields] -> [b, fields x dim]."""
         weight = self.parameters["numeric.weight"]
         (rows, count), dim = dense.shape, weight.shape[1]
         f = self.functions

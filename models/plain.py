@@ -1,7 +1,8 @@
 """Run a model as an ordinary ``nn.Module``: the same layers on plain tensors in one process.
 
 ``PlainModel`` is for export, for ``torch.compile``, and for inspecting a model without ranks.
-Parameters and buffers have the same names and shapes as in a run, so a run's values can be loaded.
+Parameters and buffers have the same names and shapes as in a run, so the values of a run can be
+loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from sbpflow.tensor.ops.interactions import pair_sum
 
 
 class PlainFunctions:
-    """``Functions`` for plain tensors; the functions ignore ``id``."""
+    """Implements ``Functions`` for plain tensors; the functions ignore ``id``."""
 
     def add(self, a: Tensor, b: Tensor, *, id: str | None = None) -> Tensor:
         return a + b
@@ -97,7 +98,7 @@ class PlainFunctions:
 
 
 class Model(Protocol):
-    """The members of a spec that ``PlainModel`` uses."""
+    """Declares the members of a spec that ``PlainModel`` uses."""
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]: ...
@@ -111,10 +112,10 @@ class Model(Protocol):
 
 
 class PlainModel(nn.Module):
-    """A module whose ``forward(vectors, dense)`` returns logits [b, 1].
+    """Computes logits [b, 1] with ``forward(vectors, dense)``.
 
-    ``vectors`` are the embedding outputs by name [b, width], and ``dense`` are the dense fields
-    [b, n]. The initial values equal the values of a run with the same ``seed``.
+    ``vectors`` contains the embedding outputs [b, width] by name, and ``dense`` contains the dense
+    fields [b, n]. The initial values are the same as in a run with the same ``seed``.
     """
 
     def __init__(self, spec: Model, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:

@@ -1,7 +1,7 @@
 """List the models that ``model.name`` can select; the first model is the default.
 
-A user's model does not need an entry: set ``model.name: package.module:Class`` to the configuration
-class.
+A custom model does not need an entry: set ``model.name`` to the configuration class
+(``package.module:Class``).
 """
 
 from sbpflow.models.dcnv2 import DcnV2Config

@@ -1,7 +1,7 @@
 """Define Wide & Deep for click-through rates on logical tensors.
 
 logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). The code does not depend on
-layouts, because ops insert the conversions. Architecture and initial values follow
+layouts, because ops insert the conversions. The architecture and initial values follow
 OneFlow-Benchmark, wdl_train_eval.py at de4698a7: no wide bias, ReLU and dropout after every hidden
 layer, glorot-uniform weights, zero biases, and tables U(-0.05, 0.05).
 """
@@ -25,7 +25,7 @@ from sbpflow.runtime.fields.ranges import Range
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WideConfig:
-    """Configuration of wdl's wide part, a sum of weights."""
+    """Configures the wide part of wdl, a sum of weights."""
 
     columns: Annotated[
         tuple[str, ...], Example(("C1",)), Key("results", "Columns with one weight per value.")
@@ -36,13 +36,16 @@ class WideConfig:
         Example((("C1", "C2"),)),
         Key(
             "results",
-            "Crosses of columns with one weight per value: pairs from data preparation, or any "
-            "pairs or triples with hash_size.",
+            "Crosses of columns with one weight per value: prepared pairs, or, with hash_size, "
+            "any pairs or triples.",
         ),
     ] = (("C1", "C2"), ("C3", "C4"))
     hash_size: Annotated[
         Annotated[int, Range(low=3, below=2**31)] | None,
-        Key("results", "Number of rows to hash crosses into; the default is prepared crosses."),
+        Key(
+            "results",
+            "Number of rows for hashed crosses; by default, crosses come from the prepared set.",
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -72,7 +75,7 @@ class WideConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WdlConfig(ModelOptions):
-    """Configuration of Wide & Deep."""
+    """Configures Wide & Deep."""
 
     name: Literal["wdl"] = "wdl"
     deep: Annotated[bool, Key("results", "Use the deep part as well as the wide part.")] = True
@@ -81,7 +84,11 @@ class WdlConfig(ModelOptions):
     dropout: Dropout = 0.5
     numeric: Annotated[
         Literal["values", "vectors"],
-        Key("results", "Dense fields enter the MLP as values, or as vectors times their values."),
+        Key(
+            "results",
+            "Input form of dense fields in the MLP: values, or a vector per field "
+            "times the field's value.",
+        ),
     ] = "values"
     wide: WideConfig = field(default_factory=WideConfig)
 
@@ -96,7 +103,9 @@ class WdlConfig(ModelOptions):
             raise ConfigError("model.hidden: [] has no layers; use, for example, [400, 400]")
 
     def spec(self, fields: Fields) -> "WdlSpec":
-        """Return the model's shapes. Raise ConfigError for a cross that the data does not have."""
+        """Return the model's shapes. Raise ConfigError for a cross that the data does not
+        contain.
+        """
         hashed = _hashed_columns(self.wide, fields)
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
@@ -192,10 +201,10 @@ def _check_crosses(
 
 @dataclass(frozen=True, kw_only=True)
 class WdlSpec(LayeredSpec):
-    """The ``ModelSpec`` of a Wide & Deep model for given data fields.
+    """Implements the ``ModelSpec`` of a Wide & Deep model for given data fields.
 
-    ``mlp`` is the deep part, or None. ``vectors`` are the vectors of dense fields, if any.
-    ``wide_numbers`` is the number of dense fields with a weight in the wide part.
+    ``mlp`` is the deep part, or None. ``vectors`` contains the specs of the dense fields' vectors,
+    if any. ``wide_numbers`` is the number of dense fields with a weight in the wide part.
     """
 
     mlp: MlpShape | None

@@ -21,7 +21,7 @@ def calibrate(argv: Sequence[str]) -> int:
         "--ranks", type=int, help="number of processes; default: one per GPU, at least 2"
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--seconds", type=float, help="limit of the total time; default: 270")
+    parser.add_argument("--seconds", type=float, help="limit on the total time; default: 270")
     parser.add_argument("--optimizer", default="rowwise_adagrad", help="the tables' optimizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -44,7 +44,7 @@ def calibrate(argv: Sequence[str]) -> int:
 
 
 def _planning(name: str) -> Callable[[Sequence[str]], int]:
-    """Run a command of ``planner.plan_command``, imported only when the command runs."""
+    """Run a command of ``planner.plan_command``; import the module only when the command runs."""
 
     def run(argv: Sequence[str]) -> int:
         from sbpflow.planner import plan_command

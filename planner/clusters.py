@@ -1,8 +1,9 @@
-"""Builds profiles of machines that are not available, from published figures or with other links.
+"""Builds profiles of machines that are not available, based on published figures or with other
+links.
 
-Every price in a profile of published figures is assumed: bytes divided by a stated share of a
-bandwidth. A calibration copied from another machine (``planner.costs.profile.load``) prices the
-computation as measured; ``with_link`` then assumes only the links between nodes.
+Every price in a profile of published figures is an assumption: bytes divided by a stated share of a
+bandwidth. A calibration copied from another machine (``planner.costs.profile.load``) uses measured
+prices for the computation; with ``with_link``, only the links between nodes are assumed.
 """
 
 import os
@@ -68,14 +69,14 @@ MACHINES: Mapping[str, Machine] = {
     ),
 }
 
-# Assumptions about the Ethernet that joins the nodes in ``link_of``.
+# Assumptions about the Ethernet between the nodes in ``link_of``.
 ETHERNET_SHARE = 0.94  # the payload's share of the line rate, after TCP and Ethernet headers
 ETHERNET_CALL_MS = 0.2
 WITHIN_HOST_GB_PER_S = 2.0
 
 USABLE = 0.85  # share of a device's memory for tables; activations and the system use the rest
 _FLOAT = 4.0  # bytes
-# number of times that a radix sort, with its run detection, reads and writes an 8-byte id
+# number of times that a radix sort, including run detection, reads and writes an 8-byte id
 _SORT_PASSES = 8.0
 
 
@@ -85,7 +86,9 @@ def profile_name(text: str) -> str:
 
 
 def profile_of(name: str | None) -> Profile:
-    """Return the profile of ``--profile``: a machine, a file, or this machine's calibration."""
+    """Return the profile that ``--profile`` selects: a machine, a file, or this machine's
+    calibration.
+    """
     if name is not None and name in MACHINES:
         return described(name)
     if name is not None and not Path(name).exists():
@@ -103,13 +106,13 @@ def profile_of(name: str | None) -> Profile:
 
 
 def memory_of(name: str | None) -> int | None:
-    """Return the bytes that a rank of ``--profile`` may fill, if a data sheet states them."""
+    """Return the bytes that a rank of ``--profile`` may fill, if a data sheet states the memory."""
     machine = MACHINES.get(name or "")
     return None if machine is None else int(USABLE * machine.device_bytes)
 
 
 def described(name: str) -> Profile:
-    """Return a profile of a machine in ``MACHINES``, entirely from published figures."""
+    """Return a profile of a machine in ``MACHINES``, computed only from published figures."""
     if name not in MACHINES:
         raise ConfigError(
             f"planner: no machine {name!r}; use {', '.join(MACHINES)}, or --profile FILE"
@@ -157,7 +160,7 @@ def described(name: str) -> Profile:
 def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
     """Return (link, description) of a machine in ``MACHINES``, or of Ethernet such as ``25gbit``.
 
-    The ranks of a node share its adapter's rate. Raises ConfigError for any other name.
+    The ranks of a node share the rate of the node's adapter. Raises ConfigError for any other name.
     """
     rate = re.fullmatch(r"(\d+)gbit", name)
     if rate is None and name in MACHINES:
@@ -165,7 +168,7 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
         if ranks_per_node not in (1, link.ranks_per_node):
             raise ConfigError(
                 f"--ranks-per-node: {ranks_per_node}; a node of {name} has {link.ranks_per_node} "
-                "ranks; leave it out"
+                "ranks; remove --ranks-per-node"
             )
         return link, f"links of {name}"
     if rate is None or not int(rate[1]):
@@ -210,7 +213,7 @@ def crowded(profile: Profile, ranks_here: int) -> Profile:
 
 
 def with_link(profile: Profile, link: Link, source: str) -> Profile:
-    """Return the profile with its transfers priced by another link than the measured one."""
+    """Return the profile with transfers priced for a different link."""
     return replace(
         profile, link=link, sources={**profile.sources, "transfers": f"assumed: {source}"}
     )

@@ -1,4 +1,4 @@
-"""Checks that a plan fits in memory, or says what would make one fit."""
+"""Checks that a plan fits in memory, or reports the changes that would make a plan fit."""
 
 import math
 from dataclasses import replace
@@ -12,22 +12,22 @@ from sbpflow.planner.planners import Planned, make_plan
 from sbpflow.planner.task import Plan, Task
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-QUICK = 60  # insertions: enough to test whether a changed task fits
+QUICK = 60  # number of insertions; sufficient to test whether a changed task fits
 RANKS = (2, 4, 8)  # factors of the number of ranks
 CACHES = (0.5, 0.25, 0.1)  # shares of the rows on the device
 
 
 def choose(cost: TaskCost, *, seed: int = 0) -> Plan:
-    """Return the cheapest plan that the search finds; the same arguments give the same plan.
+    """Return the cheapest plan that the search finds; the result depends only on the arguments.
 
-    Raises PlanError if no plan fits, naming the fullest rank and the smallest changes that would
-    help.
+    Raises PlanError if no plan fits; the message names the fullest rank and the smallest sufficient
+    changes.
     """
     return checked(make_plan("auto", cost, seed=seed), cost).plan
 
 
 def checked(planned: Planned, cost: TaskCost) -> Planned:
-    """Return the plan itself; raise PlanError unless it fits."""
+    """Return the plan; raise PlanError unless the plan fits."""
     if not planned.priced.feasible:
         raise PlanError(infeasible_text(planned, cost))
     return planned
@@ -35,26 +35,26 @@ def checked(planned: Planned, cost: TaskCost) -> Planned:
 
 def infeasible_text(planned: Planned, cost: TaskCost) -> str:
     """Describe the fullest rank of the plan with the smallest excess, and the changes that would
-    help.
+    make a plan fit.
     """
     task, memory = cost.task, planned.priced.memory
     limit = float(task.device_bytes or 0)
     rank = int(memory.argmax())
     largest = max(task.tables, key=lambda table: table.num_rows * table.dim)
     lines = [
-        f"no plan found fits {_size(limit)} a rank: in the plan with the least excess, rank {rank} "
-        f"holds {_size(memory[rank])} ({_size(memory[rank] - limit)} too much), all ranks "
-        f"{_size(memory.sum())} of {_size(limit * len(memory))}",
+        f"no plan found fits {_size(limit)} per rank: in the plan with the smallest excess, rank "
+        f"{rank} needs {_size(memory[rank])} ({_size(memory[rank] - limit)} too much), and all "
+        f"ranks need {_size(memory.sum())} of {_size(limit * len(memory))}",
         f"the largest table is {largest.name}, {largest.num_rows:,} rows x {largest.dim}",
-        f"it would fit with {_size(float(memory.max()))} a rank",
-        *(f"it would fit with {change}" for change in _changes(cost)),
+        f"a plan would fit with {_size(float(memory.max()))} per rank",
+        *(f"a plan would fit with {change}" for change in _changes(cost)),
     ]
     return "; ".join(lines)
 
 
 def _changes(cost: TaskCost) -> list[str]:
-    """Return the changes to the task that make a plan fit, each tried alone; of the numbers of
-    ranks and of the caches, only the first that fits.
+    """Return the changes to the task that make a plan fit, each tried separately. For the number of
+    ranks and for the cache, return only the smallest change that fits.
     """
     first = (
         next((text for text, changed in tried if _fits(cost, changed)), None)
@@ -64,7 +64,7 @@ def _changes(cost: TaskCost) -> list[str]:
 
 
 def _tried(task: Task) -> list[list[tuple[str, Task]]]:
-    """Return alternatives of each kind of change, with the smallest change first."""
+    """Return the alternatives for each kind of change, with the smallest change first."""
     rows: list[tuple[str, Task]] = []
     if task.row_dtype.itemsize > 2:
         rows.append(("parallel.table_dtype: bfloat16", replace(task, row_dtype=torch.bfloat16)))
@@ -81,7 +81,7 @@ def _tried(task: Task) -> list[list[tuple[str, Task]]]:
 
 
 def _cached(task: Task, share: float) -> tuple[str, Task]:
-    """Keep all rows outside the device, and a share of them in a cache on the device."""
+    """Store all rows outside the device, and cache a share of the rows on the device."""
     kind = "host" if task.device_type == "cuda" else "file"
     storage = RowStorage(kind=kind, share=share, key="parallel.storage.*")
     outputs = tuple(

@@ -1,10 +1,10 @@
 """Implements ``parallel.plan: auto``: computes a rule for every table from a run's configuration
 and statistics.
 
-The task is read from a draft plan of the run itself (tables, features, optimizers, dense part), so
-users specify nothing twice. Every rank calls ``plan_tables`` and gets the same plan: one process
-per machine searches, the search is deterministic, and the ranks compare their plans before the run
-starts.
+The task is read from a draft plan of the run (tables, features, optimizers, dense part), so users
+do not specify these values twice. Every rank calls ``plan_tables`` and gets the same plan: one
+process per machine searches, the search is deterministic, and the ranks compare their plans before
+the run starts.
 """
 
 import logging
@@ -61,7 +61,7 @@ class FieldStats(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """Contains a plan, its rules as ``plan_run`` accepts them, and its predicted step."""
+    """Contains a plan, the rules of the plan for ``plan_run``, and the predicted step time."""
 
     task: Task
     plan: Plan
@@ -73,7 +73,7 @@ class PlannedRun:
         return rules(self.plan)
 
     def yaml(self) -> str:
-        """Return the content of a file for ``parallel.plan``."""
+        """Return the content of a file that ``parallel.plan`` accepts."""
         notes = {
             "predicted_step_ms": round(self.prediction.step_ms, 3),
             "memory_bytes": list(self.prediction.memory_bytes),
@@ -83,15 +83,15 @@ class PlannedRun:
         return plan_to_yaml(self.plan, notes)
 
     def summary(self) -> str:
-        """Return one line for the start of a run."""
+        """Return the log line for the start of a run."""
         placed = len(self.plan) - len(self.task.pinned)
         return (
-            f"{placed} of {len(self.plan)} tables planned in {self.seconds:.1f} s, a step "
-            f"predicted to take {self.prediction.step_ms:.2f} ms"
+            f"{placed} of {len(self.plan)} tables planned in {self.seconds:.1f} s; "
+            f"predicted step time {self.prediction.step_ms:.2f} ms"
         )
 
     def against(self, measured_ms: float) -> str:
-        """Return one line for the end of a run; ``measured_ms`` is not finite if no step was
+        """Return the log line for the end of a run; ``measured_ms`` is not finite if no step was
         timed.
         """
         predicted = self.prediction.step_ms
@@ -99,7 +99,7 @@ class PlannedRun:
         held_out = f" (9 of 10 held-out steps within {100 * error:.0f} %)"
         text = f"predicted {predicted:.2f} ms{held_out if math.isfinite(error) else ''}"
         if not math.isfinite(measured_ms):
-            return f"{text}, not measured: the first step of a run is not timed"
+            return f"{text}; not measured, because the first step of a run is not timed"
         return (
             f"{text}, measured {measured_ms:.2f} ms ({100 * (predicted / measured_ms - 1):+.0f} %)"
         )
@@ -116,8 +116,8 @@ def plan_tables(
     profile: Profile | None = None,
     topology: Topology | None = None,
 ) -> PlannedRun:
-    """Choose a plan for a run; ``num_rows`` is the number of rows that ``stats`` were computed
-    from.
+    """Choose a plan for a run; ``num_rows`` is the number of rows from which ``stats`` were
+    computed.
 
     Raises ConfigError if this machine has no calibration, or PlanError if no plan fits in memory.
     """
@@ -188,8 +188,8 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
 
 
 def _dense_work(plan: RunPlan) -> DenseWork:
-    """Estimate rank 0's dense part: one multiply-add per sample and parameter; matrices are
-    layers.
+    """Estimate rank 0's dense part: one multiply-add per sample and parameter; every matrix is a
+    layer.
     """
     shapes = [parameter.layout.part_shape(parameter.shape, 0) for parameter in plan.dense]
     layers = dense_work(
@@ -202,8 +202,8 @@ def _dense_work(plan: RunPlan) -> DenseWork:
 def _stats_of(
     table: TableConfig, known: Mapping[str, FieldStats], per_sample: Mapping[str, float]
 ) -> IdStats:
-    """Return the statistics of a table's field; of several fields, use the one with the most
-    ids.
+    """Return the statistics of the table's field; if there are several fields, use the field with
+    the most ids.
     """
     fields = [known[name] for name in table.features if name in known]
     if not fields:

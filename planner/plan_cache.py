@@ -1,8 +1,9 @@
-"""Caches chosen plans on disk: one rank of a machine searches, and a restarted run does not search.
+"""Caches chosen plans on disk, so one rank per machine searches, and a restarted run does not
+search again.
 
 The file's name is a digest of everything that affects the choice: the task, the prices, the seed,
 the source code, and the versions of the packages that the search uses. A process that finds the
-file locked waits for it, so ranks that share cores do not all search.
+file locked waits for the lock, so ranks that share cores do not all search.
 """
 
 import hashlib
@@ -29,12 +30,12 @@ MOST_CHARACTERS = 2**26
 
 
 def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
-    """Return the plan that ``choose`` computes for these prices and this seed; one process calls
-    it.
+    """Return the plan that ``choose`` computes for these prices and this seed; only one process
+    calls ``choose``.
 
-    An exception of ``choose`` propagates and nothing is cached. If the cache folder is not
-    writable, every process chooses its own plan and logs a warning. A damaged file is replaced by a
-    new choice.
+    If ``choose`` raises an exception, the exception propagates and nothing is cached. If the cache
+    folder is not writable, every process chooses its own plan and logs a warning. A damaged file is
+    replaced.
     """
     path = cache_dir() / "plans" / f"{_digest(cost, seed)}.json"
     try:
@@ -52,7 +53,7 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
 
 
 def _read(file: IO[str], task: Task) -> Plan | None:
-    """Return the task's cached plan; None for a new file and, with a warning, for a damaged
+    """Return the task's cached plan. Return None for a new file and, with a warning, for a damaged
     file.
     """
     file.seek(0)

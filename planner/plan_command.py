@@ -35,7 +35,7 @@ from sbpflow.runtime.processes.launch import ArgumentParser
 from sbpflow.runtime.processes.start_ranks import start_ranks
 from sbpflow.runtime.ranks.world import World
 
-NEAR = 1.05  # maximum price relative to the best plan: about a model's error among good plans
+NEAR = 1.05  # maximum price relative to the best plan; about a model's error for good plans
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
 
@@ -59,13 +59,13 @@ def _parser(name: str, description: str) -> ArgumentParser:
 
 def _add_report(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--report", type=local_path, help="also write the report to a .txt, .json or .html file"
+        "--report", type=local_path, help="also write the report to a .txt, .json, or .html file"
     )
 
 
 def plan(argv: Sequence[str]) -> str:
     """Choose a layout, ranks and an exchange for every table; ``--output`` writes the YAML file."""
-    parser = _parser("plan", "Choose where every table is stored, and report why.")
+    parser = _parser("plan", "Choose where every table is stored, and report the alternatives.")
     parser.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}; default auto")
     parser.add_argument("--output", type=local_path, help="a YAML file for parallel.plan")
     _add_report(parser)
@@ -74,7 +74,7 @@ def plan(argv: Sequence[str]) -> str:
         type=int,
         default=0,
         metavar="K",
-        help="time the best K plans, and plans with one shape for all tables, on this machine",
+        help="time the best K plans and the plans with one shape for all tables on this machine",
     )
     args = parser.parse_args(argv)
     cost, name = _cost(args), planner_of(args.planner)
@@ -88,8 +88,10 @@ def plan(argv: Sequence[str]) -> str:
 
 
 def explain(argv: Sequence[str]) -> str:
-    """Predict the step of an existing plan and find the best alternative for each table."""
-    parser = _parser("explain-plan", "Predict a plan's time rank by rank, and list better choices.")
+    """Predict the step time of an existing plan and find the best alternative for each table."""
+    parser = _parser(
+        "explain-plan", "Predict the time of a plan for each rank, and list better choices."
+    )
     parser.add_argument("--plan", type=local_path, required=True, help="a YAML file of table rules")
     _add_report(parser)
     args = parser.parse_args(argv)
@@ -110,7 +112,10 @@ def explain(argv: Sequence[str]) -> str:
 
 def compare(argv: Sequence[str]) -> str:
     """Price the plans of every planner for the same tables."""
-    parser = _parser("compare", "Price the plans of all planners, ours and the published ones.")
+    parser = _parser(
+        "compare",
+        "Price the plans of all planners: the project's own planner and the published planners.",
+    )
     parser.add_argument("--planners", nargs="+", default=list(PLANNERS), metavar="NAME")
     args = parser.parse_args(argv)
     cost = _cost(args)
@@ -124,7 +129,7 @@ def compare(argv: Sequence[str]) -> str:
 
 
 def _cost(args: Namespace) -> TaskCost:
-    """Return the prices of the task; check every argument before any search."""
+    """Return the prices of the task, and check all arguments before any search."""
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size}; use 1 or more (for example, 4)")
     report, measure = getattr(args, "report", None), getattr(args, "measure", 0)
@@ -170,8 +175,8 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
 
 
 def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planned, list[str]]:
-    """Return the fastest measured plan among the best K plans and those with one shape for all
-    tables.
+    """Measure the best K plans and the plans with one shape for all tables; return the fastest
+    plan.
     """
     plans = {
         name: plan_of(cost.task, planned.problem, assignment)
@@ -202,10 +207,11 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
 
 
 def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
-    """Return plans that fit, by name: the best ``count`` plans, and those with one shape for all
+    """Return plans that fit, by name: the best ``count`` plans and the plans with one shape for all
     tables.
 
-    After the best plan, those that differ most are chosen among the plans priced within ``NEAR``.
+    After the best plan, the function chooses the plans that differ most among the plans within a
+    price factor of ``NEAR``.
     """
     problem, found, chosen = planned.problem, planned.found, [planned.assignment]
     if found is None:
@@ -226,7 +232,7 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
 
 
 def _num_moved(plan: Assignment, other: Assignment) -> int:
-    """Return the number of tables with another shape or other ranks."""
+    """Return the number of tables whose shape or ranks differ."""
     return sum(a != b for a, b in zip(plan, other, strict=True))
 
 
@@ -242,9 +248,9 @@ def _times(path: Path, count: int) -> list[float]:
 
 
 def measure(argv: Sequence[str]) -> str:
-    """Run one of the ranks that ``plan --measure`` starts; write the ms of each plan."""
+    """Run as one of the ranks that ``plan --measure`` starts; write the ms of each plan."""
     parser = ArgumentParser(
-        prog="sbpflow measure", description="Time plans one after another, as one rank."
+        prog="sbpflow measure", description="Time the plans one after another, as one rank."
     )
     for name in ("--tables", "--plans", "--output"):
         parser.add_argument(name, type=local_path, required=True)

@@ -1,9 +1,9 @@
-"""Provides all planners by name through one function: the project's own and published ones to
-compare with.
+"""Provides all planners by name through one function: the project's own planner and published
+planners for comparison.
 
 ``auto`` searches all layouts under the cost model. The learned planners are trained on first use
-with random tasks of ``planner.workloads``, for the same world size and batch size and with prices
-of the same profile. Training takes up to a minute, and the trained networks are cached.
+with random tasks from ``planner.workloads``. The tasks use the same world size, batch size, and
+profile. Training takes up to a minute, and the trained networks are cached.
 """
 
 import logging
@@ -65,13 +65,13 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
 MOST_FOR_EMBARK = 2000  # tables x ranks; above this limit, EMBark's 189 placements take seconds
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables of a training task
-# memory limits of the training tasks, relative to an even plan
+# memory limits of the training tasks, relative to an evenly divided plan
 TRAINING_SLACKS = (None, 1.1, 1.25, 1.5, 2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A planner's result: the plan and its price; ``found`` is the search of ``auto``."""
+    """Contains a planner's plan and price; ``found`` is the search result of ``auto``."""
 
     planner: str
     plan: Plan
@@ -83,7 +83,7 @@ class Planned:
 
 
 def planner_of(name: str) -> PlannerName:
-    """Return the name if a planner has it; raise ConfigError for an unknown planner."""
+    """Return ``name``; raise ConfigError if no planner has this name."""
     if name not in PLANNERS:
         raise ConfigError(f"--planner: {name!r}; use {', '.join(PLANNERS)}")
     return name
@@ -92,7 +92,9 @@ def planner_of(name: str) -> PlannerName:
 def make_plan(
     name: PlannerName, cost: TaskCost, *, seed: int = 0, insertions: int | None = None
 ) -> Planned:
-    """Make a plan for the cost's task; if no plan fits, ``priced`` shows the smallest excess."""
+    """Create a plan for the task of ``cost``; if no plan fits, ``priced`` shows the smallest
+    excess.
+    """
     start = time.perf_counter()
     problem = problem_of(cost)
     setting = Setting(cost.task, problem, seed)
@@ -115,7 +117,7 @@ def make_plan(
 
 
 def published_seeds(setting: Setting) -> dict[str, Assignment]:
-    """Return the plans of every published heuristic that needs no training."""
+    """Return the plans of all published heuristics that do not need training."""
     if not setting.whole_allowed:
         return {}
     plans = {f"{name} greedy": plan(setting) for name, plan in GREEDY.items() if name != "random"}
@@ -125,9 +127,9 @@ def published_seeds(setting: Setting) -> dict[str, Assignment]:
 
 
 def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting], Assignment]:
-    """Return a published planner for tasks with the world size, batch size and prices of ``like``.
+    """Return a published planner for tasks with the world size, batch size, and prices of ``like``.
 
-    A learned planner is loaded from the cache, or trained and cached.
+    A learned planner is loaded from the cache or, if it is not cached, trained and cached.
     """
     if name in GREEDY:
         return GREEDY[name]
@@ -145,7 +147,9 @@ def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting
 
 
 def training_settings(like: TaskCost, seed: int) -> list[Setting]:
-    """Return training tasks, sampled from the half of the table pool that comparisons never use."""
+    """Return training tasks, sampled from the half of the table pool that comparisons do not
+    use.
+    """
     random = np.random.default_rng(seed)
     settings: list[Setting] = []
     for number in range(TRAINING_TASKS):

@@ -23,10 +23,10 @@ SEEDS_SHOWN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """Describes a table's best other choice; with it, the step takes ``more_ms`` longer.
+    """Describes a table's best other choice, with which a step takes ``more_ms`` longer.
 
-    All other tables keep their choices. The new choice does not exceed the ranks' memory by more
-    than the plan does: if the plan fits, the new choice fits.
+    All other tables keep their choices. If the plan fits in memory, the new choice also fits;
+    otherwise the new choice does not increase the excess.
     """
 
     choice: Choice
@@ -35,7 +35,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Contains a plan with its bound and alternatives, for the writers below."""
+    """Contains a plan with its bound and alternatives, as input of the report writers."""
 
     planned: Planned
     cost: TaskCost
@@ -44,12 +44,12 @@ class Report:
 
     @property
     def kinds(self) -> Floats:
-        """Return [ranks, 2] ms of work and of transfers."""
+        """Return the ms of work and of transfers, [ranks, 2]."""
         return self.planned.priced.loads[:, :BYTES]
 
 
 def report_of(planned: Planned, cost: TaskCost) -> Report:
-    """Compute the bound and alternatives; many tables take a while."""
+    """Compute the bound and the alternatives; this takes some time for many tables."""
     return Report(
         planned=planned,
         cost=cost,
@@ -138,8 +138,8 @@ def as_text(report: Report) -> str:
     lines = [
         f"{tree['planner']}: {prediction_text(tree['predicted_ms'], tree['error'], report.cost)}, "
         f"planned in {tree['plan_seconds']:.1f} s" + ("" if tree["feasible"] else "; DOES NOT FIT"),
-        f"lower bound of any plan {report.bound.ms:.3f} ms, gap {100 * report.bound.gap:.1f} %: of "
-        "these predictions, not of measured steps",
+        f"lower bound for any plan {report.bound.ms:.3f} ms, gap {100 * report.bound.gap:.1f} %; "
+        "the bound applies to predicted steps, not to measured steps",
         "",
     ]
     rows: list[tuple[str, ...]] = [("rank", *KINDS, "memory MB", "sent MB", "tables")]
@@ -151,7 +151,10 @@ def as_text(report: Report) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
-    lines += ["", "table, layout, ranks; the best other choice and the ms it adds to the step"]
+    lines += [
+        "",
+        "table, layout, ranks; best other choice and the ms that this choice adds to the step",
+    ]
     for table in tree["tables"]:
         text = f"{table['name']}: {table['layout']} on {_ranks(table['ranks'])}"
         if other := table["runner_up"]:
@@ -162,15 +165,17 @@ def as_text(report: Report) -> str:
     if seeds:
         best = sorted(seeds.items(), key=lambda seed: seed[1])[:SEEDS_SHOWN]
         texts = ", ".join(f"{name} {ms:.3f} ms" for name, ms in best)
-        lines.append(f"best of the {len(seeds)} plans that the search started from: {texts}")
+        lines.append(f"best of the search's {len(seeds)} starting plans: {texts}")
     return "\n".join(lines)
 
 
 def prediction_text(ms: float, error: float | None, cost: TaskCost) -> str:
-    """Return the prediction with the error to expect."""
+    """Format the predicted step time with the expected error."""
     if error is None or not math.isfinite(error):
         measured = cost.profile.sources.get("work") == "measured"
-        reason = "its error is unknown" if measured else "from data sheets, nothing was measured"
+        reason = (
+            "the error is unknown" if measured else "based on data sheets; nothing was measured"
+        )
         return f"predicted step {ms:.3f} ms ({reason})"
     return f"predicted step {ms:.3f} ms (9 of 10 held-out steps were within {100 * error:.0f} %)"
 
@@ -182,7 +187,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def as_html(report: Report) -> str:
-    """Return a page with the work and the transfers of each rank as bars, and the text of
+    """Return an HTML page that shows the work and the transfers of each rank as bars, followed by
     ``as_text``.
     """
     kinds = report.kinds

@@ -1,8 +1,8 @@
-"""Implements ``sbpflow clusters``: predicts one model's step on growing numbers of ranks.
+"""Implements ``sbpflow clusters``: predicts a model's step time for growing numbers of ranks.
 
 The ranks are on this machine or on other machines. For each number of ranks, the command prints the
-best plan's predicted step and the share of communication in it. Below the table, it lists the
-measured and the assumed prices.
+predicted step time of the best plan and the share of communication in the step time. Below the
+table, the command lists the measured and the assumed prices.
 """
 
 import math
@@ -32,7 +32,7 @@ def clusters(argv: Sequence[str]) -> str:
     """Parse the arguments, plan for every number of ranks, and return the table."""
     parser = ArgumentParser(
         prog="sbpflow clusters",
-        description="Predict the step and its share of communication as the number of ranks grows.",
+        description="Predict the step time and the communication share for each number of ranks.",
     )
     names = ", ".join(MACHINES)
     parser.add_argument("--tables", type=local_path, required=True, help="tables.json")
@@ -42,9 +42,12 @@ def clusters(argv: Sequence[str]) -> str:
         help=f"a calibration file, or {names}; default: this machine's calibration",
     )
     parser.add_argument(
-        "--link", help=f"the links of {names}, or a rate (25gbit); default: the calibration's"
+        "--link",
+        help=f"the links of {names}, or a rate (25gbit); default: the links of the calibration",
     )
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="ranks that share the --link")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=1, help="number of ranks that share the --link"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
     parser.add_argument("--weak", action="store_true", help="keep the batch size of each rank")
     parser.add_argument("--planner", default="auto", help=", ".join(PLANNERS))
@@ -82,7 +85,7 @@ def _profile(args: Namespace) -> Profile:
         if args.ranks_per_node != 1:
             raise ConfigError(
                 f"--ranks-per-node: {args.ranks_per_node} is the number of ranks that share an "
-                "adapter of --link; also give --link, such as --link 25gbit, or leave it out"
+                "adapter of --link; also give --link, such as --link 25gbit, or remove it"
             )
         return profile
     if args.ranks_per_node < 1:

@@ -1,6 +1,6 @@
-"""Lists the shapes of a table that a planner tries, and converts a task to the search's arrays.
+"""Lists the shapes of a table that a planner tries, and converts a task to a search problem.
 
-The shapes come from every exchange's ``cuts``: even cuts into powers of two or into one part per
+The shapes come from every exchange's ``cuts``: even cuts into a power of two or into one part per
 rank. The search chooses the ranks of the parts.
 """
 
@@ -21,12 +21,13 @@ WHOLE = Shape("B", "columns")
 
 
 def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
-    """Return all shapes to try for a table, the unsplit ones first."""
+    """Return all shapes to try for a table, with unsplit shapes first."""
     size = task.world_size
     if size == 1:
         return (COPIED,)
     can_copy = table.storage is None and table.growth is None  # cached or growing: no copies
-    # All tables of a growing field must split their rows alike: not at all, or over all ranks.
+    # All tables of a growing field must split their rows in the same way: not at all, or over all
+    # ranks.
     cuts = range(1, size + 1) if table.growth is None else (1, size)
     shapes = dict.fromkeys(
         Shape(sbp, exchange.name, parts)
@@ -45,7 +46,7 @@ def table_wise(shape: Shape) -> bool:
 def problem_of(
     model: TaskCost, allowed: Callable[[Shape], bool] | None = None, given: Plan | None = None
 ) -> Problem:
-    """Return the search problem of a model's task; pinned tables are part of its base.
+    """Return the search problem for a task; pinned tables are part of the problem's base.
 
     ``allowed`` restricts the shapes. The shapes of a ``given`` plan are added, because a plan
     written by hand may use a shape that the search does not try. Raises PlanError for a table
@@ -94,7 +95,9 @@ def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
 
 
 def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:
-    """Return the plan that an assignment describes, pinned tables included, in the task's order."""
+    """Return the plan that an assignment describes, including pinned tables, in the task's
+    order.
+    """
     plan: Plan = dict(task.pinned)
     world = tuple(range(task.world_size))
     for name, options, move in zip(problem.names, problem.options, assignment, strict=True):

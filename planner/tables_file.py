@@ -4,15 +4,15 @@
      "tables": [{"name": "C1", "rows": 100000, "dim": 16, "ids_per_sample": 1,
                  "zipf": {"s": 1.05, "q": 2.0}}]}
 
-``batch_size`` is global. Three keys are optional: ``optimizer`` (default rowwise_adagrad),
-``device_gb`` (default no limit) and ``dense`` (default none: a step has only the tables).
+``batch_size`` is global. Three keys are optional: ``optimizer`` (default: rowwise_adagrad),
+``device_gb`` (default: no limit), and ``dense`` (default: predict only the time of the tables).
 ``"dense": {"parameters": 500000, "macs_per_sample": 500000, "elements_per_sample": 4000}``
-describes the dense part. ``macs_per_sample`` is the number of multiply-adds of a forward pass, by
-default the number of parameters. ``elements_per_sample`` is the sum of the layers' inputs and
-outputs, by default for layers of width 256.
+describes the dense part. ``macs_per_sample`` is the number of multiply-adds of a forward pass; the
+default is the number of parameters. ``elements_per_sample`` is the sum of the layers' inputs and
+outputs; the default assumes layers of width 256.
 
-Each table describes the frequency of its ids by one of three keys: ``zipf`` (the k-th row has a
-share proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by
+For each table, one of three keys describes the frequency of the ids: ``zipf`` (the share of the
+k-th row is proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by
 DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (ids of rows, in order).
 """
 
@@ -41,7 +41,7 @@ from sbpflow.runtime.files.json_file import JsonError, kind_name, read_json
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
 MOST = 1e18  # of any number
-MOST_BYTES = 2**28  # limit for the file's size; a sample of ids may be long
+MOST_BYTES = 2**28  # limit on the file size; a sample of ids may be long
 _WIDE = 256  # default layer width without ``elements_per_sample``
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
@@ -50,7 +50,7 @@ MOST_IDS = 1_000_000  # per sample and table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesFile:
-    """Contains the file's content; ``laws`` has the tables with a ``zipf``."""
+    """Contains the content of the file; ``laws`` contains the ``zipf`` parameters by table."""
 
     tables: tuple[TableConfig, ...]
     features: tuple[FeatureConfig, ...]
@@ -65,8 +65,8 @@ class TablesFile:
     def task(
         self, world_size: int, device_type: str = "cpu", *, device_bytes: int | None = None
     ) -> Task:
-        """Return the task on ``world_size`` ranks; ``device_bytes`` applies if the file has no
-        limit.
+        """Return the task on ``world_size`` ranks; ``device_bytes`` applies if the file does not
+        set a limit.
         """
         return Task(
             outputs=(OutputConfig(name="tables", tables=self.tables),),
@@ -89,14 +89,19 @@ def read_tables(path: Path) -> TablesFile:
     except FileNotFoundError as error:
         raise ConfigError(f"--tables: {path}: there is no such file") from error
     except JsonError as error:
-        raise ConfigError(f"--tables: {error}; planner/tables_file.py has its format") from error
+        raise ConfigError(
+            f"--tables: {error}; planner/tables_file.py describes the format"
+        ) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: {kind_name(tree)}; use an object with a list of tables")
     given = cast("dict[str, Any]", tree)
     _check_keys(str(path), given, KEYS)
     listed = given.get("tables")
     if not isinstance(listed, list) or not listed:
-        raise ConfigError(f'{path}: tables: none; give one or more, as [{{"name": "C1", ..}}]')
+        raise ConfigError(
+            f"{path}: tables: the list is missing or empty; give one or more tables, such as "
+            '[{"name": "C1", ..}]'
+        )
     parts = [_table(f"{path}: tables[{n}]", table) for n, table in enumerate(cast("Any", listed))]
     names = [table.name for table, *_ in parts]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -169,7 +174,7 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
         return from_sample(_sample(f"{where}.sample", value, rows), ids), None
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{where}.{laws[0]}: {value!r}; use an object, see planner/tables_file.py"
+            f"{where}.{laws[0]}: {value!r}; see planner/tables_file.py for the format"
         )
     tree = cast("dict[str, Any]", value)
     if laws[0] == "bins":
@@ -184,7 +189,9 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
 
 
 def _number(key: str, value: object, *, least: float) -> float:
-    """Return the value as a float; raise ConfigError unless it is finite and above ``least``."""
+    """Return the value as a float; raise ConfigError unless the value is finite and above
+    ``least``.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < MOST:
         bound = "above 0" if least == 0.0 else "0 or more"
         raise ConfigError(f"{key}: {value!r}; use a number, {bound} and below {MOST:g}")
@@ -192,8 +199,8 @@ def _number(key: str, value: object, *, least: float) -> float:
 
 
 def _whole(key: str, value: object) -> int:
-    """Return the value as an int; raise ConfigError unless it is whole and at least 1 (100.0 is
-    valid).
+    """Return the value as an int; raise ConfigError unless the value is a whole number of at least
+    1 (100.0 is valid).
     """
     if (
         isinstance(value, bool)
@@ -206,7 +213,7 @@ def _whole(key: str, value: object) -> int:
 
 
 def _sample(key: str, value: object, rows: int) -> list[int]:
-    """Return two or more ids of the table's rows; raise ConfigError for any other value."""
+    """Return a list of two or more row ids of the table; raise ConfigError for any other value."""
     ids = cast("list[Any]", value)
     if not isinstance(value, list) or len(ids) < 2:
         raise ConfigError(f"{key}: use a list of 2 or more ids in order (for example, [3, 17, 3])")

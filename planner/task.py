@@ -1,7 +1,7 @@
-"""Defines a planner's input and output: a task, and a shape and ranks for every table.
+"""Defines the input and output of a planner: a task, and a shape and ranks for every table.
 
 The module contains only values. The engine compiles a plan (``embedding_plan``), so the planner and
-the engine accept the same plans. A plan is written as rules, as under ``parallel.tables``.
+the engine accept the same plans. Plan files contain rules in the format of ``parallel.tables``.
 """
 
 from collections import Counter
@@ -51,18 +51,18 @@ class Shape:
 
     @property
     def copied(self) -> bool:
-        """Return whether every rank has the whole table."""
+        """Return whether every rank stores the whole table."""
         return copies(self.exchange)
 
     @property
     def num_shards(self) -> int:
-        """Return the number of ranks that a choice of this shape names; 1 for a copy (on all
-        ranks).
+        """Return the number of ranks that a choice of this shape names; return 1 for a copy on all
+        ranks.
         """
         return self.parts[0] * self.parts[1]
 
     def layout(self, world: Placement, ranks: tuple[int, ...] = ()) -> Layout:
-        """Return the layout on these ranks, by default on the first ranks of the world."""
+        """Return the layout on these ranks or, by default, on the first ranks of the world."""
         nd_sbp = parse_nd_sbp(self.sbp)
         if self.copied:
             return Layout(world, nd_sbp)
@@ -100,7 +100,9 @@ Plan = dict[str, Choice]
 
 
 def choice_of(given: TableLayout, world_size: int) -> Choice:
-    """Return the choice that a resolved layout describes; raise ConfigError if uneven."""
+    """Return the choice that a resolved layout describes; raise ConfigError for an uneven
+    layout.
+    """
     layout = given.layout
     if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
         raise ConfigError(
@@ -118,11 +120,11 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseWork:
-    """Describes the dense part of a model; every plan of a task has the same one.
+    """Describes the dense part of a model; all plans of a task have the same dense part.
 
     ``macs_per_sample`` is the number of multiply-adds of a forward pass. ``elements_per_sample`` is
-    the count of numbers that the layers read and write; narrow layers have more of them per
-    multiply-add than wide layers.
+    the count of numbers that the layers read and write. Narrow layers read and write more numbers
+    per multiply-add than wide layers.
     """
 
     macs_per_sample: float = 0.0
@@ -131,7 +133,7 @@ class DenseWork:
 
 
 def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> DenseWork:
-    """Return the dense part with weights of these shapes: one multiply-add per weight and
+    """Return the work of a dense part with weights of these shapes: one multiply-add per weight and
     sample.
     """
     shapes = list(weights)
@@ -147,10 +149,11 @@ def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> D
 class Task:
     """Describes a planning task: the tables of a model, a batch size and a world.
 
-    ``stats`` is by table name. ``ids_per_sample`` is by feature name, for ragged features with
-    fewer than ``hotness`` ids. ``device_bytes`` is the memory that each rank may fill, ``None`` for
-    no limit. ``batch_size`` is global; a step has ``accumulate`` batches, and ids are exchanged
-    ``lookahead`` batches ahead. ``pinned`` tables keep their given choice.
+    ``stats`` maps table names to id statistics. ``ids_per_sample`` maps the names of ragged
+    features with fewer than ``hotness`` ids to their average. ``device_bytes`` is the memory that
+    each rank may fill; ``None`` means no limit. ``batch_size`` is global; a step consists of
+    ``accumulate`` batches, and ids are exchanged ``lookahead`` batches in advance. ``pinned``
+    tables keep the given choice.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -189,7 +192,7 @@ class Task:
 
     @cached_property
     def output_of(self) -> dict[str, OutputConfig]:
-        """Return the output of each table, by table name."""
+        """Map each table name to the output of the table."""
         return {table.name: output for output in self.outputs for table in output.tables}
 
     @cached_property
@@ -226,8 +229,8 @@ class Task:
         return table.optimizer or self.optimizer
 
     def check(self, plan: Mapping[str, Choice]) -> None:
-        """Raise ConfigError unless the engine can run the plan and the plan has the task's
-        tables.
+        """Raise ConfigError unless the engine can run the plan and the plan contains exactly the
+        task's tables.
         """
         names = {table.name for table in self.tables}
         if lost := sorted(names - set(plan)) or sorted(set(plan) - names):
@@ -270,7 +273,8 @@ def embedding_plan(task: Task, plan: Mapping[str, Choice]) -> EmbeddingPlan:
 
 
 def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = None) -> str:
-    """Write a file for ``parallel.plan``: the most frequent rule for ``*``, then the exceptions.
+    """Return the text of a file for ``parallel.plan``: the most frequent rule for ``*``, then the
+    exceptions.
 
     ``notes``, such as the predicted step, are written next to the tables; readers ignore them.
     """
@@ -288,8 +292,8 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
-    """Read the plan in a YAML file, written by ``plan_to_yaml`` or by hand; raise ConfigError if
-    invalid.
+    """Read a plan from a YAML file written by ``plan_to_yaml`` or by hand; raise ConfigError for an
+    invalid file.
     """
     planned = read_table_plan(path, world_size=task.world_size)
     comm_dtype = task.comm_dtype or task.dtype

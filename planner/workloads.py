@@ -1,9 +1,10 @@
 """Generates random tables for planning without data.
 
-The distributions were fitted to the published statistics of the 856 tables of 2021 in
-facebookresearch/dlrm_datasets (``locality_stats.txt`` at 6f46ba7: 468,084,223 lookups of a batch of
-65,536, unique rows and their 17 bins), not to the tables themselves. These sums determine neither
-how rows and pooling of a table are related nor how many rows are never looked up; both are assumed.
+The distributions were fitted to published statistics of the 856 tables of 2021 in
+facebookresearch/dlrm_datasets (``locality_stats.txt`` at 6f46ba7: 468,084,223 lookups in a batch of
+65,536 samples, and unique rows in 17 bins), not to the tables themselves. These sums do not
+determine how a table's rows and pooling are related or how many rows are never looked up; both are
+assumed.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from sbpflow.planner.costs.features import IdStats, zipf_mandelbrot
 from sbpflow.planner.task import DenseWork, Task
 
 POOL_TABLES = 856
-POOL_LOOKUPS = 468_084_223.0  # lookups of a batch of 65,536 samples, over all tables
+POOL_LOOKUPS = 468_084_223.0  # total lookups of all tables in a batch of 65,536 samples
 POOL_BATCH = 65_536
 DIMS = (8, 16, 32, 64, 128)
 OPTIMIZER = RowwiseAdagrad(lr=0.05)
@@ -30,10 +31,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Describes a random table: its rows, the rows that are looked up, its ids per sample, their
-    law.
+    """Describes a random table: its rows, its active rows (rows that are looked up), its ids per
+    sample, and the law of the ids.
 
-    The k-th of ``active`` rows has a share proportional to (k + q) ** -s.
+    The share of the k-th active row is proportional to (k + q) ** -s.
     """
 
     num_rows: int
@@ -74,8 +75,8 @@ def pool() -> tuple[Drawn, ...]:
 
 
 def _pooling(uniform: Floats, normal: Floats) -> Floats:
-    """Return [tables] mean ids per sample: at most 1 for 38 %, else log-normal, scaled to the
-    total.
+    """Return the mean ids per sample of each table: at most 1 for 38% of the tables, log-normal for
+    the others, and scaled to the total.
     """
     few = uniform[:, 0] < 0.382
     below_one = np.clip((0.02 + 0.98 * uniform[:, 1]) ** 2.277, 0.01, 1.0)
@@ -106,10 +107,10 @@ def make_task(
     batch_size: int,
     slack: float | None = None,
 ) -> Task:
-    """Return a task with these tables, one feature each, joined in one output.
+    """Return a task with these tables, with one feature per table and one common output.
 
-    With ``slack``, a rank may fill that many times its even share of rows and optimizer state;
-    tables that are too large for a rank can be split.
+    With ``slack``, the memory limit of a rank is ``slack`` times an even share of rows and
+    optimizer state; tables that are too large for a rank can be split.
     """
     configs = tuple(
         TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=table.num_rows, dim=dim)
@@ -143,7 +144,9 @@ def random_task(
     batch_size: int = 8192,
     slack: float | None = None,
 ) -> Task:
-    """Return a task of tables from half of the pool, with replacement only if it is too small."""
+    """Return a task with tables from half of the pool, sampled with replacement only if the half is
+    too small.
+    """
     random = np.random.default_rng([seed, num_tables, world_size, int(held_out)])
     half = split_pool(held_out)
     chosen = random.choice(len(half), num_tables, replace=num_tables > len(half))

@@ -30,7 +30,7 @@ from sbpflow.config.schema import Config
 from sbpflow.data import RowLoader, load_manifest
 from sbpflow.data.frames import Frame, input_of, like, named_rows, prepared_set
 from sbpflow.data.predictions import Scoring
-from sbpflow.data.values import values_and_ids
+from sbpflow.data.values import values_and_rows
 from sbpflow.errors import CheckpointError, ConfigError, DataError
 from sbpflow.models.registry import MODELS
 from sbpflow.run.execution.job import Job
@@ -59,8 +59,9 @@ def fit(
       ``model={"embedding_dim": 8}``, are added to the configuration. If no layout is given,
       ``parallel.scheme`` is auto.
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
-      ``data.path`` of ``config``. A mapping ``{"train": .., "val": .., "test": ..}`` gives each
-      split its own rows. Rows are prepared in a temporary folder, which is removed at the end.
+      ``data.path`` of ``config``. A mapping A mapping ``{"train": .., "val": .., "test": ..}``
+      gives each split its own rows. Rows are prepared in a temporary folder, which is removed at
+      the end.
     * ``schema``: a description of the columns, as a YAML file or its content; "auto" accepts the
       proposal of ``sbpflow schema``. The default is Criteo's schema.
     * ``prepare``: options of ``sbpflow prepare``, such as ``{"min_count": 1}``.
@@ -169,14 +170,15 @@ class Run:
 
         By default, all values that have their own rows are returned; ``values`` restricts the
         result to some values. For a column of strings, ``values`` is required unless the set was
-        prepared with ``keep_strings``.
+        prepared with ``keep_strings``. For a growing table, the values are those with a row;
+        strings are given as their keys unless ``values`` has the strings.
         """
         checkpoint, config = self._checkpoint()
-        manifest, feature = source_of(checkpoint, config, table)
+        manifest, feature, saved = source_of(checkpoint, config, table)
         given = None if values is None else pl.Series(cast("Any", values))
-        keys, ids = values_and_ids(manifest, feature, given)
-        rows = checkpoint.tensor(f"tables/{table}", dtype=torch.float32)
-        return keys, rows.numpy()[ids]
+        found, rows = values_and_rows(manifest, feature, given, saved)
+        vectors = checkpoint.tensor(f"tables/{table}", dtype=torch.float32)
+        return found, vectors.numpy()[rows]
 
     def export(
         self,

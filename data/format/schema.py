@@ -20,9 +20,6 @@ Compare = Literal["in", ">", ">=", "<", "<="]
 MISSING_ID = 0
 RARE_ID = 1
 NUM_RESERVED_IDS = 2
-MISSING_KEY = -(2**63)
-"""Key of missing values in fields with keys: the smallest int64, which also means "not a time" in
-NumPy. A 0 would be a valid key."""
 
 SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")

@@ -17,7 +17,6 @@ from sbpflow.data.format.schema import (
     CHECK,
     GROUP,
     MISSING_ID,
-    MISSING_KEY,
     RARE_ID,
     ROW_KEY,
     SPLIT_COLUMN,
@@ -30,7 +29,7 @@ from sbpflow.data.prepare.bad_rows import StagedPiece
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import ENCODED_KEYS, encoded_record, list_file, staged_files
 from sbpflow.data.prepare.workspace import read_record, require_record, write_record
-from sbpflow.serving.cells import bucket_ids, transform
+from sbpflow.serving.cells import MISSING_KEY, bucket_ids, transform
 
 Record = dict[str, Any]
 

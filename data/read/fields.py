@@ -21,6 +21,7 @@ def fields_of(manifest: Manifest) -> Fields:
         sparse=tuple(_id_field(c, stats.get(c.name), rows) for c in manifest.sparse),
         crosses=tuple(_id_field(c, stats.get(c.name), rows) for c in manifest.crosses),
         grouped=any(column.role == "group" for column in manifest.side),
+        timed=any(column.role == "time" for column in manifest.side),
     )
 
 

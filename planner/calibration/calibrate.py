@@ -39,7 +39,7 @@ MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Configures how long to calibrate and with which tasks.
+    """Configures the duration and the tasks of a calibration.
 
     ``seconds`` limits the whole calibration. ``most_rows`` limits the size of the tables. Each plan
     runs ``steps`` steps in each of ``rounds`` rounds.
@@ -70,7 +70,8 @@ class _Entry:
 class Journal:
     """Stores the measurements of plans, one JSON object per line. Only rank 0 writes the file.
 
-    Lines of another machine, software or task design have other ``facts`` and are ignored.
+    A line written by another machine, software version, or task design has different ``facts`` and
+    is ignored.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
@@ -94,7 +95,7 @@ class Journal:
                 path,
                 damaged + bool(cut_off),
             )
-        if cut_off:  # an earlier run was killed while writing: end its line first
+        if cut_off:  # an earlier run was killed while writing, so end its line first
             with path.open("a", encoding="ascii") as file:
                 file.write("\n")
 
@@ -156,7 +157,7 @@ def calibrate(boxing: Boxing, settings: Settings, journal_path: Path) -> Profile
 
 
 def _measure(boxing: Boxing, settings: Settings, journal: Journal | None, number: int) -> None:
-    """Measure the plans of a sample that the journal lacks, as rank 0 knows."""
+    """Measure the plans of a sample that are missing in rank 0's journal."""
     world = boxing.world
     sample = draw_sample(
         number + 1000 * settings.seed,

@@ -34,9 +34,10 @@ def run_calibration(args: Namespace) -> str:
 
 
 def save_on_all_hosts(boxing: Boxing, profile: Profile | None, path: Path) -> None:
-    """Write rank 0's profile to ``path`` on every host; the first rank of each host writes it.
+    """Write rank 0's profile to ``path`` on every host; the first rank of each host writes the
+    file.
 
-    A later run plans on each host from the local file, and all hosts must get the same plan.
+    In later runs, each host plans from its local file, and all hosts must compute the same plan.
     """
     text = from_first_rank(boxing, "" if profile is None else profile.as_json())
     if boxing.world.rank in [host[0] for host in boxing.world.topology.hosts]:

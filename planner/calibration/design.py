@@ -1,10 +1,10 @@
 """Generates the tasks and plans that a calibration measures: random tasks, each with homogeneous
 plans and random mixes.
 
-A sample's number seeds everything random about the sample. Ranks therefore agree without
+All random choices of a sample are seeded by the sample's number. Ranks therefore agree without
 communication, and an interrupted calibration resumes where it stopped. Tables cover the ranges of
-click-through-rate (CTR) models (rows, dims, ids per sample, skew). Ids follow the Zipf-Mandelbrot
-law from which their statistics are computed.
+click-through-rate (CTR) models (rows, dims, ids per sample, skew). Ids follow a Zipf-Mandelbrot
+law, and the id statistics are computed from the same law.
 """
 
 import hashlib
@@ -26,12 +26,13 @@ from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task, dense_work
 from sbpflow.sbp.sbp import balanced_sizes
 
-# limit for all tables of a sample; each rank that holds a table allocates it
+# limit for all tables of a sample; each rank that stores a table allocates the table
 MOST_ELEMENTS = 1 << 24
 DIMS = (4, 8, 16, 32, 64)
-# widths of hidden layers: narrow ones read and write more numbers per multiply-add than wide ones
+# widths of hidden layers; narrow layers read and write more numbers per multiply-add
 HIDDEN = ((16,), (64, 32), (16,), (256, 64))
-LARGE_EVERY = 7  # every seventh sample has as many ids as the batch of a large model
+# In every seventh sample, a batch contains as many ids as the batch of a large model.
+LARGE_EVERY = 7
 _SPREAD = 7919  # a prime that spreads the hot rows over a table, as in prepared data sets
 
 
@@ -56,7 +57,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Rows:
-    """Contains a rank's rows of a batch, as ``Trainer.step`` accepts them."""
+    """Contains a rank's rows of a batch, in the form that ``Trainer.step`` accepts."""
 
     labels: Tensor
     dense: Tensor
@@ -65,7 +66,9 @@ class Rows:
 
 
 def drawing() -> str:
-    """Return a digest of the sampling of tasks; if it changes, a number denotes another task."""
+    """Return a digest of the sampling method; if the digest changes, sample numbers denote other
+    tasks.
+    """
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
@@ -119,7 +122,9 @@ def draw_sample(
 
 
 def dense_work_of(width: int, hidden: Sequence[int]) -> DenseWork:
-    """Return the work of the dense part that ``make_trainer`` builds for outputs of this width."""
+    """Return the work of the dense part that ``make_trainer`` builds for outputs with this
+    width.
+    """
     return dense_work([(a, b) for a, b in pairwise((width + 1, *hidden, 1))], biases=True)
 
 
@@ -175,7 +180,9 @@ def _cumulative(num_rows: int, law: Law) -> NDArray[np.float64]:
 
 
 def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
-    """Return the kinds of shape that this table can have on all ranks, half of them, or one."""
+    """Return the kinds of shape that this table can have on all ranks, on half of the ranks, or on
+    one rank.
+    """
     if world_size == 1:
         return [Shape("B", "local")]
     shapes = [
@@ -230,8 +237,8 @@ def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
 
 
 def _homogeneous(task: Task) -> dict[str, Plan]:
-    """Give all tables one shape and balance whole tables; a table that does not allow the shape is
-    whole.
+    """Give all tables the same shape and balance whole tables; a table that does not allow the
+    shape stays whole.
     """
     world = tuple(range(task.world_size))
     if task.world_size == 1:

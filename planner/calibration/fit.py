@@ -1,9 +1,10 @@
-"""Fits prices to measured steps: non-negative, and shrunk towards the built-in constants.
+"""Fits non-negative prices to measured steps and shrinks the prices toward the built-in constants.
 
-A step is the work of the busiest rank plus the transfers of the busiest rank. First, four factors
-are fitted freely: of all constants of work, of the dense part, of bytes, and of calls. They adapt
-the constants to the machine and its link. Then each price may differ from its scaled constant, as
-far as the measurements outweigh a penalty. The errors are those on tasks that a fit has not seen.
+A step time is the work of the busiest rank plus the transfer time of the busiest rank. First, four
+factors are fitted freely: for all constants of work, for the dense part, for bytes, and for calls.
+The factors adapt the constants to the machine and its link. Then each price may deviate from its
+scaled constant if the measurements outweigh a penalty. All errors are measured on tasks that were
+not used in the fit.
 """
 
 import statistics
@@ -30,7 +31,7 @@ _BYTES = SENT + vector_of({"dense_parameters": DENSE_BYTES})
 _CALLS = vector_of({**CALLS, "always": 1.0})
 _ALWAYS = vector_of({"always": 1.0})
 _NONE = np.zeros(NUM_FEATURES)
-# Each row is a factor that the first fit finds: [2, F] ms per count of work and of transfers.
+# Each row defines a factor of the first fit: [2, F] ms per count of work and of transfers.
 _FACTORS = np.array(
     [[WORK_MS, _NONE], [DENSE_MS, _NONE], [_ALWAYS, _NONE], [_NONE, 1e-6 * _BYTES], [_NONE, _CALLS]]
 )
@@ -38,7 +39,9 @@ _FACTORS = np.array(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Describes one measured plan: ``totals`` [D, F] counts, and its step time in each round."""
+    """Describes one measured plan: the counts ``totals`` [D, F], and the step time in each
+    round.
+    """
 
     sample: int
     totals: Floats
@@ -86,8 +89,8 @@ def fit(
 def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Floats:
     """Return [2, F] ms per count of a rank's work and of its transfers.
 
-    The busiest ranks depend on the prices, so the fits are repeated with the prices of the last.
-    An infinite ``shrinkage`` keeps the ratios of the constants.
+    The busiest ranks depend on the prices, so each fit is repeated with the prices of the previous
+    fit. An infinite ``shrinkage`` keeps the ratios of the constants.
     """
     totals = np.stack([record.totals for record in records])
     ms = np.array([record.step_ms for record in records])
@@ -105,26 +108,30 @@ def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Fl
 
 
 def predicted_ms(prices: Floats, records: Sequence[Record]) -> Floats:
-    """Return the predicted step of each record."""
+    """Return the predicted step time of each record."""
     totals = np.stack([record.totals for record in records])
     return (totals @ prices.T).max(axis=1).sum(axis=1)
 
 
 def _busiest(totals: Floats, prices: Floats) -> Floats:
-    """Return the counts [n, 2, F] of the rank with the most work, and with the most transfers."""
+    """Return the counts [n, 2, F] of the rank with the maximum work and of the rank with the
+    maximum transfer time.
+    """
     busiest = (totals @ prices.T).argmax(axis=1)  # [n, 2]
     return np.take_along_axis(totals, busiest[:, :, None], axis=1)
 
 
 def _terms(scaled: Floats) -> Floats:
-    """Return the prices that may change on their own, [T, 2, F]: each count's work; the link's."""
+    """Return the prices that may change separately, [T, 2, F]: the work of each count, and the
+    link.
+    """
     work = scaled[:, 0].sum(axis=0)
     rows = [[np.where(np.arange(NUM_FEATURES) == n, work, 0.0), _NONE] for n in work.nonzero()[0]]
     return np.concatenate([np.array(rows), scaled[3:]])
 
 
 def _solve(counts: Floats, terms: Floats, ms: Floats, shrinkage: float = 0.0) -> Floats:
-    """Return non-negative factors [T] of ``terms`` with the least squared relative errors.
+    """Return non-negative factors [T] of ``terms`` that minimize the squared relative errors.
 
     ``shrinkage`` is the weight of the squared differences of the factors from 1. The fit is
     repeated with lower weights for large errors, so single slow measurements do not dominate.
@@ -143,7 +150,7 @@ def _solve(counts: Floats, terms: Floats, ms: Floats, shrinkage: float = 0.0) ->
 
 
 def _nonnegative(gram: Floats, right: Floats, rounds: int = 2000) -> Floats:
-    """Return the w >= 0 with the least w.gram.w / 2 - right.w, by coordinate descent."""
+    """Return the w >= 0 that minimizes w.gram.w / 2 - right.w, found by coordinate descent."""
     diagonal = np.maximum(np.diag(gram), 1e-12)
     weights = np.zeros(len(right))
     for _ in range(rounds):
@@ -159,8 +166,8 @@ def _nonnegative(gram: Floats, right: Floats, rounds: int = 2000) -> Floats:
 def held_out_steps(
     records: Sequence[Record], prices_of: Callable[[Sequence[Record]], Floats] = fitted_prices
 ) -> Floats:
-    """Return the steps that a fit to the other tasks predicts; each of ``FOLDS`` has its share of
-    the tasks.
+    """Return the step times predicted by fits to the other tasks; the tasks are divided into
+    ``FOLDS`` folds.
     """
     samples = sorted({record.sample for record in records})
     predicted = np.zeros(len(records))
@@ -173,11 +180,13 @@ def held_out_steps(
 
 
 def errors_of(records: Sequence[Record], predicted: Floats) -> dict[str, list[float]]:
-    """Return the errors of predicted steps: two of all steps, and the others for each task.
+    """Return the errors of predicted step times: two errors over all steps, and the others per
+    task.
 
-    A model can predict steps well and still choose badly. The regret is how much slower the plan
-    with the fastest prediction is than the fastest plan of the task. For comparison, the regret of
-    a random plan and of the first round of measurements (the noise) are returned.
+    A model can predict steps well and still choose badly. The regret is the slowdown of the plan
+    with the shortest predicted time relative to the fastest plan of the task. For comparison, the
+    regret of a random plan and the regret of the first round of measurements (the noise) are also
+    returned.
     """
     residual = np.abs(np.log(predicted / [record.step_ms for record in records]))
     errors: dict[str, list[float]] = {

@@ -35,7 +35,9 @@ def from_first_rank(boxing: Boxing, value: object) -> Any:  # noqa: ANN401
 
 
 class _Layers(nn.Module):
-    """Implements the dense part: hidden layers over the joined outputs, then one output."""
+    """Implements the dense part: hidden layers over the concatenated outputs, followed by one
+    output.
+    """
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -55,8 +57,8 @@ def make_trainer(
     hidden: Sequence[int] = (),
     kernels: Mapping[str, KernelChoice] | None = None,
 ) -> Trainer:
-    """Build a trainer for this plan, with a dense part with ``hidden`` layers; every rank calls
-    this function.
+    """Build a trainer for this plan and a dense part with ``hidden`` layers; every rank calls this
+    function.
     """
     tables = EmbeddingCollection(
         embedding_plan(task, plan), boxing, seed=1, kernel="auto" if kernels is None else kernels
@@ -81,9 +83,11 @@ class _Turn:
         self.run(2)
 
     def run(self, steps: int) -> list[float]:
-        """Return the ms of each step; all but the last send the next batch's ids ahead.
+        """Return the ms of each step; every step except the last sends the ids of the next batch in
+        advance.
 
-        The first step has no ids ahead, and the last step sends no ids; neither is returned.
+        The first step receives no ids in advance, and the last step sends no ids, so both steps are
+        omitted from the result.
         """
         self._boxing.world.barrier()
         times: list[float] = []
@@ -108,10 +112,10 @@ def measure_in_turns(
 ) -> list[list[float]]:
     """Return the ms of a step of each plan in each round, [plans][rounds].
 
-    The plans of a task alternate, so drift over minutes affects all of them equally. Each round has
-    its own order, because a plan's caches depend on the previous plan. A step is as long as on its
-    slowest rank; of the steps of a round, the lower quartile counts. Every rank calls this function
-    and gets the same result.
+    The plans of a task alternate, so drift over minutes affects all of them equally. Each round
+    uses a different order, because the state of the caches depends on the previous plan. The time
+    of a step is the time on the slowest rank, and the time of a round is the lower quartile of the
+    round's steps. Every rank calls this function and gets the same result.
     """
     batches = draw_batches(sample, boxing.world.rank, 2, boxing.world.device)
     turns = [_Turn(boxing, sample, plan, batches) for plan in plans]

@@ -1,7 +1,7 @@
 """Computes the cost of a plan: counts of work times the prices measured on this machine.
 
-A rank's work and its transfers are sums of counts (``work.py``) with non-negative weights. A step
-takes as long as the rank with the most work and the rank with the most transfers. Memory is also a
+A rank's work and transfers are sums of counts (``work.py``) with non-negative weights. The step
+time is the maximum work of any rank plus the maximum transfer time of any rank. Memory is also a
 sum of counts, so a load of three numbers describes a rank: ms of work, ms of transfers, and bytes.
 """
 
@@ -23,10 +23,10 @@ _ONCE_PER_STEP = [INDEX[name] for name in ("always", "dense_parameters")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Predicts a plan's step in ms, and the bytes that each rank holds and sends.
+    """Contains a plan's predicted step time in ms, and the bytes that each rank stores and sends.
 
-    Nine of ten measured steps of held-out tasks are within ``error`` (a share) of their prediction;
-    it is NaN if nothing was measured.
+    For held-out tasks, nine of ten measured steps are within ``error`` (a fraction) of the
+    prediction; ``error`` is NaN if nothing was measured.
     """
 
     step_ms: float
@@ -38,7 +38,7 @@ class Prediction:
 class TaskCost:
     """Prices one task with a profile.
 
-    ``prices`` [F, 3] are ms of work, ms of transfers, and bytes per count.
+    ``prices`` [F, 3] contains the ms of work, the ms of transfers, and the bytes per count.
     """
 
     def __init__(self, profile: Profile, task: Task) -> None:
@@ -47,18 +47,19 @@ class TaskCost:
         held = np.zeros((NUM_FEATURES, 1))
         held[[MEMORY, BUFFERS]] = 1.0
         self.prices = np.concatenate([profile.prices(task.world_size), held], axis=1)
-        # The dense part is updated once per step; everything else runs for each of its batches.
+        # The dense part is updated once per step; all other work runs once for each batch of the
+        # step.
         times = np.full(NUM_FEATURES, float(task.accumulate))
         times[_ONCE_PER_STEP] = 1.0
         self.prices[:, :2] *= times[:, None]
 
     @property
     def prices_digest(self) -> str:
-        """Return a digest of the profile, independent of the task; caches use it in file names."""
+        """Return a digest of the profile, independent of the task, for the file names of caches."""
         return hashlib.sha256(self.profile.as_json().encode()).hexdigest()
 
     def predict(self, plan: Mapping[str, Choice]) -> Prediction:
-        """Predict the step, memory and traffic of one plan."""
+        """Predict the step time, memory, and traffic of one plan."""
         totals = count_work(self.task, plan)
         loads = totals @ self.prices
         return Prediction(
@@ -70,9 +71,9 @@ class TaskCost:
 
 
 def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
-    """Return the counts [D, F] of a plan: the base, and each table's shards, home and keys.
+    """Return the counts [D, F] of a plan: the base, and the shards, home, and keys of each table.
 
-    The columns of keys count the distinct keys.
+    The key columns contain the number of distinct keys.
     """
     total = np.tile(base_work(task), (task.world_size, 1))
     keys: set[Key] = set()

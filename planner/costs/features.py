@@ -1,8 +1,8 @@
-"""Describes a table's ids by their curve (``sbpflow/costs/ids.py``) and by frequency bins.
+"""Describes a table's ids by a curve (``sbpflow/costs/ids.py``) and by frequency bins.
 
-The learned planners use the bins as features. They are DreamShard's 17 bins (utils.py and
-tools/gen_dlrm_data.py at 73128ed). The bins group rows by their lookups in one batch of 65,536
-samples: bin 0 for one lookup, bin j for (2^(j-1), 2^j], and bin 16 for more than 2^15.
+The learned planners use DreamShard's 17 bins as features (utils.py and tools/gen_dlrm_data.py at
+73128ed). The bins group rows by their number of lookups in one batch of 65,536 samples: bin 0 for
+one lookup, bin j for (2^(j-1), 2^j], and bin 16 for more than 2^15.
 """
 
 import math
@@ -23,7 +23,8 @@ _DRAWS = tuple(float(2**k) for k in range(4, 31, 2))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdStats(IdCurve):
-    """Describes a table's distinct ids by a curve, and its lookups by their spread over its rows.
+    """Describes a table's distinct ids by a curve, and the distribution of lookups over rows by
+    bins.
 
     ``bin_rows`` and ``bin_lookups`` are the fractions of distinct rows and of lookups in each of
     the 17 bins. Raises ConfigError for impossible values.
@@ -42,7 +43,7 @@ class IdStats(IdCurve):
 def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample: float) -> IdStats:
     """Compute statistics from groups of equally frequent rows: ``rows[i]`` rows share ``mass[i]``.
 
-    ``mass`` is normalized here. ``curve_of`` computes the number of rows that a batch touches.
+    ``mass`` need not be normalized. ``curve_of`` computes the number of rows that a batch touches.
     """
     count = np.asarray(rows, dtype=np.float64)
     share = np.asarray(mass, dtype=np.float64)
@@ -65,11 +66,14 @@ def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample:
 def _expected_bins(
     count: Floats, each: Floats, lookups: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the fractions of touched rows and of lookups by bin, with Poisson lookups per row."""
+    """Return the fractions of touched rows and of lookups by bin, assuming Poisson-distributed
+    lookups per row.
+    """
     expected = each * lookups
     edges = np.array([0.0, *(2.0**j for j in range(NUM_BINS - 1))])
     in_bin = np.diff(_up_to(edges, expected), axis=1) * count[:, None]
-    # The sum of k P(k) up to an edge is the mean times the distribution up to the previous edge.
+    # The sum of k P(k) up to an edge equals the mean times the cumulative probability up to the
+    # previous edge.
     lookups_in = np.diff(_up_to(edges - 1, expected), axis=1) * (expected * count)[:, None]
     by_rows, by_lookups = in_bin.sum(0), lookups_in.sum(0)
     return _fractions(by_rows), _fractions(by_lookups)
@@ -107,7 +111,8 @@ def from_bins(
 ) -> IdStats:
     """Compute statistics from the published bins of a batch of 65,536 samples.
 
-    The bins omit rows that the batch did not touch, so larger batches touch no more rows.
+    The bins omit rows that the batch did not touch, so the statistics assume that larger batches
+    touch the same rows.
     """
     if len(bin_rows) != NUM_BINS or len(bin_lookups) != NUM_BINS:
         raise ConfigError(
@@ -147,8 +152,8 @@ def from_ratios(
     bin_rows: Sequence[float],
     bin_lookups: Sequence[float],
 ) -> IdStats:
-    """Compute statistics from distinct ids per lookup by batch size, as ``sbpflow stats`` measures
-    them.
+    """Compute statistics from the numbers of distinct ids per lookup that ``sbpflow stats``
+    measures for several batch sizes.
     """
     draws = [size * ids_per_sample for size in sorted(ratios)]
     unique = [max(ratios[size] * size * ids_per_sample, 1e-9) for size in sorted(ratios)]

@@ -1,8 +1,8 @@
-"""Stores the prices of one machine: ms per count of a rank's work, and its links.
+"""Stores the prices of one machine: ms per count of a rank's work, and the links.
 
 ``sbpflow calibrate`` writes a profile per machine and kind of ranks. ``planner.clusters.described``
-makes one from published figures for a machine that is not available. ``sources`` states what is
-measured and what is assumed.
+creates a profile from published figures for a machine that is not available. ``sources`` states
+which prices are measured and which prices are assumed.
 """
 
 import json
@@ -41,7 +41,7 @@ DENSE_BYTES = 8.0
 class Link:
     """Describes the links between ranks.
 
-    Bandwidths are per rank, in GB/s; latencies are in ms per call and partner.
+    Bandwidths are given per rank in GB/s, and latencies in ms per call and partner.
     """
 
     ranks_per_node: Annotated[int, Range(low=0, below=2**31)] = 0  # 0: all ranks on one node
@@ -51,8 +51,8 @@ class Link:
     between_call_ms: Price = 0.0
 
     def byte_ms(self, world_size: int) -> float:
-        """Return the ms per byte that a rank sends evenly to all others; both kinds of link work at
-        once.
+        """Return the ms per byte if a rank sends evenly to all other ranks; both kinds of link are
+        used at the same time.
         """
         near, far = self._shares(world_size)
         times = [near / self.within_gb_per_s]
@@ -61,13 +61,13 @@ class Link:
         return 1e-6 * max(times)
 
     def call_ms(self, world_size: int) -> float:
-        """Return the ms of one collective over all ranks, without its bytes."""
+        """Return the ms of one collective over all ranks, without the time for the bytes."""
         _, far = self._shares(world_size)
         each = self.between_call_ms if far else self.within_call_ms
         return each * partners(world_size)
 
     def _shares(self, world_size: int) -> tuple[float, float]:
-        """Return the fractions of a rank's traffic that stay in its node and that leave it."""
+        """Return the fractions of a rank's traffic within the rank's node and between nodes."""
         per_node = self.ranks_per_node or world_size
         if world_size <= per_node:
             return 1.0, 0.0
@@ -86,8 +86,8 @@ class Profile:
     """Contains the prices of one machine and its links; stored as JSON.
 
     ``work_ms`` contains the ms per count of a rank's work, by feature of ``costs.counts``.
-    ``errors`` are on held-out tasks, as ``calibration.fit`` computes them. ``about`` states when,
-    where and on what hardware the profile was measured.
+    ``errors`` contains the errors on held-out tasks that ``calibration.fit`` computes. ``about``
+    states when, where, and on what hardware the profile was measured.
     """
 
     work_ms: Mapping[str, Price]
@@ -141,9 +141,9 @@ def write_profile(path: Path, text: str) -> None:
 
 
 def default_path(device_type: str | None = None) -> Path:
-    """Return the path of this machine's calibration, by the device of the ranks.
+    """Return the path of this machine's calibration for the device type of the ranks.
 
-    Machines with one kind of CPU can have different GPUs, so a GPU's name is part of the path.
+    Machines with the same CPU can have different GPUs, so the path contains the GPU's name.
     """
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Counts the work of a task's tables: the work that each table in a shape adds to the ranks."""
+"""Counts the work that each table of a task, in a given shape, adds to the ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from sbpflow.sbp.placement import Placement
 class ShapeCost:
     """Contains the counts that one table adds in one shape.
 
-    ``kinds[kind[s]]`` [F] are added to the rank of shard s, and ``home`` [F] to every rank.
-    ``keys(ranks)`` are counted once per plan.
+    The counts ``kinds[kind[s]]`` [F] are added to the rank of shard s, and ``home`` [F] to every
+    rank. Each key in ``keys(ranks)`` is counted once per plan.
     """
 
     kinds: Floats
@@ -30,7 +30,9 @@ class ShapeCost:
 
 
 def base_work(task: Task) -> Floats:
-    """Return the counts [F] of every rank without tables: its samples, dense part and ids."""
+    """Return the counts [F] of every rank without tables: the rank's samples, dense part, and
+    ids.
+    """
     samples = task.batch_size / task.world_size
     ids = sum(
         task.ids_per_sample.get(feature.name, float(feature.hotness)) for feature in task.features
@@ -116,7 +118,7 @@ def _keys(
             result.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))
         if shape.parts[1] > 1 and rule.shares_row_state:
             result.append((INDEX["num_squares"], stack))
-        # A search looks keys up millions of times, and a text keeps its hash.
+        # A search looks up keys millions of times, and a string caches its hash.
         return tuple((feature, repr(rest)) for feature, *rest in result)
 
     return keys

@@ -3,16 +3,16 @@ devices.
 
 Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``).
 State, actions and cost head share an MLP over a table's 21 features. A two-layer LSTM reads the
-tables in order. The score of a device depends on the state, the sum of its tables, its predicted
-cost and its bytes. The reward at the end of an episode is the smallest compute time of a device
-divided by the largest: it measures balance rather than time and ignores exchanges. Memory is a
-penalty, not a limit: a plan that exceeds the memory has the negative excess as its reward, and such
-a plan may be returned. The cost head is trained on the measured devices with the MSE.
+tables in order. The score of a device depends on the state and on the device's table sum, predicted
+cost, and bytes. The reward at the end of an episode is the smallest compute time of a device
+divided by the largest: the reward measures balance rather than time and ignores exchanges. Memory
+is a penalty, not a limit: the reward of a plan that exceeds the memory is the negative excess, and
+the planner may return such a plan. The cost head is trained on the measured devices with the MSE.
 
-Differences: all episodes of a batch are of one task and run to the end in parallel, instead of
-unrolls of 100 steps in several processes; the acting copy is one update old; training has 20,000
-steps instead of 100,000, and the learning rates decay over them; costs are divided by the mean of
-the first batch; features are scaled as for the other learned planners.
+Differences: All episodes of a batch belong to one task and run to the end in parallel, instead of
+in unrolls of 100 steps in several processes. The acting copy is one update old. Training takes
+20,000 steps instead of 100,000, and the learning rates decay during training. Costs are divided by
+the mean of the first batch. Features are scaled as for the other learned planners.
 """
 
 import copy
@@ -44,7 +44,7 @@ class Amount:
 
 
 class Net(nn.Module):
-    """Contains the networks, with the layer widths of the source."""
+    """Contains the networks, with the same layer widths as in the source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,9 @@ class Net(nn.Module):
         self.cost = mlp(WIDTH, 64, 1)
 
     def states(self, latents: Tensor) -> Tensor:
-        """Map [T, WIDTH] of tables in order to [T, 2 WIDTH]; independent of the chosen devices."""
+        """Map the tables in order, [T, WIDTH], to states [T, 2 WIDTH], independent of the chosen
+        devices.
+        """
         share = torch.arange(len(latents), dtype=torch.float32)[:, None] / len(latents)
         core, _ = self.core(torch.cat([latents, self.place(share)], dim=-1)[:, None])
         return core[:, 0]
@@ -78,7 +80,7 @@ class _Episodes:
     """Stores parallel placements, with the tables in the order in which they were placed."""
 
     features: Tensor  # [T, 21]
-    sizes: Tensor  # [T], as shares of a device's room
+    sizes: Tensor  # [T], as shares of a device's available memory
     chosen: Tensor  # [T, E]
     logits: Tensor  # [T, E, D] of the acting copy
     order: Ints
@@ -100,24 +102,24 @@ class AutoShard:
 
     @classmethod
     def blank(cls, num_ranks: int) -> "AutoShard":
-        """Create untrained networks; they are the same for any number of ranks."""
+        """Create untrained networks; the networks are the same for any number of ranks."""
         return cls(Net(), Scaling.none())
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "AutoShard":
-        """Train on tasks; their prices replace measurements."""
+        """Train on tasks, with the tasks' prices in place of measurements."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return _Training(settings, seed, amount or Amount()).run()
 
     def plan(self, setting: Setting) -> Assignment:
-        """Place each table on its most likely device, one after another; the plan may not fit."""
+        """Place the tables one after another on the most likely device; the plan may not fit."""
         with torch.no_grad():
             episodes = self.act(setting, self.net, 1, sample=False)
         return setting.whole(episodes.devices(0))
 
     def act(self, setting: Setting, net: Net, count: int, *, sample: bool) -> _Episodes:
-        """Place a task's tables ``count`` times, on sampled devices or on the most likely
+        """Place the tables of a task ``count`` times, on sampled devices or on the most likely
         devices.
         """
         features = self.scaling.apply(setting.features)
@@ -150,7 +152,7 @@ class _Training:
         self.random = np.random.default_rng(seed)
         self.model = AutoShard(Net(), Scaling.of(settings))
         self.optimizer = torch.optim.Adam(self.model.net.parameters(), lr=1e-3)
-        self.sets: list[Tensor] = []  # features of the tables on each measured device
+        self.sets: list[Tensor] = []  # the table features of each measured device
         self.costs: list[float] = []
         self.done = 0
 
@@ -171,7 +173,7 @@ class _Training:
         return self.model
 
     def _rewards(self, setting: Setting, episodes: _Episodes) -> Tensor:
-        """Return the rewards [E]; add the measured devices to the replay buffer of the cost
+        """Return the rewards [E], and add the measured devices to the replay buffer of the cost
         head.
         """
         rewards: list[float] = []
@@ -231,8 +233,8 @@ class _Training:
 def vtrace(log_ratios: Tensor, values: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Return the value targets and the policy advantages, both [T, E] (Espeholt et al. 2018).
 
-    ``log_ratios`` are log(learned / acted) of the chosen devices. Only the last step has a reward
-    [E]; rewards are not discounted, and both ratios are clipped at 1.
+    ``log_ratios`` contains log(learned / acted) of the chosen devices. Only the last step has a
+    reward [E]. Rewards are not discounted, and both ratios are clipped at 1.
     """
     ratios = log_ratios.exp().clamp(max=1.0)
     following = torch.cat([values[1:], torch.zeros_like(values[:1])])

@@ -1,18 +1,21 @@
-"""Implements DreamShard: measured placements train a cost network, whose output trains a policy.
+"""Implements DreamShard: measured placements train a cost network, and the cost network trains a
+policy.
 
 Source: NeurIPS'22; daochenzha/dreamshard 73128ed and e76a4ad (``models.py``, ``env.py``,
-``training.py``). An MLP over a table's 21 features is summed per device. Heads predict a device's
-work and exchange; another predicts the whole placement from the maximum over devices. The policy
-places tables in descending order of predicted cost, with a probability for every device with room,
-and learns by REINFORCE only from the cost network's prediction. As in the source, it sees the order
-of the tables but not the table that it places. Between the updates, placements of the policy are
-measured, and the cost network is trained on all measurements so far.
+``training.py``). An MLP over a table's 21 features is summed per device. Two heads predict a
+device's work and exchange, and another head predicts the cost of the whole placement from the
+maximum over devices. The policy places tables in descending order of predicted cost, with a
+probability for every device with enough memory. The policy learns by REINFORCE only from the cost
+network's prediction. As in the source, the policy sees the order of the tables but not the table
+that it places. Between the updates, placements of the policy are measured, and the cost network is
+trained on all measurements so far.
 
-Differences: the heads of the forward and the backward are one, because prices do not separate them;
-this machine's prices of whole plans replace measurements, divided by the mean of the first ones,
-because the rates were chosen for milliseconds of another machine; rows, sizes and pooling are
-logarithms, scaled by the training tables instead of each task's own tables; devices without room
-also have probability 0 in training; the episodes of a batch run in parallel.
+Differences: One head predicts the forward and the backward work, because prices do not separate the
+two. This machine's prices of whole plans replace measurements; the prices are divided by the mean
+of the first prices, because the learning rates were chosen for milliseconds on another machine.
+Rows, sizes, and pooling are logarithms, scaled by the training tables instead of each task's own
+tables. Devices without enough memory also have probability 0 in training. The episodes of a batch
+run in parallel.
 """
 
 from collections.abc import Sequence
@@ -34,7 +37,7 @@ ENTROPY = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Configures measurement and training; the defaults are the source's."""
+    """Configures measurement and training, with the defaults of the source."""
 
     iterations: int = 10
     placements: int = 10  # placements measured in each iteration
@@ -45,7 +48,7 @@ class Amount:
 
 
 class Net(nn.Module):
-    """Contains the cost network and the policy, with the layer widths of the source."""
+    """Contains the cost network and the policy, with the same layer widths as in the source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class Net(nn.Module):
         self.policy = nn.Linear(LATENT + 32, 1)
 
     def parts(self, summed: Tensor) -> Tensor:
-        """Map [.., LATENT] of devices to [.., NUM_PARTS]: work and exchange."""
+        """Map device vectors [.., LATENT] to [.., NUM_PARTS]: work and exchange."""
         return torch.cat([head(summed) for head in self.heads], dim=-1)
 
     def whole(self, summed: Tensor) -> Tensor:
@@ -65,8 +68,8 @@ class Net(nn.Module):
         return self.overall(summed.amax(dim=-2)).squeeze(-1)
 
     def logits(self, policy_sums: Tensor, cost_sums: Tensor) -> Tensor:
-        """Compute logits [.., devices] from the sums of both embeddings over the tables placed so
-        far.
+        """Compute logits [.., devices] from the sums of both embeddings over the tables that are
+        already placed.
         """
         with torch.no_grad():
             costs = self.parts(cost_sums)
@@ -76,7 +79,7 @@ class Net(nn.Module):
 
 @dataclass
 class DreamShard:
-    """Contains the trained networks and the unit of their costs."""
+    """Contains the trained networks and the unit of the predicted costs."""
 
     net: Net
     scaling: Scaling
@@ -84,16 +87,16 @@ class DreamShard:
 
     @classmethod
     def blank(cls, num_ranks: int) -> "DreamShard":
-        """Create untrained networks; they are the same for any number of ranks."""
+        """Create untrained networks; the networks are the same for any number of ranks."""
         return cls(Net(), Scaling.none())
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "DreamShard":
-        """Train on tasks; their prices replace measurements."""
+        """Train on tasks, with the tasks' prices in place of measurements."""
         return _Training(settings, seed, amount or Amount()).run()
 
     def plan(self, setting: Setting) -> Assignment:
-        """Place each table on its most likely device, one after another."""
+        """Place the tables one after another on the most likely device."""
         with torch.no_grad():
             devices, _, _ = self.episodes(setting, 1, None)
         return setting.whole(devices[0])
@@ -102,7 +105,9 @@ class DreamShard:
         return self.scaling.apply(setting.features)
 
     def order(self, features: Tensor) -> Ints:
-        """Sort the tables by descending predicted cost of each table alone."""
+        """Sort the tables by descending predicted cost, with each cost predicted for a single
+        table.
+        """
         with torch.no_grad():
             alone = self.net.parts(self.net.table(features)).sum(-1)
         return np.argsort(-alone.numpy(), kind="stable")
@@ -110,7 +115,8 @@ class DreamShard:
     def episodes(
         self, setting: Setting, count: int, generator: torch.Generator | None
     ) -> tuple[Ints, Tensor, Tensor]:
-        """Make parallel placements: devices [count, T], log-probabilities and entropies [count].
+        """Generate parallel placements: devices [count, T], and log-probabilities and entropies
+        [count].
 
         ``generator`` samples the devices; without it, the most likely devices are used.
         """
@@ -144,7 +150,9 @@ class DreamShard:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Stores a priced placement: its costs in units, [devices, NUM_PARTS] and for the whole."""
+    """Stores a priced placement: the costs of each device [devices, NUM_PARTS] and of the whole, in
+    units.
+    """
 
     features: Tensor
     devices: Tensor

@@ -3,17 +3,18 @@ part, column part).
 
 Source: RecSys'24 paper; NVIDIA-Merlin/HugeCTR 2f2016f, ``hugectr/sharding/planner.py`` and
 ``generate_plan.py``. A rank's cost is a weighted sum of its shards' lookups and traffic. Shards are
-placed in order of descending cost on the cheapest rank with room, never two shards of one table on
-one rank. Then the table of the most expensive shard is cut in two, by rows or by columns, whichever
-gives the lower maximum, and everything is placed again, at most 20 times. The planner returns the
-best of these plans and of the plan with all tables cut by rows over all ranks. Groups of tables are
-copied, or exchange partial sums or distinct rows.
+placed in order of descending cost on the cheapest rank with enough memory, but two shards of one
+table are never placed on the same rank. Then the table of the most expensive shard is cut in two by
+rows or by columns, depending on which cut gives the lower maximum, and all shards are placed again,
+at most 20 times. The planner returns the best of these plans and of the plan with all tables cut by
+rows over all ranks. A group of tables is copied, exchanges partial sums, or exchanges distinct
+rows.
 
-Differences: two branches that take the wrong cut when only one is possible are corrected. The
+Differences: Two branches that choose the wrong cut when only one cut is possible are corrected. The
 weights, chosen by hand in the source, come from this machine's prices. The two thresholds that
 select the copied and the distinct-row tables, also chosen by hand in the source, are searched on a
-grid of nine for the lowest measured price, which favors EMBark over its defaults. Tables with both
-row and column parts are on a grid of ranks.
+grid of nine points for the lowest price, so EMBark performs better than with its defaults. Tables
+with both row and column parts are placed on a grid of ranks.
 """
 
 from itertools import product
@@ -27,8 +28,8 @@ from sbpflow.planner.shapes import COPIED, WHOLE, option_number
 from sbpflow.planner.task import Shape
 
 ITERATIONS = 20
-LEAST_COLUMNS = 32  # only wider column parts are halved, as in the source
-# shares of tables: the smallest are copied, the coldest exchange distinct rows
+LEAST_COLUMNS = 32  # only column parts wider than this are halved, as in the source
+# shares of tables: the smallest tables are copied, and the coldest tables exchange distinct rows
 SHARES = (0.0, 0.25, 0.5)
 
 
@@ -60,12 +61,12 @@ class _Search:
         self.ms_per_output = float(transfers) / sent
 
     def run(self, copied: set[int], unique: set[int]) -> Assignment | None:
-        """Return the best of at most 22 plans by the source's own cost; None if no plan fits."""
+        """Return the best of at most 22 plans by the source's own cost, or None if no plan fits."""
         cuts = {t: (1, 1) for t in range(len(self.setting.tables)) if t not in copied}
         best: tuple[float, Assignment] | None = None
         for _ in range(ITERATIONS + 1):
             placed = self._place(cuts, copied, unique)
-            if isinstance(placed, int):  # no room for a shard of this table
+            if isinstance(placed, int):  # no rank has enough memory for a shard of this table
                 table = placed
             else:
                 cost, plan, table = placed
@@ -102,9 +103,7 @@ class _Search:
     def _place(
         self, cuts: dict[int, tuple[int, int]], copied: set[int], unique: set[int]
     ) -> tuple[float, Assignment, int] | int:
-        """Return (cost, plan, table of the most expensive shard), or the table that does not
-        fit.
-        """
+        """Return (cost, plan, table of the costliest shard), or the table that does not fit."""
         problem, size = self.setting.problem, self.setting.num_ranks
         loads, moves = np.zeros(size), dict[int, Move]()
         held = problem.base[:, BYTES]
@@ -145,8 +144,8 @@ class _Search:
         copied: set[int],
         unique: set[int],
     ) -> dict[int, tuple[int, int]] | None:
-        """Halve the table in the direction with the lower maximum; return the cuts, None if
-        impossible.
+        """Halve the table in the direction with the lower maximum; return the cuts, or None if the
+        table cannot be halved.
         """
         if table not in cuts:
             return None

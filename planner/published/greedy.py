@@ -1,10 +1,10 @@
-"""Implements random placement and the four greedy heuristics that planner papers compare with.
+"""Implements random placement and the four greedy heuristics that planner papers use as baselines.
 
 Source: daochenzha/dreamshard 73128ed, ``sharders.py``. Tables are placed in descending order of
-score, each on the device with room that has the smallest sum of scores; of equal devices, the one
-with the fewest bytes is used. Differences: bytes are those that this engine needs (float32 rows,
-optimizer state, buffers) instead of fp16 rows; if no device has room, the device that lacks the
-fewest bytes is used.
+score, each on the device with the smallest sum of scores among the devices with enough memory; in
+case of a tie, the device with the fewest bytes is used. Differences: The bytes are the memory that
+this engine needs (float32 rows, optimizer state, buffers) instead of the memory of fp16 rows. If no
+device has enough memory, the device that lacks the fewest bytes is used.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,9 @@ def dim_greedy(setting: Setting) -> Assignment:
 
 
 def lookup_greedy(setting: Setting) -> Assignment:
-    """Balance columns times ids per sample, because they determine how much a lookup reads."""
+    """Balance columns times ids per sample, because this product determines how much a lookup
+    reads.
+    """
     return _balanced(setting, setting.dims * setting.pooling)
 
 
@@ -37,12 +39,12 @@ def size_lookup_greedy(setting: Setting) -> Assignment:
 
 
 def random_placement(setting: Setting) -> Assignment:
-    """Place tables in random order on random devices with room."""
+    """Place tables in random order on random devices with enough memory."""
     return setting.whole(random_devices(setting, np.random.default_rng(setting.seed)))
 
 
 def random_devices(setting: Setting, random: np.random.Generator) -> list[int]:
-    """Sample a device for every table, among the devices with room."""
+    """Sample a device for every table among the devices with enough memory."""
     order = random.permutation(len(setting.tables))
     scores = np.zeros(len(order))
     return _place(setting, order, scores, lambda fits, loads, held: random.choice(fits))
@@ -59,7 +61,9 @@ def _balanced(setting: Setting, scores: Floats) -> Assignment:
 def _place(
     setting: Setting, order: Ints, scores: Floats, pick: Callable[[Ints, Floats, Floats], int]
 ) -> list[int]:
-    """Choose a device for every table; ``pick`` selects one with room by loads and bytes."""
+    """Choose a device for every table; ``pick`` selects a device with enough memory by loads and
+    bytes.
+    """
     loads, held = np.zeros(setting.num_ranks), np.zeros(setting.num_ranks)
     devices = [0] * len(order)
     for table in order:

@@ -30,11 +30,11 @@ _DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError, OSError),
     UnpicklingError,
 )
-VERSION = 2  # increment the version when the same arguments would train another planner
+VERSION = 2  # increment this version when the same arguments would train a different planner
 
 
 class Learned(Protocol):
-    """Describes a planner with networks: a dataclass of modules, a ``Scaling`` and numbers."""
+    """Describes a planner with networks: a dataclass of modules, a ``Scaling``, and numbers."""
 
     @classmethod
     def blank(cls, num_ranks: int) -> Self:
@@ -50,7 +50,7 @@ class Learned(Protocol):
 
 
 def path_of(name: str, like: TaskCost, seed: int) -> Path:
-    """Return the file of the planner that is trained on tasks like this one."""
+    """Return the file of the planner trained on tasks that are similar to this task."""
     task = like.task
     facts = [name, VERSION, seed, task.world_size, task.batch_size]
     digest = hashlib.sha256(json.dumps([*facts, like.prices_digest]).encode()).hexdigest()[:20]
@@ -66,7 +66,9 @@ def save_model(model: Learned, path: Path) -> None:
 
 
 def load_model(model: Learned, path: Path) -> bool:
-    """Fill an untrained model from the file; False if it is missing, damaged or does not match."""
+    """Fill an untrained model from the file; return False if the file is missing, is damaged, or
+    does not match.
+    """
     if not path.is_file():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Contains the shared code of the learned planners: small networks, sums per device, scaled
+"""Contains code that the learned planners share: small networks, sums per device, and scaled
 features.
 """
 
@@ -17,7 +17,7 @@ LOGARITHMIC = (1, 2, 3)  # rows, pooling and size span several orders of magnitu
 
 
 def mlp(*widths: int, last: bool = False) -> nn.Sequential:
-    """Build linear layers with ReLU between them, and after the last layer if ``last``."""
+    """Build linear layers with a ReLU between layers and, if ``last``, after the last layer."""
     layers: list[nn.Module] = []
     for place, (width, following) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(width, following))
@@ -34,7 +34,7 @@ def sums(latents: Tensor, devices: Tensor, size: int) -> Tensor:
 def descend(
     optimizer: torch.optim.Optimizer, loss: Tensor, *, most_gradient: float | None = None
 ) -> None:
-    """Make one optimizer step on the loss, with the gradient norm clipped to ``most_gradient``."""
+    """Take one optimizer step on the loss, with the gradient norm clipped to ``most_gradient``."""
     optimizer.zero_grad()
     loss.backward()
     if most_gradient is not None:
@@ -45,7 +45,9 @@ def descend(
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Stores the mean and deviation of the training tables' features; the bins are not scaled."""
+    """Stores the means and standard deviations of the training tables' features; the bins are not
+    scaled.
+    """
 
     mean: Floats
     deviation: Floats

@@ -3,15 +3,16 @@ placement.
 
 Source: MLSys'23; daochenzha/neuroshard ec7ca74 and 06aaa2b (``neurosharder.py``, ``simulator.py``,
 ``*_cost_model.py``). One network prices the compute of a set of tables (20 features each, summed).
-Two price the exchanges of all devices from their sums of columns, for a fixed number of devices. A
-beam of 3 over column cuts tries the 10 largest and the 10 most expensive tables, to a depth of 10.
-For each cut, tables are placed in descending order of cost on the device with the lowest predicted
-cost under a limit on its columns. The limit is scanned from 1.0 to 1.5 times the mean in 11 steps.
+Two networks price the exchanges of all devices from the devices' sums of columns, for a fixed
+number of devices. A beam of 3 over column cuts tries the 10 largest and the 10 most expensive
+tables, to a depth of 10. For each cut, tables are placed in descending order of cost on the device
+with the lowest predicted cost, under a limit on the columns per device. The limit is scanned from
+1.0 to 1.5 times the mean in 11 steps.
 
-Differences: 10,000 sets and 2,000 placements are measured instead of 100,000, for 40 epochs instead
-of 1,000; a cut halves all parts of a table at once, and its parts are on distinct devices, as in an
-even S(1) here; the forward and the backward exchange share one network; rows and pooling are
-logarithms; costs are divided by their mean.
+Differences: 10,000 sets and 2,000 placements are measured instead of 100,000, and training takes 40
+epochs instead of 1,000. A cut halves all parts of a table at once, and the parts are on distinct
+devices, as in an even S(1) layout of sbpflow. The forward and the backward exchange share one
+network. Rows and pooling are logarithms. Costs are divided by their mean.
 """
 
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Amount:
 
 
 class ComputeNet(nn.Module):
-    """Implements an MLP 20-128-32 per table, summed, then 32-64-1."""
+    """Applies an MLP 20-128-32 to each table, sums the results, and applies an MLP 32-64-1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class ComputeNet(nn.Module):
 
 
 def exchange_net(num_ranks: int) -> nn.Sequential:
-    """Build a network from all devices' column sums to the ms of each device's exchange."""
+    """Build a network that maps all devices' column sums to the ms of each device's exchange."""
     return mlp(num_ranks, 128, 64, 32, 16, num_ranks)
 
 
@@ -82,14 +83,16 @@ class NeuroShard:
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "NeuroShard":
-        """Train on tasks with the same number of devices, using sets of their tables."""
+        """Train on tasks with the same number of devices, using sets of the tasks' tables."""
         amount = amount or Amount()
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return _train(settings, np.random.default_rng(seed), amount)
 
     def plan(self, setting: Setting) -> Assignment:
-        """Return the best plan by predicted cost; the greedy plan by size if nothing fits."""
+        """Return the plan with the lowest predicted cost, or the greedy plan by size if no plan
+        fits.
+        """
         with torch.no_grad():
             return _Beam(self, setting).run()
 
@@ -108,7 +111,9 @@ class NeuroShard:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Contains the column parts to place: their table, columns, bytes and scaled features."""
+    """Contains the column parts to place, with the table, columns, bytes, and scaled features of
+    each part.
+    """
 
     table: tuple[int, ...]
     dims: Floats
@@ -175,7 +180,7 @@ class _Beam:
         return sorted({*large.tolist(), *dear.tolist()})
 
     def _place(self, cuts: tuple[int, ...]) -> tuple[list[list[int]] | None, float]:
-        """Return (parts by device for the best limit on columns, predicted cost)."""
+        """Return (parts by device, predicted cost) for the best limit on columns."""
         parts = _parts(self.setting, self.model.scaling, cuts)
         alone = self.model.compute_of(parts, [[n] for n in range(len(parts.table))])
         order = np.argsort(-alone, kind="stable").tolist()
@@ -193,8 +198,8 @@ class _Beam:
     def _greedy(
         self, parts: _Parts, order: list[int], scale: float
     ) -> tuple[list[list[int]] | None, bool]:
-        """Return (parts by device, or None if a part does not fit; whether the column limit
-        mattered).
+        """Return the parts by device, or None if a part does not fit, and whether the column limit
+        mattered.
         """
         size = self.setting.num_ranks
         placed: list[list[int]] = [[] for _ in range(size)]
@@ -269,7 +274,7 @@ def _train(settings: Sequence[Setting], random: np.random.Generator, amount: Amo
 def _sets(
     settings: Sequence[Setting], scaling: Scaling, random: np.random.Generator, count: int
 ) -> tuple[Tensor, Tensor, Floats]:
-    """Sample sets of column parts on one device, and compute their ms."""
+    """Sample sets of column parts on one device, and compute the ms of each set."""
     features = torch.zeros(count, LARGEST_SET, len(WITHOUT_SIZE))
     present = torch.zeros(count, LARGEST_SET)
     measured = np.zeros(count)
@@ -317,7 +322,9 @@ def _fit(
     random: np.random.Generator,
     amount: Amount,
 ) -> None:
-    """Train with the MSE and Adam at 1e-3; keep the best epoch's weights on a held-out tenth."""
+    """Train with the MSE and Adam at 1e-3; keep the weights of the epoch with the lowest error on a
+    held-out tenth.
+    """
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     order = torch.from_numpy(random.permutation(len(target)))
     held, trained = order[: len(order) // 10], order[len(order) // 10 :]

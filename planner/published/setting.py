@@ -1,6 +1,6 @@
 """Converts a task for a published planner and converts the planner's answer into a plan.
 
-Most of these planners place whole tables: they return a device number for each table.
+Most published planners place whole tables and return a device number for each table.
 ``Setting.whole`` converts these numbers into an assignment with the ``columns`` exchange. This
 exchange corresponds to the all-to-all of pooled vectors in the papers.
 """
@@ -31,7 +31,7 @@ NUM_FEATURES = 4 + NUM_BINS
 
 @dataclass(frozen=True)
 class Setting:
-    """Combines a task with the problem that prices its plans."""
+    """Combines a task with the search problem that prices the task's plans."""
 
     task: Task
     problem: Problem
@@ -53,14 +53,14 @@ class Setting:
 
     @property
     def whole_allowed(self) -> bool:
-        """Return whether every table may be whole on one rank."""
+        """Return whether every table may be stored whole on one rank."""
         numbers = [option_number(options, self._whole_shape) for options in self.problem.options]
         return None not in numbers
 
     @cached_property
     def whole_option(self) -> tuple[int, ...]:
-        """Return each table's option for a whole table on one rank; raise PlanError if it is not
-        allowed.
+        """Return each table's option for a whole table on one rank; raise PlanError if a table
+        lacks this option.
         """
         numbers: list[int] = []
         for name, options in zip(self.problem.names, self.problem.options, strict=True):
@@ -75,19 +75,19 @@ class Setting:
 
     @cached_property
     def rows(self) -> Floats:
-        """Return the load [T, 3] that each whole table adds to its rank."""
+        """Return the loads [T, 3] that whole tables add to their ranks."""
         pairs = zip(self.problem.options, self.whole_option, strict=True)
         chosen = [options[number] for options, number in pairs]
         return np.stack([o.kinds[0] if o.num_shards else o.home for o in chosen])
 
     @cached_property
     def held_bytes(self) -> Floats:
-        """Return [T] bytes of a whole table on its rank."""
+        """Return the bytes [T] that each whole table occupies on its rank."""
         return self.rows[:, BYTES]
 
     @cached_property
     def room_bytes(self) -> Floats:
-        """Return [ranks] bytes available for tables, after the fixed needs of a plan of whole
+        """Return the bytes [ranks] available for tables after the fixed memory of a plan with whole
         tables.
         """
         home = sum(
@@ -106,7 +106,7 @@ class Setting:
 
     @cached_property
     def pooling(self) -> Floats:
-        """Return [T] ids per sample."""
+        """Return the ids per sample [T]."""
         batch = self.task.batch_size
         return np.array([self.task.lookups(table) / batch for table in self.tables])
 
@@ -127,7 +127,7 @@ class Setting:
         )
 
     def option(self, table: int, shape: Shape) -> Option | None:
-        """Return a table's option of that shape, or None if it is not allowed."""
+        """Return the table's option with this shape, or None if the shape is not allowed."""
         options = self.problem.options[table]
         number = option_number(options, shape)
         return None if number is None else options[number]

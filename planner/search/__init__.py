@@ -1,1 +1,1 @@
-"""Searches for the plan with the least predicted time: seeds, exact and local search, bounds."""
+"""Searches for the plan with the shortest predicted time, using seeds, local search, and bounds."""

@@ -1,7 +1,7 @@
 """Runs the whole search: seeds, local search from the best seeds, and a final descent.
 
-By the model's prices, the result is never worse than any seed, and no table has a better place
-while the others stay. The same problem, seed and effort give the same plan, because budgets limit
+By the model's prices, the result is never worse than any seed, and moving any single table would
+not improve the result. The same problem, seed, and effort give the same plan, because budgets limit
 insertions instead of seconds.
 """
 
@@ -32,18 +32,19 @@ from sbpflow.planner.search.seeds import (
     partly_copied,
 )
 
-STARTS = 4  # number of seeds that local search improves before it continues with the best
+STARTS = 4  # number of seeds that local search improves before continuing with the best seed
 NUM_ALIKE = 8  # number of the cheapest shapes that are tried for all tables
 MIXED = 3  # number of the cheapest shapes that are tried in pairs
-SCALES = (1.1, 1.25)  # of the mean load, for plans that split only what exceeds it
-CLOSE = 3e-3  # search ends within this share of the lower bound: far less than any model's error
+SCALES = (1.1, 1.25)  # factors of the mean load for plans that split only tables above this load
+CLOSE = 3e-3  # the search ends within this fraction of the lower bound, far below any model's error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """Contains the best plan, every seed by name (``plans``), and the seeds' prices (``seeds``).
 
-    ``others`` are the next best plans of the search; measurements can help to choose among them.
+    ``others`` contains the next best plans of the search; measurements can help to choose among
+    these plans.
     """
 
     assignment: Assignment
@@ -54,7 +55,9 @@ class Found:
 
 
 def default_insertions(problem: Problem) -> int:
-    """Return the default effort: a few seconds for 200 tables x 16 ranks, on one core."""
+    """Return the default effort, which takes a few seconds for 200 tables x 16 ranks on one
+    core.
+    """
     return max(800, min(4000, 40 * problem.num_tables))
 
 
@@ -104,7 +107,9 @@ def search(
 def _more_seeds(
     problem: Problem, weights: Floats, mean: Floats
 ) -> Iterator[tuple[str, Assignment]]:
-    """Generate plans by name, for problems in which the first plans are far from the bound."""
+    """Generate further plans by name, for problems in which the first plans are far from the
+    bound.
+    """
     order = heaviest_first(weights)
     for scale in SCALES:
         packed = build(problem, Inserter(problem, floor=scale * mean), order)
@@ -121,7 +126,7 @@ def _least_ms(problem: Problem, plans: Mapping[str, Assignment]) -> float:
 
 
 def _starts(problem: Problem, plans: Mapping[str, Assignment]) -> list[Assignment]:
-    """Return the best plans with different prices, so that no plan appears under two names."""
+    """Return the best plans with different prices, so no plan appears under two names."""
     chosen: list[Assignment] = []
     seen: set[tuple[float, float]] = set()
     ranked = sorted(

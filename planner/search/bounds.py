@@ -1,13 +1,14 @@
 """Computes a lower bound on the predicted time of any plan.
 
-A step is a sum of two maxima over ranks, of work and of transfers. Each is at least the mean of the
-ranks, and at least that of any one rank. Both bounds are sums over tables:
+A step time is the sum of two maxima over ranks, the maximum work and the maximum transfer time.
+Each maximum is at least the mean over ranks, and at least the value of any rank. Both bounds are
+sums over tables:
 
 * Each table adds to the mean at least as much as its cheapest option. A multiplier on bytes
   accounts for the memory that the ranks lack in total.
 * The rank with a table's heaviest shard takes the time of that shard plus the work that every
-  table adds to all ranks. An option that alone makes this rank slower than the given plan cannot
-  be in a better plan and is dropped; shares of the bound apply to such ranks.
+  table adds to all ranks. An option that alone makes this rank slower than the given plan cannot be
+  in a better plan and is dropped. Shares of the bound apply to ranks with the heaviest shards.
 """
 
 from dataclasses import dataclass
@@ -19,16 +20,17 @@ from numpy.typing import NDArray
 from sbpflow.planner.search.problem import BYTES, Floats, Key, Option, Problem
 
 DUAL_ROUNDS = 60
-# These multipliers of bytes are relative to the mean time per memory limit.
+# The multipliers on bytes are relative to the mean time per memory limit.
 MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Stores a bound in ``ms``; ``gap`` is the excess of the plan with ``plan_ms``.
+    """Stores a bound in ``ms``; ``gap`` is the relative excess of the plan's ``plan_ms`` over the
+    bound.
 
-    ``options`` has the options of each table that a faster plan can have, first the one that
-    reaches the bound.
+    ``options`` contains the options of each table that can occur in a faster plan, starting with
+    the option that reaches the bound.
     """
 
     ms: float
@@ -41,13 +43,13 @@ class Bound:
 
 
 def bound(problem: Problem, plan_ms: float) -> Bound:
-    """Return a bound for all plans of the problem's options, at most ``plan_ms``.
+    """Return a lower bound, at most ``plan_ms``, for all plans that use the problem's options.
 
-    Three kinds of multipliers raise the bound. The first applies to bytes. The second consists of
-    shares of a key's cost, paid by the tables that could have the key and in total at most that
-    cost. The third consists of shares of the bound for the ranks with the heaviest shards, in total
-    at most 1. The bound is valid for all their values, so they are raised as long as the bound
-    improves (dual ascent).
+    Three kinds of multipliers raise the bound. The first applies to bytes. The second kind
+    distributes a key's cost over the tables that could have the key; the shares add up to at most
+    this cost. The third kind consists of shares of the bound for the ranks with the heaviest
+    shards; these shares add up to at most 1. The bound is valid for any values of the multipliers,
+    so dual ascent raises the multipliers as long as the bound improves.
     """
     before = problem.base[:, :BYTES]
     room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
@@ -61,10 +63,10 @@ def bound(problem: Problem, plan_ms: float) -> Bound:
 class _Dual:
     """Stores all tables' options as arrays: ms, bytes, and the keys that each option needs.
 
-    ``homes`` is the work that an option adds to every rank, ``spread`` is the work that its shards
-    add to the mean rank, and ``heaviest`` is the largest work that they add to one rank. Options
-    whose heaviest shard alone takes ``most_ms`` or more are omitted. Without tables, a rank may
-    have ``uneven_ms`` less than the mean.
+    ``homes`` is the work that an option adds to every rank, ``spread`` is the work that the
+    option's shards add to the mean rank, and ``heaviest`` is the maximum work that the shards add
+    to one rank. Options whose heaviest shard alone takes ``most_ms`` or more are omitted. Without
+    tables, a rank may have ``uneven_ms`` less than the mean.
     """
 
     def __init__(self, problem: Problem, most_ms: float, uneven_ms: Floats) -> None:
@@ -108,7 +110,9 @@ class _Dual:
         self._pair_up()
 
     def _pair_up(self) -> None:
-        """Number the (table, key) pairs: a table's options share its payment for a key."""
+        """Number the (table, key) pairs; all options of a table share the table's payment for a
+        key.
+        """
         of_pair = self.table[self.rows] * max(len(self.key_ms), 1) + self.keys
         unique, self.pair = np.unique(of_pair, return_inverse=True)
         self.pair_key = unique % max(len(self.key_ms), 1)
@@ -133,8 +137,8 @@ class _Dual:
         return float(least.sum() - multiplier * room) - uneven
 
     def raised(self, room: float) -> tuple[float, Floats]:
-        """Return the best bound over rounds that move the shares, and [options] the excess of plans
-        with an option over it.
+        """Return the best bound over rounds that change the shares, and for each option the excess
+        over this bound of plans that use the option.
         """
         unit = max(abs(self.value(0.0, 0.0)), 1e-9)
         bytes_ms = max(
@@ -154,7 +158,9 @@ class _Dual:
         return best, above
 
     def options(self, above: Floats, most: float) -> tuple[tuple[int, ...], ...]:
-        """Return each table's options at most ``most`` above the bound, in ascending order."""
+        """Return each table's options that exceed the bound by at most ``most``, in ascending
+        order.
+        """
         chosen: list[tuple[int, ...]] = []
         for start, end in pairwise([*self.first, len(self.table)]):
             order = start + np.argsort(above[start:end], kind="stable")
@@ -162,12 +168,12 @@ class _Dual:
         return tuple(chosen)
 
     def _first_of(self, near: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Return each table's first option of those that are marked."""
+        """Return the first marked option of each table."""
         parts = np.split(near, self.first[1:])
         return self.first + np.array([int(part.argmax()) for part in parts])
 
     def _pay(self, near: NDArray[np.bool_], step_ms: float) -> None:
-        """Let tables that choose a key pay more of it, up to its cost."""
+        """Increase the shares of the tables that choose a key, up to the key's cost."""
         wanted = np.zeros(len(self.paid))
         np.maximum.at(wanted, self.pair, near[self.rows].astype(np.float64))
         self.paid = self.paid + wanted * step_ms
@@ -184,8 +190,8 @@ class _Dual:
 
 
 def _row(problem: Problem, option: Option) -> Floats:
-    """Return the ms of home, all bytes, and of work and transfers: the mean rank's shards, and the
-    heaviest shard.
+    """Return the ms of home, all bytes, and, for work and transfers, the ms of the mean rank's
+    shards and of the heaviest shard.
     """
     size, shards = problem.num_ranks, option.shards
     held = size * option.home[BYTES] + shards[:, BYTES].sum()
@@ -194,9 +200,7 @@ def _row(problem: Problem, option: Option) -> Floats:
 
 
 def _shared(problem: Problem, option: Option) -> list[Key]:
-    """Return the option's keys that are not present yet, as if all its possible ranks were the
-    same.
-    """
+    """Return the option's keys that are not present yet, ignoring the choice of ranks."""
     ranks = tuple(range(option.num_shards))
     return [
         _anywhere(key, ranks)
@@ -210,5 +214,5 @@ def _key_ms(problem: Problem, key: Key) -> float:
 
 
 def _anywhere(key: Key, ranks: tuple[int, ...]) -> Key:
-    """Return the key without its ranks, so that it is the same key on any ranks."""
+    """Return the key without its ranks, so the key is the same on any ranks."""
     return (key[0], key[1].replace(repr(ranks), "ranks")) if ranks else key

@@ -1,8 +1,8 @@
 """Finds the best way to add one table to a plan, over all options and suitable ranks.
 
-Greedy construction, re-insertion and the runner-ups of a report use this module. Equal shards on
-the best-scored ranks, or on a block of neighboring ranks, change the maxima over ranks in a way
-that a few array operations compute for all options at once.
+This module is used by greedy construction, reinsertion, and the alternatives of a report. Equal
+shards on the best-scored ranks, or on a block of neighboring ranks, change the maxima over ranks in
+a way that a few array operations compute for all options at once.
 """
 
 from collections.abc import Collection
@@ -22,14 +22,15 @@ from sbpflow.planner.search.problem import (
     State,
 )
 
-# This is the mean load's share in the search goal, in addition to the step's time. The step is a
-# maximum over ranks, so most moves do not change it; the mean rewards less work and balanced work.
+# The search goal is the step time plus this share of the mean load. The step time is a maximum over
+# ranks, so most moves do not change the step time; the mean load rewards moves that reduce the
+# total work.
 EVENNESS = 0.05
-NO_ROOM = 1e6  # penalty in ms for exceeding a rank's memory by its whole limit
+NO_ROOM = 1e6  # penalty in ms for exceeding a rank's memory limit by 100%
 
 
 class Insertion(NamedTuple):
-    """Contains a move, the search ``goal`` that it reaches, and the step's time, in ms."""
+    """Contains a move, and the resulting search ``goal`` and step time in ms."""
 
     goal: float
     ms: float
@@ -47,9 +48,9 @@ def goal(state: State) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """Stores the options of a table with shards on one number of ranks, as arrays.
+    """Stores the options of a table with the same number of shards, as arrays.
 
-    ``shards`` [n, 3] has the largest load of a shard of each option, and ``homes`` [n, 3] the load
+    ``shards`` [n, 3] contains the largest shard load of each option, and ``homes`` [n, 3] the load
     on every rank.
     """
 
@@ -60,10 +61,10 @@ class _Tried:
 
 
 class Inserter:
-    """Prices insertions into states of one problem.
+    """Prices insertions of tables into states of one problem.
 
-    ``allowed`` [table] contains the numbers of the options to try, by default all. Loads [2] below
-    ``floor`` do not count: a plan that a search has only begun will reach them anyway.
+    ``allowed`` [table] contains the numbers of the options to try (by default, all options). Loads
+    [2] below ``floor`` do not count, because the complete plan will reach these loads anyway.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class Inserter:
     def _ranks(self, now: "_Sums", tried: _Tried) -> tuple[Ints, Ints]:
         """Choose ranks [m, count] for the options ``which`` [m]: the best ranks and the best block.
 
-        Tables on the same block share the keys that depend on ranks, and single ranks rarely agree.
+        Tables on the same block share the keys that depend on ranks; individually chosen ranks
+        rarely coincide.
         """
         size, count, which = len(now.loads), tried.count, np.arange(len(tried.numbers))
         if count in (0, size):
@@ -129,7 +131,7 @@ class Inserter:
     def _priced(
         self, state: State, now: "_Sums", options: tuple[Option, ...], tried: _Tried
     ) -> list[Insertion]:
-        """Return the insertions of options with one number of shards on their chosen ranks."""
+        """Return the insertions of options with the same number of shards on the chosen ranks."""
         which, ranks = self._ranks(now, tried)
         numbers = [tried.numbers[n] for n in which.tolist()]
         moves = [Move(n, tuple(r)) for n, r in zip(numbers, ranks.tolist(), strict=True)]
@@ -138,7 +140,7 @@ class Inserter:
         shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 3]
         most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
         ms = np.maximum(most + homes, self._floor)[:, :BYTES].sum(axis=1)
-        # Squares change by the home's load on all ranks, and by the shards' loads on some.
+        # Squares change by the home load on all ranks and by the shard loads on some ranks.
         squares = now.squares + homes * (2 * now.total + len(now.loads) * homes)
         squares += (shards * (2 * (mine + homes[:, None]) + shards)).sum(1)
         even = np.sqrt(np.maximum(squares[:, :BYTES], 0.0) / len(now.loads)).sum(axis=1)
@@ -154,7 +156,9 @@ class Inserter:
 
 
 class _Sums(NamedTuple):
-    """Contains a state's loads [ranks, 3], and values of them that all insertions use."""
+    """Contains a state's loads [ranks, 3] and values derived from the loads that all insertions
+    use.
+    """
 
     loads: Floats
     most: Floats

@@ -3,7 +3,8 @@
 The method is ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes
 tables of the slowest rank and another rank, a whole group, or random tables; a swap exchanges two
 tables between ranks. A worse plan is accepted within a threshold that decreases to 0. The same seed
-and number of insertions give the same plan. A last descent moves single tables until no move helps.
+and number of insertions give the same plan. A final descent moves single tables until no move
+helps.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,17 +23,19 @@ from sbpflow.planner.search.problem import (
     State,
 )
 
-START_THRESHOLD = 0.02  # a worse plan is accepted up to this initial excess of the goal
-# A ruin removes at most ``LARGEST_RUIN`` tables; a share ``GROUP_RUIN`` of the ruins moves a whole
-# group to other ranks.
+START_THRESHOLD = 0.02  # a worse plan is accepted up to this initial excess over the goal
+# A ruin removes at most ``LARGEST_RUIN`` tables; a fraction ``GROUP_RUIN`` of the ruins moves a
+# whole group to other ranks.
 LARGEST_RUIN = 12
 GROUP_RUIN = 0.02
 SWAP_SHARE = 0.3
-LEAST_GAIN = 1e-6  # relative; smaller differences of two plans are rounding errors
+LEAST_GAIN = 1e-6  # relative; smaller differences between two plans are rounding errors
 
 
 def build(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
-    """Build a whole plan by inserting tables in ``order``, each in its currently best place."""
+    """Build a whole plan by inserting tables in ``order``, each table at the currently best
+    place.
+    """
     state = State(problem)
     for table in order:
         state.add(table, inserter.best(state, table).move)
@@ -40,9 +43,9 @@ def build(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
 
 
 def descend(problem: Problem, inserter: Inserter, start: Assignment) -> Assignment:
-    """Move single tables as long as a move makes the plan faster or its excess smaller.
+    """Move single tables as long as a move makes the plan faster or reduces the plan's excess.
 
-    In the result, no insertion of a table is better than its present place.
+    In the result, no insertion of a table is better than the table's present place.
     """
     state = State(problem, start)
     queue, waiting = list(range(problem.num_tables)), 0
@@ -88,7 +91,7 @@ class LocalSearch:
     ) -> Assignment:
         """Return the best plan after this many insertions, never worse than ``start``.
 
-        ``progress`` is called with the number of insertions made since its last call.
+        ``progress`` is called with the number of insertions since the last call.
         """
         state = State(self.problem, start)
         current = goal(state)
@@ -111,7 +114,7 @@ class LocalSearch:
         return best
 
     def _ruin(self, state: State, limit: float) -> float | None:
-        """Ruin and recreate once; return the new goal, or None with the plan unchanged."""
+        """Ruin and recreate once; return the new goal, or None if the plan is unchanged."""
         before = list(state.moves)
         avoid: frozenset[object] = frozenset()
         if self.random.random() < GROUP_RUIN and len(state.present) > 1:
@@ -170,7 +173,9 @@ class LocalSearch:
         return [tables[int(place)] for place in chosen]
 
     def _swap(self, state: State, limit: float) -> float | None:
-        """Exchange a whole table of a slowest rank with the best table elsewhere, if that helps."""
+        """Swap a whole table of a slowest rank with the best table on another rank, if the swap
+        helps.
+        """
         options = self.problem.options
         whole = {
             table: move.ranks[0]
@@ -209,7 +214,7 @@ class LocalSearch:
         return step + EVENNESS * even + NO_ROOM * excess / limit.mean()
 
     def _exchange(self, state: State, table: int, other: int, limit: float) -> float | None:
-        """Swap two whole tables; undo the swap if keys that depend on ranks make it too
+        """Swap two whole tables; undo the swap if keys that depend on ranks make the swap too
         expensive.
         """
         first, second = state.remove(table), state.remove(other)
@@ -226,7 +231,9 @@ class LocalSearch:
 
 
 def weights_of(problem: Problem) -> Floats:
-    """Return [tables] ms of each table in its cheapest option; heavy tables are placed first."""
+    """Return the ms of each table in its cheapest option, [tables]; heavy tables are placed
+    first.
+    """
     return np.array(
         [min(mean_ms(problem, option) for option in options) for options in problem.options]
     )

@@ -1,9 +1,9 @@
 """Represents a planning problem as arrays: the load that each option adds to the ranks.
 
-A load has three numbers: ms of work, ms of transfers, and bytes. A table's move is an ``Option``
-and the ranks of its shards. Loads are summed over tables, so a change of plan is a subtraction and
-an addition. A step takes as long as the most work of any rank plus the most transfers of any rank.
-The module is pure arithmetic and does not use the engine.
+A load consists of three numbers: ms of work, ms of transfers, and bytes. A table's move consists of
+an ``Option`` and the ranks of the option's shards. Loads are summed over tables, so changing a plan
+takes one subtraction and one addition. The step time is the maximum work of any rank plus the
+maximum transfer time of any rank. This module is pure arithmetic and does not use the engine.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +18,7 @@ from sbpflow.errors import PlanError
 BYTES = 2  # the last number of a load
 NO_LIMIT = 1e18  # bytes
 _NOTHING = np.zeros(3)
-# shards whose loads differ by less are treated as equal when ranks are chosen
+# shards with a smaller difference in load are treated as equal when ranks are chosen
 ALIKE = 0.01
 
 
@@ -26,10 +26,11 @@ ALIKE = 0.01
 class Option:
     """Describes one way to store a table, with its ranks left open.
 
-    ``shape`` names the option. ``kinds[kind[s]]`` is added to the rank of shard s, and ``home`` to
-    every rank for its own samples. A copied table has no shards: its load is in ``home``.
-    ``keys(ranks)`` are resources that tables can share (a group, a storage): every rank has the
-    load ``Problem.key_loads[key[0]]`` for each of the plan's distinct keys.
+    ``shape`` names the option. The load ``kinds[kind[s]]`` is added to the rank of shard s, and
+    ``home`` to every rank for the rank's own samples. A copied table has no shards; ``home``
+    contains the load of the copy. ``keys(ranks)`` names resources that tables can share (a group, a
+    storage). For each distinct key of a plan, the load ``Problem.key_loads[key[0]]`` is added to
+    every rank.
     """
 
     shape: Hashable
@@ -44,7 +45,7 @@ class Option:
 
     @property
     def whole(self) -> bool:
-        """Return whether the table is on a single rank."""
+        """Return whether the whole table is on a single rank."""
         return self.num_shards == 1
 
     @property
@@ -60,13 +61,13 @@ class Option:
 
 
 def step_ms(loads: Floats) -> Floats:
-    """Map loads [.., ranks, 3] to the ms of a step [..]."""
+    """Return the step times in ms [..] for loads [.., ranks, 3]."""
     return loads[..., :BYTES].max(axis=-2).sum(axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Contains tables with their options, ranks with their memory, and the loads of keys.
+    """Contains the options of all tables, the memory of all ranks, and the loads of keys.
 
     ``options`` contains the allowed options of every table, and ``limit_bytes`` [ranks] the memory
     of each rank. ``base`` [ranks, 3] and the keys ``present`` come from fixed parts, such as pinned
@@ -104,13 +105,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Puts shard s of a table in its ``option``-th option on ``ranks[s]``; no ranks if copied."""
+    """Assigns a table to option number ``option``, with shard s on ``ranks[s]``; a copy has no
+    ranks.
+    """
 
     option: int
     ranks: tuple[int, ...]
 
 
-Assignment = tuple[Move, ...]  # one move per table, a complete plan
+Assignment = tuple[Move, ...]  # a complete plan: one move per table
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ class State:
         return move
 
     def new_keys(self, option: Option, ranks: tuple[int, ...]) -> Floats:
-        """Return the load [3] of the option's keys that the plan does not have yet."""
+        """Return the total load [3] of the option's keys that are not in the plan yet."""
         new = [key[0] for key in option.keys(ranks) if key not in self.present]
         return self.problem.key_loads[new].sum(axis=0) if new else _NOTHING
 
@@ -188,7 +191,7 @@ class State:
         return Priced(
             ms=float(step_ms(self.loads)),
             loads=self.loads.copy(),
-            # Rounding errors of sums of bytes must not make a full rank look too full.
+            # Rounding errors in sums of bytes must not make a full rank exceed the limit.
             excess_bytes=float(excess[excess > 0.5].sum()),
         )
 

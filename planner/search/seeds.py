@@ -1,7 +1,7 @@
-"""Generates plans to start from: one shape for all tables, small tables copied, and greedy plans.
+"""Generates starting plans: one shape for all tables, small tables copied, and greedy plans.
 
-An expert or a published heuristic would try each of these plans first, so the search is never
-worse.
+Experts and published heuristics would try these plans first, so the search result is never worse
+than such a plan.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -14,7 +14,7 @@ from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.local import build, mean_ms, weights_of
 from sbpflow.planner.search.problem import BYTES, Assignment, Floats, Key, Problem
 
-COPIED_SHARES = (0.25, 0.5, 0.75)  # shares of the tables to copy, the smallest tables first
+COPIED_SHARES = (0.25, 0.5, 0.75)  # shares of the tables to copy, starting with the smallest tables
 
 
 def heaviest_first(weights: Floats) -> list[int]:
@@ -23,7 +23,9 @@ def heaviest_first(weights: Floats) -> list[int]:
 
 
 def bytes_of(problem: Problem) -> Floats:
-    """Return [tables] bytes of each table when it is stored once, in its smallest option."""
+    """Return the bytes of each table [tables] if the table is stored once, in the smallest
+    option.
+    """
     return np.array(
         [
             min(float(option.home[BYTES] + option.shards[:, BYTES].sum()) for option in options)
@@ -46,8 +48,8 @@ def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter
 
 
 def families(problem: Problem) -> list[Hashable]:
-    """Return the shapes that a table can have, in ascending order of the mean rank's ms if all
-    tables that allow the shape have it.
+    """Return the shapes that a table can have. The shapes are sorted by the mean rank's ms if all
+    tables that allow a shape use this shape.
     """
     least = weights_of(problem)
     total: dict[Hashable, float] = {}
@@ -61,7 +63,7 @@ def families(problem: Problem) -> list[Hashable]:
 def homogeneous(
     problem: Problem, weights: Floats, shapes: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Return a plan for every shape, with all tables that allow it in that shape."""
+    """Return a plan for every shape; all tables that allow the shape use the shape."""
     order = heaviest_first(weights)
     for shape in shapes:
         inserter = narrowed(problem, [(shape,)] * problem.num_tables)
@@ -71,7 +73,7 @@ def homogeneous(
 def partly_copied(
     problem: Problem, weights: Floats, rests: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Copy the smallest tables and give the others one shape."""
+    """Copy the smallest tables and give the same shape to all other tables."""
     copied = {
         option.shape for options in problem.options for option in options if not option.num_shards
     }
@@ -96,7 +98,7 @@ def mixed(
 ) -> Iterator[tuple[str, Assignment]]:
     """Yield a plan for each pair of shapes, built as if the shapes' keys were already paid for.
 
-    Otherwise, no single table would pay for a group that is worth its cost for several tables.
+    Otherwise, greedy insertion would never create a group that pays off only for several tables.
     """
     order = heaviest_first(weights)
     for first, second in combinations(shapes, 2):

@@ -19,6 +19,7 @@ from sbpflow.checkpoint.format import (
     Index,
     Patch,
     Piece,
+    Place,
     Previous,
     SavedTensor,
     digest_of,
@@ -39,33 +40,38 @@ class TensorSpec:
     """Describes a logical tensor without its values; the same on all ranks.
 
     If ``by_key``, the number of rows is known only when all ranks have reported theirs. The rows of
-    equal columns are saved in rank order.
+    equal columns are saved in rank order. ``keys`` is the tensor of the keys of a growing table.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     column_starts: tuple[int, ...] | None
     by_key: bool = False
+    keys: str | None = None
 
     def saved(self, pieces: Sequence[Piece], patches: Sequence[Patch]) -> SavedTensor:
         """Return the tensor with the pieces and patches of all ranks, in rank order."""
         shape = self.shape
         if self.by_key:
             ends: dict[int, int] = {}  # by first column
-            placed: list[Piece] = []
-            for piece in pieces:
-                start = ends.get(piece.place.col_start, 0)
-                stop = ends[piece.place.col_start] = start + piece.place.num_rows
-                place = replace(piece.place, row_start=start, row_stop=stop)
-                placed.append(replace(piece, place=place))
-            pieces, shape = placed, (max(ends.values(), default=0), *shape[1:])
+            pieces = [replace(piece, place=_stacked(piece.place, ends)) for piece in pieces]
+            patches = [replace(patch, place=_stacked(patch.place, ends)) for patch in patches]
+            shape = (max(ends.values(), default=0), *shape[1:])
         return SavedTensor(
             shape=shape,
             dtype=self.dtype,
             pieces=tuple(pieces),
             column_starts=self.column_starts,
             patches=tuple(patches),
+            keys=self.keys,
         )
+
+
+def _stacked(place: Place, ends: dict[int, int]) -> Place:
+    """Move a rectangle down to the end of the earlier rectangles of its columns."""
+    start = ends.get(place.col_start, 0)
+    stop = ends[place.col_start] = start + place.num_rows
+    return replace(place, row_start=start, row_stop=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

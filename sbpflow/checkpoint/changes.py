@@ -1,11 +1,13 @@
 """Marks the rows that training changes, so that a delta contains only these rows.
 
 A delta has, for every rectangle of a table that a rank writes, the numbers of the changed rows and
-their values. The rectangles tile the table, so a reader notices a missing one.
+their values. The rectangles tile the table, so a reader notices a missing one. Rows of growing
+tables are numbered in the order of their keys; a row of a new key counts as changed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +17,11 @@ from torch import Tensor
 from sbpflow.checkpoint.format import Patch, Piece, Place
 from sbpflow.checkpoint.write import Part
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.state import StoredRows
+from sbpflow.embedding.state import StoredRows, Values
 from sbpflow.embedding.storage.base import RowListener
+from sbpflow.embedding.storage.live_rows import KeyColumn, TrainedRows
 from sbpflow.embedding.storage.selected_rows import NO_ROWS, SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
-from sbpflow.errors import ConfigError
 
 Stores = Callable[[], Iterable[tuple[RowStore, Sequence[Shard]]]]
 Written = Sequence[tuple[str, Piece]]
@@ -30,18 +32,24 @@ class ChangedRows(SelectedRows):
 
     def __init__(self, store: RowStore, changed: Tensor) -> None:
         super().__init__(store, changed.numel())
-        self._changed = changed
+        self.changed = changed
 
     def numbers(self, rows: slice) -> slice | Tensor:
-        return rows if rows == NO_ROWS else self._changed[rows]
+        return rows if rows == NO_ROWS else self.changed[rows]
 
     def places(self, numbers: Tensor) -> Tensor:
-        return torch.searchsorted(self._changed, numbers)
+        return torch.searchsorted(self.changed, numbers)
 
     def between(self, start: int, stop: int) -> tuple[int, int]:
         """Return the range of places of the store's rows [start, stop)."""
-        first, end = torch.searchsorted(self._changed, torch.tensor([start, stop])).tolist()
+        first, end = torch.searchsorted(self.changed, torch.tensor([start, stop])).tolist()
         return first, end
+
+    def among(self, trained: TrainedRows) -> TrainedRows:
+        """Return the changed rows among rows with keys."""
+        marks = np.zeros(self.store.num_rows, np.bool)
+        marks[self.changed] = True
+        return trained.among(marks)
 
 
 class ChangeTracker:
@@ -50,13 +58,7 @@ class ChangeTracker:
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
         self._marks: list[tuple[RowStore, Tensor, RowListener]] = []
-        for store, shards in stores():
-            for shard in shards:
-                if shard.table.growth is not None:
-                    raise ConfigError(
-                        f"checkpoint.deltas: table {shard.table.name} grows, which "
-                        "deltas do not support; use checkpoint.deltas=0"
-                    )
+        for store, _ in stores():
             # The additional mark is for padding, which fixed-size lookups report as a row.
             device = store.kernel.weights.device
             marks = torch.zeros(store.num_rows + 1, dtype=torch.bool, device=device)
@@ -116,33 +118,47 @@ class Changes:
         """Replace the parts of tables by their changed rows; ``patches_of`` finds them again."""
         result: list[Part] = []
         rows_names: dict[tuple[str, int, int], str] = {}
+        growing: dict[int, TrainedRows] = {}  # changed rows, by all rows
         for part in parts:
             if part.name not in self._tables:
                 result.append(part)
                 continue
             store, key, shard = self._tables[part.name]
-            rows, shift = self._changed[id(store)], shard.row_start - shard.base
-            place = part.place
-            start, stop = rows.between(place.row_start - shift, place.row_stop - shift)
+            rows, start, stop, numbers = self._select(part, growing)
             span = (shard.table.name, start, stop)
             if span not in rows_names:  # the tensors of a table share the numbers of their rows
                 rows_names[span] = f"rows/{len(rows_names)}"
-                numbers = rows.numbers(slice(start, stop))
-                values = torch.empty(0, dtype=torch.int64)
-                if isinstance(numbers, Tensor):
-                    values = numbers + shift
                 whole = Place(0, stop - start, 0, 1)
-                result.append(Part(name=rows_names[span], place=whole, values=values))
+                result.append(Part(name=rows_names[span], place=whole, values=numbers))
             is_column = part.values.ndim > store.read(NO_ROWS)[key].ndim
             result.append(
                 Part(
                     name=f"values/{len(self._patches)}",
-                    place=replace(place, row_start=0, row_stop=stop - start),
+                    place=replace(part.place, row_start=0, row_stop=stop - start),
                     values=StoredRows(rows, key, start, stop, is_column),
                 )
             )
-            self._patches.append((part.name, place, rows_names[span]))
+            self._patches.append((part.name, part.place, rows_names[span]))
         return result
+
+    def _select(
+        self, part: Part, growing: dict[int, TrainedRows]
+    ) -> tuple[SelectedRows, int, int, Values]:
+        """Return the changed rows [start, stop) of a part, and their numbers in the tensor."""
+        store, _, shard = self._tables[part.name]
+        changed, table = self._changed[id(store)], shard.table.name
+        trained = part.values.store if isinstance(part.values, StoredRows) else None
+        if isinstance(trained, TrainedRows):
+            if id(trained) not in growing:
+                growing[id(trained)] = changed.among(trained)
+            rows = growing[id(trained)]
+            start, count = rows.starts[table], rows.count(table)
+            # The writer thread computes the numbers, because it sorts the rows anyway.
+            numbers = KeyColumn(partial(rows.numbers_in, trained, table), torch.int64)
+            return rows, start, start + count, StoredRows(numbers, WEIGHTS, 0, count)
+        shift = shard.row_start - shard.base
+        start, stop = changed.between(part.place.row_start - shift, part.place.row_stop - shift)
+        return changed, start, stop, changed.changed[start:stop] + shift
 
     def patches_of(self, written: Written) -> tuple[Written, list[tuple[str, Patch]]]:
         """Divide what was written of ``parts_of`` into other parts and patches of tables."""

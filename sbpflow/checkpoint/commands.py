@@ -5,7 +5,6 @@ The commands read, rewrite, and remove checkpoints, but do not load them into a 
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +16,11 @@ from sbpflow.checkpoint.folder import (
     checked,
     list_checkpoints,
     needed_by,
-    partial_folder,
-    publish,
     remove_checkpoint,
-    tidy,
 )
-from sbpflow.checkpoint.format import BLOCK_BYTES, INDEX_FILE, SavedTensor
+from sbpflow.checkpoint.format import INDEX_FILE
 from sbpflow.checkpoint.read import Checkpoint
-from sbpflow.checkpoint.write import PieceFile, PieceWriter, bytes_of, named
+from sbpflow.checkpoint.rewrite import row_blocks, unchanged, write_full
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.runtime.files.file_lock import HeldError, hold
 from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
@@ -142,7 +138,7 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
         return f"{saved.dtype} {list(saved.shape)} and {other.dtype} {list(other.shape)}"
     rows = elements = 0
     largest = 0.0
-    for part in _row_blocks(saved, max(left.chain_length, right.chain_length)):
+    for part in row_blocks(saved, max(left.chain_length, right.chain_length)):
         a, b = left.tensor(name, rows=part), right.tensor(name, rows=part)
         unequal = (a != b) & ~(a.isnan() & b.isnan())
         if not bool(unequal.any()):
@@ -155,15 +151,6 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
     if not elements:
         return ""
     return f"{elements:,} elements in {rows:,} rows differ, by {largest:.3g} at most"
-
-
-def _row_blocks(saved: SavedTensor, num_blocks: int) -> Iterator[slice]:
-    """Yield the rows of a tensor in portions of about ``num_blocks`` blocks."""
-    whole = saved.whole
-    row_bytes = max(1, whole.num_columns * saved.dtype.itemsize)
-    step = max(1, num_blocks * BLOCK_BYTES // row_bytes)
-    for start in range(0, whole.row_stop, step):
-        yield slice(start, min(start + step, whole.row_stop))
 
 
 def _document_diff(key: str, left: object, right: object) -> Iterator[str]:
@@ -190,12 +177,12 @@ def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
     if keep < 1:
         raise ConfigError(f"--keep: must be 1 or more, got {keep}; use, for example, --keep 3")
     paths = checkpoints_of(path)
-    with _held(paths[0].parent):
+    with held(paths[0].parent):
         return _prune(paths, keep, dry_run=dry_run)
 
 
 @contextmanager
-def _held(folder: Path) -> Generator[None]:
+def held(folder: Path) -> Generator[None]:
     """Lock a folder of checkpoints; raise ConfigError if a run is saving there."""
     try:
         file = hold(folder / LOCK_FILE)
@@ -242,34 +229,18 @@ def compact(path: Path) -> str:
     if delta.previous is None:
         return f"{delta.path} is a full checkpoint already"
     folder = delta.path.parent
-    with _held(folder):
-        for other in list_checkpoints(folder):
-            if other != delta.path and delta.path in needed_by([other]):
-                raise CheckpointError(
-                    f"{delta.path}: {other.name} is a delta that continues it; compact {other}"
-                )
-        partial = partial_folder(folder, delta.step, "c0")
-        tidy(folder)
-        with named(partial):
-            partial.mkdir()
-        tensors = _write_full(delta, partial / "rank-0.bin")
-        size = (partial / "rank-0.bin").stat().st_size
-        index = replace(delta.index, tensors=tensors, files={"rank-0.bin": size}, previous=None)
-        publish(folder, partial, index)
+    with held(folder):
+        check_last(delta)
+        size = write_full(
+            folder, delta.index, {name: unchanged(delta, name) for name in delta.tensors}
+        )
     return f"{delta.path} is now a full checkpoint of {size:,} bytes"
 
 
-def _write_full(delta: Checkpoint, path: Path) -> dict[str, SavedTensor]:
-    """Write every tensor as one piece, row by row, in portions."""
-    file, tensors = PieceFile(path), dict[str, SavedTensor]()
-    try:
-        for name, saved in delta.tensors.items():
-            num_bytes = saved.whole.num_elements * saved.dtype.itemsize
-            writer = PieceWriter(file, saved.whole, num_bytes)
-            for rows in _row_blocks(saved, delta.chain_length):
-                writer.write(bytes_of(delta.tensor(name, rows)))
-            tensors[name] = replace(saved, pieces=(writer.done(),), patches=())
-        file.close()
-    finally:
-        file.close(sync=False)
-    return tensors
+def check_last(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a delta continues the checkpoint, which then must not change."""
+    for other in list_checkpoints(checkpoint.path.parent):
+        if other != checkpoint.path and checkpoint.path in needed_by([other]):
+            raise CheckpointError(
+                f"{checkpoint.path}: {other.name} is a delta that continues it; compact {other}"
+            )

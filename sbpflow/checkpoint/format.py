@@ -3,9 +3,11 @@
 A checkpoint is a folder with ``index.json`` and binary files. For every logical tensor, the index
 has the full shape and the pieces that cover it: the rectangle of each piece, its file and offset,
 and a CRC32 per block. In a delta, the tensors of tables have patches instead: the numbers and
-values of the rows that changed since the previous checkpoint. The index does not depend on ranks or
-layouts, and includes a digest of its own content. Reading untrusted files is safe: they contain
-only JSON and bytes, and nothing is executed or imported.
+values of the rows that changed since the previous checkpoint. The rows of growing tables have the
+numbers of this step; unchanged rows have other numbers in the previous checkpoint, where their keys
+identify them. The index does not depend on ranks or layouts, and includes a digest of its own
+content. Reading untrusted files is safe: they contain only JSON and bytes, and nothing is executed
+or imported.
 """
 
 import hashlib
@@ -93,8 +95,9 @@ class Piece:
 class Patch:
     """The changed rows of the rectangle ``place``: their numbers and their values.
 
-    ``rows`` refers to ascending row numbers of the tensor, int64 [n]. ``values`` refers to [n,
-    columns]. The places of both pieces have rows [0, n).
+    ``rows`` refers to ascending row numbers of the tensor, int64 [n]; for a growing table, they
+    count from the first row of ``place``. ``values`` refers to [n, columns]. The places of both
+    pieces have rows [0, n).
     """
 
     place: Place
@@ -110,7 +113,8 @@ class SavedTensor:
     ``pieces``.
 
     ``column_starts`` has the first table column of each shard; it is set only for state with one
-    value per row and column shard.
+    value per row and column shard. ``keys`` names the tensor with the keys of a growing table's
+    rows: row 0 is shared, and row i + 1 belongs to key i.
     """
 
     shape: tuple[int, ...]
@@ -118,6 +122,7 @@ class SavedTensor:
     pieces: tuple[Piece, ...]
     column_starts: tuple[int, ...] | None = None
     patches: tuple[Patch, ...] = ()
+    keys: str | None = None
 
     @property
     def whole(self) -> Place:
@@ -250,6 +255,10 @@ def _parse(text: str) -> Index:
     tensors = {
         name: _tensor_from_json(name, value, files) for name, value in content["tensors"].items()
     }
+    for name, tensor in tensors.items():
+        num_rows = tensor.whole.num_rows
+        if tensor.keys is not None and tensors[tensor.keys].whole.num_rows + 1 != num_rows:
+            _wrong(f"{name}: has {num_rows} rows, which is not one more than {tensor.keys}")
     documents = object_of(content["documents"], "documents")
     if not isinstance(content["run"], str):
         _wrong(f"its run is {content['run']!r}, not a string")
@@ -279,6 +288,8 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
         value["column_starts"] = list(tensor.column_starts)
     if tensor.patches:
         value["patches"] = [patch_to_json(patch) for patch in tensor.patches]
+    if tensor.keys is not None:
+        value["keys"] = tensor.keys
     return value
 
 
@@ -291,6 +302,7 @@ def _tensor_from_json(name: str, value: Mapping[str, Any], files: Mapping[str, i
         pieces=tuple(piece_from_json(piece) for piece in value["pieces"]),
         column_starts=None if starts is None else tuple(_count(start) for start in starts),
         patches=tuple(patch_from_json(patch) for patch in value.get("patches", ())),
+        keys=value.get("keys"),
     )
     sizes = [(piece, dtype.itemsize) for piece in tensor.pieces]
     for patch in tensor.patches:

@@ -2,7 +2,7 @@
 
 Reading converts to the requested dtype and needs the memory of one block in addition to the result.
 A delta is read through the chain of its predecessors: the values of the full checkpoint, and over
-them the changed rows of every delta in order.
+them the changed rows of every delta in order. Keys identify the rows of growing tables.
 A checkpoint contains only JSON and bytes; nothing in it is imported or executed.
 """
 
@@ -28,6 +28,7 @@ from sbpflow.checkpoint.format import (
     digest_of,
     from_json,
 )
+from sbpflow.checkpoint.keys import Addresses, read_by_key
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import JsonError, read_text
 
@@ -79,16 +80,19 @@ def _open_previous(folder: Path, index: Index, previous: Previous) -> "Checkpoin
             f"{folder}: is a delta of another checkpoint than {path}; restore that checkpoint, or "
             "use another one"
         )
-    shapes = [(each.shape, each.dtype, each.column_starts) for each in _tables(before, index)]
-    if shapes != [(each.shape, each.dtype, each.column_starts) for each in _tables(index, index)]:
+    if _tables(before, index) != _tables(index, index):
         raise CheckpointError(f"{folder}: has other tables than {path}; use another checkpoint")
     return before
 
 
-def _tables(source: "Index | Checkpoint", delta: Index) -> list[SavedTensor]:
-    """Return the tensors of ``source`` that have patches in ``delta``."""
-    names = [name for name, saved in delta.tensors.items() if saved.patches]
-    return [source.tensors[name] for name in names if name in source.tensors]
+def _tables(source: "Index | Checkpoint", delta: Index) -> list[object]:
+    """Return the forms of the tensors of ``source`` that have patches in ``delta``."""
+    forms: list[object] = []
+    for name, changed in delta.tensors.items():
+        if changed.patches and name in source.tensors:
+            saved, grows = source.tensors[name], changed.keys is not None
+            forms.append((name, saved.shape[grows:], saved.dtype, saved.column_starts))
+    return forms
 
 
 class Checkpoint:
@@ -99,6 +103,7 @@ class Checkpoint:
         self.index = index
         self.before = before  # the predecessor of a delta
         self._rows: dict[Piece, Tensor] = {}  # row numbers of the patches of one table
+        self._addresses: dict[str, Addresses] = {}
 
     @property
     def previous(self) -> Previous | None:
@@ -177,6 +182,9 @@ class Checkpoint:
             if common := piece.place.common(place):
                 for first, values in self._values(name, piece, saved.dtype, common):
                     _put(target, place, piece.place, first, values)
+        if saved.keys is not None and self.before is not None:
+            read_by_key(self, name, place, target)
+            return
         if saved.patches and self.before is not None:
             self.before.read_into(name, place, out)
         for rows, columns, values in self.changes(name, place):
@@ -184,6 +192,12 @@ class Checkpoint:
             part = target[:, columns.start - left : columns.stop - left]
             numbers = (rows - place.row_start).to(target.device)
             part.index_copy_(0, numbers, values.to(target.device, target.dtype))
+
+    def addresses(self, name: str) -> Addresses:
+        """Return the addresses of the keys in tensor ``name``."""
+        if name not in self._addresses:
+            self._addresses[name] = Addresses(self, name)
+        return self._addresses[name]
 
     def changed_rows(self, name: str) -> Tensor:
         """Return the rows of a table's tensor that a delta contains: ascending int64 [n]."""
@@ -225,6 +239,8 @@ class Checkpoint:
             rows = torch.empty(piece.place.num_rows, dtype=torch.int64)
             for start, part in self._values(f"{name}, rows", piece, rows.dtype, piece.place):
                 rows[start : start + part.numel()] = part
+            if self.saved(name).keys is not None:
+                rows += patch.place.row_start
             in_order = bool((rows[1:] > rows[:-1]).all())
             inside = (
                 not len(rows)

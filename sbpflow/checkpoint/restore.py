@@ -6,7 +6,6 @@ of their addresses, so a rank's rows form one range for any number of ranks. A b
 the range.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,20 +14,18 @@ import torch
 from torch import Tensor
 
 from sbpflow.checkpoint.format import BLOCK_BYTES, Place, SavedTensor
+from sbpflow.checkpoint.keys import Addresses
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.write import rectangle_place
-from sbpflow.embedding.plan.growth import first_address
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
 from sbpflow.embedding.storage.live_rows import Array, Saved, TrainedRows
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.random.streams import mix
 
 if TYPE_CHECKING:  # these modules need numba
     from sbpflow.embedding.vocabulary.field_keys import FieldKeys
     from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 
 TABLES = "tables/"
-_BLOCK_KEYS = BLOCK_BYTES // 8
 
 
 def check_fits(
@@ -136,6 +133,7 @@ class _Growing:
                 pending_counts=self._read("pending_counts", pending),
                 now=int(clock[0]),
                 clock=clock[1:].numpy(),
+                times=self._whole("times").numpy(),
             ),
             totals.view(-1, part.NUM_TOTALS).sum(0).tolist() if first == 0 else [],
         )
@@ -161,42 +159,14 @@ class _Growing:
             place = replace(columns, row_start=rows.start, row_stop=rows.stop)
             _write(self._checkpoint, name, place, target)
 
-    def _addresses(self, name: str) -> "_Addresses":
-        return _Addresses(self._checkpoint, f"{self._name}/{name}")
+    def _addresses(self, name: str) -> Addresses:
+        return self._checkpoint.addresses(f"{self._name}/{name}")
 
     def _read(self, name: str, rows: slice) -> Array:
         return self._checkpoint.tensor(f"{self._name}/{name}", rows).numpy()
 
     def _whole(self, name: str) -> Tensor:
         return self._checkpoint.tensor(f"{self._name}/{name}")
-
-
-class _Addresses:
-    """The ascending addresses of saved keys."""
-
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        self._checkpoint, self._name = checkpoint, name
-        self._blocks: dict[int, Tensor] = {}
-        self.count = checkpoint.tensors[name].whole.num_rows
-
-    def read(self, rows: slice) -> Tensor:
-        return mix(self._checkpoint.tensor(self._name, rows))
-
-    def within(self, first: int, last: int) -> slice:
-        """Return the range of saved keys in buckets [first, last)."""
-        start, stop = (
-            bisect_left(range(self.count), first_address(bucket), key=self._address)
-            for bucket in (first, last)
-        )
-        return slice(start, stop)
-
-    def _address(self, row: int) -> int:
-        """Return one address; a search reads few blocks, and some of them several times."""
-        block = row // _BLOCK_KEYS
-        if block not in self._blocks:
-            start = block * _BLOCK_KEYS
-            self._blocks[block] = self.read(slice(start, start + _BLOCK_KEYS))
-        return int(self._blocks[block][row % _BLOCK_KEYS])
 
 
 def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle) -> None:

@@ -206,6 +206,7 @@ class Saver:
                 dtype=getattr(torch, all_dtypes[name]),
                 column_starts=tensor.column_starts,
                 by_key=tensor.by_key,
+                keys=tensor.keys,
             )
             for name, tensor in state.items()
         }

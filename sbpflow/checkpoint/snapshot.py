@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sbpflow.checkpoint.changes import ChangedRows, Stores
+from sbpflow.checkpoint.changes import Stores
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece
 from sbpflow.checkpoint.spill import SpillFile
 from sbpflow.checkpoint.undo import RowLog
@@ -81,7 +81,7 @@ class Snapshot:
         spans: dict[int, tuple[RowStore | SelectedRows, list[_Span]]] = {}
         self._rest: list[Part] = []
         for part in parts:
-            if isinstance(part.values, StoredRows) and isinstance(part.values.store, ChangedRows):
+            if isinstance(part.values, StoredRows) and isinstance(part.values.store, SelectedRows):
                 rows = part.values
                 if rows.start == rows.stop:
                     self._rest.append(part)
@@ -98,8 +98,6 @@ class Snapshot:
                 continue
             store, key, shard = places[part.name]
             start = part.place.row_start - shard.row_start + shard.base
-            if isinstance(part.values, StoredRows) and isinstance(part.values.store, TrainedRows):
-                store, start = part.values.store, part.values.start
             span = _Span(key, start, start + part.place.num_rows, part)
             spans.setdefault(id(store), (store, []))[1].append(span)
         self._spilled_bytes = 0

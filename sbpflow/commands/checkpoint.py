@@ -1,13 +1,18 @@
-"""``sbpflow checkpoint``: list, verify, compare, compact, and remove checkpoints."""
+"""``sbpflow checkpoint``: list, verify, compare, rewrite, and remove checkpoints."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
+if TYPE_CHECKING:
+    from sbpflow.data.format.manifest import Manifest
+
 
 def checkpoint(argv: Sequence[str]) -> int:
-    """List, verify, compare, compact, and remove checkpoints."""
+    """List, verify, compare, rewrite, and remove checkpoints."""
     parser = ArgumentParser(prog="sbpflow checkpoint", description=checkpoint.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     path_help = "a checkpoint, a folder of checkpoints, or a run folder"
@@ -23,6 +28,17 @@ def checkpoint(argv: Sequence[str]) -> int:
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     compact = commands.add_parser("compact", help="turn the newest delta into a full checkpoint")
     compact.add_argument("path", type=local_path, help=path_help)
+    erase = commands.add_parser("erase", help="rewrite the newest checkpoint without some keys")
+    erase.add_argument("path", type=local_path, help=path_help)
+    erase.add_argument("--field", required=True, help="a growing field")
+    erase.add_argument("--keys", type=local_path, required=True, metavar="FILE",
+                       help="text file with a value of the field per line")  # fmt: skip
+    to_keys = commands.add_parser("to-keys", help="turn fitted fields into growing tables")
+    to_keys.add_argument("path", type=local_path, help=path_help)
+    to_keys.add_argument("--data", type=local_path, required=True, metavar="SET",
+                         help="a set with keys, prepared with --keys")  # fmt: skip
+    to_keys.add_argument("--output", type=local_path, required=True, metavar="FOLDER",
+                         help="folder for the new checkpoint")  # fmt: skip
     args = parser.parse_args(argv)
 
     from sbpflow.checkpoint import commands as run
@@ -38,7 +54,48 @@ def checkpoint(argv: Sequence[str]) -> int:
         text = "\n".join(run.prune(args.path, args.keep, dry_run=args.dry_run))
     elif args.command == "compact":
         text = run.compact(args.path)
+    elif args.command == "erase":
+        text = _erase(args.path, args.field, args.keys)
+    elif args.command == "to-keys":
+        text = _to_keys(args.path, args.data, args.output)
     else:
-        raise ValueError(f"checkpoint {args.command}; use ls, verify, diff, prune or compact")
+        raise ValueError(f"checkpoint {args.command}; use one of {', '.join(commands.choices)}")
     print(text)
     return 0 if good else 1
+
+
+def _erase(path: Path, field: str, file: Path) -> str:
+    from sbpflow.checkpoint.commands import checkpoints_of
+    from sbpflow.data.values import keys_of_values
+    from sbpflow.run.saved.keys import erase
+
+    manifest = _manifest_of(checkpoints_of(path)[0])
+    return erase(path, field, keys_of_values(manifest, field, file.read_text().splitlines()))
+
+
+def _to_keys(path: Path, data: Path, output: Path) -> str:
+    from sbpflow.checkpoint.commands import checkpoints_of
+    from sbpflow.checkpoint.folder import checked
+    from sbpflow.data.format.manifest import load_manifest
+    from sbpflow.data.values import values_with_keys
+    from sbpflow.run.saved.keys import Values, to_keys
+
+    checkpoint, keyed = checked(checkpoints_of(path)[0]), load_manifest(data)
+    values = values_with_keys(_manifest_of(checkpoint.path), keyed)
+    # Neither the fingerprint nor the rows are those of the training set, so a run starts an epoch.
+    facts = {
+        "path": str(keyed.path),
+        "fingerprint": "",
+        "content_id": "",
+        "vocabulary_digest": keyed.vocabulary_digest,
+    }
+    given = {name: Values(*arrays) for name, arrays in values.items()}
+    return to_keys(checkpoint, given, facts, output)
+
+
+def _manifest_of(checkpoint: Path) -> "Manifest":
+    """Return the manifest of the set that a run was trained on, which is kept with the run."""
+    from sbpflow.checkpoint.folder import data_folder
+    from sbpflow.data.format.manifest import load_manifest
+
+    return load_manifest(data_folder(checkpoint))

@@ -42,11 +42,11 @@ def embeddings(argv: Sequence[str]) -> int:
         fault = "already exists" if output.exists() else f"must end in {' or '.join(_SUFFIXES)}"
         parser.error(f"--output {output}: {fault}")
     checkpoint, config = saved_run(args)
-    manifest, feature = source_of(checkpoint, config, args.table)
+    manifest, feature, keys = source_of(checkpoint, config, args.table)
     name = f"tables/{args.table}"
     dim = checkpoint.saved(name).shape[1]
     block_rows = max(1, _BLOCK_BYTES // (4 * dim))
-    blocks = value_blocks(manifest, feature, block_rows)
+    blocks = value_blocks(manifest, feature, block_rows, keys)
     first = next(blocks, None)
     if first is None:
         parser.error(f"--table {args.table}: no value of {feature} has a row of its own")
@@ -56,8 +56,8 @@ def embeddings(argv: Sequence[str]) -> int:
         nonlocal num_rows
         yield (head := _frame(checkpoint, name, feature, *first))
         num_rows += len(head)
-        for values, ids in blocks:
-            yield (frame := _frame(checkpoint, name, feature, values, ids))
+        for values, rows in blocks:
+            yield (frame := _frame(checkpoint, name, feature, values, rows))
             num_rows += len(frame)
 
     schema = _frame(checkpoint, name, feature, first[0][:0], first[1][:0]).schema
@@ -67,13 +67,13 @@ def embeddings(argv: Sequence[str]) -> int:
         del query
         return frames()
 
-    rows = register_io_source(source, schema=schema)
+    table = register_io_source(source, schema=schema)
     partial = output.with_name(output.name + ".partial")
     try:
         if output.suffix == ".parquet":
-            rows.sink_parquet(partial)
+            table.sink_parquet(partial)
         else:
-            rows.sink_ipc(partial)
+            table.sink_ipc(partial)
         partial.replace(output)
     except OSError as error:
         parser.error(f"--output {output} cannot be written ({error})")
@@ -83,14 +83,17 @@ def embeddings(argv: Sequence[str]) -> int:
     return 0
 
 
-def source_of(checkpoint: "Checkpoint", config: "Config", table: str) -> "tuple[Manifest, str]":
-    """Return the run's set, and the column whose values a table has."""
+def source_of(
+    checkpoint: "Checkpoint", config: "Config", table: str
+) -> "tuple[Manifest, str, NDArray[np.int64] | None]":
+    """Return the run's set, the column whose values a table has, and the keys if it grows."""
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
-    from sbpflow.run.saved.saved_model import feature_of
+    from sbpflow.run.saved.saved_model import keys_of, table_of
 
     manifest = load_manifest(data_folder(checkpoint.path))
-    return manifest, feature_of(cast("ModelConfig", config.model).spec(fields_of(manifest)), table)
+    found = table_of(cast("ModelConfig", config.model).spec(fields_of(manifest)), table)
+    return manifest, found.features[0], keys_of(checkpoint, found)
 
 
 def _frame(
@@ -98,15 +101,15 @@ def _frame(
     name: str,
     feature: str,
     values: "NDArray[Any]",
-    ids: "NDArray[np.int32]",
+    rows: "NDArray[np.int32]",
 ) -> "pl.DataFrame":
-    """Return values and their rows of a table; the ids ascend."""
+    """Return values and the vectors of their ``rows``, which ascend."""
     import polars as pl
     import torch
 
     dim = checkpoint.saved(name).shape[1]
-    start, stop = (int(ids[0]), int(ids[-1]) + 1) if len(ids) else (0, 0)
-    rows = checkpoint.tensor(name, slice(start, stop), dtype=torch.float32).numpy()
+    start, stop = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+    block = checkpoint.tensor(name, slice(start, stop), dtype=torch.float32).numpy()
     kind = pl.Int64 if values.dtype.kind == "i" else pl.String
-    vectors = pl.Series(rows[ids - start], dtype=pl.Array(pl.Float32, dim))
+    vectors = pl.Series(block[rows - start], dtype=pl.Array(pl.Float32, dim))
     return pl.DataFrame({feature: pl.Series(values.tolist(), dtype=kind), VECTOR: vectors})

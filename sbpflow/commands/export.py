@@ -3,11 +3,13 @@
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from sbpflow.commands.saved_run import add_model, saved_run
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
@@ -15,9 +17,13 @@ if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
     from sbpflow.config.schema import Config
     from sbpflow.data import Manifest
+    from sbpflow.data.bundle_input import Growing, SavedKeys
     from sbpflow.run.export.bundle import BundleModel, RawInput
+    from sbpflow.run.export.growing_tables import GrowingTables
+    from sbpflow.run.export.plain_model import Addresses
     from sbpflow.run.export.row_formats import RowFormat
     from sbpflow.run.model.spec import ModelSpec
+    from sbpflow.serving.scorer import Model
 
 
 def _arguments(argv: Sequence[str]) -> Namespace:
@@ -92,14 +98,19 @@ def export_model(
     compiled: bool = False,
     onnx: bool = False,
     measured: bool = True,
+    has_spare_rows: bool = False,
 ) -> list[Path]:
-    """Write a saved model to a new folder and return its files; print scores if ``measured``."""
+    """Write a saved model to a new folder and return its files; print scores if ``measured``.
+
+    ``has_spare_rows`` adds rows to growing tables for the keys of deltas.
+    """
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.run.export.bundle import BundleModel, add_facts
     from sbpflow.run.export.export import facts_of, origin_of, parse_rows, write_export
     from sbpflow.run.export.forms import write_compiled, write_onnx, write_pt2
-    from sbpflow.run.export.plain_model import check_tables, dense_part, plain_model
+    from sbpflow.run.export.growing_tables import GrowingTables
+    from sbpflow.run.export.plain_model import dense_part, plain_model
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.saved.saved_model import saved_layouts
     from sbpflow.serving.scorer import load
@@ -114,16 +125,19 @@ def export_model(
     manifest = None
     if measured:
         manifest = _labelled_set(scored or config.data.path, row_format, like)
-    check_tables(plan.embeddings)
+    keyed = {field.name for field in fields.ids if field.keyed}
+    tables = GrowingTables(checkpoint, plan.embeddings, keyed, has_spare_rows=has_spare_rows)
+    growing = _saved_keys(tables)
     seed, saved = config.run.seed, checkpoint.tensors
     model = BundleModel(
-        plan=plan.embeddings,
+        plan=tables.plan,
         hashed=spec.hashed_columns,
-        dense=dense_part(spec, plan.embeddings, checkpoint.tensor, saved, seed).eval(),
+        dense=dense_part(spec, tables.plan, checkpoint.tensor, saved, seed).eval(),
         num_dense=len(fields.dense),
-        read=checkpoint.tensor,
+        read=tables.read,
         row_format=row_format,
-        raw=_raw_rows(like),
+        keyed=keyed,
+        raw=_raw_rows(like, growing),
         facts=facts_of(checkpoint, like.vocabulary_digest),
     )
     origin = origin_of(checkpoint)
@@ -139,16 +153,17 @@ def export_model(
         if pt2:
             whole_model = plain_model(
                 spec,
-                plan.embeddings,
-                checkpoint.tensor,
+                tables.plan,
+                tables.read,
                 saved=saved,
                 num_dense=model.num_dense,
                 seed=seed,
                 row_format=row_format,
+                addresses=tables.addresses(),
             )
             write_pt2(work, whole_model)
 
-    sample = _sample(like, model, spec, config)
+    sample = _sample(like, model, spec, tables.addresses(), growing)
     return write_export(output, model, origin, sample, finish)
 
 
@@ -168,19 +183,43 @@ def _labelled_set(
     return manifest
 
 
-def _raw_rows(like: "Manifest") -> "RawInput | None":
+def _saved_keys(tables: "GrowingTables") -> "dict[str, SavedKeys]":
+    """Return the keys of each growing field by the name of its vocabulary."""
+    from sbpflow.data.bundle_input import SavedKeys
+
+    return {
+        name: SavedKeys(
+            fields=features,
+            num_keys=tables.num_keys(name),
+            read=lambda name=name: tables.keys(name).numpy(),
+        )
+        for name, features in tables.vocabularies.items()
+    }
+
+
+def _raw_rows(like: "Manifest", growing: "Growing") -> "RawInput | None":
     """Describe the raw rows of a run's set, if its values are known."""
     from sbpflow.data.bundle_input import input_content, write_vocabularies
+    from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES
     from sbpflow.run.export.bundle import RawInput
 
-    content = input_content(like)
+    content = input_content(like, growing)
     if content is None:
+        if growing:
+            raise ConfigError(
+                f"{next(iter(growing))}: grows, and generated rows have no text, so a bundle "
+                f"cannot compute their keys; {HOW_TO_HAVE_VALUES}"
+            )
         return None
-    return RawInput(content=content, write_vocabularies=lambda file: write_vocabularies(like, file))
+    return RawInput(content=content, write_vocabularies=partial(write_vocabularies, like, growing))
 
 
 def _sample(
-    like: "Manifest", model: "BundleModel", spec: "ModelSpec", config: "Config"
+    like: "Manifest",
+    model: "BundleModel",
+    spec: "ModelSpec",
+    addresses: "Addresses",
+    growing: "Growing",
 ) -> dict[str, Any]:
     """Return sample rows with the scores of the run's model."""
     from sbpflow.data import open_loader
@@ -195,11 +234,12 @@ def _sample(
         model.dense,
         num_dense=model.num_dense,
         row_format=model.row_format,
+        addresses=addresses,
     )
     half = getattr(spec, "half", None) is not None or model.plan.dtype.itemsize < 4
     if model.raw is None:
         return sample_of(reference, sample_ids(reference), half=half, rows=None)
-    rows = sample_rows(like)
+    rows = sample_rows(like, growing)
     names = [column["name"] for column in model.raw.content["columns"] if column["required"]]
     with TemporaryDirectory(prefix="sbpflow-") as folder:
         encoded = encode_sample(rows, like, Path(folder))
@@ -229,29 +269,31 @@ def _scores(
 ) -> dict[str, dict[str, float | None]]:
     """Score a labelled set with the bundle in ``work``, and with the rows as trained."""
     from sbpflow.run.export.bundle import write_bundle
+    from sbpflow.serving.scorer import load
 
-    scores = {model.row_format: _score(manifest, split, work, model.row_format, config, spec)}
+    bundle = load(work, check=False)
+    scores = {model.row_format: _score(manifest, split, bundle, model.row_format, config, spec)}
     if model.row_format != "as_trained":
         with TemporaryDirectory(dir=work) as name:
             original = replace(model, row_format="as_trained", raw=None)
             write_bundle(Path(name), original, {"run": "", "step": 0}, {})
             rows: RowFormat = "as_trained"
-            scores[rows] = _score(manifest, split, Path(name), rows, config, spec)
+            trained = replace(load(name, check=False), encoder=bundle.encoder)
+            scores[rows] = _score(manifest, split, trained, rows, config, spec)
     return dict(scores)
 
 
 def _score(
     manifest: "Manifest",
     split: str,
-    folder: Path,
+    bundle: "Model",
     rows: "RowFormat",
     config: "Config",
     spec: "ModelSpec",
 ) -> dict[str, float | None]:
-    """Score a labelled set with the bundle in ``folder``, and print the scores."""
+    """Score a labelled set with a bundle, and print the scores."""
     from sbpflow.data import open_loader
     from sbpflow.run.export.export import score_bundle
-    from sbpflow.serving.scorer import load
 
     loader = open_loader(
         manifest,
@@ -261,7 +303,7 @@ def _score(
         shuffle="none",
         crosses=spec.hashed_columns,
     )
-    result = score_bundle(load(folder, check=False), loader.epoch(0))
+    result = score_bundle(bundle, loader.epoch(0))
     loader.close()
     scores = f"AUC {result.auc}, logloss {result.logloss:.6f}"
     print(f"rows {rows}: {scores} ({result.num_rows} rows, {split} of {manifest.path})")

@@ -42,6 +42,7 @@ def follow(args: Namespace) -> int:
             compiled=args.compile,
             onnx=args.onnx,
             measured=False,
+            has_spare_rows=True,
         )
 
     parse_rows(args.rows)

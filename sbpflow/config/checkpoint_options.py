@@ -32,15 +32,19 @@ class CheckpointConfig:
     every: Annotated[
         int,
         Range(low=0),
-        Key("execution", "Steps between checkpoints; 0 disables them. The last step is saved too."),
+        Key(
+            "execution",
+            "Number of steps between checkpoints; 0 disables checkpoints. The last "
+            "step is also saved.",
+        ),
     ] = 1000
     deltas: Annotated[
         int,
         Range(low=0),
         Key(
             "execution",
-            "Checkpoints after each full one that have only the rows that changed, and the dense "
-            "part.",
+            "Number of deltas after each full checkpoint; a delta contains the dense part and "
+            "only the changed rows.",
         ),
     ] = 0
     keep: Annotated[Count, Key("execution", "Number of newest checkpoints to keep.")] = 3
@@ -48,8 +52,9 @@ class CheckpointConfig:
         bool | Metric,
         Key(
             "execution",
-            "Keep the step with the best value on val, and end with its weights; true takes "
-            "train.stop.metric, or else AUC. train.stop implies it.",
+            "Keep the checkpoint with the best value on val, and end the run with the weights of "
+            "this checkpoint. true uses train.stop.metric, or AUC by default. train.stop implies "
+            "keep_best.",
         ),
     ] = False
     background: Annotated[
@@ -58,7 +63,7 @@ class CheckpointConfig:
     resume: Annotated[
         str,
         PathOr(("auto", "never")),
-        Key("execution", "Checkpoint to resume from, auto or never."),
+        Key("execution", "Checkpoint to resume from, or auto or never."),
     ] = "auto"
     on_signal: Annotated[
         Literal["save", "end"],
@@ -77,12 +82,12 @@ class ExportConfig:
         Path, Example("out/model"), Key("execution", "Folder of the bundles and their deltas.")
     ]
     every_seconds: Annotated[
-        float, Range(low=0), Key("execution", "Least time between two exports.")
+        float, Range(low=0), Key("execution", "Minimum time in seconds between two exports.")
     ] = 600.0
     deltas: Annotated[
         int,
         Range(low=0),
-        Key("execution", "Deltas after each bundle; 0 writes bundles only."),
+        Key("execution", "Number of deltas after each bundle; with 0, only bundles are written."),
     ] = 24
     rows: Annotated[
         Literal["as_trained", "float16", "int8"], Key("execution", "Row format of the tables.")

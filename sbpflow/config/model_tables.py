@@ -35,29 +35,29 @@ class FieldRule:
     """
 
     table: Annotated[
-        str | None, Example("shop"), Key("results", "Name of a table that these fields share.")
+        str | None, Example("shop"), Key("results", "Name of the table that these fields share.")
     ] = None
     vocabulary: Annotated[
         Literal["fitted", "dynamic"] | None,
         Example("dynamic"),
         Key(
             "results",
-            "dynamic: rows are assigned to 64-bit keys during training (`sbpflow prepare --keys`); "
-            "fitted, the default: the data set assigns ids.",
+            "With dynamic, training assigns rows to 64-bit keys (`sbpflow prepare --keys`). With "
+            "fitted, the default, the data set assigns ids.",
         ),
     ] = None
     admit_count: Annotated[
         Count | None,
         Example(3),
-        Key("results", "Occurrences after which a key gets a row. The default is 1."),
+        Key("results", "Number of occurrences after which a key gets a row. The default is 1."),
     ] = None
     forget_after_samples: Annotated[
         Count | None,
         Example(200_000),
         Key(
             "results",
-            "Forget the occurrences of a key without a row that does not occur in this many "
-            "samples. The default is never.",
+            "Forget the occurrences of a key without a row if the key does not occur in this "
+            "many samples. The default is never.",
         ),
     ] = None
     evict: Annotated[Eviction | None, Example({"max_rows": 50_000_000})] = None
@@ -77,12 +77,12 @@ class TableShape:
     dim: Annotated[
         Annotated[int, Range(low=1, below=2**24)] | None,
         Example(8),
-        Key("results", "Columns of the table. The default is the model's value."),
+        Key("results", "Number of columns of the table. The default is the model's value."),
     ] = None
     pooling: Annotated[
         Literal["sum", "mean"] | None,
         Example("mean"),
-        Key("results", "How the rows of one sample are pooled. The default is sum."),
+        Key("results", "Method of pooling the rows of a sample. The default is sum."),
     ] = None
     initial_range: InitialRange = None
 

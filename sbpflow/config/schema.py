@@ -54,7 +54,7 @@ class RunConfig:
     seed: Annotated[
         int,
         Range(low=0, below=2**63),
-        Key("results", "Seed of initial values, row order, dropout, and rounding."),
+        Key("results", "Random seed for initial values, row order, dropout, and rounding."),
     ] = 7
 
 
@@ -74,12 +74,14 @@ class DataConfig:
         Literal["auto", "dali", "memmap"],
         Key(
             "execution",
-            "Loader of the set. auto uses DALI if DALI is installed, else memmap; both give "
-            "identical batches.",
+            "Loader of the set. auto uses DALI if it is installed, and memmap otherwise; both "
+            "loaders return identical batches.",
         ),
     ] = "auto"
     batch_size: Annotated[
-        int, Range(low=1, below=2**31), Key("results", "Rows per batch, over all ranks.")
+        int,
+        Range(low=1, below=2**31),
+        Key("results", "Number of rows per batch, counted over all ranks."),
     ] = 16384
     shuffle: Annotated[
         Literal["runs", "blocks", "rows", "none"],
@@ -95,8 +97,8 @@ class DataConfig:
         OutOfRange,
         Key(
             "results",
-            "Handling of an id without a row: raise an error, use the nearest row, or use a row "
-            "that a hash of the id selects. Replaced ids are counted.",
+            "Handling of ids outside the table: raise an error, use the nearest row, or use the "
+            "row that a hash of the id selects. Replaced ids are counted.",
         ),
     ] = "error"
 
@@ -123,15 +125,17 @@ class TableChanges:
     name: Literal["same"] = "same"
     lr: Annotated[Rate | None, Example(0.01), Key("results", "Learning rate.")] = None
     weight_decay: Annotated[
-        NonNegative | None, Example(0.0), Key("results", "Weight decay, as in that optimizer.")
+        NonNegative | None,
+        Example(0.0),
+        Key("results", "Weight decay, as defined by the optimizer."),
     ] = None
     initial_range: InitialRange = None
 
 
 L2 = Annotated[
-    NonNegative, Key("results", "L2 penalty, which adds weight_decay * weight to gradients.")
+    NonNegative, Key("results", "L2 penalty: weight_decay * weight is added to gradients.")
 ]
-Momentum = Annotated[Beta, Key("results", "Fraction of the previous step to add to the next.")]
+Momentum = Annotated[Beta, Key("results", "Fraction of the previous step to add to the next step.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,14 +272,17 @@ class TrainConfig:
     epochs: Annotated[Count, Key("execution", "Passes over the training rows.")] = 1
     accumulate: Annotated[
         Count,
-        Key("results", "Batches per step; the gradients equal those of one large batch."),
+        Key(
+            "results",
+            "Number of batches per step; the gradients are the same as for one large batch.",
+        ),
     ] = 1
     lookahead: Annotated[
         Annotated[int, Range(low=0, high=1024)] | Literal["auto"],
         Key(
             "execution",
-            "Number of batches whose ids are exchanged ahead of training. auto means 64 with "
-            "parallel.storage, and otherwise 1.",
+            "Number of batches whose ids are exchanged in advance. auto means 64 with "
+            "parallel.storage, and 1 otherwise.",
         ),
     ] = "auto"
     max_steps: Annotated[
@@ -284,25 +291,32 @@ class TrainConfig:
     eval_every: Annotated[
         int,
         Range(low=0),
-        Key("scores", "Steps between evaluations of val; 0 scores at the end only."),
+        Key(
+            "scores",
+            "Number of steps between evaluations of val; with 0, only the end of the "
+            "run is evaluated.",
+        ),
     ] = 1000
     eval_rows: Annotated[
         Count | None,
         Example(1_000_000),
-        Key("scores", "First rows of val to score during training; the end of a run scores all."),
+        Key(
+            "scores",
+            "Number of rows of val to score during training; at the end, a run scores all rows.",
+        ),
     ] = None
     exact_auc_rows: Annotated[
         int,
         Range(low=0),
         Key(
             "scores",
-            "Maximum number of rows for an exact AUC; a histogram is used for more rows.",
+            "Maximum number of rows for an exact AUC; larger evaluations use a histogram.",
         ),
     ] = 20_000_000
     slices: Annotated[
         tuple[str, ...],
         Example(("C1",)),
-        Key("scores", "Id columns to slice by; an AUC is reported for each value."),
+        Key("scores", "Id columns for slices; the AUC is reported for each value."),
     ] = ()
     stop: Annotated[StopConfig | None, Example({"metric": "auc", "patience": 2})] = None
     plateau: Annotated[PlateauConfig | None, Example({"factor": 0.1})] = None

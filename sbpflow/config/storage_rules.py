@@ -23,15 +23,17 @@ class StorageRule:
     kind: Annotated[
         Literal["device", Outside],
         Example("file"),
-        Key("execution", "Storage of all rows. On a GPU, host is the memory of the machine."),
+        Key(
+            "execution", "Where all rows are stored. With a GPU, host is the memory of the machine."
+        ),
     ]
     cache: Annotated[
         str | None,
         Example("10%"),
         Key(
             "execution",
-            "Size of the cache on the device: a share of the rows, or bytes per rank if all ranks "
-            "have the same number of rows.",
+            "Size of the cache on the device: a fraction of the rows, or bytes per rank if all "
+            "ranks store the same number of rows.",
         ),
     ] = None
     path: Annotated[

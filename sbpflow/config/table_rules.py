@@ -44,7 +44,7 @@ class TableRule:
         Example((0, 1)),
         Key(
             "execution",
-            "List of ranks that have the table, nested for a grid; all ranks by default.",
+            "List of ranks that store the table, nested for a grid; all ranks by default.",
         ),
     ] = None
     sizes: Annotated[
@@ -57,7 +57,9 @@ class TableRule:
     exchange: Annotated[
         str | None,
         Example("unique"),
-        Key("execution", "How ids and vectors are exchanged. The default depends on the layout."),
+        Key(
+            "execution", "Method of exchanging ids and vectors. The default depends on the layout."
+        ),
     ] = None
     comm_dtype: Annotated[
         CommDtype | None,
@@ -171,8 +173,8 @@ class ParallelConfig:
         Example(0.125),
         Key(
             "execution",
-            "Bandwidth in GB/s at which a rank can send, for scheme: auto. The default is the "
-            "bandwidth inside a single machine. 1 Gbit/s is 0.125.",
+            "Send bandwidth of a rank in GB/s, used by scheme: auto. The default is the "
+            "bandwidth within a machine. 1 Gbit/s is 0.125.",
         ),
     ] = None
     topology: Annotated[
@@ -180,8 +182,8 @@ class ParallelConfig:
         Example("hosts.yaml"),
         Key(
             "execution",
-            "File that describes hosts and links, which ranks otherwise detect at startup. "
-            "link_gb_per_s overrides the file's link between hosts.",
+            "File that describes hosts and links. By default, ranks detect hosts and links at "
+            "startup. link_gb_per_s overrides the file's link between hosts.",
         ),
     ] = None
     tables: Annotated[
@@ -202,13 +204,18 @@ class ParallelConfig:
         Example({"*.weight": "S(0)"}),
         Key(
             "execution",
-            "Layouts over all ranks by pattern of parameter names; B if none matches. Weights are "
-            "[outputs, inputs]: S(0) with bias S(0) is column-parallel, S(1) row-parallel.",
+            "Layouts over all ranks by pattern of parameter names; B if no pattern matches. "
+            "Weights are [outputs, inputs]: S(0) with bias S(0) is column-parallel, and S(1) is "
+            "row-parallel.",
         ),
     ] = field(default_factory=dict[str, str])
     kernel: Annotated[
         KernelRequest,
-        Key("execution", "Kernel that looks up and updates rows; auto measures and picks one."),
+        Key(
+            "execution",
+            "Kernel that looks up and updates rows; auto measures the kernels and "
+            "picks the fastest.",
+        ),
     ] = "auto"
     kernels: Annotated[
         Mapping[str, KernelRequest],
@@ -217,7 +224,8 @@ class ParallelConfig:
     ] = field(default_factory=dict[str, KernelRequest])
     dtype: Annotated[Dtype, Key("results", "Number format of the arithmetic.")] = "float32"
     tf32: Annotated[
-        bool, Key("execution", "Multiply float32 in TF32, which has a 10-bit mantissa; CUDA only.")
+        bool,
+        Key("execution", "Multiply float32 values in TF32, with a 10-bit mantissa; CUDA only."),
     ] = False
     table_dtype: Annotated[
         RowDtype | None,
@@ -230,11 +238,14 @@ class ParallelConfig:
         Key("results", "Number format of vectors in transfers. The default is dtype."),
     ] = None
     overlap: Annotated[
-        bool, Key("execution", "Overlap computation with transfers; false disables lookahead, too.")
+        bool, Key("execution", "Overlap computation with transfers; false also disables lookahead.")
     ] = True
     cuda_graph: Annotated[
         bool,
-        Key("execution", "Replay a step as a CUDA graph; on several ranks, only its dense part."),
+        Key(
+            "execution",
+            "Replay a step as a CUDA graph; on several ranks, only the dense part is a graph.",
+        ),
     ] = False
     row_buffer_fraction: Annotated[
         float | None,
@@ -242,9 +253,9 @@ class ParallelConfig:
         Example(0.25),
         Key(
             "execution",
-            "CUDA only: the exchanges unique and local send rows in buffers with this fraction of "
-            "the maximum number of rows, so the host does not need counts. A batch with more rows "
-            "is sent again.",
+            "CUDA only: the exchanges unique and local send rows in buffers with this fraction "
+            "of the maximum number of rows, so the host does not need row counts. If a batch has "
+            "more rows, the batch is sent again.",
         ),
     ] = None
     timeout_s: Annotated[
@@ -262,7 +273,10 @@ class ParallelConfig:
     ] = True
     checked: Annotated[
         bool,
-        Key("execution", "Compare the ranks' next operations before each transfer, which is slow."),
+        Key(
+            "execution",
+            "Compare the ranks' next operations before each transfer. This check is slow.",
+        ),
     ] = False
 
     def __post_init__(self) -> None:

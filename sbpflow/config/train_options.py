@@ -54,13 +54,14 @@ class LossConfig:
     label_smoothing: Annotated[
         float,
         Range(low=0, below=1),
-        Key("results", "s trains on labels s / 2 and 1 - s / 2 instead of 0 and 1."),
+        Key("results", "With value s, the labels 0 and 1 are replaced by s / 2 and 1 - s / 2."),
     ] = 0.0
     focal_gamma: Annotated[
         NonNegative,
         Key(
             "results",
-            "g multiplies a row's loss by (1 - p) ** g, with p for the right label.",
+            "With value g, a row's loss is multiplied by (1 - p) ** g, where p is the predicted "
+            "probability of the row's label.",
         ),
     ] = 0.0
 

@@ -42,7 +42,7 @@ from sbpflow.embedding.storage.choose import (
     make_kernel,
     warm_up_kernels,
 )
-from sbpflow.embedding.storage.initial import fill_shard, initial_rows
+from sbpflow.embedding.storage.initial import fill_shard, initial_values
 from sbpflow.embedding.storage.live_rows import Changes, check_numba
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import (
@@ -118,15 +118,16 @@ class EmbeddingCollection:
         self._lr_factor = factor
 
     def start_id_exchange(
-        self, ids: Ids, batch_size: int, *, training: bool, begins_step: bool = True
-    ) -> EmbeddingsInFlight:
+        self, ids: Ids, batch_size: int, *, training: bool, begins_step: bool = True,
+        event_time: int | None = None,
+    ) -> EmbeddingsInFlight:  # fmt: skip
         """Check the ids of this rank's samples and start their exchange.
 
         ``ids`` has any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
         DataError for malformed ids. Out-of-range ids of a training batch raise DataError later: in
-        ``lookup``, or on CUDA in the next ``update``, before anything changes. ``begins_step`` is
-        False for a batch that is accumulated with the previous one, whose keys also keep their
-        rows.
+        ``lookup``, or on CUDA in the next ``update``, before anything changes. For growing tables:
+        ``begins_step`` is False for a batch that is accumulated with the previous one, whose keys
+        keep their rows, and ``event_time`` is the latest time of this rank's samples.
         """
         check = IdCheck() if training else None
         with self._stream.section(ids):
@@ -138,8 +139,8 @@ class EmbeddingCollection:
                     f"{share} samples, the rank's share of a batch of {batch_size}"
                 )
             changes: Sequence[Changes] = ()
-            if self.growing is not None:
-                local, changes = self.growing.rows_of(local, batch_size, training, begins_step)
+            if (grows := self.growing) is not None:
+                local, changes = grows.rows_of(local, batch_size, training, begins_step, event_time)
             transfer = IdsUnderWay(self._transfer, local, batch_size)
             self._num_begun += training
             number = self._num_begun if training else None
@@ -478,9 +479,8 @@ class EmbeddingCollection:
                 width=width,
                 optimizer=stack.optimizer,
                 make_kernel=kernel_of,
-                initial=partial(
-                    initial_rows,
-                    shards=shards,
+                initial=initial_values(
+                    shards,
                     seed=self._seed,
                     optimizer=stack.optimizer,
                     width=width,

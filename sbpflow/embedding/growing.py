@@ -14,7 +14,7 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.base import notify
-from sbpflow.embedding.storage.initial import initial_rows
+from sbpflow.embedding.storage.initial import initial_values
 from sbpflow.embedding.storage.live_rows import Changes, LiveRows
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import ConfigError
@@ -72,16 +72,15 @@ class Growing(KeyExchange):
         joined = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
         if not joined.numel():
             return
-        values = initial_rows(
-            joined,
+        initial = initial_values(
             shards,
             seed=self._seed,
             optimizer=stack.optimizer,
             width=store.width,
             dtype=self._plan.dtype,
             row_dtype=self._plan.row_dtype,
-            addresses=torch.cat(addresses),
         )
+        values = initial(joined, torch.cat(addresses))
         notify(store.listeners, joined)
         store.write(joined, values)
 

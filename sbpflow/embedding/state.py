@@ -88,8 +88,8 @@ class StoredRows:
 
 Values = Tensor | StoredRows
 # The tensors of a growing field. ``clock`` has the number of trained batches and the samples after
-# each of the last batches; only the first owner has it. ``totals`` has a row of
-# ``vocabulary.Totals`` per owner.
+# each of the last batches, and ``times`` the latest event times; only the first owner has them.
+# ``totals`` has a row of ``vocabulary.Totals`` per owner.
 KEY_TENSORS = {
     "keys": torch.int64,
     "last_uses": torch.int32,
@@ -98,6 +98,7 @@ KEY_TENSORS = {
     "pending_last_uses": torch.int32,
     "pending_counts": torch.int32,
     "clock": torch.int64,
+    "times": torch.int64,
     "totals": torch.int64,
 }
 
@@ -180,6 +181,13 @@ class LogicalTensor:
         """Return True if the number of rows changes during training."""
         return self.field is not None
 
+    @property
+    def keys(self) -> str | None:
+        """Return the tensor with the keys of a growing table's rows, after the shared row."""
+        if self.field is None or not self.name.startswith("tables/"):
+            return None
+        return f"vocabularies/{self.field.plan.name}/keys"
+
 
 def logical_state(
     plan: EmbeddingPlan, stored: list[StoredShard], fields: "Sequence[FieldKeys]"
@@ -248,7 +256,7 @@ def _trained_rows(
                 live.append(rows)
         store = members[0].store
         if not isinstance(store, SelectedRows):
-            result[number] = TrainedRows(store, [one.shard for one in members], live)
+            result[number] = TrainedRows.now(store, [one.shard for one in members], live)
     return result
 
 

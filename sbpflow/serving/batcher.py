@@ -77,4 +77,5 @@ def joined(parts: Sequence[Encoded]) -> Encoded:
     ids, dense = (
         np.concatenate(arrays) for arrays in zip(*((p.ids, p.dense) for p in parts), strict=True)
     )
-    return Encoded(ids, dense, bags)
+    keys = {column: np.concatenate([p.keys[column] for p in parts]) for column in parts[0].keys}
+    return Encoded(ids, dense, bags, keys=keys)

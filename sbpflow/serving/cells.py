@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from sbpflow.runtime.random.splitmix import GAMMA, MIX_1, MIX_2
 
 MISSING_ID, RARE_ID, NUM_RESERVED_IDS = 0, 1, 2
+MISSING_KEY = -(2**63)
+"""Key of missing values in fields with keys: the smallest int64, which also means "not a time" in
+NumPy. A 0 would be a valid key."""
 INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
 """All parsers must accept leading blanks and a plus sign because Polars does. More than ten digits
 after leading zeros cannot fit 32 bits (and Python refuses to convert thousands of digits)."""

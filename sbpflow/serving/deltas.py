@@ -4,8 +4,10 @@ A folder of exports has one bundle per base, ``step-N``; the newest is current. 
 bundle are ``deltas/000001``, ``deltas/000002``, ... in its folder. A delta has two files:
 * ``values.safetensors``: ``tables/T/rows`` int64 [n], ascending; the values of these rows under
   the names that the table has in ``model.safetensors`` (``tables/T``, or ``tables/T/int8``,
-  ``/scale`` and ``/low``); and all dense weights, ``dense/P``.
-* ``delta.json``: number, digests of base, predecessor and file, run, step, and time.
+  ``/scale`` and ``/low``); all dense weights, ``dense/P``; and for a growing field,
+  ``vocabulary/V/keys`` and ``/ids`` int64 [n], where id 1 means that the key has no row any more.
+* ``delta.json``: number, digests of base, predecessor and file, run, step, time, and the numbers of
+  keys by vocabulary: ``vocabulary`` with new ids, and ``removed``.
 All values are from one training step. Each delta names the digest of its predecessor, so that
 readers detect gaps. Folders are written under another name and then renamed.
 """
@@ -26,12 +28,13 @@ from torch import Tensor
 from sbpflow.errors import DataError
 from sbpflow.runtime.files.json_file import JsonError, is_count, is_number, object_of, read_json
 from sbpflow.runtime.files.tensors_file import TensorsFile
+from sbpflow.serving.cells import RARE_ID
 from sbpflow.serving.scorer import BundleError, Tensors
 
 FORMAT, VERSION = "sbpflow-delta", 1
 BUNDLE_FILE, DELTA_FILE, VALUES_FILE = "model.json", "delta.json", "values.safetensors"
 DELTAS_FOLDER = "deltas"
-_NOT_YET = ("removed", "vocabulary")  # of growing tables, which version 1 does not have
+_VOCABULARY = "vocabulary/"
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -65,14 +68,15 @@ class Delta:
     """A delta that was read and verified.
 
     ``tables`` has, by table, the changed rows int64 [n], and their values by suffix: ``""``, or
-    ``/int8``, ``/scale`` and ``/low``. ``dense`` has all dense weights by name. The tensors are
-    views of a memory map.
+    ``/int8``, ``/scale`` and ``/low``. ``dense`` has all dense weights by name. ``vocabulary`` has
+    keys and ids int64 [n] of growing fields. The tensors are views of a memory map.
     """
 
     head: DeltaHead
     digest: str
     tables: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]]
     dense: Mapping[str, Tensor]
+    vocabulary: Mapping[str, tuple[Tensor, Tensor]]
 
 
 def digest_of(bundle: Path) -> str:
@@ -125,6 +129,15 @@ class DeltaWriter:
         sizes = {name: (_NAMES[dtype], shape) for name, (dtype, shape) in tensors.items()}
         self._file = TensorsFile(self._work / VALUES_FILE, sizes)
         self._num_rows = dict.fromkeys(tensors, 0)
+        self._counts: dict[str, dict[str, int]] = {"removed": {}, "vocabulary": {}}
+
+    def append_keys(self, name: str, keys: Tensor, ids: Tensor) -> None:
+        """Write all keys of a vocabulary with new ids, or with RARE_ID if they have no row."""
+        self.append(f"{_VOCABULARY}{name}/keys", keys)
+        self.append(f"{_VOCABULARY}{name}/ids", ids)
+        num_removed = int((ids == RARE_ID).sum())
+        self._counts["removed"][name] = num_removed
+        self._counts["vocabulary"][name] = len(ids) - num_removed
 
     def append(self, name: str, values: Tensor) -> None:
         """Write the next rows of a tensor."""
@@ -151,7 +164,7 @@ class DeltaWriter:
             "time": head.time,
             "checkpoint": head.checkpoint,
             "values": {"bytes": path.stat().st_size, "sha256": values},
-            **{name: {} for name in _NOT_YET},
+            **self._counts,
         }
         digest = _digest(content)
         whole = {"format": FORMAT, "version": VERSION, "sha256": digest, "content": content}
@@ -187,8 +200,17 @@ def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
         if not parts or any(part.shape[:1] != rows.shape for part in parts.values()):
             raise DataError(f"{folder}: {table} does not have a value for each of its rows")
         tables[table.removeprefix("tables/")] = rows, parts
+    vocabulary: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in [
+        name for name in tensors if name.startswith(_VOCABULARY) and name.endswith("/ids")
+    ]:
+        start = name.removesuffix("/ids")
+        keys, ids = tensors.pop(f"{start}/keys", torch.empty(0)), tensors.pop(name)
+        if keys.shape != ids.shape or {keys.dtype, ids.dtype} != {torch.int64}:
+            raise DataError(f"{folder}: {start} does not have an id for each of its keys")
+        vocabulary[start.removeprefix(_VOCABULARY)] = keys, ids
     dense = {name.removeprefix("dense/"): values for name, values in tensors.items()}
-    return Delta(head=head, digest=digest, tables=tables, dense=dense)
+    return Delta(head=head, digest=digest, tables=tables, dense=dense, vocabulary=vocabulary)
 
 
 def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
@@ -207,9 +229,6 @@ def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
         content = object_of(tree["content"], "content")
         if _digest(content) != tree["sha256"]:
             raise JsonError("its checksum does not match")
-        for key in _NOT_YET:
-            if content[key]:
-                raise JsonError(f"{key} is not empty, which this version does not support")
         values = object_of(content["values"], "values")
         number, step, time = content["number"], content["step"], content["time"]
         if not (is_count(number) and is_count(step) and is_number(time)):

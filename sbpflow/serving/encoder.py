@@ -5,7 +5,7 @@ of a bundle's ``scorer.py``; with numba, ``encoder_loops`` does the same in one 
 describes the columns (``input``), and ``vocabulary.safetensors`` has the ids of all values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from sbpflow.serving.cells import (
     EXAMPLES,
     EXPECTED,
     MISSING_ID,
+    MISSING_KEY,
     RARE_ID,
     Misfit,
     bucket_ids,
@@ -29,7 +30,7 @@ from sbpflow.serving.cells import (
     transform,
     whole_number,
 )
-from sbpflow.serving.columns import Array, Column, RawRows, RowError, plain, read_list
+from sbpflow.serving.columns import Array, Column, Lists, RawRows, RowError, plain, read_list
 
 Entry = Mapping[str, Any]
 
@@ -40,6 +41,7 @@ class Encoded:
 
     ``bags`` maps ragged fields to (values int32, lengths int32 [n]), with weights float32 if
     weighted. ``missing`` and ``unknown`` count the empty values and the values without an id.
+    ``keys`` has the keys int64 [n] of growing fields that crosses hash, by column of ``ids``.
     """
 
     ids: NDArray[np.int32]
@@ -47,6 +49,7 @@ class Encoded:
     bags: Mapping[str, tuple[Array, ...]] = field(default_factory=dict[str, tuple[Array, ...]])
     missing: Mapping[str, int] = field(default_factory=dict[str, int])
     unknown: Mapping[str, int] = field(default_factory=dict[str, int])
+    keys: Mapping[int, NDArray[np.int64]] = field(default_factory=dict[int, NDArray[np.int64]])
 
 
 class Cells(NamedTuple):
@@ -109,14 +112,16 @@ class Vocabularies:
         return ids
 
     def add_new(self, name: str, ids: Array, keys: Array, checks: Array) -> None:
-        """Replace RARE_ID in ``ids`` [n] by the ids of entries that ``with_entries`` added."""
+        """Replace ``ids`` [n] by the ids of entries that ``with_entries`` added."""
         if name not in self.added or not len(self.added[name][0]):
             return
         new_keys, new_ids, new_checks = self.added[name]
-        rare = np.flatnonzero(ids == RARE_ID)
-        at = np.searchsorted(new_keys, keys[rare]).clip(max=len(new_keys) - 1)
-        hit = (new_keys[at] == keys[rare]) & (new_checks[at] == checks[rare])
-        ids[rare[hit]] = new_ids[at[hit]]
+        present = np.flatnonzero(ids != MISSING_ID)
+        at = np.searchsorted(new_keys, keys[present]).clip(max=len(new_keys) - 1)
+        hit = new_keys[at] == keys[present]
+        if self.places[name]["checks"] is not None:
+            hit &= new_checks[at] == checks[present]
+        ids[present[hit]] = new_ids[at[hit]]
 
     def _probe(self, keys: Array, start: Array, capacity: Array, slots: Array) -> Array:
         at = start + slots
@@ -132,27 +137,36 @@ class Vocabularies:
         return ids
 
     def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Vocabularies":
-        """Return vocabularies that also have (keys, ids) or (keys, ids, checks) by name."""
+        """Return vocabularies that also have (keys, ids) or (keys, ids, checks) by name.
+
+        A later entry of a key replaces earlier ones. RARE_ID removes a key.
+        """
         added = dict(self.added)
         for name, (keys, ids, *rest) in entries.items():
             checks = rest[0] if rest else np.zeros(len(keys), dtype=np.uint32)
             old = added.get(name, (keys[:0], ids[:0], checks[:0]))
-            joined = [np.concatenate(p) for p in zip(old, (keys, ids, checks), strict=True)]
-            order = np.argsort(joined[0], kind="stable")
-            added[name] = (joined[0][order], joined[1][order], joined[2][order])
+            parts = zip((keys, ids, checks), old, strict=True)  # the first entry of a key counts
+            joined = [np.concatenate(part) for part in parts]
+            _, first = np.unique(joined[0], return_index=True)
+            added[name] = (joined[0][first], joined[1][first], joined[2][first])
         return Vocabularies(self.places, self.keys, self.ids, self.checks, added)
 
 
 class Encoder:
     """Encodes rows by the ``input`` of a bundle's model.json.
 
-    ``loops`` is the module ``encoder_loops``, or None to use numpy.
+    ``loops`` is the module ``encoder_loops``, or None to use numpy. ``crossed`` are the columns of
+    ids that need ``Encoded.keys``.
     """
 
     def __init__(
-        self, content: Entry, vocabularies: Vocabularies, loops: ModuleType | None = None
+        self,
+        content: Entry,
+        vocabularies: Vocabularies,
+        loops: ModuleType | None = None,
+        crossed: Collection[int] = (),
     ) -> None:
-        self.content, self.vocabularies = content, vocabularies
+        self.content, self.vocabularies, self.crossed = content, vocabularies, crossed
         self.raw = RawRows(content)
         self._dense: list[Entry] = content["dense"]
         self._fields: list[Entry] = content["fields"]
@@ -176,7 +190,8 @@ class Encoder:
 
     def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Encoder":
         """Return an encoder that also knows (keys, ids) or (keys, ids, checks) by vocabulary."""
-        other = Encoder(self.content, self.vocabularies.with_entries(entries))
+        vocabularies = self.vocabularies.with_entries(entries)
+        other = Encoder(self.content, vocabularies, crossed=self.crossed)
         other._compiled = self._compiled
         return other
 
@@ -221,9 +236,11 @@ class Encoder:
             dense = self._finish(numbers, cells, ids)
         if self.vocabularies.added:
             self._add_new(cells, ids)
+        keys = self._crossed_keys(cells)
         bags: dict[str, tuple[Array, ...]] = {}
         for entry in self.lists:
-            bag = self._list_ids(entry, columns)
+            listed, values = _list_cells(entry, columns)
+            bag = (self.ids_of(entry, values), listed.lengths, listed.weights)
             unknown[entry["name"]] = int(np.count_nonzero(bag[0] == RARE_ID))
             missing[entry["name"]] = int(np.count_nonzero(bag[1] == 0))
             if entry["ragged"]:
@@ -231,14 +248,18 @@ class Encoder:
             else:
                 place = np.arange(len(bag[0])) - np.repeat(np.cumsum(bag[1]) - bag[1], bag[1])
                 rows = np.repeat(np.arange(num_rows), bag[1])
-                ids[rows, self.id_columns[entry["name"]] + place] = bag[0]
+                column = self.id_columns[entry["name"]]
+                ids[rows, column + place] = bag[0]
+                if column in self.crossed:  # crosses use lists of one value only
+                    keys[column] = np.full(num_rows, MISSING_KEY)
+                    keys[column][rows] = _signed_keys(values, 0)
         absent = np.isnan(numbers).sum(0).tolist()
         missing |= {e["name"]: count for e, count in zip(self._dense, absent, strict=True)}
         at = [self.id_columns[entry["name"]] for entry in self._keyed]
         names = [entry["name"] for entry in self._keyed]
         for counts, value in ((missing, MISSING_ID), (unknown, RARE_ID)):
             counts |= dict(zip(names, (ids[:, at] == value).sum(0).tolist(), strict=True))
-        return Encoded(ids, dense, bags, missing, unknown)
+        return Encoded(ids, dense, bags, missing, unknown, keys)
 
     def _check_finite(self, numbers: NDArray[np.float32], cells: Cells) -> None:
         """Raise RowError for an infinite value of a column without limits."""
@@ -301,11 +322,19 @@ class Encoder:
                 keys, checks = keyed.keys[:, number], keyed.checks[:, number]
                 self.vocabularies.add_new(entry["vocabulary"], column, keys, checks)
 
-    def _list_ids(self, entry: Entry, columns: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Return the ids, lengths, and weights of a list column."""
-        found = read_list(entry, columns)
-        cells = Cells.empty(len(found.values), 0, 1)
-        _read_keys(found.values, entry["name"], entry["kind"], *(part[:, 0] for part in cells[1:]))
+    def _crossed_keys(self, cells: Cells) -> dict[int, NDArray[np.int64]]:
+        """Return ``Encoded.keys`` of single values and pairs."""
+        if not self.crossed:
+            return {}
+        keyed = self._with_pairs(cells)
+        return {
+            column: _signed_keys(keyed, number)
+            for number, entry in enumerate(self._keyed)
+            if (column := self.id_columns[entry["name"]]) in self.crossed
+        }
+
+    def ids_of(self, entry: Entry, cells: Cells) -> NDArray[np.int32]:
+        """Return the ids int32 [n] of the cells of one field."""
         if entry["vocabulary"]:
             places = self.vocabularies.places_of([entry["vocabulary"]])
             ids = self.vocabularies.look_up(places, cells)[:, 0]
@@ -314,7 +343,21 @@ class Encoder:
         else:
             ids = hashed_key_ids(cells.keys[:, 0], entry["rows"], entry["salt"])
             ids[cells.missing[:, 0]] = MISSING_ID
-        return ids, found.lengths, found.weights
+        return ids
+
+
+def _list_cells(entry: Entry, columns: Mapping[str, Any]) -> tuple[Lists, Cells]:
+    """Return the lists of a column, and the keys of all their values."""
+    listed = read_list(entry, columns)
+    cells = Cells.empty(len(listed.values), 0, 1)
+    _read_keys(listed.values, entry["name"], entry["kind"], *(part[:, 0] for part in cells[1:]))
+    return listed, cells
+
+
+def _signed_keys(cells: Cells, number: int) -> NDArray[np.int64]:
+    """Return the keys [n] of a field as in a prepared set."""
+    keys = cells.keys[:, number].view(np.int64)
+    return np.where(cells.missing[:, number], np.int64(MISSING_KEY), keys)
 
 
 def _id_columns(fields: Sequence[Entry]) -> tuple[dict[str, int], int]:

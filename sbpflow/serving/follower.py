@@ -146,7 +146,11 @@ class Follower:
         tables = {
             name: (rows.numpy(), _values(parts)) for name, (rows, parts) in delta.tables.items()
         }
-        model = version.model.with_changes(tables, delta.dense, origin)
+        vocabulary = {
+            name: (keys.numpy().view(np.uint64), ids.numpy().astype(np.int32))
+            for name, (keys, ids) in delta.vocabulary.items()
+        }
+        model = version.model.with_changes(tables, delta.dense, origin, vocabulary)
         scores = model.score(model.sample["rows"])
         if not np.isfinite(scores).all():
             raise DataError(

@@ -13,7 +13,7 @@ import importlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sbpflow.serving.cells import hashed_ids
+from sbpflow.serving.cells import MISSING_ID, hashed_ids
 from sbpflow.serving.columns import Array, Column, RowError
 from sbpflow.serving.encoder import Encoded, Encoder, Vocabularies
 from sbpflow.serving.lookups import Gather, Segment, bag_vectors, plan_lookups
@@ -96,7 +96,7 @@ class Model:
     def logits(self, encoded: Encoded) -> Tensor:
         """Return the logits [n] of encoded rows."""
         dtype = getattr(torch, self.content["dtype"])
-        ids, policy = self._with_hashed(encoded.ids), self.content["out_of_range"]
+        ids, policy = self._with_hashed(encoded), self.content["out_of_range"]
         found = [
             gather(store, ids, encoded, policy)
             for gather, store in zip(self.gathers, self.stores, strict=True)
@@ -124,13 +124,14 @@ class Model:
             inputs["vectors." + output["name"]] = joined
         return self.dense(inputs).reshape(-1).float()
 
-    def _with_hashed(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        hashed = self.content["hashed"]
+    def _with_hashed(self, encoded: Encoded) -> NDArray[np.int32]:
+        ids, hashed = encoded.ids, self.content["hashed"]
         if not hashed:
             return ids
-        columns = [
-            hashed_ids([ids[:, c] for c in each["columns"]], each["rows"]) for each in hashed
-        ]
+        columns: list[NDArray[np.int32]] = []
+        for each in hashed:
+            parts = [encoded.keys.get(column, ids[:, column]) for column in each["columns"]]
+            columns.append(hashed_ids(parts, each["rows"], each.get("missing")))
         return np.concatenate([ids, np.stack(columns, 1)], 1)
 
     def with_changes(
@@ -238,7 +239,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
             words.array("ids"),
             words.array("checks"),
         )
-        encoder = Encoder(content["input"], vocabularies, _loops())
+        encoder = Encoder(content["input"], vocabularies, _loops(), _crossed(content["hashed"]))
     dtype = getattr(torch, content["dtype"])
     stores = tuple(
         Store([tensors.tensor(*names) for names in store["arrays"]], dtype)
@@ -268,6 +269,16 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
     if check:
         model.check()
     return model
+
+
+def _crossed(hashed: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return the columns whose keys, and not ids, are hashed: their missing value is a key."""
+    return {
+        column
+        for each in hashed
+        for column, missing in zip(each["columns"], each.get("missing", ()), strict=False)
+        if missing != MISSING_ID
+    }
 
 
 def _loops() -> ModuleType | None:

@@ -14,7 +14,8 @@ class Batch(Protocol):
     A batch may also contain ``weights`` [local batch], which multiply the row losses; their mean
     over the data set is 1. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
     the weights would need a collective before the backward pass, and would give steps with small
-    weights the same influence as steps with large weights.
+    weights the same influence as steps with large weights. It may also have ``columns``; with
+    ``evict.idle_time``, ``columns["time"]`` [local batch] int64 is needed.
     """
 
     @property
@@ -39,6 +40,12 @@ class Batch(Protocol):
     def batch_size(self) -> int:
         """Return the number of rows in the global batch."""
         ...
+
+
+def event_time(batch: Batch) -> int | None:
+    """Return the latest event time of this rank's rows, if they have one."""
+    times = getattr(batch, "columns", {}).get("time")
+    return None if times is None or not times.numel() else int(times.max())
 
 
 class Loader(Protocol):

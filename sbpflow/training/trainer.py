@@ -35,7 +35,7 @@ from sbpflow.tensor.gradient_sync import (
     Total,
     plan_gradients,
 )
-from sbpflow.training.batch import Batch
+from sbpflow.training.batch import Batch, event_time
 from sbpflow.training.clipping import Clipper
 from sbpflow.training.cuda_graph import DenseInputs
 from sbpflow.training.dense_part import DensePart
@@ -325,6 +325,7 @@ class Trainer:
                 flight.batch.batch_size,
                 training=True,
                 begins_step=flight.begins_step,
+                event_time=event_time(flight.batch),
             )
         except DataError as error:
             if flight not in self._window:

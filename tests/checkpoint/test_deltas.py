@@ -2,18 +2,16 @@
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.reshard import Case, Lying, make_job, make_rows
-from sbpflow.checkpoint.changes import ChangeTracker
 from sbpflow.checkpoint.folder import keep_only, list_checkpoints, needed_by
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.save import Saver
 from sbpflow.commands.checkpoint import checkpoint
-from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.errors import CheckpointError
 from sbpflow.runtime.ranks.world import World
 
 STEPS, DELTAS = 8, 3
@@ -190,9 +188,3 @@ def test_flipped_bits_of_a_delta_load_no_wrong_value(folder):
             assert all(torch.equal(found[name], right[name]) for name in right)
         assert noticed > (50 if file == "index.json" else 0)
         path.write_bytes(whole)
-
-
-def test_growing_tables_have_no_deltas():
-    table = SimpleNamespace(name="grown", growth=object())
-    with pytest.raises(ConfigError, match="table grown grows"):
-        ChangeTracker(lambda: [(None, [SimpleNamespace(table=table)])])

@@ -11,24 +11,24 @@ import torch
 from sbpflow.data import fields_of, load_manifest, open_loader
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, fingerprint_of
-from sbpflow.data.format.schema import MISSING_KEY
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.frames import prepared_set
 from sbpflow.data.prepare.distinct import count_fields
 from sbpflow.data.profile import profile_set
 from sbpflow.data.read.crosses import hashed_ids
 from sbpflow.data.stats import compute_stats, load_stats
-from sbpflow.data.values import values_and_ids
+from sbpflow.data.values import value_blocks, values_and_rows
 from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.errors import ConfigError, DataError
+from sbpflow.errors import DataError
 from sbpflow.run.model.spec import HashedColumn
 from sbpflow.runtime.files.json_file import read_json
+from sbpflow.serving.cells import MISSING_KEY
 from tests.data.backends import BACKENDS
 from tests.data.rows import folder_bytes, text_rows, write_rows
 from tests.data.tables import table, write_csv, write_parquet
 from tests.data.test_tables import good_rows, prepare_table
 
-MIXED = "--keys", "city,tags,genre"  # the fields shop and more have vocabularies
+MIXED = "--keys", "city,tags,genre"  # the fields the fields shop and more have vocabularies
 ROWS = table(700)
 
 
@@ -285,11 +285,18 @@ def test_growth_and_shared_vocabularies_are_checked(keyed, tmp_path, capsys):
     assert [(field.vocabulary, field.keyed) for field in fields] == [("places", True)] * 2
 
 
-def test_values_of_keys_are_refused_with_a_reason(mixed, keyed):
-    for manifest in (mixed, keyed):
-        with pytest.raises(ConfigError, match="city: the data contains keys for this column"):
-            values_and_ids(manifest, "city", None)
-    values, ids = values_and_ids(mixed, "shop", None)
+def test_values_of_saved_keys_have_the_rows_of_a_checkpoint(mixed, keyed):
+    saved = np.array([key_of("Paris"), 5, MISSING_KEY, -7])
+    values, rows = values_and_rows(mixed, "city", None, saved)
+    assert values.tolist() == [key_of("Paris"), 5, -7]
+    assert rows.tolist() == [1, 2, 4]
+    values, rows = values_and_rows(mixed, "city", pl.Series(["Oslo", "Paris", None]), saved)
+    assert (values.tolist(), rows.tolist()) == (["Paris"], [1])
+    values, rows = values_and_rows(keyed, "shop", pl.Series([-7, 6, 5]), saved)
+    assert (values.tolist(), rows.tolist()) == ([-7, 5], [4, 2])
+    blocks = value_blocks(keyed, "shop", 2, saved)
+    assert [rows.tolist() for _, rows in blocks] == [[1, 2], [4]]
+    values, ids = values_and_rows(mixed, "shop", None)
     assert len(values) == len(ids) > 0
 
 

@@ -13,7 +13,7 @@ from sbpflow.data.__main__ import main
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.format.verify import verify_set
 from sbpflow.data.prepare.schema_file import read_schema, schema_from
-from sbpflow.data.values import values_and_ids
+from sbpflow.data.values import values_and_rows
 from sbpflow.errors import ConfigError
 from tests.data.rows import all_words
 from tests.data.test_tables import data_files, ids_of
@@ -218,7 +218,7 @@ def strings_csv(path, first=0):
 
 
 def values_of(manifest, name):
-    values, ids = values_and_ids(manifest, name, None)
+    values, ids = values_and_rows(manifest, name, None)
     return dict(zip(values.tolist(), ids.tolist(), strict=True))
 
 
@@ -314,7 +314,7 @@ def test_a_foreign_table_with_accents_commas_dates_and_marks_of_missing_cells(tm
     assert [ids_of(manifest, name).tolist() for name in SPARSE] == [[2], [2]]
     assert test[:, 2:].tolist() == [[0, 0], [2, 0]]
     assert schema_from(manifest.content["schema"]).missing_values == ("NA", "?")
-    values, known = values_and_ids(manifest, "note vendeur", None)
+    values, known = values_and_rows(manifest, "note vendeur", None)
     assert (values.tolist(), known.tolist()) == ([3], [2])
 
 

@@ -53,6 +53,7 @@ class GrowingCase:
     clip: float | None = None
     ragged: bool = False
     storage: RowStorage | None = None
+    timed: bool = True
 
     def features(self) -> list[FeatureConfig]:
         lists = {"hotness": 3, "ragged": True, "weighted": True} if self.ragged else {}
@@ -105,6 +106,12 @@ def size_of(batch: int) -> int:
     return BATCH - batch % 3
 
 
+def time_of(batch: int, mine: slice) -> int | None:
+    """Return the latest event time of a rank's samples; the latest of all is on one rank."""
+    times = 1000 + 5 * batch + np.random.default_rng(batch).integers(0, 40, size_of(batch))[mine]
+    return int(times.max()) if times.size else None
+
+
 def ids_of(case: GrowingCase, batch: int, mine: slice) -> dict[str, Any]:
     """Return a rank's ids of a batch."""
     random = np.random.default_rng(batch)
@@ -150,6 +157,7 @@ class Run:
             started = self.collection.start_id_exchange(
                 ids_of(self.case, batch, self.mine(batch)), size_of(batch), training=True,
                 begins_step=batch % self.case.accumulate == 0,
+                event_time=time_of(batch, self.mine(batch)) if self.case.timed else None,
             )  # fmt: skip
             self.collection.receive_ids(started)
             self.window.append(started)
@@ -192,10 +200,10 @@ class Run:
         values = self.collection.forward(ids, size_of(batch), training=False)
         return {name: value.double().numpy().copy() for name, value in values.items()}
 
-    def saver(self, folder: Path) -> Saver:
+    def saver(self, folder: Path, **more: Any) -> Saver:
         return Saver(
             folder, self.boxing, self.collection.state, run="r", deadline_s=60.0,
-            stores=self.collection.stores,
+            stores=self.collection.stores, **more,
         )  # fmt: skip
 
     def restore(self, path: Path, trained: int) -> None:

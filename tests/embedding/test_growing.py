@@ -11,7 +11,7 @@ from sbpflow.embedding.cache.factory import stores_of
 from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.random.streams import fill_uniform, mix, stream_key, uniform_rows
 from tests.embedding.cases import Spec
 from tests.embedding.growing_case import (
@@ -33,6 +33,8 @@ CASE = GrowingCase()
 EVICTING = Growth(
     evict=Eviction(max_rows=MIN_ROWS, idle_samples=150), admit_count=2, forget_after_samples=100
 )
+SHARE = 0.0003  # 40 slots for 64 rows of live keys
+TIMED = Growth(evict=Eviction(max_rows=MIN_ROWS, idle_time=30.0), admit_count=2)
 LAYOUTS = {
     "unique": (Spec("S(0)", "unique"), Spec("S(0)", "unique")),
     "reduce": (Spec("S(0)", "reduce"), Spec("S(0)", "reduce")),
@@ -158,6 +160,23 @@ def check_as_alone(ranks, alone, size, case, folder: Path, atol=1e-9):
     assert one[0]["counts"]["g"].evicted > 5
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_event_times_of_all_ranks_decide(ranks, alone, tmp_path, size):
+    """The latest sample of a batch is on one rank, and counts for the keys of every owner."""
+    check_as_alone(ranks, alone, size, replace(CASE, growth=TIMED, ahead=size), tmp_path)
+
+
+def test_batches_without_event_time_are_refused(ranks):
+    case = replace(CASE, growth=TIMED, timed=False)
+    assert "field f: evict.idle_time: the batch has no event time" in ranks(1, refused, case)[0]
+
+
+def refused(world, case):
+    with pytest.raises(DataError) as caught:
+        Run(world, case).train(1)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_layouts_and_ranks_do_not_change_results(ranks, alone, tmp_path, size, layout):
@@ -170,6 +189,14 @@ def test_layouts_and_ranks_do_not_change_results(ranks, alone, tmp_path, size, l
 def test_lookahead_does_not_change_a_bit(ranks, alone, tmp_path, ahead):
     case = replace(CASE, growth=EVICTING, ahead=ahead)
     check_as_alone(ranks, alone, 1, case, tmp_path, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1, 4, 16, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_any_ranks_and_any_lookahead(ranks, alone, tmp_path, size, ahead):
+    case = replace(CASE, growth=EVICTING, ahead=ahead, batches=72)
+    check_as_alone(ranks, alone, size, case, tmp_path)
 
 
 def test_eight_ranks(ranks, alone, tmp_path):
@@ -262,34 +289,52 @@ def test_a_resumed_run_has_the_same_bits(ranks, tmp_path, size):
     check_equal(tmp_path / "step-24", tmp_path / "again" / "step-24", atol=0)
 
 
-def cached(world, case, folder):
-    stores = stores_of(lambda key: folder, world.device)
-    run = Run(world, case, stores=stores)
-    run.train(case.batches)
+def cached(world, case, folder, start=0, stop=24, source=None):
+    """Return the outputs, and whether rows left their slots and came back."""
+    run = Run(world, case, stores=stores_of(lambda key: folder, world.device))
+    if source is not None:
+        run.restore(source, start)
+    run.train(stop)
+    run.announce()  # batches are in flight during the save
+    run.saver(folder).save(stop, {})
     run.drain()
-    run.saver(folder).save(run.trained, {})
-    return run.outputs
+    moved = run.collection.cache_counts()
+    return run.outputs, moved is not None and moved.written > 0 and moved.fetched > moved.new
 
 
 @pytest.mark.parametrize("kind", ["host", "file"])
 def test_cached_tables_grow(ranks, alone, tmp_path, kind):
-    storage = RowStorage(kind=kind, share=0.004, key="parallel.storage.deep")
+    storage = RowStorage(kind=kind, share=SHARE, key="parallel.storage.deep")
     case = replace(CASE, growth=EVICTING, ahead=4)
     one, one_folder = alone(ranks, case)
-    made = ranks(1, cached, replace(case, storage=storage), tmp_path)
-    for wanted, value in zip(one[0]["outputs"], made[0], strict=True):
+    ((outputs, moved),) = ranks(1, cached, replace(case, storage=storage), tmp_path)
+    assert moved
+    for wanted, value in zip(one[0]["outputs"], outputs, strict=True):
         assert np.array_equal(wanted["deep"], value["deep"])
     check_equal(one_folder / "step-24", tmp_path / "step-24", atol=0)
+
+
+@pytest.mark.parametrize("shares", [(SHARE, None), (None, SHARE), (SHARE, 0.0004)])
+def test_resumed_cached_tables_grow(ranks, alone, tmp_path, shares):
+    case = replace(CASE, growth=EVICTING, ahead=4)
+    one, one_folder = alone(ranks, case)
+    source = None
+    for share, start, stop in zip(shares, (0, 12), (12, 24), strict=True):
+        storage = share and RowStorage(kind="file", share=share, key="parallel.storage.deep")
+        ((outputs, moved),) = ranks(
+            1, cached, replace(case, storage=storage), tmp_path, start, stop, source
+        )
+        assert moved == (share is not None)
+        for wanted, value in zip(one[0]["outputs"][start:stop], outputs, strict=True):
+            assert np.array_equal(wanted["deep"], value["deep"])
+        source = tmp_path / f"step-{stop}"
+    check_equal(one_folder / "step-24", source, atol=0)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"deep": Spec("B", "local")}, r"table deep.f: grows: layout B@.*; use S\(0\) or S\(1\)"),
-        (
-            {"growth": Growth(evict=Eviction(max_rows=MIN_ROWS, idle_time=1.0))},
-            "table deep.f: grows: evict.idle_time .* no event time; use null",
-        ),
         ({"deep": Spec("S(0)", "reduce", ranks=(1, 0))}, "ranks out of order"),
         (
             {"deep": Spec("S(0)", "reduce", sizes=(101, MIN_ROWS - 101))},

@@ -23,8 +23,10 @@ def keys_of(addresses: list[int]) -> np.ndarray:
     return unmix(torch.from_numpy(as_arrays(addresses))).numpy()
 
 
-def growth_of(policy="lru", admit=1, forget=None, idle=None, rows=MIN_ROWS) -> Growth:
-    evict = Eviction(policy=policy, idle_samples=idle, max_rows=rows)
+def growth_of(
+    policy="lru", admit=1, forget=None, idle=None, rows=MIN_ROWS, idle_time=None
+) -> Growth:
+    evict = Eviction(policy=policy, idle_samples=idle, idle_time=idle_time, max_rows=rows)
     return Growth(admit_count=admit, forget_after_samples=forget, evict=evict)
 
 
@@ -41,6 +43,11 @@ def stream(seed: int, batches: int, size: int = 40) -> list[tuple[list[int], int
     return made
 
 
+def time_of(batch: int) -> int:
+    """Return the event time of a batch: some batches are late, and some come long after others."""
+    return 1000 + 10 * batch - 35 * (batch % 5 == 3) + 40 * (batch // 12)
+
+
 class Parts:
     """The vocabularies of all ranks, with their keys counted per rank and sent to the owners."""
 
@@ -55,7 +62,9 @@ class Parts:
         bucket = (addresses >> 50) + NUM_BUCKETS // 2
         return (bucket >= first) & (bucket < last)
 
-    def announce(self, addresses: list[int], samples: int, begins_step: bool = True) -> np.ndarray:
+    def announce(
+        self, addresses: list[int], samples: int, begins_step: bool = True, time: int = 0
+    ) -> np.ndarray:
         all_rows = np.zeros(len(addresses), np.int64)
         array = as_arrays(addresses)
         for part in self.parts:
@@ -69,7 +78,7 @@ class Parts:
                 ]
                 keys = keys_of(np.concatenate([a for a, _ in shares]).tolist())
                 counts = np.concatenate([c for _, c in shares])
-            rows, changes = part.announce(keys, counts, samples, begins_step=begins_step)
+            rows, changes = part.announce(keys, counts, samples, begins_step=begins_step, time=time)
             assert not set(changes.rows.tolist()) & set(changes.freed.tolist())
             by_key = dict(zip(keys.tolist(), rows.tolist(), strict=True))
             own = keys_of(array[mine].tolist()).tolist()
@@ -106,6 +115,7 @@ class Parts:
                     addresses=addresses, lasts=lasts, counts=counts,
                     pending_addresses=waiting[0], pending_lasts=waiting[1],
                     pending_counts=waiting[2], now=saves[0].now, clock=saves[0].clock,
+                    times=saves[0].times,
                 )
             )  # fmt: skip
         return new
@@ -129,7 +139,8 @@ def run(growth, batches, *, ranks=1, ahead=0, reshards=(), cancel_at=(), accumul
     evicted = 0
     while trained < len(batches):
         while announced < len(batches) and announced <= trained + ahead:
-            rows = parts.announce(*batches[announced], announced % accumulate == 0)
+            begins_step, time = announced % accumulate == 0, time_of(announced)
+            rows = parts.announce(*batches[announced], begins_step, time)
             waiting.append(rows)
             announced += 1
         if trained in cancel_at:
@@ -140,7 +151,9 @@ def run(growth, batches, *, ranks=1, ahead=0, reshards=(), cancel_at=(), accumul
             announced = trained
             continue
         before = set(reference.live)
-        expected = reference.step(*batches[trained], begins_step=trained % accumulate == 0)
+        expected = reference.step(
+            *batches[trained], begins_step=trained % accumulate == 0, time=time_of(trained)
+        )
         evicted += len(before - set(reference.live))
         rows = waiting.popleft()
         assert ((rows > 0) == expected).all()
@@ -170,6 +183,8 @@ GROWTHS = [
     growth_of("lfu", admit=2),
     growth_of(idle=30, forget=20, admit=2),
     growth_of("lfu", idle=25),
+    growth_of(idle_time=60),
+    growth_of(idle_time=95.5, idle=50, forget=20, admit=2),
 ]
 
 
@@ -214,13 +229,14 @@ def test_keys_of_an_accumulated_step_stay(growth):
     admit=st.integers(1, 4),
     forget=st.none() | st.integers(1, 60),
     idle=st.none() | st.integers(1, 60),
+    idle_time=st.none() | st.integers(1, 200),
     ranks=st.sampled_from([1, 2, 3, 8]),
     ahead=st.integers(0, 9),
     reshard=st.tuples(st.integers(1, 24), st.sampled_from([1, 2, 5])),
     cancel=st.integers(0, 24),
 )
-def test_any_stream(seed, policy, admit, forget, idle, ranks, ahead, reshard, cancel):
-    growth = growth_of(policy, admit, forget, idle)
+def test_any_stream(seed, policy, admit, forget, idle, idle_time, ranks, ahead, reshard, cancel):
+    growth = growth_of(policy, admit, forget, idle, idle_time=idle_time)
     run(
         growth, stream(seed, 25, 80), ranks=ranks, ahead=ahead, reshards=(reshard,),
         cancel_at=(cancel,),
@@ -234,6 +250,35 @@ def test_idle_keys_leave(policy):
     assert sum(t.forgotten for t in totals) > 5
     unlimited = run(growth_of(policy, admit=2), stream(6, 40))[2]
     assert sum(t.evicted for t in totals) != sum(t.evicted for t in unlimited)
+
+
+def test_idle_time_counts_from_the_first_known_time():
+    """Keys loaded from a run without times are as old as the first batch."""
+    before, key = Vocabulary(growth_of(), MIN_ROWS, 0, NUM_BUCKETS), keys_of([address_in(9, 1)])
+    before.announce(key, NO_COUNTS, 1)
+    before.release()
+    part = Vocabulary(growth_of(idle_time=100), MIN_ROWS, 0, NUM_BUCKETS)
+    part.load(before.save().saved)
+    evicted = []
+    for batch in range(1030):  # a whole round of sweeps, at most at time 100; then a later time
+        part.announce(key[:0], NO_COUNTS, 1, time=5000 + min(100, batch))
+        part.release()
+        evicted.append(part.totals.evicted)
+    assert evicted[-1] == 0
+    for _ in range(1030):
+        part.announce(key[:0], NO_COUNTS, 1, time=5101)
+        part.release()
+    assert part.totals.evicted == 1
+
+
+def test_long_runs_forget_old_times():
+    part = Vocabulary(growth_of(idle_time=100), MIN_ROWS, 0, NUM_BUCKETS)
+    key = keys_of([address_in(9, 1)])
+    for batch in range(9000):
+        part.announce(key, NO_COUNTS, 1, time=batch)
+        part.release()
+    assert part.save().size("times") < 5000
+    assert part.totals.evicted == 0
 
 
 def test_a_full_bucket_refuses_keys():

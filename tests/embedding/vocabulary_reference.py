@@ -19,16 +19,20 @@ class ReferenceVocabulary:
     live: dict[int, list[int]] = field(default_factory=dict)  # address -> [last use, count]
     pending: dict[int, list[int]] = field(default_factory=dict)
     clock: list[int] = field(default_factory=lambda: [0])  # samples after each batch
+    times: dict[int, int] = field(default_factory=dict)  # latest event time after each batch
     step_start: int = 0
 
     def room(self, bucket: int) -> int:
         rows = first_row_of(bucket + 1, self.num_rows) - first_row_of(bucket, self.num_rows)
         return rows - (bucket == 0)
 
-    def step(self, addresses: list[int], samples: int, *, begins_step: bool = True) -> list[bool]:
+    def step(
+        self, addresses: list[int], samples: int, *, begins_step: bool = True, time: int = 0
+    ) -> list[bool]:
         """Process a batch; return whether each key has its own row."""
         self.clock.append(self.clock[-1] + samples)
         now = len(self.clock) - 1
+        self.times[now] = max(time, self.times.get(now - 1, time))
         if begins_step:
             self.step_start = now
         for address in addresses:
@@ -63,7 +67,11 @@ class ReferenceVocabulary:
             for address in [a for a in keys if start <= bucket_of(a) < start + SWEPT]:
                 used = keys[address][0]
                 stays = keys is self.live and used >= self.step_start
-                if limit is not None and self.clock[now] - self.clock[used] > limit and not stays:
+                is_idle = limit is not None and self.clock[now] - self.clock[used] > limit
+                span = self.growth.evict.idle_time
+                if keys is self.live and span is not None:
+                    is_idle |= self.times[now] - self.times[used] > span
+                if is_idle and not stays:
                     del keys[address]
 
     def facts(self) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:

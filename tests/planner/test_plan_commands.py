@@ -106,7 +106,7 @@ def test_a_described_machine_has_the_memory_of_its_data_sheet(tmp_path):
     words = ["--tables", str(path), "--world-size", "2", "--profile", "h100-dgx"]
     words += ["--planner", "size"]
     path.write_text(json.dumps(whole))
-    with pytest.raises(PlanError, match=r"fits 68.00 GB a rank.*the largest table is C1"):
+    with pytest.raises(PlanError, match=r"fits 68.00 GB per rank.*the largest table is C1"):
         plan(words)
     path.write_text(json.dumps({**whole, "device_gb": 600}))
     plan(words)

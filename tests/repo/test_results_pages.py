@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -171,6 +172,32 @@ def test_rates_caches_and_known_batches_took_the_recorded_times():
             )
 
 
+def test_cached_training_used_the_recorded_cpu_time():
+    lines = [line for line in read("cache_store.jsonl") if line["benchmark"] == "cpu"]
+    rows = {
+        "device": "all rows in memory",
+        "paused": "all rows in memory, with pauses",
+        "lookahead": "lookahead",
+    }
+    runs = {name: [line for line in lines if line["system"] == name] for name in rows}
+    table = PAGES["cache"].split("**CPU time**")[1].split("\n\n**")[0]
+    keys = ("step_ms", "cpu_ms", "training_cpu_ms", "mover_cpu_ms")
+    for name, shown in rows.items():
+        cells = (f"{median(line[key] for line in runs[name]):.1f}" for key in keys)
+        assert f"| {shown} | {' | '.join(cells)} |" in table
+    assert f"of {len(runs['device'])} alternating rounds" in table
+    added = {
+        name: median(
+            one["cpu_ms"] - other["cpu_ms"]
+            for one, other in zip(runs["lookahead"], runs[name], strict=True)
+        )
+        for name in ("device", "paused")
+    }
+    assert f"uses {added['device']:.1f} ms more than training with all rows in memory" in table
+    assert f"{added['paused']:.1f} ms more than training that pauses" in table
+    assert added["paused"] <= 4.0
+
+
 def test_evaluations_with_slow_storage_took_the_recorded_times():
     lines = [line for line in read("cache_store.jsonl") if line["benchmark"] == "evaluation"]
     device, *cached = lines
@@ -237,3 +264,18 @@ def test_no_answer_of_the_long_run_was_wrong():
     (line,) = read("serving_soak.jsonl")
     assert (line["wrong_answers"], line["restarts"]) == (0, 1.0)
     assert line["refused_deltas"] > 0
+
+
+def test_keys_took_the_recorded_times():
+    lines = {line["benchmark"]: line for line in read("growth.jsonl")}
+    text = PAGES["engine"].replace("\n", " ")
+    made, steps = lines["map"], lines["steps"]
+    for value in (
+        f"inserts {made['inserts_m_per_s']:.1f} million keys/s",
+        f"finds {made['hits_m_per_s']:.1f} million keys/s",
+        f"{made['bytes_per_key']:.1f} bytes per key",
+        f"{lines['decisions']['ns_per_lookup']:.1f} ns per lookup",
+        f"takes {steps['ratio']:.2f} times as long as with fitted IDs",
+        f"the longest step takes {steps['longest_over_median']:.2f} times the median",
+    ):
+        assert value in text

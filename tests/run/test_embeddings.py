@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -9,6 +10,8 @@ import sbpflow
 from sbpflow.commands import embeddings as command
 from sbpflow.commands.embeddings import embeddings
 from sbpflow.errors import ConfigError
+from sbpflow.run.saved.saved_model import find_checkpoint
+from sbpflow.serving.cells import MISSING_KEY, string_key
 
 CONFIG = {
     "data": {"batch_size": 100, "loader": "memmap"},
@@ -23,21 +26,65 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> "sbpflow.Run":
-    table = pl.DataFrame({
+GROWS = {"vocabulary": "dynamic", "admit_count": 2, "evict": {"max_rows": 65_536}}
+
+
+def table() -> pl.DataFrame:
+    return pl.DataFrame({
         "item": [row % 40 - 20 for row in range(600)],
         "city": ["Oslo", "Aarhus", "", "Z\u00fcrich", "Oslo", "Rome"] * 100,
         "price": [row / 7 for row in range(600)],
-        "click": [row % 3 == 0 for row in range(600)],
+        "click": [int(row % 3 == 0) for row in range(600)],
     })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> "sbpflow.Run":
     return sbpflow.fit(
         CONFIG,
-        data=table.with_columns(pl.col("click").cast(pl.Int64)),
+        data=table(),
         schema=SCHEMA,
         prepare={"min_count": 1, "keep_strings": True},
         run={"dir": tmp_path_factory.mktemp("embeddings") / "run"},
     )
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory) -> "sbpflow.Run":
+    rare = pl.when(pl.int_range(600) < 3).then(pl.lit(-1000) - pl.int_range(600))
+    return sbpflow.fit(
+        {**CONFIG, "model": {**CONFIG["model"], "fields": {"*": GROWS}}},
+        data=table().with_columns(rare.otherwise(pl.col("item")).alias("item")),
+        schema=SCHEMA,
+        prepare={"keys": ["item", "city"]},
+        run={"dir": tmp_path_factory.mktemp("growing") / "run"},
+    )
+
+
+def test_a_growing_table_has_the_vectors_of_its_keys(growing, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_BLOCK_BYTES", 7 * 16)
+    checkpoint = find_checkpoint(growing.dir)
+    cities = {city: string_key(city)[0] for city in ("Oslo", "Aarhus", "Z\u00fcrich", "Rome")}
+    signed = {int(np.uint64(key).view(np.int64)): city for city, key in cities.items()}
+    for column in ("item", "city"):
+        saved = checkpoint.tensor(f"vocabularies/{column}/keys").tolist()
+        vectors = checkpoint.tensor(f"tables/deep.{column}")[1:].tolist()
+        wanted = {k: v for k, v in zip(saved, vectors, strict=True) if k != MISSING_KEY}
+        assert set(wanted) == (set(range(-20, 20)) if column == "item" else set(signed))
+        output = tmp_path / f"{column}.parquet"
+        words = [str(growing.dir), "--table", f"deep.{column}", "--output", str(output)]
+        assert embeddings(words) == 0
+        found = pl.read_parquet(output)
+        assert found.schema[column] == pl.Int64
+        assert dict(found.iter_rows()) == wanted
+        keys, rows = growing.embeddings(f"deep.{column}")
+        assert dict(zip(keys.tolist(), rows.tolist(), strict=True)) == wanted
+    names, rows = growing.embeddings("deep.city", values=["Rome", "Atlantis", "Oslo", None])
+    assert names.tolist() == ["Rome", "Oslo"]
+    by_name = {signed[key]: vector for key, vector in wanted.items()}
+    assert rows.tolist() == [by_name["Rome"], by_name["Oslo"]]
+    items, rows = growing.embeddings("deep.item", values=[-1000, 3, -1001])
+    assert items.tolist() == [3]
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

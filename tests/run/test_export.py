@@ -42,6 +42,7 @@ from sbpflow.run.model.spec import Fields, IdField, embedding_output
 from sbpflow.run.model.torch_model import TorchModel
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.runtime.ranks.world import World
+from sbpflow.serving.cells import MISSING_KEY
 from sbpflow.serving.operations import BundleError
 from sbpflow.serving.scorer import load
 from sbpflow.training.evaluate import score_split
@@ -312,8 +313,13 @@ def test_hashed_columns_equal_the_loader_s():
     rng = np.random.default_rng(3)
     for rows in (3, 1000, 2**31 - 1):
         parts = [rng.integers(0, high, 5000, dtype=np.int32) for high in (2, 50, 2**31 - 1)]
-        got = hashed_ids([torch.from_numpy(part) for part in parts], rows)
+        got = hashed_ids([torch.from_numpy(part) for part in parts], rows, [0] * 3)
         assert got.tolist() == hashed_by_loader(parts, rows).tolist()
+        keys = rng.integers(-(2**63), 2**63, (2, 5000))
+        keys[:, :9] = [[MISSING_KEY], [0]]
+        parts, missing = [*keys, parts[0]], [MISSING_KEY, MISSING_KEY, 0]
+        got = hashed_ids([torch.from_numpy(part) for part in parts], rows, missing)
+        assert got.tolist() == hashed_by_loader(parts, rows, missing).tolist()
 
 
 def _hashed(world: World, folder):

@@ -4,8 +4,12 @@ import logging
 import re
 from dataclasses import replace
 
+import numpy as np
+import polars as pl
 import pytest
+import torch
 
+import sbpflow
 from sbpflow.config.load import load_config
 from sbpflow.config.model_tables import FieldRule
 from sbpflow.data.growth import growing_text
@@ -20,6 +24,7 @@ from sbpflow.planner.shapes import shapes_of
 from sbpflow.run.model.spec import Fields, IdField, embedding_output
 from sbpflow.run.planning.auto_scheme import candidates
 from sbpflow.run.report.page import write_report
+from sbpflow.serving.scorer import load
 from sbpflow.training.growth_watch import GrowthWatch
 from tests.planner.tasks import make_task
 from tests.run.test_report_page import events, write
@@ -261,3 +266,51 @@ def test_explain_compares_the_limit_with_the_keys_of_the_data():
     )
     assert "evicts keys" not in growing_text([{**entry, "train_keys": 5}])
     assert growing_text([]) == ""
+
+
+def test_fields_that_share_a_table_share_the_ids_of_a_bundle(tmp_path):
+    cities = ["Oslo", "Rome", "Aarhus", ""]
+    table = pl.DataFrame({
+        "home": [cities[row % 3] for row in range(400)],
+        "work": [f"only {row}" if row % 7 == 0 else cities[row // 7 % 4] for row in range(400)],
+        "shop": [row % 11 for row in range(400)],
+        "click": [row // 2 % 2 for row in range(400)],
+    })  # fmt: skip
+    kind = {"kind": "string", "vocabulary": "city"}
+    evict = {"max_rows": 65_536}
+    run = sbpflow.fit(
+        {
+            "data": {"batch_size": 80, "loader": "memmap"},
+            "model": {
+                "name": "deepfm",
+                "embedding_dim": 4,
+                "hidden": [4],
+                "fields": {
+                    "[hw]*": {
+                        "table": "cities", "vocabulary": "dynamic", "admit_count": 2, "evict": evict
+                    }
+                },
+            },
+            "parallel": {"kernel": "torch", "device": "cpu"},
+            "train": {"max_steps": 4, "eval_every": 0},
+        },
+        data=table,
+        schema={"label": "click", "sparse": {"home": kind, "work": kind, "shop": "integer"}},
+        prepare={"keys": ["home", "work"], "min_count": 1},
+        run={"dir": tmp_path / "run"},
+    )  # fmt: skip
+    run.export(tmp_path / "model")
+    model = load(tmp_path / "model")
+    scores = model.score(table)
+    np.testing.assert_allclose(scores, run.predict(table)["score"], rtol=0, atol=1e-6)
+    assert scores.std() > 1e-4
+    encoded = model.encode(table)
+    home, work = (encoded.ids[:, model.content["columns"][name][0]] for name in ("home", "work"))
+    assert set(home) <= set(work) | {1}
+    assert encoded.unknown["work"] >= 57
+    assert encoded.missing["work"] == (table["work"] == "").sum()
+    keys, vectors = run.embeddings("deep.cities", values=["Oslo", "only 0", "Rome"])
+    assert keys.tolist() == ["Oslo", "Rome"]
+    place = model.content["tables"]["deep.cities"]
+    rows = torch.from_numpy(home[:2].astype(np.int64)) + place["first"]
+    np.testing.assert_array_equal(model.stores[place["store"]].gather(rows).numpy(), vectors)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sbpflow.errors import DataError
+from sbpflow.serving import deltas
 from sbpflow.serving.deltas import (
     DELTA_FILE,
     VALUES_FILE,
@@ -28,6 +29,8 @@ TENSORS = {
     "tables/users/low": torch.tensor([-1.0]),
     "tables/idle/rows": torch.empty(0, dtype=torch.int64),
     "tables/idle": torch.empty(0, 2),
+    "vocabulary/item/keys": torch.tensor([7, -5, 2**62]),
+    "vocabulary/item/ids": torch.tensor([1, 900, 3]),
     "dense/bias": torch.tensor(0.25),
     "dense/weight": torch.ones(2, 3),
 }
@@ -47,7 +50,10 @@ def write(bundle: Path, number: int, previous: str) -> str:
     )
     sizes = {name: (values.dtype, tuple(values.shape)) for name, values in TENSORS.items()}
     writer = DeltaWriter(bundle, head, sizes)
+    writer.append_keys("item", TENSORS["vocabulary/item/keys"], TENSORS["vocabulary/item/ids"])
     for name, values in TENSORS.items():
+        if name.startswith("vocabulary/"):
+            continue
         for piece in values.split(2) if values.ndim and len(values) else [values]:
             writer.append(name, piece)
     return writer.close()
@@ -62,6 +68,10 @@ def test_a_delta_that_is_written_in_pieces_is_read(bundle: Path):
     for table, (rows, parts) in delta.tables.items():
         read[f"tables/{table}/rows"] = rows
         read |= {f"tables/{table}{suffix}": values for suffix, values in parts.items()}
+    for name, (keys, ids) in delta.vocabulary.items():
+        read |= {f"vocabulary/{name}/keys": keys, f"vocabulary/{name}/ids": ids}
+    content = json.loads((delta_folder(bundle, 1) / DELTA_FILE).read_text())["content"]
+    assert (content["vocabulary"], content["removed"]) == ({"item": 2}, {"item": 1})
     assert read.keys() == TENSORS.keys()
     for name, values in TENSORS.items():
         assert read[name].dtype == values.dtype
@@ -112,18 +122,17 @@ def test_every_damaged_byte_is_noticed(bundle: Path, file: str):
         read_delta(bundle, 1, base=base, previous=base)
 
 
-@pytest.mark.parametrize("key", ["removed", "vocabulary"])
-def test_what_this_version_does_not_have_is_refused_by_name(
-    bundle: Path, key: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wrong", [torch.tensor([1]), torch.ones(3), torch.tensor([1, 2, 3]).int()])
+def test_keys_without_an_id_are_refused(
+    bundle: Path, wrong: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ):
     base = digest_of(bundle)
     write(bundle, 1, base)
-    path = delta_folder(bundle, 1) / DELTA_FILE
-    tree = json.loads(path.read_text())
-    tree["content"][key] = {"items": [3]}
-    monkeypatch.setattr("sbpflow.serving.deltas._digest", lambda _: tree["sha256"])
-    path.write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=f"{key} is not empty, which this version does not support"):
+    real = deltas._read_values
+    monkeypatch.setattr(
+        deltas, "_read_values", lambda *of: {**real(*of), "vocabulary/item/ids": wrong}
+    )
+    with pytest.raises(DataError, match="vocabulary/item does not have an id for each of its keys"):
         read_delta(bundle, 1, base=base, previous=base)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from sbpflow.data import load_manifest, open_loader
 from sbpflow.data.__main__ import main
-from sbpflow.data.bundle_input import input_content, write_vocabularies
+from sbpflow.data.bundle_input import SavedKeys, input_content, write_vocabularies
 from sbpflow.data.format.schema import DenseColumn
 from sbpflow.data.prepare.cells import _dense
 from sbpflow.data.prepare.keys import key_of, with_string_keys
@@ -35,12 +36,55 @@ FLOATS = [None, float("nan"), 0.0, -0.0, 7.0, 7.5, 1e300, -1e39, float("inf"), 2
 TEXT = st.one_of(st.sampled_from(ODD), st.text(max_size=6))
 
 
-def encoder_of(manifest, folder, loops=None) -> Encoder:
-    content = input_content(manifest)
-    write_vocabularies(manifest, folder / "vocabulary")
+def encoder_of(manifest, growing, folder, loops=None) -> Encoder:
+    content = input_content(manifest, growing)
+    write_vocabularies(manifest, growing, folder / "vocabulary")
     words = Tensors(folder / "vocabulary")
     arrays = (words.array(name) for name in ("keys", "ids", "checks"))
-    return Encoder(content, Vocabularies(content["vocabularies"], *arrays), loops)
+    crossed = range(sum(field.hot for field in manifest.fixed))
+    vocabularies = Vocabularies(content["vocabularies"], *arrays)
+    return Encoder(content, vocabularies, loops, crossed)
+
+
+def saved_keys(manifest) -> dict[str, SavedKeys]:
+    """Return every second key of each field with keys, as if the others had no rows."""
+    growing = {}
+    names, matrix, lists = batch_of(manifest, "train")
+    for field in manifest.fields:
+        if field.keyed:
+            at = [number for number, name in enumerate(names) if name == field.name]
+            keys = np.unique(lists[field.name][0] if field.ragged else matrix[:, at])[::2]
+            growing[field.name] = SavedKeys(
+                fields=(field.name,), num_keys=len(keys), read=partial(np.copy, keys)
+            )
+    return growing
+
+
+def batch_of(manifest, split):
+    """Return the columns of the matrix, the matrix, and the values and lengths of each list."""
+    size = manifest.splits[split]
+    loader = open_loader(manifest, split=split, batch_size=size, backend="memmap", shuffle="none")
+    (batch,) = loader.epoch(0)
+    names = [field.name for field in manifest.fixed for _ in range(field.hot)]
+    lists = {}
+    for number, field in enumerate(manifest.lists):
+        found = batch.ids.lists.take(torch.tensor([number]))
+        lists[field.name] = found.values.numpy().copy(), found.lengths.numpy().copy()
+    matrix = (batch.ids if not manifest.lists else batch.ids.matrix).numpy().copy()
+    loader.close()
+    return names, matrix, lists
+
+
+def ids_of(field, values, growing):
+    """Return the ids of a bundle for the ids or keys of a prepared set."""
+    if not field.keyed:
+        return values.tolist()
+    keys = growing[field.name].read().tolist()
+    found = [
+        0 if v == cells.MISSING_KEY else keys.index(v) + 2 if v in keys else 1
+        for v in values.reshape(-1).tolist()
+    ]
+    return np.reshape(found, values.shape).tolist()
 
 
 def found(rule, cell, *more):
@@ -140,7 +184,9 @@ def tables(draw):
     lists = {f"l{n}": {"max": 3, **each} for n, each in enumerate(draw(st.lists(LIST, max_size=2)))}
     if lists and draw(st.booleans()):
         spec = lists["l0"]
-        spec["width"] = spec.pop("max")
+        cuts = spec.get("beyond", "error") != "error"
+        spec["width"] = draw(st.sampled_from([1, 3])) if cuts else 3
+        del spec["max"]
         spec.pop("weights", None)
     cells_of = {}
     for name, spec in dense.items():
@@ -151,13 +197,20 @@ def tables(draw):
         one = [v for v in GOOD[spec["kind"]] if v]
         ends = (":0.5", ":2") if "weights" in spec else ("", "")
         cells_of[name] = ["", one[0] + ends[0], f"{one[1]}{ends[0]}|{one[0]}{ends[1]}"]
-    options = []
+    options, can_have_keys = [], [*lists]
     if draw(st.booleans()):
         options += ["--hash-size", "s0=13"]
+    elif len(singles) > 1:
+        can_have_keys.append("s0")
     if len(singles) > 1:
         options += ["--crosses", "s0xs1"]
+        can_have_keys.append("s0xs1")
     else:
         options += ["--crosses", "none"]
+    keyed = draw(st.lists(st.sampled_from(can_have_keys), unique=True)) if can_have_keys else []
+    hashed = {"s0"} if "--hash-size" in options else set()
+    if {*can_have_keys, *singles} - hashed - {*keyed} and keyed:  # a field has a vocabulary
+        options += ["--keys", ",".join(keyed)]
     good = {name: st.sampled_from(values) for name, values in cells_of.items()}
     rows = draw(st.lists(st.fixed_dictionaries(good), min_size=12, max_size=24))
     odd = {
@@ -206,7 +259,8 @@ def test_ids_equal_those_of_encode(compiled, drawn):
         like = load_manifest(folder / "set")
         manifest = encode([folder / "new.csv"], folder / "new", like=like.path, workers=1,
                           max_bad_fraction=1.0)  # fmt: skip
-        encoder = encoder_of(like, folder, encoder_loops if compiled else None)
+        growing = saved_keys(like)
+        encoder = encoder_of(like, growing, folder, encoder_loops if compiled else None)
         good = []
         for row in new:
             try:
@@ -221,19 +275,25 @@ def test_ids_equal_those_of_encode(compiled, drawn):
                              shuffle="none")  # fmt: skip
         (batch,) = loader.epoch(0)
         for got in (text, dicts):
-            check_equal(got, batch, manifest)
+            check_equal(got, batch, manifest, growing)
         loader.close()
 
 
-def check_equal(got, batch, manifest):
+def check_equal(got, batch, manifest, growing):
     matrix = batch.ids if not manifest.lists else batch.ids.matrix
-    assert got.ids.tolist() == matrix.tolist()
+    column = 0
+    for field in manifest.fixed:
+        own = matrix[:, column : column + field.hot].numpy()
+        assert got.ids[:, column : column + field.hot].tolist() == ids_of(field, own, growing)
+        if field.keyed and field.hot == 1:
+            assert got.keys[column].tolist() == own[:, 0].tolist()
+        column += field.hot
     np.testing.assert_array_max_ulp(got.dense, batch.dense.numpy(), maxulp=1)
     for number, field in enumerate(manifest.lists):
         lists = batch.ids.lists.take(torch.tensor([number]))
         values, lengths, *weights = got.bags[field.name]
         assert lengths.tolist() == lists.lengths.reshape(-1).tolist()
-        assert values.tolist() == lists.values.tolist()
+        assert values.tolist() == ids_of(field, lists.values.numpy(), growing)
         if weights:
             assert weights[0].tolist() == lists.weights.tolist()
 

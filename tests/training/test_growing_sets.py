@@ -1,13 +1,17 @@
 """Tests growing fields from raw rows to scores, using only commands."""
 
 import json
+import shutil
 
 import numpy as np
 import polars as pl
 import pytest
+import torch
 
+from sbpflow.checkpoint.folder import list_checkpoints
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.commands import train
+from sbpflow.commands.checkpoint import checkpoint
 from sbpflow.commands.explain import explain
 from sbpflow.commands.predict import predict
 from sbpflow.data.__main__ import main as data
@@ -15,6 +19,8 @@ from sbpflow.data.format.manifest import load_manifest
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.errors import ConfigError
 from sbpflow.run.report.page import write_report
+from sbpflow.runtime.random.streams import mix
+from tests.training.test_resume import Interrupted, interrupt
 
 ROWS, BATCH = 4000, 100
 MODEL = """
@@ -26,7 +32,8 @@ model:
   wide: {columns: [C3], crosses: [[C1, C2]]}
   fields:
     C3: {vocabulary: dynamic, admit_count: 2, evict: {max_rows: 65536}}
-    C7: {vocabulary: dynamic, admit_count: 3, forget_after_samples: 1000, evict: {max_rows: 65536}}
+    C7: {vocabulary: dynamic, admit_count: 3, forget_after_samples: 1000,
+         evict: {max_rows: 65536, idle_samples: 200}}
 optimizer: {sparse: {name: rowwise_adagrad}}
 parallel: {kernel: torch, scheme: 3}
 train: {log_every: 8, eval_every: 0}
@@ -78,6 +85,7 @@ def test_rows_go_to_keys_that_occur_often_enough(run):
     assert last["growth.C3.pending"] == (counts < 2).sum()
     assert last["growth.C3.admitted"] == last["growth.C3.live"] == last["growth.C3.rows_of_rank_0"]
     assert last["growth.C7.forgotten"] > 0
+    assert last["growth.C7.evicted"] > 0
     assert last["growth_live"] == last["growth.C3.live"] + last["growth.C7.live"]
     saved = open_checkpoint(run / "run" / "checkpoints" / "step-32")
     for table in ("deep.C3", "wide.C3"):
@@ -112,6 +120,30 @@ def test_raw_rows_are_scored_by_their_keys(run):
     assert len(scores["raw"]) == 300
     assert scores["set"]["score"].is_finite().all()
     assert scores["raw"]["score"].n_unique() > 100
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_run_with_deltas_resumes_and_predicts_bit_for_bit(run, monkeypatch, background):
+    name, path = f"deltas-{background}", run / "first"
+    more = ("checkpoint.every=3", "checkpoint.deltas=5", f"checkpoint.background={background}")
+    for at in (8, 20):
+        with monkeypatch.context() as patch:
+            interrupt(patch, at)
+            with pytest.raises(Interrupted):
+                start(run, path, name, *more)
+    assert start(run, path, name, *more) == 0
+    one, two = (open_checkpoint(run / each / "checkpoints/step-32") for each in ("run", name))
+    assert two.chain_length == 5
+    assert one.tensors.keys() == two.tensors.keys()
+    for tensor in one.tensors:
+        assert one.tensor(tensor).equal(two.tensor(tensor)), tensor
+    scores = []
+    for each in ("run", name):
+        output = run / f"scores-{each}-of-{name}.parquet"
+        words = ["--checkpoint", str(run / each), "--input", str(path), "--output", str(output)]
+        assert predict(words) == 0
+        scores.append(pl.read_parquet(output))
+    assert scores[0].equals(scores[1])
 
 
 def test_a_run_continues_on_rows_of_another_day(run):
@@ -149,3 +181,111 @@ def test_copies_of_growing_tables_are_refused(run):
         explain([*words, "parallel.scheme=dp"])
     assert explain([*words, "parallel.scheme=auto"]) == 0
     assert explain([*words, "parallel.scheme=1"]) == 0
+
+
+def remains(folder, arrays):
+    """Return the files that contain one of the byte strings."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files for array in arrays if array in path.read_bytes()]
+
+
+def test_listed_keys_are_erased_from_the_files(run, tmp_path, capsys):
+    shutil.copytree(run / "run", tmp_path / "run")
+    for older in list_checkpoints(tmp_path / "run" / "checkpoints")[1:]:
+        shutil.rmtree(older)
+    (newest,) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    saved = open_checkpoint(newest)
+    before = {name: saved.tensor(name) for name in saved.tensors}
+    keys, pending = before["vocabularies/C3/keys"], before["vocabularies/C3/pending_keys"]
+    chosen = torch.cat([keys[10:30:2], pending[:10]])
+    rows = before["tables/deep.C3"][11:31:2]
+    arrays = [key.numpy().tobytes() for key in chosen] + [row.numpy().tobytes() for row in rows]
+    assert len(remains(newest, arrays)) == 30
+    (tmp_path / "keys.txt").write_text("".join(f"{key & 0xFFFFFFFF:08x}\n" for key in chosen))
+    words = ["erase", str(tmp_path / "run"), "--field", "C3", "--keys", str(tmp_path / "keys.txt")]
+    assert checkpoint(words) == 0
+    assert "erased 10 keys with rows and 10 pending keys of C3" in capsys.readouterr().out
+    assert remains(tmp_path / "run", arrays) == []
+    after = open_checkpoint(newest)
+    after.verify()
+    keeps = ~torch.isin(keys, chosen)
+    whole = torch.cat([torch.tensor([True]), keeps])
+    for name, old in before.items():
+        if name.startswith(("tables/deep.C3", "tables/wide.C3")):
+            old = old[whole]
+        elif name in ("vocabularies/C3/keys", "vocabularies/C3/last_uses"):
+            old = old[keeps]
+        if not name.startswith(("vocabularies/C3/pending", "vocabularies/C3/counts")):
+            assert torch.equal(old, after.tensor(name)), name
+    assert start(run, run / "second", tmp_path / "later", f"checkpoint.resume={newest}") == 0
+    with pytest.raises(ConfigError, match=r"--field C1: does not grow .*; use C3, C7"):
+        checkpoint([*words[:3], "C1", *words[4:]])
+    (tmp_path / "keys.txt").write_text("4-5\n")
+    with pytest.raises(ConfigError, match="field C3: '4-5' is not a value of kind hex"):
+        checkpoint(words)
+
+
+def test_a_fitted_run_continues_with_keys(run, tmp_path):
+    """The run scores rows as before: known values have their rows, and others the rare row."""
+    fitted = make(tmp_path, "fitted", 1)
+    words = ["--config", str(run / "run.yaml"), f"data.path={fitted}", "model.fields={}"]
+    assert train.main([*words, f"run.dir={tmp_path / 'run'}"]) == 0
+    (newest, *_) = list_checkpoints(tmp_path / "run" / "checkpoints")
+    words = [str(tmp_path / "run"), "--data", str(run / "first"), "--output"]
+    assert checkpoint(["to-keys", *words, str(tmp_path / "keyed")]) == 0
+    old, new = open_checkpoint(newest), open_checkpoint(tmp_path / "keyed" / newest.name)
+    new.verify()
+    keyed_rows = RowFiles(load_manifest(run / "first"), "train").keys(0, 500)[:, 0]
+    ids = RowFiles(load_manifest(fitted), "train").read(0, 500)[:, 1 + 13 + 2]
+    keys = new.tensor("vocabularies/C3/keys")
+    places = {int(key): place + 1 for place, key in enumerate(keys)}
+    assert len(places) == keys.numel() > 100
+    assert (mix(keys)[1:] > mix(keys)[:-1]).all()
+    for name in ("tables/deep.C3", "tables/wide.C3"):
+        for tensor in (each for each in old.tensors if each.startswith(name)):
+            rows = [places.get(int(key), 0) for key in keyed_rows]
+            assert torch.equal(new.tensor(tensor)[rows], old.tensor(tensor)[ids]), tensor
+    assert torch.equal(new.tensor("tables/deep.C1"), old.tensor("tables/deep.C1"))
+    path = tmp_path / "keyed" / newest.name
+    assert start(run, run / "first", tmp_path / "later", f"checkpoint.resume={path}") == 0
+    last = steps_of(tmp_path / "later")[-1]
+    assert last["growth.C3.live"] >= keys.numel()
+    with pytest.raises(ConfigError, match=r"--output .*: has a checkpoint of step 32"):
+        checkpoint(["to-keys", *words, str(tmp_path / "keyed")])
+
+
+TIMED = """
+data: {batch_size: 2, shuffle: none, loader: memmap}
+model:
+  name: wdl
+  embedding_dim: 2
+  hidden: [4]
+  wide: {columns: [], crosses: []}
+  fields: {user: {vocabulary: dynamic, evict: {max_rows: 65536, idle_time: 500}}}
+parallel: {kernel: torch, scheme: 3}
+train: {log_every: 100, eval_every: 0}
+"""
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_keys_leave_by_the_event_time_of_the_rows(tmp_path, timed):
+    """Row i is of time i and user i / 3, so no user returns, and nothing else evicts."""
+    rows = "\n".join(f"{row % 2},{row}.5,u{row // 3},{row}" for row in range(2700))
+    (tmp_path / "rows.csv").write_text(f"click,price,user,ts\n{rows}\n")
+    text = "header: true\nseparator: ','\nlabel: click\ndense: {price: log1}\n"
+    text += "sparse: {user: string}\n" + "time: {ts: integer}\n" * timed
+    (tmp_path / "schema.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text(TIMED)
+    words = ["--schema", tmp_path / "schema.yaml", "--input", tmp_path / "rows.csv", "--keys"]
+    words += ["--output", tmp_path / "set", "--workers", "1"]
+    assert data(["prepare", *map(str, words)]) == 0
+    if not timed:
+        message = r"model\.fields\.user\.evict\.idle_time: .* rows of this set have no time"
+        with pytest.raises(ConfigError, match=message):
+            start(tmp_path, tmp_path / "set", "run")
+        return
+    assert start(tmp_path, tmp_path / "set", "run") == 0
+    last = steps_of(tmp_path / "run")[-1]
+    assert last["step"] == 1080
+    # Step s checks 1 of 1,024 parts of the keys, with (2 s - 500) / 3 idle users: 224 on average.
+    assert 150 < last["growth.user.evicted"] < 300

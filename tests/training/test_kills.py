@@ -11,14 +11,18 @@ from tests.deadlines import Deadline
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deltas", [0, 3])
+@pytest.mark.parametrize(("deltas", "keys"), [(0, False), (3, False), (3, True)])
 def test_interrupted_and_killed_runs_equal_an_undisturbed_run(
-    synth_set, tmp_path, monkeypatch, deltas
+    synth_set, tmp_path, monkeypatch, deltas, keys
 ):
     monkeypatch.setattr(faults, "STEPS", 60)
-    expected = faults.uninterrupted(synth_set, tmp_path / "whole", 2)
-    run = Campaign(synth_set, tmp_path / "run", 2, random.Random(3), deltas=deltas)
-    ranks = start(synth_set, run.folder, run.log, 2, f"checkpoint.deltas={deltas}")
+    if keys:
+        synth_set = tmp_path / "set"
+        faults.make_set(synth_set, keys=True)
+    expected = faults.uninterrupted(synth_set, tmp_path / "whole", 2, keys=keys)
+    run = Campaign(synth_set, tmp_path / "run", 2, random.Random(3), deltas=deltas, keys=keys)
+    growing = [faults.GROWING] if keys else []
+    ranks = start(synth_set, run.folder, run.log, 2, f"checkpoint.deltas={deltas}", *growing)
     assert wait(ranks, lambda: steps_done(run.folder) > EVERY, 120.0)
     ranks.signal(signal.SIGTERM)
     assert ranks.codes(60.0) == [130, 130]

@@ -87,7 +87,7 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
     assert re.search(r"step time:\s+predicted [0-9.]+ ms.*measured", capsys.readouterr().err)
     first = plan_from_json((folder / "plan.json").read_text())
     tables, start = len(first.layouts), (folder / "start.txt").read_text()
-    assert re.search(rf"{tables} of {tables} tables planned in [0-9.]+ s, a step predicted", start)
+    assert re.search(rf"{tables} of {tables} tables planned in [0-9.]+ s; predicted step", start)
     kept = folder / TABLE_PLAN_FILE
     assert yaml.safe_load(kept.read_text())["notes"]["predicted_step_ms"] > 0
     again = tmp_path / "again"
@@ -219,7 +219,7 @@ def test_accumulated_steps_are_predicted_as_one_step(synth_set):
     assert four.task.accumulate == 4
     assert 3 < four.prediction.step_ms / planned_run.prediction.step_ms < 4.1
     assert re.fullmatch(r"predicted .* ms.*, measured 5.00 ms \([+-].* %\)", four.against(5.0))
-    assert "not measured: the first step" in four.against(math.nan)
+    assert "not measured, because the first step" in four.against(math.nan)
 
 
 def test_explain_plans_as_a_run_does(synth_set, calibrated, capsys):

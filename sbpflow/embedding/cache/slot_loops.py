@@ -244,8 +244,9 @@ def take(source: Array, rows: Array, out: Array, first: int) -> None:
     for i in range(rows.size):
         if i + DISTANCE < rows.size:
             prefetch(source, rows[i + DISTANCE])
+        row = rows[i]  # outside the loop, so that the compiler can vectorize it
         for column in range(source.shape[1]):
-            out[i, first + column] = source[rows[i], column]
+            out[i, first + column] = source[row, column]
 
 
 @compiled
@@ -254,5 +255,6 @@ def put(target: Array, rows: Array, values: Array, first: int) -> None:
     for i in range(rows.size):
         if i + DISTANCE < rows.size:
             prefetch(target, rows[i + DISTANCE])
+        row = rows[i]
         for column in range(target.shape[1]):
-            target[rows[i], column] = values[i, first + column]
+            target[row, column] = values[i, first + column]

@@ -6,7 +6,7 @@ batches ahead of the step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -16,16 +16,28 @@ from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep
+from sbpflow.embedding.plan.growth import has_idle_time
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.storage.live_rows import Changes
+from sbpflow.embedding.storage.live_rows import NO_TIME, Changes
 from sbpflow.embedding.vocabulary import requests
 from sbpflow.embedding.vocabulary.field_keys import FieldKeys
 from sbpflow.embedding.vocabulary.vocabulary_copy import Totals
+from sbpflow.errors import DataError
 from sbpflow.runtime.compute.compiled import Array
 
 KEYS = "keys"
 _NO_COUNTS = np.empty(0, np.int64)
 _NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What the decisions of a batch depend on, except its keys."""
+
+    batch_size: int
+    training: bool
+    begins_step: bool
+    time: int
 
 
 @dataclass(slots=True)
@@ -55,26 +67,45 @@ class KeyExchange:
             np.array([first for _, first, _ in field.owners]) for field in plan.vocabularies
         ]
         self._owners = [[owner for owner, _, _ in field.owners] for field in plan.vocabularies]
+        self._timed = any(has_idle_time(field.growth) for field in plan.vocabularies)
         self._transfer = RowTransfer(self._world, KEYS)
 
     def rows_of(
-        self, ids: BatchIds, batch_size: int, training: bool, begins_step: bool
+        self,
+        ids: BatchIds,
+        batch_size: int,
+        training: bool,
+        begins_step: bool,
+        event_time: int | None = None,
     ) -> tuple[BatchIds, list[Changes]]:
         """Return the ids with row numbers in place of keys and, for a training batch, the changes
-        of rows."""
-        matrix, lists = ids.matrix.numpy(), ids.lists
-        all_keys = [self._keys(matrix, lists, index) for index in range(len(self.fields))]
+        of rows.
+
+        ``event_time`` is of this rank's samples. Raise DataError if it is needed but not given.
+        """
+        time = NO_TIME if event_time is None or not self._timed else event_time
+        batch = _Batch(batch_size, training, begins_step, time)
+        if self._timed and batch.training and batch.time == NO_TIME and ids.num_samples:
+            names = [f.plan.name for f in self.fields if has_idle_time(f.plan.growth)]
+            raise DataError(
+                f"field {names[0]}: evict.idle_time: the batch has no event time; pass event_time, "
+                "or use evict.idle_samples"
+            )
+        # Transposed by torch, which does this in blocks; a clone, because one column is contiguous.
+        columns = ids.matrix.t().clone(memory_format=torch.contiguous_format).numpy()
+        lists = ids.lists
+        all_keys = [self._keys(columns, lists, index) for index in range(len(self.fields))]
         changes: list[Changes] = []
         if self._world.size > 1:
-            all_rows = self._ask(all_keys, batch_size, training, begins_step, changes)
+            all_rows = self._ask(all_keys, batch, changes)
         else:
             all_rows = [
-                self._decide(field, keys, _NO_COUNTS, batch_size, training, begins_step, changes)
+                self._decide(field, keys, _NO_COUNTS, batch, changes)
                 for field, keys in zip(self.fields, all_keys, strict=True)
             ]
-        if training and not all(field.plan.is_local for field in self.fields):
-            changes = self._tell_all(changes, batch_size)
-        return self._replaced(ids, all_rows), changes
+        if batch.training and not all(field.plan.is_local for field in self.fields):
+            changes = self._tell_all(changes, batch.batch_size)
+        return self._replaced(columns, lists, all_rows), changes
 
     def release(self) -> None:
         """Finish the oldest announced batch after its training."""
@@ -110,59 +141,50 @@ class KeyExchange:
         got = self._exchange(step, np.tile(own.reshape(-1), world.size), [own.size] * world.size)
         return got.reshape(world.size, *own.shape).swapaxes(0, 1)
 
-    def _keys(self, matrix: Array, lists: Lists | None, index: int) -> Array:
+    def _keys(self, columns: Array, lists: Lists | None, index: int) -> Array:
         plan = self.fields[index].plan
-        keys = [np.ascontiguousarray(matrix[:, c]) for c in plan.columns if not plan.places]
+        keys = [columns[c] for c in plan.columns if not plan.places]
         if plan.places and lists is not None:
             keys.append(lists.values.numpy()[_positions(lists, plan.places)])
         return np.concatenate(keys) if len(keys) != 1 else keys[0]
 
-    def _replaced(self, ids: BatchIds, all_rows: list[Array]) -> BatchIds:
-        matrix, lists = ids.matrix.clone(), ids.lists
+    def _replaced(self, columns: Array, lists: Lists | None, all_rows: list[Array]) -> BatchIds:
         values = None if lists is None else lists.values.clone()
         for field, rows in zip(self.fields, all_rows, strict=True):
             if field.plan.places and lists is not None and values is not None:
                 values.numpy()[_positions(lists, field.plan.places)] = rows
                 continue
-            samples = matrix.shape[0]
-            for place, column in enumerate(field.plan.columns):
-                part = rows[place * samples : (place + 1) * samples]
-                matrix.numpy()[:, column] = part
+            parts = rows.reshape(len(field.plan.columns), columns.shape[1])
+            for column, part in zip(field.plan.columns, parts, strict=True):
+                columns[column] = part
         if lists is not None and values is not None:
             lists = Lists(lists.lengths, values, lists.weights)
-        return BatchIds(matrix, lists)
+        return BatchIds(torch.from_numpy(columns).t().contiguous(), lists)
 
     def _decide(
         self,
         field: FieldKeys,
         keys: Array,
         counts: Array,
-        batch_size: int,
-        training: bool,
-        begins_step: bool,
+        batch: _Batch,
         changes: list[Changes],
     ) -> Array:
         if field.part is None:
-            if training:
+            if batch.training:
                 changes.append(Changes(_NO_ROWS, _NO_ROWS, _NO_ROWS))
             return _NO_ROWS
-        if not training:
+        if not batch.training:
             return field.part.peek(keys)
-        rows, changed = field.part.announce(keys, counts, batch_size, begins_step=begins_step)
+        rows, changed = field.part.announce(
+            keys, counts, batch.batch_size, begins_step=batch.begins_step, time=batch.time
+        )
         changes.append(changed)
         return rows
 
-    def _ask(
-        self,
-        all_keys: list[Array],
-        batch_size: int,
-        training: bool,
-        begins_step: bool,
-        changes: list[Changes],
-    ) -> list[Array]:
+    def _ask(self, all_keys: list[Array], batch: _Batch, changes: list[Changes]) -> list[Array]:
         """Send the unique keys of all fields to their owners; return the row of each key."""
         size = self._world.size
-        steps = {step.id: step for step in self._plan.key_steps(batch_size)}
+        steps = {step.id: step for step in self._plan.key_steps(batch.batch_size)}
         asked = [
             _Request(*requests.by_owner(keys, starts))
             for keys, starts in zip(all_keys, self._starts, strict=True)
@@ -175,8 +197,13 @@ class KeyExchange:
             for owner, part in zip(self._owners[index], np.split(pairs, ends[:-1]), strict=True):
                 sent[owner, index] = part.shape[0]
                 blocks[owner].append(part)
-        got = self._exchange(steps["keys/counts"], sent.reshape(-1), [len(asked)] * size)
-        got = got.reshape(size, len(asked))
+        told = np.column_stack([sent, np.full(size, batch.time)]) if self._timed else sent
+        width = told.shape[1]
+        got = self._exchange(steps["keys/counts"], told.reshape(-1), [width] * size)
+        got = got.reshape(size, width)
+        if self._timed:
+            batch = replace(batch, time=int(got[:, -1].max()))
+            got = np.ascontiguousarray(got[:, :-1])
         out, into = sent.sum(1).tolist(), got.sum(1).tolist()
         pairs = self._exchange(steps["keys/fwd"], _joined(blocks, (0, 2)), out, into)
         incoming = _split(pairs, got)  # by rank and field
@@ -184,10 +211,7 @@ class KeyExchange:
         for index, field in enumerate(self.fields):
             parts = [incoming[rank][index] for rank in range(size)]
             joined = np.concatenate(parts)
-            rows = self._decide(
-                field, joined[:, 0].copy(), joined[:, 1].copy(), batch_size, training,
-                begins_step, changes,
-            )  # fmt: skip
+            rows = self._decide(field, joined[:, 0].copy(), joined[:, 1].copy(), batch, changes)
             ends = np.cumsum([part.shape[0] for part in parts])
             for rank, reply in enumerate(np.split(rows, ends[:-1])):
                 replies[rank].append(reply)

@@ -33,7 +33,12 @@ class Eviction:
         Count | None, Key("results", "Evict keys unused for this many samples; null: never.")
     ] = None
     idle_time: Annotated[
-        Rate | None, Key("results", "Evict keys unused for this event time; null: never.")
+        Rate | None,
+        Key(
+            "results",
+            "Evict keys unused for this event time, in units of the set's time (dates: "
+            "microseconds); null: never.",
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -97,6 +102,11 @@ class GrowthCounts:
     def refused_share(self) -> float:
         """Return the share of lookups by refused keys."""
         return self.refused_lookups / self.lookups if self.lookups else 0.0
+
+
+def has_idle_time(growth: Growth | None) -> bool:
+    """Return True if keys are evicted by event time."""
+    return growth is not None and growth.evict.idle_time is not None
 
 
 def _check(value: Eviction | Growth, prefix: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.embedding.plan.grouping import IdColumns
-from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of
+from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of, has_idle_time
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
@@ -47,6 +47,11 @@ class VocabularyPlan:
     tables: tuple[str, ...]
 
 
+def vocabulary_name(features: Sequence[str]) -> str:
+    """Return the name of the vocabulary of growing tables with these features."""
+    return "+".join(features)
+
+
 def key_steps(
     vocabularies: Sequence[VocabularyPlan], world: Placement, batch_size: int
 ) -> tuple[ExchangeStep, ...]:
@@ -56,8 +61,10 @@ def key_steps(
     lookups = sum(vocabulary.hotness for vocabulary in vocabularies)
     most, every = -(-batch_size // world.size) * lookups, batch_size * lookups
     counts = 8 * world.size * len(vocabularies)
+    timed = any(has_idle_time(vocabulary.growth) for vocabulary in vocabularies)
+    told, what = counts + 8 * world.size * timed, " and event times" * timed
     steps = [
-        ("keys/counts", "all_to_all", counts, counts * world.size, "numbers of unique keys"),
+        ("keys/counts", "all_to_all", told, told * world.size, f"numbers of unique keys{what}"),
         ("keys/fwd", "all_to_all", 16 * most, 16 * every, "unique keys and their counts"),
         ("keys/rows", "all_to_all", 8 * every, 8 * every, "the rows of the keys"),
     ]
@@ -147,7 +154,7 @@ def plan_vocabularies(
         owners = _owners(growing, layouts, world)
         result.append(
             VocabularyPlan(
-                name="+".join(names),
+                name=vocabulary_name(names),
                 features=names,
                 growth=growth,
                 num_rows=growing[0].num_rows,
@@ -167,8 +174,6 @@ def _check_table(table: TableConfig, config: TableLayout, world: Placement) -> N
     layout, problem = config.layout, ""
     if world.device_type != "cpu":
         problem = f"device {world.device_type} is not supported; use device cpu"
-    elif table.growth is not None and table.growth.evict.idle_time is not None:
-        problem = "evict.idle_time is not supported, because batches have no event time; use null"
     elif layout.placement.size > 1 and any(isinstance(sbp, Broadcast) for sbp in layout.nd_sbp):
         problem = (
             f"layout {layout} is not supported, because every rank would need the new rows of all "

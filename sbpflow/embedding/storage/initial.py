@@ -1,7 +1,7 @@
 """Computes the initial values of shards and single rows, equally with numba and torch."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -39,8 +39,7 @@ def fill_shard(stored: StoredShard, *, seed: int) -> None:
         store.write(part, {WEIGHTS: values})
 
 
-def initial_rows(
-    rows: Tensor,
+def initial_values(
     shards: Sequence[Shard],
     *,
     seed: int,
@@ -48,38 +47,41 @@ def initial_rows(
     width: int,
     dtype: torch.dtype,
     row_dtype: torch.dtype,
-    addresses: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Return the values that ``fill_shard`` writes to ``rows`` [n] of a rank's shards, with their
-    state.
+) -> Callable[..., dict[str, Tensor]]:
+    """Return a function of rows [n] that returns the values that ``fill_shard`` writes to these
+    rows of a rank's shards, with their state.
 
-    ``rows`` are numbered over all shards of the store. With the ``addresses`` of keys, the values
-    are a function of (seed, table, key, column).
+    Rows are numbered over all shards of the store. If the second argument has the addresses of
+    keys, the values are a function of (seed, table, key, column).
     """
-    rows = rows.to(torch.int64)
-    first = shards[0]  # all shards of a store have the same columns
-    bases = torch.tensor([shard.base for shard in shards], device=rows.device)
-    shard_of = torch.searchsorted(bases[1:], rows, right=True)
-    shifts = torch.tensor([shard.shift for shard in shards], device=rows.device)
-    streams = [stream_key(seed, shard.table.name) for shard in shards]
+    bases = torch.tensor([shard.base for shard in shards])
+    shifts = torch.tensor([shard.shift * shard.table.dim for shard in shards])
+    streams = torch.tensor([stream_key(seed, shard.table.name) for shard in shards])
+    offsets = streams - shifts * GAMMA
     ranges = torch.tensor([shard.table.initial_range for shard in shards], dtype=torch.float64)
-    stream = torch.tensor(streams, device=rows.device)[shard_of]
-    if addresses is None:
-        counters = (rows - shifts[shard_of]) * first.table.dim * GAMMA + stream
-    else:  # a product with the dim would lose the upper bits of the address
-        counters = mix(addresses + stream)
-    bounds = ranges.to(rows.device)[shard_of]
-    weights = _uniform_rows(counters, width, bounds, first.col_start, row_dtype)
-    state = {
-        name: torch.full(
-            optimizer.state_shape(name, rows.numel(), width),
-            optimizer.initial_state(name),
-            dtype=dtype,
-            device=rows.device,
-        )
-        for name in optimizer.state
-    }
-    return {WEIGHTS: weights, **state}
+
+    def values(rows: Tensor, addresses: Tensor | None = None) -> dict[str, Tensor]:
+        first = shards[0]  # all shards of a store have the same columns
+        rows, device = rows.to(torch.int64), rows.device
+        shard_of = torch.searchsorted(bases[1:].to(device), rows, right=True)
+        if addresses is None:
+            counters = rows * first.table.dim * GAMMA + offsets.to(device)[shard_of]
+        else:  # a product with the dim would lose the upper bits of the address
+            counters = mix(addresses + streams.to(device)[shard_of])
+        bounds = ranges.to(device)[shard_of]
+        weights = _uniform_rows(counters, width, bounds, first.col_start, row_dtype)
+        state = {
+            name: torch.full(
+                optimizer.state_shape(name, rows.numel(), width),
+                optimizer.initial_state(name),
+                dtype=dtype,
+                device=device,
+            )
+            for name in optimizer.state
+        }
+        return {WEIGHTS: weights, **state}
+
+    return values
 
 
 def _uniform_rows(

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 from sbpflow.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
+NO_TIME = -(2**63)  # the event time of batches without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Saved:
     """The keys of a vocabulary, or of a range of its buckets, in the order of their addresses.
 
     ``lasts`` are numbers of batches; ``clock`` has the samples seen after each of the last batches
-    up to ``now``.
+    up to ``now``, and ``times`` the latest event time so far.
     """
 
     addresses: Array
@@ -47,6 +49,7 @@ class Saved:
     pending_counts: Array
     now: int
     clock: Array
+    times: Array
 
 
 def check_numba(field: str) -> None:
@@ -85,6 +88,19 @@ class LiveRows:
             self.addresses[part] = addresses.numpy()
 
 
+class _TableRows(NamedTuple):
+    """The rows of a table in a store: ``numbers`` count from ``base``, and have ``addresses``."""
+
+    base: int
+    has_shared: bool
+    numbers: Array
+    addresses: Array
+
+    @property
+    def num_rows(self) -> int:
+        return self.numbers.size + self.has_shared
+
+
 class TrainedRows(SelectedRows):
     """A snapshot of which rows of a store have keys; the rows are numbered table by table.
 
@@ -93,30 +109,53 @@ class TrainedRows(SelectedRows):
     sorts; in a save, the writer thread does this.
     """
 
-    def __init__(self, store: RowStore, shards: Sequence[Shard], live: Sequence[LiveRows]) -> None:
-        super().__init__(store, num_rows=0)
-        self.starts: dict[str, int] = {}  # first number by table
-        self._counts: dict[str, int] = {}
-        self._parts: list[tuple[int, bool, np.ndarray, Array]] = []
+    def __init__(self, store: RowStore, tables: Mapping[str, _TableRows]) -> None:
+        super().__init__(store, sum(table.num_rows for table in tables.values()))
+        self._tables = tables
+        ends = accumulate((table.num_rows for table in tables.values()), initial=0)
+        self.starts = dict(zip(tables, ends, strict=False))  # first number by table
+
+    @classmethod
+    def now(
+        cls, store: RowStore, shards: Sequence[Shard], live: Sequence[LiveRows]
+    ) -> "TrainedRows":
+        """Return the rows that have keys now."""
+        tables: dict[str, _TableRows] = {}
         for shard, rows in zip(shards, live, strict=True):
             inside = slice(shard.row_start - rows.start, shard.row_stop - rows.start)
             numbers = np.flatnonzero(rows.is_live[inside])
             addresses = rows.addresses[inside][numbers]
             has_shared = shard.row_start == 0
-            self.starts[shard.table.name] = self.num_rows
-            self._parts.append((shard.base, has_shared, numbers, addresses))
-            self._counts[shard.table.name] = numbers.size + has_shared
-            self.num_rows += numbers.size + has_shared
+            tables[shard.table.name] = _TableRows(shard.base, has_shared, numbers, addresses)
+        return cls(store, tables)
+
+    def among(self, marks: Array) -> "TrainedRows":
+        """Return the rows that are marked; ``marks`` [store.num_rows] bool."""
+        tables: dict[str, _TableRows] = {}
+        for name, (base, has_shared, numbers, addresses) in self._tables.items():
+            chosen = marks[base:][numbers]
+            has_shared = has_shared and bool(marks[base])
+            tables[name] = _TableRows(base, has_shared, numbers[chosen], addresses[chosen])
+        return TrainedRows(self.store, tables)
 
     def count(self, table: str) -> int:
         """Return the number of rows of a table."""
-        return self._counts[table]
+        return self._tables[table].num_rows
+
+    def numbers_in(self, whole: "TrainedRows", table: str) -> Array:
+        """Return the number that each row of a table has among the rows of the table in ``whole``.
+
+        ``whole`` must contain these rows.
+        """
+        own, other = self._tables[table], whole._tables[table]
+        places = np.searchsorted(np.sort(other.addresses), np.sort(own.addresses))
+        return np.concatenate([np.zeros(int(own.has_shared), np.int64), places + other.has_shared])
 
     def unsorted(self) -> Tensor:
         """Return the store's numbers of all rows, in any order."""
         parts = [
             np.concatenate([np.zeros(int(has_shared), np.int64), numbers]) + base
-            for base, has_shared, numbers, _ in self._parts
+            for base, has_shared, numbers, _ in self._tables.values()
         ]
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
 
@@ -125,7 +164,7 @@ class TrainedRows(SelectedRows):
         parts = [
             np.concatenate([np.zeros(int(has_shared), np.int64), numbers[np.argsort(addresses)]])
             + base
-            for base, has_shared, numbers, addresses in self._parts
+            for base, has_shared, numbers, addresses in self._tables.values()
         ]
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]))
 

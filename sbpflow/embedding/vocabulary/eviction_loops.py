@@ -1,89 +1,107 @@
 """Compiled loops that admit and evict keys, and remove idle keys."""
 
-import numpy as np
+from typing import Any
 
-from sbpflow.embedding.vocabulary.entries import (
-    HALF,
-    REMOVED,
-    bucket_of,
-    free_counter,
-    free_row,
-    log_change,
-    take_row,
-)
+from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
 from sbpflow.embedding.vocabulary.key_map import (
-    COUNT,
+    ADDRESS,
     EDGE,
     FIRST,
     FIRST_BUCKET,
+    FREE_ROWS,
+    HALF,
     IN_NEW,
     IS_LFU,
-    LAST,
     NEW_SCALE,
+    NEXT_ROW,
     NOW,
-    PENDING,
     SCALE,
     SHIFT,
     STEP_START,
-    U64,
+    VALUE,
     Arrays,
-    address_at,
     address_of,
-    entry_of,
+    bucket_of,
+    content_of,
     home,
     place_of,
     remove_at,
-    set_address,
-    set_slot,
-    slot_at,
-    slot_of,
+    value_at,
+    value_of,
 )
 from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 @compiled
-def _is_before(state: Array, rows: Array, row_counts: Array, a: int, b: int) -> bool:
-    """Return True if row ``a`` is evicted before row ``b``."""
-    if state[IS_LFU] and row_counts[a] != row_counts[b]:
-        return row_counts[a] < row_counts[b]
-    if rows[a, LAST] != rows[b, LAST]:
-        return rows[a, LAST] < rows[b, LAST]
-    return address_at(rows, rows, a) < address_at(rows, rows, b)
+def _take_row(state: Array, free_rows: Array) -> Any:  # noqa: ANN401 (numba types)
+    if state[FREE_ROWS]:
+        state[FREE_ROWS] -= 1
+        return free_rows[state[FREE_ROWS]]
+    state[NEXT_ROW] += 1
+    return state[NEXT_ROW] - 1
 
 
 @compiled
-def _sift_down(
-    state: Array, rows: Array, row_counts: Array, heap: Array, at: int, size: int
-) -> None:
+def _free_row(state: Array, free_rows: Array, live: Array, address: int, row: int) -> None:
+    free_rows[state[FREE_ROWS]] = row
+    state[FREE_ROWS] += 1
+    live[bucket_of(state, address)] -= 1
+
+
+@compiled
+def _is_before(state: Array, row_counts: Array, heap: Array, a: int, b: int) -> bool:
+    """Return True if entry ``a`` of a heap is evicted before entry ``b``."""
+    one, other = heap[a, VALUE], heap[b, VALUE]
+    if state[IS_LFU]:
+        count, other_count = row_counts[content_of(one) - 1], row_counts[content_of(other) - 1]
+        if count != other_count:
+            return bool(count < other_count)
+    if one >> 32 != other >> 32:
+        return one >> 32 < other >> 32
+    return heap[a, ADDRESS] < heap[b, ADDRESS]
+
+
+@compiled
+def _swap(heap: Array, a: int, b: int) -> None:
+    heap[a, ADDRESS], heap[b, ADDRESS] = heap[b, ADDRESS], heap[a, ADDRESS]
+    heap[a, VALUE], heap[b, VALUE] = heap[b, VALUE], heap[a, VALUE]
+
+
+@compiled
+def _sift_down(state: Array, row_counts: Array, heap: Array, at: int, size: int) -> None:
     while True:
         child = 2 * at + 1
         if child >= size:
             return
-        if child + 1 < size and _is_before(
-            state, rows, row_counts, heap[child, 0], heap[child + 1, 0]
-        ):
+        if child + 1 < size and _is_before(state, row_counts, heap, child, child + 1):
             child += 1
-        if not _is_before(state, rows, row_counts, heap[at, 0], heap[child, 0]):
+        if not _is_before(state, row_counts, heap, at, child):
             return
-        heap[at, 0], heap[child, 0] = heap[child, 0], heap[at, 0]
+        _swap(heap, at, child)
         at = child
 
 
 @compiled
-def _offer(state: Array, rows: Array, row_counts: Array, heap: Array, size: int, row: int) -> int:
-    """Keep ``row`` if it is among the first rows to evict; the heap's top is the last of them."""
-    if size < heap.shape[0]:
-        heap[size, 0] = row
-        at = size
-        while at > 0 and _is_before(state, rows, row_counts, heap[(at - 1) // 2, 0], heap[at, 0]):
-            above = (at - 1) // 2
-            heap[at, 0], heap[above, 0] = heap[above, 0], heap[at, 0]
-            at = above
-        return size + 1
-    if _is_before(state, rows, row_counts, row, heap[0, 0]):
-        heap[0, 0] = row
-        _sift_down(state, rows, row_counts, heap, 0, size)
-    return size
+def _offer(
+    state: Array, row_counts: Array, heap: Array, size: int, address: int, value: int
+) -> int:
+    """Keep a key if it is among the first to evict; the heap's top is the last of them.
+
+    The last element of ``heap`` is not in the heap, but holds the key to compare.
+    """
+    at = spare = heap.shape[0] - 1
+    heap[spare, ADDRESS], heap[spare, VALUE] = address, value
+    if size == spare:
+        if _is_before(state, row_counts, heap, spare, 0):
+            _swap(heap, spare, 0)
+            _sift_down(state, row_counts, heap, 0, size)
+        return size
+    at = size
+    _swap(heap, spare, at)
+    while at > 0 and _is_before(state, row_counts, heap, (at - 1) // 2, at):
+        _swap(heap, at, (at - 1) // 2)
+        at = (at - 1) // 2
+    return size + 1
 
 
 @compiled
@@ -106,34 +124,30 @@ def _queue_victims(
     state: Array,
     slots: Array,
     new_slots: Array,
-    rows: Array,
-    pending: Array,
     row_counts: Array,
     victims: Array,
     heads: Array,
     tails: Array,
     bucket: int,
 ) -> None:
-    """Find the rows of a bucket that are evicted first, excluding rows used by this step."""
+    """Find the keys of a bucket that are evicted first, excluding keys used by this step."""
     heap, size = victims[bucket], 0
     for is_new in (False, True):
         if is_new and state[EDGE] == 0:
             continue
         array = new_slots if is_new else slots
         at, stop = _range_of(state, bucket, bucket + 1, is_new)
-        while at < stop or (at < array.shape[0] and array[at, 0] != U64(0)):
-            entry = entry_of(array[at, 0])
-            if 0 <= entry < PENDING and rows[entry, LAST] < state[STEP_START]:
-                if bucket_of(state, address_at(rows, pending, entry)) == bucket:
-                    size = _offer(state, rows, row_counts, heap, size, entry)
+        while at < stop or (at < array.shape[0] and array[at, VALUE] != 0):
+            address, value = array[at, ADDRESS], array[at, VALUE]
+            if content_of(value) > 0 and value >> 32 < state[STEP_START]:
+                if bucket_of(state, address) == bucket:
+                    size = _offer(state, row_counts, heap, size, address, value)
             at += 1
     heads[bucket], tails[bucket] = 0, size
     while size > 1:  # sort: the top of the heap is evicted last
         size -= 1
-        heap[0, 0], heap[size, 0] = heap[size, 0], heap[0, 0]
-        _sift_down(state, rows, row_counts, heap, 0, size)
-    for i in range(tails[bucket]):
-        heap[i, 1] = rows[heap[i, 0], LAST]
+        _swap(heap, 0, size)
+        _sift_down(state, row_counts, heap, 0, size)
 
 
 @compiled
@@ -141,129 +155,127 @@ def _next_victim(
     state: Array,
     slots: Array,
     new_slots: Array,
-    rows: Array,
-    pending: Array,
     row_counts: Array,
     victims: Array,
     heads: Array,
     tails: Array,
     bucket: int,
 ) -> int:
-    """Return the row to evict from a bucket, or -1 if this step uses all its rows."""
+    """Return the place of the key to evict from a bucket, or -1 if this step uses all its rows."""
     for attempt in range(2):
         while heads[bucket] < tails[bucket]:
-            row, last = victims[bucket, heads[bucket]]
+            address, value = victims[bucket, heads[bucket]]
             heads[bucket] += 1
-            # A row that was used or reassigned since the search is no longer the next.
-            if rows[row, LAST] == last and last < state[STEP_START]:
-                return row
+            # A key that was used or removed since the search is no longer the next.
+            place = place_of(state, slots, new_slots, address)
+            if value_at(slots, new_slots, place) == value and value >> 32 < state[STEP_START]:
+                return place
         if attempt == 0:
-            _queue_victims(
-                state, slots, new_slots, rows, pending, row_counts, victims, heads, tails, bucket
-            )
+            _queue_victims(state, slots, new_slots, row_counts, victims, heads, tails, bucket)
     return -1
 
 
 @compiled
 def decide(
-    t: Arrays, candidates: Array, log: Array, new_rows: Array, admitted: Array, sizes: Array
+    t: Arrays,
+    candidates: Array,
+    log: Array,
+    log_counts: Array,
+    new_rows: Array,
+    admitted: Array,
+    sizes: Array,
 ) -> None:
-    """Admit ``candidates`` in the order of their addresses, and evict keys from full buckets.
+    """Admit the addresses ``candidates``, in ascending order; full buckets lose a key for each.
 
-    The counters ``admitted`` have the count -1 - row until ``resolve``. The numbers of ``log``
-    entries, ``new_rows``, and evictions are written to ``sizes``.
+    The numbers of ``admitted`` addresses with ``new_rows``, and of evicted keys in ``log``, are
+    written to ``sizes``.
     """
-    state, slots, new_slots, rows, row_counts = t.state, t.slots, t.new_slots, t.rows, t.row_counts
-    free_rows, pending, live, room, victims = t.free_rows, t.pending, t.live, t.room, t.victims
-    heads, tails = t.heads, t.tails
-    now, num_log, num_new, num_evicted = state[NOW], 0, 0, 0
+    state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
+    free_rows, live, room = t.free_rows, t.live, t.room
+    victims, heads, tails = t.victims, t.heads, t.tails
+    now, first, scale, edge = state[NOW], state[FIRST], state[SCALE], state[EDGE]
+    num_new = num_log = 0
     if state[IS_LFU]:
         heads[:] = tails[:]  # counts have changed, so the order has, too
-    addresses = np.empty(candidates.size, np.int64)
     for i in range(candidates.size):
-        addresses[i] = address_at(rows, pending, PENDING + candidates[i])
-    order = np.argsort(addresses)
-    for i in range(candidates.size):
-        p, address = candidates[order[i]], int(addresses[order[i]])
+        if i + DISTANCE < candidates.size:
+            prefetch(slots, home(candidates[i + DISTANCE], scale, first))
+        address = candidates[i]
         bucket = bucket_of(state, address)
-        if live[bucket] >= room[bucket]:
-            victim = _next_victim(
-                state, slots, new_slots, rows, pending, row_counts, victims, heads, tails, bucket
-            )
-            if victim < 0:
+        if live[bucket] < room[bucket]:
+            row = _take_row(state, free_rows)
+            live[bucket] += 1
+        else:
+            place = _next_victim(state, slots, new_slots, row_counts, victims, heads, tails, bucket)
+            if place < 0:
                 continue
-            evicted = address_at(rows, pending, victim)
-            count = row_counts[victim] if state[IS_LFU] else 0
-            last = rows[victim, LAST]
-            num_log = log_change(log, num_log, REMOVED, victim, evicted, last, count)
-            free_row(state, slots, new_slots, rows, pending, free_rows, live, victim, evicted)
-            num_evicted += 1
-        row, op = take_row(state, free_rows)
-        last, count = pending[p, LAST], pending[p, COUNT]
-        num_log = log_change(log, num_log, REMOVED, PENDING + int(p), address, last, count)
-        num_log = log_change(log, num_log, op, row, address, 0, 0)
-        set_slot(
-            slots,
-            new_slots,
-            place_of(state, slots, new_slots, rows, pending, address),
-            slot_of(address, row),
-        )
-        set_address(rows, row, address)
-        rows[row, LAST] = now
+            evicted = victims[bucket, heads[bucket] - 1]
+            log[num_log, ADDRESS], log[num_log, VALUE] = evicted[ADDRESS], evicted[VALUE]
+            row = content_of(evicted[VALUE]) - 1
+            if state[IS_LFU]:
+                log_counts[num_log] = row_counts[row]
+            num_log += 1
+            remove_at(state, slots, new_slots, place)
+        # The search is written out, because as a function it takes several times as long.
+        array, place = slots, home(address, scale, first)
+        if place < edge:
+            array, place = new_slots, home(address, state[NEW_SCALE], first)
+        while array[place, ADDRESS] != address or array[place, VALUE] == 0:
+            place += 1
         if state[IS_LFU]:
-            row_counts[row] = count
-        live[bucket] += 1
-        pending[p, COUNT] = -1 - row
-        new_rows[num_new], admitted[num_new] = row, p
+            row_counts[row] = -content_of(array[place, VALUE])
+        array[place, VALUE] = value_of(now, row + 1)
+        new_rows[num_new], admitted[num_new] = row, address
         num_new += 1
-    sizes[0], sizes[1], sizes[2] = num_log, num_new, num_evicted
+    sizes[0], sizes[1] = num_new, num_log
 
 
 @compiled
 def sweep(
-    t: Arrays, first: int, last: int, row_limit: int, pending_limit: int, log: Array, sizes: Array
+    t: Arrays,
+    first: int,
+    last: int,
+    row_limit: int,
+    pending_limit: int,
+    log: Array,
+    log_counts: Array,
+    sizes: Array,
 ) -> None:
-    """Remove keys of buckets [first, last) that were last used before the batch of a limit."""
-    state, slots, new_slots, rows, row_counts = t.state, t.slots, t.new_slots, t.rows, t.row_counts
-    free_rows, pending, free_pending, live = t.free_rows, t.pending, t.free_pending, t.live
-    num_log = num_evicted = num_forgotten = p = address = 0
+    """Remove keys of buckets [first, last) that were last used before the batch of a limit.
+
+    The numbers of ``log`` entries, and of those with rows, are written to ``sizes``.
+    """
+    state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
+    num_log = num_rows = 0
     for is_new in (False, True):
         if is_new and state[EDGE] == 0:
             continue
         array = new_slots if is_new else slots
         at, stop = _range_of(state, first, last, is_new)
-        while at < stop or (at < array.shape[0] and array[at, 0] != U64(0)):
-            entry = entry_of(array[at, 0])
-            if entry >= PENDING:
-                p = entry - PENDING
-                is_old = pending[p, LAST] < pending_limit
-            else:
-                is_old = entry >= 0 and rows[entry, LAST] < row_limit
-            if is_old:
-                address = address_at(rows, pending, entry)
-                is_old = first <= bucket_of(state, address) < last
-            if not is_old:
+        while at < stop or (at < array.shape[0] and array[at, VALUE] != 0):
+            address, value = array[at, ADDRESS], array[at, VALUE]
+            content = content_of(value)
+            limit = row_limit if content > 0 else pending_limit
+            if content == 0 or value >> 32 >= limit:
                 at += 1
-                continue
-            # Removal moves a later entry here, so stay at this slot.
-            if entry >= PENDING:
-                count, used = pending[p, COUNT], pending[p, LAST]
-                num_log = log_change(log, num_log, REMOVED, entry, address, used, count)
-                remove_at(state, slots, new_slots, rows, pending, at + (IN_NEW if is_new else 0))
-                free_counter(state, pending, free_pending, p)
-                num_forgotten += 1
+            elif not first <= bucket_of(state, address) < last:
+                at += 1
             else:
-                count = int(row_counts[entry]) if state[IS_LFU] else 0
-                used = rows[entry, LAST]
-                num_log = log_change(log, num_log, REMOVED, entry, address, used, count)
-                free_row(state, slots, new_slots, rows, pending, free_rows, live, entry, address)
-                num_evicted += 1
-    sizes[0], sizes[1], sizes[2] = num_log, num_evicted, num_forgotten
+                # Removal moves a later key here, so stay at this slot.
+                log[num_log, ADDRESS], log[num_log, VALUE] = address, value
+                remove_at(state, slots, new_slots, at + (IN_NEW if is_new else 0))
+                if content > 0:
+                    if state[IS_LFU]:
+                        log_counts[num_log] = row_counts[content - 1]
+                    _free_row(state, t.free_rows, t.live, address, content - 1)
+                    num_rows += 1
+                num_log += 1
+    sizes[0], sizes[1] = num_log, num_rows
 
 
 @compiled
 def count_entries(t: Arrays, first: int, last: int) -> int:
-    """Return an upper bound of the number of entries in buckets [first, last)."""
+    """Return an upper bound of the number of keys in buckets [first, last)."""
     state, slots, new_slots = t.state, t.slots, t.new_slots
     count = 0
     for is_new in (False, True):
@@ -271,29 +283,28 @@ def count_entries(t: Arrays, first: int, last: int) -> int:
             continue
         array = new_slots if is_new else slots
         at, stop = _range_of(state, first, last, is_new)
-        while at < stop or (at < array.shape[0] and array[at, 0] != U64(0)):
-            count += array[at, 0] != U64(0)
+        while at < stop or (at < array.shape[0] and array[at, VALUE] != 0):
+            count += array[at, VALUE] != 0
             at += 1
     return count
 
 
 @compiled
-def erase(t: Arrays, keys: Array, sizes: Array) -> Array:
-    """Remove keys; return their rows. The numbers of rows and counters are written to ``sizes``."""
-    state, slots, new_slots, rows, free_rows = t.state, t.slots, t.new_slots, t.rows, t.free_rows
-    pending, free_pending, live = t.pending, t.free_pending, t.live
-    freed, num_rows = np.empty(keys.size, np.int64), 0
+def erase(t: Arrays, keys: Array, freed: Array, sizes: Array) -> None:
+    """Remove keys; write their rows to ``freed``, and the numbers of rows and counts to ``sizes``.
+
+    ``freed`` has the size of ``keys``.
+    """
+    state, slots, new_slots = t.state, t.slots, t.new_slots
+    sizes[:] = 0
     for i in range(keys.size):
         address = address_of(keys[i])
-        place = place_of(state, slots, new_slots, rows, pending, address)
-        entry = entry_of(slot_at(slots, new_slots, place))
-        if entry >= PENDING:
-            remove_at(state, slots, new_slots, rows, pending, place)
-            free_counter(state, pending, free_pending, entry - PENDING)
-            sizes[1] += 1
-        elif entry >= 0:
-            free_row(state, slots, new_slots, rows, pending, free_rows, live, entry, address)
-            freed[num_rows] = entry
-            num_rows += 1
-    sizes[0] = num_rows
-    return freed[:num_rows]
+        place = place_of(state, slots, new_slots, address)
+        content = content_of(value_at(slots, new_slots, place))
+        if content == 0:
+            continue
+        remove_at(state, slots, new_slots, place)
+        if content > 0:
+            _free_row(state, t.free_rows, t.live, address, content - 1)
+            freed[sizes[0]] = content - 1
+        sizes[0 if content > 0 else 1] += 1

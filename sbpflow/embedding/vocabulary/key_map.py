@@ -1,59 +1,62 @@
-"""Compiled map from the addresses of keys to entries: rows, or counters of pending keys.
+"""Compiled map from the addresses of keys to rows, or to the counts of keys without a row.
 
 The address of a key is an invertible mix of its bits, so addresses are uniform for any keys. Slots
 are in address order: the home slot of an address is its share of the address range, and linear
-probing moves an entry only to later slots. A bucket of keys is therefore a range of slots, and the
-map can grow gradually: ``migrate`` moves a few slots at a time to a larger array. Deletion shifts
-later entries back, so lookups never slow down. A slot holds 32 bits of the address and the number
-of the entry; the entry has the full address.
+probing moves a key only to later slots. A bucket of keys is therefore a range of slots, and the map
+can grow gradually: ``migrate`` moves a few slots at a time to a larger array. Deletion shifts later
+keys back, so lookups never slow down.
+
+A slot has everything that a batch needs to know about a key: the address, the batch of the last
+use, and the row or count. A lookup of a key therefore reads a single cache line.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
+from sbpflow.embedding.cache.prefetch import prefetch
 from sbpflow.embedding.plan.growth import NUM_BUCKETS
 from sbpflow.embedding.storage.compiled import mixed
 from sbpflow.runtime.compute.compiled import Array, compiled
 
-U64, I64 = np.uint64, np.int64
+U64, I64, I32 = np.uint64, np.int64, np.int32
 SHIFT = 64 - (NUM_BUCKETS.bit_length() - 1)
-PENDING = 1 << 31  # entries from here on are counters, smaller ones are rows
+HALF = NUM_BUCKETS // 2  # addresses are signed
 PAD = 4096  # slots after the last home slot
 IN_NEW = 1 << 40  # marks a place in the array that the map migrates to
 LOW_32 = (1 << 32) - 1
-LOW, HIGH, LAST, COUNT = 0, 1, 2, 3  # columns of rows and counters; rows have no COUNT
+ADDRESS, VALUE = 0, 1  # columns of slots and logs
 # Elements of ``state``. ``EDGE`` is the first slot that has not migrated.
 SLOTS, EDGE, NEW_SLOTS, SCALE, NEW_SCALE, FIRST, ENTRIES = 0, 1, 2, 3, 4, 5, 6
-NEXT_ROW, FREE_ROWS, NEXT_PENDING, FREE_PENDING, NOW, STEP_START = 7, 8, 9, 10, 11, 12
-FIRST_BUCKET, FIRST_ROW, ADMIT_COUNT, IS_LFU = 13, 14, 15, 16
-STATE_SIZE = 17
+NEXT_ROW, FREE_ROWS, NOW, STEP_START = 7, 8, 9, 10
+FIRST_BUCKET, FIRST_ROW, ADMIT_COUNT, IS_LFU = 11, 12, 13, 14
+STATE_SIZE = 15
 
 
 class Arrays(NamedTuple):
     """The arrays of a vocabulary; the loops of this room take them together.
 
-    ``slots`` and ``new_slots`` are [n, 1] uint64. ``rows`` [n, 3] and ``pending`` [n, 4] are int32:
-    the address, the batch of the last use (-1 for a free entry), and the count. ``row_counts`` has
-    the counts of rows if evictions depend on them. ``free_rows`` and ``free_pending`` are stacks.
-    ``live`` counts the rows of each bucket, and ``room`` limits them. ``victims`` [buckets, n, 2]
-    has the next rows to evict and the batches of their last uses, between ``heads`` and ``tails``.
+    ``slots`` and ``new_slots`` are [n, 2] int64: an address, and a value as in ``value_of``, 0 for
+    an empty slot. ``row_counts`` has the counts of rows if evictions depend on them. ``free_rows``
+    is a stack. ``live`` counts the rows of each bucket, and ``room`` limits them. ``victims``
+    [buckets, n, 2] has the next keys to evict, as slots, between ``heads`` and ``tails``.
     """
 
     state: Array
     slots: Array
     new_slots: Array
-    rows: Array
     row_counts: Array
     free_rows: Array
-    pending: Array
-    free_pending: Array
     live: Array
     room: Array
     victims: Array
     heads: Array
     tails: Array
+
+    @property
+    def migrates(self) -> bool | None:
+        """Return True if some keys are in ``new_slots``, otherwise None."""
+        return True if self.state[EDGE] else None
 
 
 @compiled
@@ -63,153 +66,102 @@ def address_of(key: int) -> Any:  # noqa: ANN401 (numba types)
 
 
 @compiled
+def bucket_of(state: Array, address: int) -> int:
+    """Return the bucket of an address, counted from this part's first bucket."""
+    return (address >> SHIFT) + HALF - state[FIRST_BUCKET]
+
+
+@compiled
 def home(address: int, scale: int, first: int) -> int:
     """Return the home slot of an address."""
     return (((address >> 32) - first) * scale) >> 32
 
 
 @compiled
-def joined(high: int, low: int) -> Any:  # noqa: ANN401 (numba types)
-    """Return the address with these halves."""
-    return (I64(high) << 32) | (I64(low) & LOW_32)
+def prefetch_home(slots: Array, address: int, scale: int, first: int) -> None:
+    """Load the home slot of an address and the slots behind it, which can be in the next line."""
+    place = home(address, scale, first)
+    prefetch(slots, place)
+    prefetch(slots, place + 2)
 
 
 @compiled
-def address_at(rows: Array, pending: Array, entry: int) -> int:
-    """Return the address of an entry."""
-    if entry < PENDING:
-        return joined(rows[entry, HIGH], rows[entry, LOW])
-    return joined(pending[entry - PENDING, HIGH], pending[entry - PENDING, LOW])
+def value_of(last: int, content: int) -> Any:  # noqa: ANN401 (numba types)
+    """Return the value of a key last used in batch ``last``; the content is row + 1, or -count."""
+    return (I64(last) << 32) | (I64(content) & LOW_32)
 
 
 @compiled
-def set_address(records: Array, at: int, address: int) -> None:
-    """Store the address of a row or counter."""
-    records[at, LOW] = np.int32(address & LOW_32)
-    records[at, HIGH] = np.int32(address >> 32)
+def content_of(value: int) -> Any:  # noqa: ANN401 (numba types)
+    """Return row + 1, or -count, or 0 for an empty slot."""
+    return I64(I32(value))
 
 
 @compiled
-def entry_of(slot: np.uint64) -> Any:  # noqa: ANN401 (numba types)
-    """Return the entry in a slot, or -1 for an empty slot."""
-    return I64(slot & U64(LOW_32)) - 1
+def probe(array: Array, place: int, address: int) -> int:
+    """Return the slot of an address, or the empty slot where it belongs, from its home slot on.
 
-
-@compiled
-def slot_of(address: int, entry: int) -> np.uint64:
-    """Return the content of the slot of an entry."""
-    return (U64(address) << U64(32)) | U64(entry + 1)
-
-
-@compiled
-def place_of(
-    state: Array, slots: Array, new_slots: Array, rows: Array, pending: Array, address: int
-) -> int:
-    """Return the place of an address: its slot, or the empty slot where it belongs."""
-    place, tag = home(address, state[SCALE], state[FIRST]), U64(address) & U64(LOW_32)
-    if place >= state[EDGE]:
-        while True:
-            slot = slots[place, 0]
-            if slot == U64(0) or (
-                slot >> U64(32) == tag and address_at(rows, pending, entry_of(slot)) == address
-            ):
-                return place
-            place += 1
-            if place == slots.shape[0]:
-                raise IndexError("the key map overflows at its end")
-    place = home(address, state[NEW_SCALE], state[FIRST])
-    while True:
-        slot = new_slots[place, 0]
-        if slot == U64(0) or (
-            slot >> U64(32) == tag and address_at(rows, pending, entry_of(slot)) == address
-        ):
-            return place + IN_NEW
+    The last slot is always empty, which ends the search.
+    """
+    while array[place, VALUE] != 0 and array[place, ADDRESS] != address:
         place += 1
-        if place == new_slots.shape[0]:
-            raise IndexError("the key map overflows at its end")
+    return place
 
 
 @compiled
-def slot_at(slots: Array, new_slots: Array, place: int) -> np.uint64:
-    """Return the content of a place."""
-    return new_slots[place - IN_NEW, 0] if place >= IN_NEW else slots[place, 0]
+def place_of(state: Array, slots: Array, new_slots: Array, address: int) -> int:
+    """Return the place of an address: its slot, or the empty slot where it belongs."""
+    place = home(address, state[SCALE], state[FIRST])
+    if place >= state[EDGE]:
+        return probe(slots, place, address)
+    return probe(new_slots, home(address, state[NEW_SCALE], state[FIRST]), address) + IN_NEW
 
 
 @compiled
-def set_slot(slots: Array, new_slots: Array, place: int, slot: np.uint64) -> None:
+def value_at(slots: Array, new_slots: Array, place: int) -> int:
+    """Return the value at a place."""
+    return new_slots[place - IN_NEW, VALUE] if place >= IN_NEW else slots[place, VALUE]
+
+
+@compiled
+def set_slot(slots: Array, new_slots: Array, place: int, address: int, value: int) -> None:
     """Set the content of a place."""
     if place >= IN_NEW:
-        new_slots[place - IN_NEW, 0] = slot
+        new_slots[place - IN_NEW, ADDRESS], new_slots[place - IN_NEW, VALUE] = address, value
     else:
-        slots[place, 0] = slot
+        slots[place, ADDRESS], slots[place, VALUE] = address, value
 
 
 @compiled
-def insert(
-    state: Array,
-    slots: Array,
-    new_slots: Array,
-    rows: Array,
-    pending: Array,
-    address: int,
-    entry: int,
-) -> None:
-    """Map a new address to an entry."""
-    place = place_of(state, slots, new_slots, rows, pending, address)
-    set_slot(slots, new_slots, place, slot_of(address, entry))
-    state[ENTRIES] += 1
-
-
-@compiled
-def remove_at(
-    state: Array, slots: Array, new_slots: Array, rows: Array, pending: Array, place: int
-) -> None:
-    """Empty a place, and move later entries back so that probing still finds them."""
+def remove_at(state: Array, slots: Array, new_slots: Array, place: int) -> None:
+    """Empty a place, and move later keys back so that probing still finds them."""
     array, scale = slots, state[SCALE]
     if place >= IN_NEW:
         array, scale, place = new_slots, state[NEW_SCALE], place - IN_NEW
     hole, later = place, place + 1
-    while array[later, 0] != U64(0):
-        address = address_at(rows, pending, entry_of(array[later, 0]))
-        if home(address, scale, state[FIRST]) <= hole:
-            array[hole, 0] = array[later, 0]
+    while array[later, VALUE] != 0:
+        if home(array[later, ADDRESS], scale, state[FIRST]) <= hole:
+            array[hole, ADDRESS], array[hole, VALUE] = array[later, ADDRESS], array[later, VALUE]
             hole = later
         later += 1
-    array[hole, 0] = U64(0)
+    array[hole, VALUE] = 0
     state[ENTRIES] -= 1
 
 
 @compiled
-def remove(
-    state: Array, slots: Array, new_slots: Array, rows: Array, pending: Array, address: int
-) -> None:
-    """Remove an existing address."""
-    place = place_of(state, slots, new_slots, rows, pending, address)
-    remove_at(state, slots, new_slots, rows, pending, place)
-
-
-@compiled
-def migrate(
-    state: Array, slots: Array, new_slots: Array, rows: Array, pending: Array, count: int
-) -> bool:
+def migrate(state: Array, slots: Array, new_slots: Array, count: int) -> bool:
     """Move at least ``count`` slots to the new array; return True if all have moved."""
     edge, end = state[EDGE], slots.shape[0]
     stop = min(edge + count, end)
-    # The edge must be an empty slot: then every entry after the edge also has its home after it.
-    while edge < end and (edge < stop or slots[edge, 0] != U64(0)):
-        if edge + DISTANCE < end:
-            entry = entry_of(slots[edge + DISTANCE, 0])
-            if entry >= PENDING:
-                prefetch(pending, entry - PENDING)
-            elif entry >= 0:
-                prefetch(rows, entry)
-        slot = slots[edge, 0]
-        if slot != U64(0):
-            address = address_at(rows, pending, entry_of(slot))
+    # The edge must be an empty slot: then every key after the edge also has its home after it.
+    while edge < end and (edge < stop or slots[edge, VALUE] != 0):
+        value = slots[edge, VALUE]
+        if value != 0:
+            address = slots[edge, ADDRESS]
             place = home(address, state[NEW_SCALE], state[FIRST])
-            while new_slots[place, 0] != U64(0):
+            while new_slots[place, VALUE] != 0:
                 place += 1
-            new_slots[place, 0] = slot
+            new_slots[place, ADDRESS], new_slots[place, VALUE] = address, value
         edge += 1
     state[EDGE] = edge
     return edge == end

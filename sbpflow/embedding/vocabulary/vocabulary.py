@@ -14,14 +14,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of
-from sbpflow.embedding.storage.live_rows import Changes, Saved
-from sbpflow.embedding.vocabulary import counting_loops, entries, eviction_loops, undo_loops
+from sbpflow.embedding.storage.live_rows import NO_TIME, Changes, Saved
+from sbpflow.embedding.vocabulary import counting_loops, eviction_loops, undo_loops
 from sbpflow.embedding.vocabulary import key_map as km
 from sbpflow.embedding.vocabulary.vocabulary_copy import (
     Clock,
     Totals,
     VocabularyCopy,
-    stored_addresses,
+    used_slots,
 )
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.compute.compiled import Array
@@ -30,15 +30,19 @@ MIN_SLOTS = 1024
 MAX_LOAD = 0.8  # share of used slots at which the map starts to grow
 SWEPT_BUCKETS = 16  # every batch removes the idle keys of this many buckets
 VICTIM_SHARE = 16  # a search finds this share of a bucket's rows to evict
-_EMPTY = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
 class _Step:
-    uses: Array
-    logs: list[Array]
+    """How to undo a batch: logs of used, evicted, and idle keys, with the counts of their rows."""
+
+    logs: list[tuple[Array, Array]]
+    admitted: Array
     totals: Totals
-    samples: int
+
+    def undo(self, t: km.Arrays) -> None:
+        for log, counts in reversed(self.logs):
+            undo_loops.undo(t, log, counts)
 
 
 class Vocabulary:
@@ -49,6 +53,7 @@ class Vocabulary:
     def __init__(self, growth: Growth, num_rows: int, first_bucket: int, last_bucket: int) -> None:
         self.growth, self.buckets = growth, (first_bucket, last_bucket)
         self._idle, self._forget = growth.evict.idle_samples, growth.forget_after_samples
+        self._idle_time = growth.evict.idle_time
         bounds = np.array(
             [first_row_of(bucket, num_rows) for bucket in range(first_bucket, last_bucket + 1)]
         )
@@ -72,14 +77,11 @@ class Vocabulary:
             state=state,
             slots=_slots(0),
             new_slots=_slots(0),
-            rows=np.empty((rows, 3), np.int32),
             row_counts=np.empty(rows if self.is_lfu else 0, np.int32),
             free_rows=np.empty(rows, np.int32),
-            pending=np.empty((MIN_SLOTS, 4), np.int32),
-            free_pending=np.empty(MIN_SLOTS, np.int32),
             live=np.zeros(num_buckets, np.int32),
             room=room,
-            victims=np.empty((num_buckets, depth, 2), np.int32),
+            victims=np.empty((num_buckets, depth + 1, 2), np.int64),
             heads=np.zeros(num_buckets, np.int32),
             tails=np.zeros(num_buckets, np.int32),
         )
@@ -92,10 +94,9 @@ class Vocabulary:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the map and the records in use."""
-        t, s = self.arrays, self.arrays.state
-        slots = t.slots.nbytes + t.new_slots.nbytes
-        return slots + int(s[km.NEXT_ROW]) * 12 + int(s[km.NEXT_PENDING]) * 16
+        """Return the bytes of the map."""
+        t = self.arrays
+        return t.slots.nbytes + t.new_slots.nbytes + t.row_counts.nbytes
 
     @property
     def num_trained(self) -> int:
@@ -103,42 +104,57 @@ class Vocabulary:
         return self._clock.now - len(self._steps)
 
     def announce(
-        self, keys: Array, counts: Array, samples: int, *, begins_step: bool = True
+        self,
+        keys: Array,
+        counts: Array,
+        samples: int,
+        *,
+        begins_step: bool = True,
+        time: int = NO_TIME,
     ) -> tuple[Array, Changes]:
         """Decide a batch of ``samples``; return the row of each key, 0 for the shared row.
 
         ``counts`` are the occurrences of ``keys``, or empty if each key counts once; keys can
-        repeat. A key used by a batch of the same optimizer step keeps its row.
+        repeat. A key used by a batch of the same optimizer step keeps its row. ``time`` is the
+        latest event time of the samples on all ranks.
         """
         n, sizes = keys.size, np.zeros(4, np.int64)
         self._make_room(n)
         t = self.arrays
-        self._clock.samples.append(self._clock.samples[-1] + samples)
+        self._clock.add(samples, time)
         now = self._clock.now
         self._step_start = now if begins_step else self._step_start
         t.state[km.NOW], t.state[km.STEP_START] = now, self._step_start
-        out, uses = np.empty(n, np.int64), np.empty((n, 3), np.int32)
-        log, unresolved = np.empty((n, 5), np.int64), np.empty(n, np.int64)
-        candidates = np.empty(n, np.int64)
-        counting_loops.observe(t, keys, counts, out, uses, log, candidates, unresolved, sizes)
-        num_uses, num_log, num_candidates, num_unresolved = sizes.tolist()
-        candidates = candidates[:num_candidates]
-        decided = np.empty((3 * num_candidates, 5), np.int64)
-        new_rows, admitted = np.empty((2, num_candidates), np.int64)
-        eviction_loops.decide(t, candidates, decided, new_rows, admitted, sizes)
-        num_decided, num_new, num_evicted, _ = sizes.tolist()
-        counting_loops.resolve(
-            t, counts, unresolved[:num_unresolved], admitted[:num_new], out, sizes
+        out, candidates = np.empty(n, np.int64), np.empty(n, np.int64)
+        log, log_counts = self._new_log(n)
+        unresolved = np.empty(n, np.int64)
+        migrates = t.migrates
+        counting_loops.observe(
+            t, keys, counts, out, log, log_counts, candidates, unresolved, sizes, migrates
         )
+        num_used, num_counted, num_candidates, num_unresolved = sizes.tolist()
+        candidates = np.sort(candidates[:num_candidates])
+        removed, removed_counts = self._new_log(num_candidates)
+        new_rows, admitted = np.empty((2, num_candidates), np.int64)
+        eviction_loops.decide(t, candidates, removed, removed_counts, new_rows, admitted, sizes)
+        num_new, num_evicted = sizes[:2].tolist()
+        unresolved = unresolved[:num_unresolved]
+        found = np.empty(num_unresolved, np.int64)
+        counting_loops.find_all(t, keys[unresolved], found, migrates)
+        counting_loops.resolve(t.state, found, counts, unresolved, out, sizes)
         num_pending, num_refused = sizes[:2].tolist()
-        swept, num_idle, num_forgotten = self._sweep(now)
+        swept, swept_counts, num_idle = self._sweep(now)
+        num_forgotten = swept.shape[0] - num_idle
         step = _Step(
-            uses=uses[:num_uses].copy(),
-            logs=[log[:num_log].copy(), decided[:num_decided], swept],
-            samples=samples,
+            logs=[
+                (_part(log, num_used), _part(log_counts, num_used)),
+                (_part(removed, num_evicted), _part(removed_counts, num_evicted)),
+                (swept, swept_counts),
+            ],
+            admitted=admitted[:num_new],
             totals=Totals(
                 live=num_new - num_evicted - num_idle,
-                pending=num_log - num_new - num_forgotten,
+                pending=num_counted - num_new - num_forgotten,
                 admitted=num_new,
                 evicted=num_evicted + num_idle,
                 forgotten=num_forgotten,
@@ -149,37 +165,33 @@ class Vocabulary:
         )
         self._steps.append(step)
         self._patch = None
-        return out, self._changes(step, new_rows[:num_new])
+        contents = swept[:, km.VALUE].astype(np.int32).astype(np.int64)  # the lower 32 bits
+        freed = contents[contents > 0] - 1 + self.first_row
+        return out, Changes(new_rows[:num_new] + self.first_row, step.admitted, freed)
 
-    def _changes(self, step: _Step, new_rows: Array) -> Changes:
-        _, decided, swept = step.logs
-        gone = np.concatenate([
-            log[(log[:, 0] == entries.REMOVED) & (log[:, 1] < km.PENDING), 1]
-            for log in (decided, swept)
-        ])  # fmt: skip
-        freed = gone[self.arrays.rows[gone, km.LAST] < 0]
-        addresses = stored_addresses(self.arrays.rows[new_rows])
-        return Changes(new_rows + self.first_row, addresses, freed + self.first_row)
+    def _new_log(self, n: int) -> tuple[Array, Array]:
+        return np.empty((n, 2), np.int64), np.empty(n if self.is_lfu else 0, np.int32)
 
-    def _sweep(self, now: int) -> tuple[Array, int, int]:
-        """Remove idle keys from the buckets whose turn it is."""
-        log = np.empty((0, 5), np.int64)
-        if self._idle is None and self._forget is None:
-            return log, 0, 0
+    def _sweep(self, now: int) -> tuple[Array, Array, int]:
+        """Remove idle keys from the buckets whose turn it is; return their log and their rows."""
+        log, log_counts = self._new_log(0)
+        if self._idle is None and self._idle_time is None and self._forget is None:
+            return log, log_counts, 0
         first, last = self.buckets
         start = now % (NUM_BUCKETS // SWEPT_BUCKETS) * SWEPT_BUCKETS
         start, stop = max(start, first) - first, min(start + SWEPT_BUCKETS, last) - first
         if start >= stop:
-            return log, 0, 0
-        sizes = np.zeros(4, np.int64)
+            return log, log_counts, 0
+        sizes = np.zeros(2, np.int64)
         # A key used by this step stays, even if the step has more samples than the limit.
         limits = (
-            min(self._clock.limit(self._idle), self._step_start),
+            min(self._clock.limit(self._idle, self._idle_time), self._step_start),
             self._clock.limit(self._forget),
         )
-        log = np.empty((eviction_loops.count_entries(self.arrays, start, stop), 5), np.int64)
-        eviction_loops.sweep(self.arrays, start, stop, *limits, log, sizes)
-        return log[: sizes[0]].copy(), int(sizes[1]), int(sizes[2])
+        log, log_counts = self._new_log(eviction_loops.count_entries(self.arrays, start, stop))
+        eviction_loops.sweep(self.arrays, start, stop, *limits, log, log_counts, sizes)
+        num_log, num_rows = sizes.tolist()
+        return _part(log, num_log), _part(log_counts, num_log), num_rows
 
     def owned(self, keys: Array) -> Array:
         """Return the keys in the buckets of this vocabulary."""
@@ -194,24 +206,34 @@ class Vocabulary:
         self.totals.add(step.totals)
         self._patch = None
         longest = max(self._idle or 0, self._forget or 0)
-        self._clock.prune(longest, self.num_trained)
+        self._clock.prune(longest, self._idle_time, self.num_trained)
 
     def roll_back(self) -> None:
         """Undo all announced batches."""
+        if not self._steps:
+            return
+        t, state = self.arrays, self.arrays.state
         while self._steps:
             step = self._steps.pop()
-            for log in reversed(step.logs):
-                self._make_room(log.shape[0])
-                undo_loops.undo_log(self.arrays, log, True)
-            undo_loops.undo_uses(self.arrays, step.uses)
-            self._clock.samples.pop()
-        self.arrays.heads[:] = self.arrays.tails
+            step.undo(t)
+            self._clock.undo()
+        slots = used_slots(t)
+        contents = slots[:, km.VALUE].astype(np.int32)  # the lower 32 bits
+        buckets = (slots[contents > 0, km.ADDRESS] >> km.SHIFT) + km.HALF - self.buckets[0]
+        t.live[:] = np.bincount(buckets, minlength=t.live.size)
+        is_free = np.ones(int(state[km.NEXT_ROW]), np.bool)
+        is_free[contents[contents > 0] - 1] = False
+        free_rows = np.flatnonzero(is_free)
+        state[km.FREE_ROWS] = free_rows.size
+        t.free_rows[: free_rows.size] = free_rows
+        t.heads[:] = t.tails
         self._patch = None
 
     def peek(self, keys: Array) -> Array:
         """Return the row of each key after the trained batches, 0 for the shared row."""
         out = np.empty(keys.size, np.int64)
-        counting_loops.find_all(self.arrays, keys, out)
+        counting_loops.find_all(self.arrays, keys, out, self.arrays.migrates)
+        out = np.maximum(out, 0) - 1
         addresses, rows = self._patched()
         if addresses.size:
             own = np.empty(keys.size, np.int64)
@@ -223,33 +245,31 @@ class Vocabulary:
     def _patched(self) -> tuple[Array, Array]:
         """Return the addresses that announced batches changed, ascending, and their former rows."""
         if self._patch is None:
-            logs = [log[::-1] for step in reversed(self._steps) for log in reversed(step.logs)]
-            changes = np.concatenate(logs) if logs else np.empty((0, 5), np.int64)
-            removed_row = (changes[:, 0] == entries.REMOVED) & (changes[:, 1] < km.PENDING)
-            rows = np.where(removed_row, changes[:, 1], -1)
-            order = np.argsort(changes[:, 2], kind="stable")
-            addresses = changes[order, 2]
-            is_oldest = np.append(addresses[1:] != addresses[:-1], True)[: addresses.size]
-            self._patch = addresses[is_oldest], rows[order][is_oldest]
+            changes, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+            for step in self._steps:
+                removed = np.concatenate([log for log, _ in step.logs[1:]])
+                contents = removed[:, km.VALUE].astype(np.int32).astype(np.int64)
+                changes += [removed[contents > 0, km.ADDRESS], step.admitted]
+                rows += [contents[contents > 0] - 1, np.full(step.admitted.size, -1, np.int64)]
+            addresses, first = np.unique(np.concatenate(changes), return_index=True)
+            self._patch = addresses, np.concatenate(rows)[first]
         return self._patch
 
     def save(self) -> "VocabularyCopy":
         """Return a copy of the vocabulary after the trained batches."""
-        t, s = self.arrays, self.arrays.state
-        used, pending = int(s[km.NEXT_ROW]), int(s[km.NEXT_PENDING])
+        t = self.arrays
         copies = t._replace(
-            rows=t.rows[:used].copy(),
-            row_counts=t.row_counts[:used].copy(),
-            pending=t.pending[:pending].copy(),
+            state=t.state.copy(),
+            slots=t.slots.copy(),
+            new_slots=t.new_slots.copy(),
+            row_counts=t.row_counts.copy(),
         )
         for step in reversed(self._steps):
-            for log in reversed(step.logs):
-                undo_loops.undo_log(copies, log, False)
-            undo_loops.undo_uses(copies, step.uses)
+            step.undo(copies)
         trained = self.num_trained - self._clock.first
-        clock = np.array(self._clock.samples[: trained + 1])
-        has_clock = self.buckets[0] == 0
-        return VocabularyCopy(copies, self.num_trained, clock, self.totals, has_clock=has_clock)
+        samples, times = self._clock.samples[: trained + 1], self._clock.times[: trained + 1]
+        clock = Clock(self._clock.first, samples, times)
+        return VocabularyCopy(copies, self.num_trained, clock, self.totals)
 
     def load(self, saved: Saved, totals: Sequence[int] = ()) -> None:
         """Replace the vocabulary; the keys get the first rows in the order of their addresses.
@@ -275,32 +295,28 @@ class Vocabulary:
                 f"for {int(live[bucket])} saved keys; use {fits} or more"
             )
         self.reserve(saved.addresses.size + saved.pending_addresses.size)
-        self._make_room(saved.pending_addresses.size)
         t = self.arrays
         undo_loops.load_rows(t, saved.addresses, saved.lasts, saved.counts)
+        t.live[:] = live
         undo_loops.load_pending(
             t, saved.pending_addresses, saved.pending_lasts, saved.pending_counts
         )
-        clock = saved.clock.tolist()
-        self._clock = Clock(saved.now - len(clock) + 1, clock)
+        first = saved.now - saved.clock.size + 1
+        self._clock = Clock(first, saved.clock.tolist(), saved.times.tolist())
 
     def erase(self, keys: Array) -> Array:
         """Remove keys and their counts; return the freed rows. No batch may be in flight."""
         if self._steps:
             raise RuntimeError("cannot erase keys while batches are in flight")
-        sizes = np.zeros(2, np.int64)
-        freed = eviction_loops.erase(self.arrays, keys, sizes)
+        sizes, freed = np.zeros(2, np.int64), np.empty(keys.size, np.int64)
+        eviction_loops.erase(self.arrays, keys, freed, sizes)
         self.totals.live -= int(sizes[0])
         self.totals.pending -= int(sizes[1])
-        return freed + self.first_row
+        return freed[: sizes[0]] + self.first_row
 
     def _make_room(self, count: int) -> None:
-        """Prepare for ``count`` new keys: grow arrays, and continue or start to grow the map."""
-        t, s = self.arrays, self.arrays.state
-        if s[km.NEXT_PENDING] + count > t.pending.shape[0]:
-            size = max(2 * t.pending.shape[0], int(s[km.NEXT_PENDING]) + count)
-            t.pending.resize((size, 4), refcheck=False)
-            t.free_pending.resize(size, refcheck=False)
+        """Prepare for ``count`` new keys: continue or start to grow the map."""
+        s = self.arrays.state
         num_entries = int(s[km.ENTRIES]) + count
         if not s[km.EDGE] and not s[km.NEW_SLOTS] and num_entries > MAX_LOAD * s[km.SLOTS]:
             factor = 1.25 if s[km.SLOTS] > 2**22 else 2.0
@@ -309,7 +325,7 @@ class Vocabulary:
         if s[km.NEW_SLOTS]:
             must_end = num_entries > 0.85 * s[km.SLOTS]
             portion = t.slots.shape[0] if must_end else max(16 * count, int(s[km.SLOTS]) // 256)
-            if km.migrate(s, t.slots, t.new_slots, t.rows, t.pending, portion):
+            if km.migrate(s, t.slots, t.new_slots, portion):
                 self.arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
                 s[km.SLOTS], s[km.SCALE] = s[km.NEW_SLOTS], s[km.NEW_SCALE]
                 s[km.EDGE] = s[km.NEW_SLOTS] = s[km.NEW_SCALE] = 0
@@ -331,5 +347,10 @@ class Vocabulary:
         return (slots << 32) // ((last - first) << (km.SHIFT - 32))
 
 
+def _part(array: Array, size: int) -> Array:
+    """Return the first elements, without keeping a much larger array in memory."""
+    return array[:size] if 2 * size > array.shape[0] else array[:size].copy()
+
+
 def _slots(count: int) -> Array:
-    return np.zeros((count + km.PAD, 1), np.uint64)
+    return np.zeros((count + km.PAD, 2), np.int64)

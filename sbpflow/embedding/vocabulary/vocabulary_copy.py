@@ -1,12 +1,12 @@
 """Copies of vocabularies at one moment, for checkpoints, and their sums and clocks."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import astuple, dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
 
-from sbpflow.embedding.storage.live_rows import Saved
+from sbpflow.embedding.storage.live_rows import NO_TIME, Saved
 from sbpflow.embedding.vocabulary import counting_loops
 from sbpflow.embedding.vocabulary import key_map as km
 from sbpflow.runtime.compute.compiled import Array
@@ -32,47 +32,77 @@ class Totals:
 
 @dataclass(slots=True)
 class Clock:
-    """The samples seen after each batch; ``samples[i]`` belongs to batch ``first + i``."""
+    """The samples seen after each batch, and the latest event time of any sample so far.
+
+    Elements ``i`` belong to batch ``first + i``. ``times`` are ``NO_TIME`` before the first time.
+    """
 
     first: int = 0
     samples: list[int] = field(default_factory=lambda: [0])
+    times: list[int] = field(default_factory=lambda: [NO_TIME])
 
     @property
     def now(self) -> int:
         return self.first + len(self.samples) - 1
 
-    def limit(self, idle: int | None) -> int:
-        """Return the first batch within the last ``idle`` samples."""
-        if idle is None:
-            return -1
-        return self.first + bisect_left(self.samples, self.samples[-1] - idle)
+    def add(self, samples: int, time: int) -> None:
+        """Begin a batch whose latest sample has this event time."""
+        self.samples.append(self.samples[-1] + samples)
+        self.times.append(max(self.times[-1], time))
 
-    def prune(self, idle: int, trained: int) -> None:
+    def undo(self) -> None:
+        """Remove the last batch."""
+        self.samples.pop()
+        self.times.pop()
+
+    def limit(self, idle: int | None, idle_time: float | None = None) -> int:
+        """Return the first batch within the last ``idle`` samples and the last ``idle_time``."""
+        samples, at = self.samples, -1 - self.first
+        if idle is not None:
+            at = bisect_left(samples, samples[-1] - idle)
+        if idle_time is not None:
+            at = max(at, self._first_since(idle_time, len(samples) - 1))
+        return self.first + at
+
+    def prune(self, idle: int, idle_time: float | None, trained: int) -> None:
         """Forget batches that no limit needs."""
-        if len(self.samples) > 8192:
-            trained_at = min(trained - self.first, len(self.samples) - 1)
-            keep = bisect_left(self.samples, self.samples[trained_at] - idle) - 1
-            if keep > len(self.samples) // 2:
-                self.samples, self.first = self.samples[keep:], self.first + keep
+        samples = self.samples
+        if len(samples) > 8192:
+            at = min(trained - self.first, len(samples) - 1)
+            keep = bisect_left(samples, samples[at] - idle) - 1
+            if idle_time is not None:
+                keep = min(keep, self._first_since(idle_time, at) - 1)
+            if keep > len(samples) // 2:
+                self.samples, self.times = samples[keep:], self.times[keep:]
+                self.first += keep
+
+    def _first_since(self, idle_time: float, at: int) -> int:
+        """Return the first batch within the last ``idle_time`` of batch ``at``.
+
+        Batches without a time count as batches of the first time.
+        """
+        oldest, timed = self.times[at] - idle_time, bisect_right(self.times, NO_TIME)
+        if timed > at or self.times[timed] >= oldest:
+            return 0
+        return bisect_left(self.times, oldest)
 
 
 class VocabularyCopy:
     """The keys of a vocabulary at one moment; they are sorted on first use."""
 
-    def __init__(
-        self, arrays: km.Arrays, now: int, clock: Array, totals: Totals, *, has_clock: bool
-    ) -> None:
-        self._arrays, self._now, self._clock, self._has_clock = arrays, now, clock, has_clock
+    def __init__(self, arrays: km.Arrays, now: int, clock: Clock, totals: Totals) -> None:
+        self._arrays, self._now = arrays, now
+        self._clock, self._times = np.array(clock.samples), np.array(clock.times)
+        self._has_clock = int(arrays.state[km.FIRST_BUCKET]) == 0
         self._totals = np.array(astuple(totals), np.int64)
-        # The undo has marked entries that only announced batches use as free.
-        self._rows = np.flatnonzero(arrays.rows[:, km.LAST] >= 0)
-        self._pending = np.flatnonzero(arrays.pending[:, km.LAST] >= 0)
-        self.num_rows, self.num_pending = self._rows.size, self._pending.size
+        self.num_rows, self.num_pending = totals.live, totals.pending
 
     def size(self, kind: str) -> int:
         """Return the number of values of ``column``."""
         if kind == "clock":
             return (1 + self._clock.size) if self._has_clock else 0
+        if kind == "times":
+            return self._times.size if self._has_clock else 0
         if kind == "totals":
             return self._totals.size
         return self.num_pending if kind.startswith("pending") else self.num_rows
@@ -88,6 +118,7 @@ class VocabularyCopy:
             "pending_last_uses": lambda: saved.pending_lasts,
             "pending_counts": lambda: saved.pending_counts,
             "clock": lambda: np.append(self._now, self._clock),
+            "times": lambda: self._times,
             "totals": lambda: self._totals,
         }
         return columns[kind]()
@@ -95,24 +126,27 @@ class VocabularyCopy:
     @cached_property
     def saved(self) -> Saved:
         """Return the keys in the order of their addresses."""
-        t = self._arrays
-        addresses = stored_addresses(t.rows[self._rows])
-        waiting = stored_addresses(t.pending[self._pending])
-        order, waiting_order = np.argsort(addresses), np.argsort(waiting)
-        rows, pending = self._rows[order], self._pending[waiting_order]
+        slots = used_slots(self._arrays)
+        slots = slots[np.argsort(slots[:, km.ADDRESS], kind="stable")]  # nearly sorted
+        addresses, lasts = slots[:, km.ADDRESS], slots[:, km.VALUE] >> 32
+        contents = slots[:, km.VALUE].astype(np.int32)  # the lower 32 bits
+        has_row, row_counts = contents > 0, self._arrays.row_counts
+        rows, waits = contents[has_row] - 1, ~has_row
         return Saved(
-            addresses=addresses[order],
-            lasts=t.rows[rows, km.LAST],
-            counts=t.row_counts[rows] if t.row_counts.size else np.zeros(rows.size, np.int32),
-            pending_addresses=waiting[waiting_order],
-            pending_lasts=t.pending[pending, km.LAST],
-            pending_counts=t.pending[pending, km.COUNT],
+            addresses=addresses[has_row],
+            lasts=lasts[has_row].astype(np.int32),
+            counts=row_counts[rows] if row_counts.size else np.zeros(rows.size, np.int32),
+            pending_addresses=addresses[waits],
+            pending_lasts=lasts[waits].astype(np.int32),
+            pending_counts=-contents[waits],
             now=self._now,
             clock=self._clock,
+            times=self._times,
         )
 
 
-def stored_addresses(records: Array) -> Array:
-    """Return the addresses of rows or counters."""
-    high, low = records[:, km.HIGH].astype(np.int64), records[:, km.LOW].astype(np.int64)
-    return (high << 32) | (low & km.LOW_32)
+def used_slots(t: km.Arrays) -> Array:
+    """Return the slots of all keys, nearly in the order of their addresses."""
+    edge = t.state[km.EDGE]
+    slots = np.concatenate([t.new_slots, t.slots[edge:]]) if edge else t.slots
+    return slots[slots[:, km.VALUE] != 0]

@@ -6,7 +6,7 @@ format. Tables are copied from the checkpoint in blocks, so memory does not depe
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.run.export.graph import graph_of
-from sbpflow.run.export.plain_model import ReadRows, id_columns
+from sbpflow.run.export.plain_model import ReadRows, id_columns, missing_ids
 from sbpflow.run.export.row_formats import RowFormat, to_stored
 from sbpflow.run.model.spec import HashedColumn
 from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
@@ -60,6 +60,8 @@ class BundleModel:
     num_dense: int
     read: ReadRows
     row_format: RowFormat = "as_trained"
+    keyed: Collection[str] = ()
+    """The columns that have keys in the data"""
     raw: RawInput | None = None
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -185,7 +187,11 @@ def _lookup_content(model: BundleModel) -> dict[str, Any]:
     width = sum(place.stop - place.start for place in columns.values())
     places = {name: [place.start, place.stop] for name, place in columns.items()}
     hashed = [
-        {"columns": [columns[name].start for name in each.columns], "rows": each.rows}
+        {
+            "columns": [columns[name].start for name in each.columns],
+            "rows": each.rows,
+            "missing": missing_ids(each, model.keyed),
+        }
         for each in model.hashed
     ]
     places |= {each.name: [width + n, width + n + 1] for n, each in enumerate(model.hashed)}

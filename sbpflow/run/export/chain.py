@@ -8,10 +8,11 @@ again; the old bundle is removed when the new one is complete.
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,14 @@ from sbpflow.checkpoint.folder import good_checkpoints
 from sbpflow.checkpoint.format import INDEX_FILE, digest_of
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.errors import CheckpointError, DataError
+from sbpflow.run.export.growing_deltas import (
+    Entries,
+    KeyDelta,
+    key_delta,
+    served_keys,
+    values_of,
+    vocabulary_of,
+)
 from sbpflow.run.export.row_formats import RowFormat, to_stored
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 from sbpflow.serving import deltas
@@ -31,13 +40,19 @@ _BLOCK = 1 << 16  # rows converted together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The last export: a bundle with its first ``number`` deltas, and its checkpoint's digest."""
+    """The last export: a bundle with its first ``number`` deltas, and its checkpoint's digest.
+
+    ``entries`` has the keys and ids that the deltas changed, by vocabulary, the oldest first.
+    """
 
     bundle: Path
     content: Mapping[str, Any]
     number: int
     digest: str
     checkpoint: str
+    entries: Mapping[str, tuple[Entries, ...]] = field(
+        default_factory=dict[str, tuple[Entries, ...]]
+    )
 
 
 def last_export(folder: Path) -> Exported | None:
@@ -66,12 +81,16 @@ def _next(last: Exported, base: str) -> Exported | None:
         delta = deltas.read_delta(last.bundle, last.number + 1, base=base, previous=last.digest)
     except (FileNotFoundError, DataError):
         return None
+    entries = dict(last.entries)
+    for name, (keys, ids) in delta.vocabulary.items():
+        entries[name] = (*entries.get(name, ()), (keys.numpy(), ids.numpy().astype(np.int32)))
     return Exported(
         bundle=last.bundle,
         content=last.content,
         number=last.number + 1,
         digest=delta.digest,
         checkpoint=delta.head.checkpoint,
+        entries=entries,
     )
 
 
@@ -114,7 +133,9 @@ def export_next(
             return None
         members = _since(checkpoint, last.checkpoint)
         if members and last.number < num_deltas:
-            return _write_delta(checkpoint, members, last)
+            growing = _growing(members, last)
+            if growing is not None:
+                return _write_delta(checkpoint, members, last, growing)
     target = folder / f"step-{checkpoint.step}"
     if target.exists():  # of a run that was started again
         shutil.rmtree(target)
@@ -137,7 +158,28 @@ def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
     return []
 
 
-def _write_delta(checkpoint: Checkpoint, members: Sequence[Checkpoint], last: Exported) -> Path:
+def _growing(members: Sequence[Checkpoint], last: Exported) -> dict[str, KeyDelta] | None:
+    """Return the changes of growing fields by vocabulary; None if the bundle cannot take them."""
+    fields: dict[str, dict[str, int]] = {}
+    for table, facts in last.content["tables"].items():
+        if (name := vocabulary_of(members[-1], table)) is not None:
+            fields.setdefault(name, {})[table] = facts["rows"]
+    result: dict[str, KeyDelta] = {}
+    for name, tables in fields.items():
+        served = served_keys(last.bundle, last.content, name, last.entries.get(name, ()))
+        delta = key_delta(members, tables, served)
+        if delta is None:
+            return None
+        result[name] = delta
+    return result
+
+
+def _write_delta(
+    checkpoint: Checkpoint,
+    members: Sequence[Checkpoint],
+    last: Exported,
+    growing: Mapping[str, KeyDelta],
+) -> Path:
     base = deltas.digest_of(last.bundle)
     head = DeltaHead(
         number=last.number + 1,
@@ -149,7 +191,11 @@ def _write_delta(checkpoint: Checkpoint, members: Sequence[Checkpoint], last: Ex
         checkpoint=digest_of(checkpoint.index),
     )
     tables = cast("Mapping[str, Mapping[str, Any]]", last.content["tables"])
-    rows = {name: _changed_rows(members, f"tables/{name}") for name in tables}
+    keyed = {name: rows for delta in growing.values() for name, rows in delta.rows.items()}
+    rows = {
+        name: keyed[name][0] if name in keyed else _changed_rows(members, f"tables/{name}")
+        for name in tables
+    }
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, changed in rows.items():
         saved = checkpoint.saved(f"tables/{name}")
@@ -160,10 +206,21 @@ def _write_delta(checkpoint: Checkpoint, members: Sequence[Checkpoint], last: Ex
     weights = {f"dense/{name}" for name in last.content["graph"]["weights"].values()}
     dense = {name: saved for name, saved in checkpoint.tensors.items() if name in weights}
     tensors |= {name: (saved.dtype, saved.shape) for name, saved in dense.items()}
+    for name, delta in growing.items():
+        tensors |= dict.fromkeys(
+            (f"vocabulary/{name}/keys", f"vocabulary/{name}/ids"),
+            (torch.int64, (len(delta.entries[0]),)),
+        )
     writer = DeltaWriter(last.bundle, head, tensors)
+    for name, delta in growing.items():
+        keys, ids = map(torch.from_numpy, delta.entries)
+        writer.append_keys(name, keys, ids.long())
     for name, changed in rows.items():
         writer.append(f"tables/{name}/rows", changed)
-        values = _changed_values(members, f"tables/{name}", changed)
+        if name in keyed:
+            values = values_of(checkpoint, f"tables/{name}", keyed[name][1])
+        else:
+            values = _changed_values(members, f"tables/{name}", changed)
         row_format = _format_of(tables[name], values.dtype)
         for start in range(0, len(changed), _BLOCK):
             block = values[start : start + _BLOCK]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,7 +18,8 @@ from sbpflow.run.execution.predict import probabilities
 from sbpflow.run.export.bundle import BundleModel, array_of, write_bundle
 from sbpflow.run.export.plain_model import Bags, PlainModel
 from sbpflow.run.export.row_formats import ROW_FORMATS, RowFormat
-from sbpflow.serving.encoder import Encoded
+from sbpflow.serving.cells import MISSING_KEY
+from sbpflow.serving.encoder import Cells, Encoded, Encoder
 from sbpflow.serving.operations import BundleError
 from sbpflow.serving.scorer import Model, load
 from sbpflow.training.metrics import Evaluation, evaluate
@@ -108,12 +110,12 @@ def sample_ids(model: PlainModel) -> tuple[Tensor, Tensor, Bags]:
 
 
 def encoded_of(model: Model, ids: Tensor | BatchIds, dense: Tensor) -> Encoded:
-    """Convert a loader's batch to encoded rows of a bundle."""
+    """Convert a loader's batch, which may have keys, to encoded rows of a bundle."""
     columns = model.content["columns"]
     num_hashed = len(model.content["hashed"])
     fixed = max((stop for _, stop in columns.values()), default=0) - num_hashed
     ragged = [name for name in model.content["features"] if name not in columns]
-    matrix = ids if isinstance(ids, Tensor) else ids.matrix
+    matrix = array_of((ids if isinstance(ids, Tensor) else ids.matrix)[:, :fixed])
     bags: dict[str, tuple[NDArray[Any], ...]] = {}
     for number, name in enumerate(ragged):
         if isinstance(ids, Tensor) or ids.lists is None:
@@ -121,12 +123,47 @@ def encoded_of(model: Model, ids: Tensor | BatchIds, dense: Tensor) -> Encoded:
                 f"feature {name} is ragged, but the batch has no lists; use the set that the model "
                 "was trained on"
             )
-        lists = ids.lists.take(torch.tensor([number], device=matrix.device))
+        lists = ids.lists.take(torch.tensor([number], device=dense.device))
         parts = [lists.values, lists.lengths.reshape(-1)]
         if name in model.content["weighted"] and lists.weights is not None:
             parts.append(lists.weights)
         bags[name] = tuple(map(array_of, parts))
-    return Encoded(array_of(matrix[:, :fixed]), array_of(dense), bags)
+    if matrix.dtype != np.int64 or model.encoder is None:
+        return Encoded(matrix, array_of(dense), bags)
+    return _looked_up(model.encoder, matrix, array_of(dense), bags)
+
+
+def _looked_up(
+    encoder: Encoder,
+    matrix: NDArray[np.int64],
+    dense: NDArray[np.float32],
+    bags: dict[str, tuple[NDArray[Any], ...]],
+) -> Encoded:
+    """Return encoded rows, with the ids of keys."""
+    ids = matrix.astype(np.int32)
+    for entry in encoder.content["fields"]:
+        name = entry["name"]
+        if not entry["keyed"]:
+            continue
+        if entry["ragged"]:
+            keys, *others = bags[name]
+            bags[name] = (_ids_of(encoder, entry, keys), *others)
+        else:
+            first = encoder.id_columns[name]
+            columns = slice(first, first + entry["hot"])
+            ids[:, columns] = _ids_of(encoder, entry, matrix[:, columns])
+    keys_by_column = {column: matrix[:, column] for column in encoder.crossed}
+    return Encoded(ids, dense, bags, keys=keys_by_column)
+
+
+def _ids_of(
+    encoder: Encoder, entry: Mapping[str, Any], keys: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Return the ids of keys of any shape."""
+    cells = Cells.empty(keys.size, 0, 1)
+    cells.keys[:, 0] = keys.reshape(-1).view(np.uint64)
+    cells.missing[:, 0] = keys.reshape(-1) == MISSING_KEY
+    return encoder.ids_of(entry, cells).reshape(keys.shape)
 
 
 def score_bundle(model: Model, batches: Iterator[LabelledBatch]) -> Evaluation:

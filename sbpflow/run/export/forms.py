@@ -110,10 +110,10 @@ def example_inputs(model: PlainModel) -> tuple[Tensor, Tensor, dict[str, Bag]]:
     bags: dict[str, Bag] = {}
     for feature in model.features:
         if feature.name not in model.columns:
-            values = torch.zeros(_EXAMPLE_ROWS + 1, dtype=torch.int32)
+            values = torch.zeros(_EXAMPLE_ROWS + 1, dtype=model.ids_dtype)
             lengths = torch.tensor([1, _EXAMPLE_ROWS], dtype=torch.int32)
             weights = (torch.ones(values.shape),) if feature.weighted else ()
             bags[feature.name] = (values, lengths, *weights)
     columns = max((place.stop for place in model.columns.values()), default=0)
-    ids = torch.zeros(_EXAMPLE_ROWS, columns, dtype=torch.int32)
+    ids = torch.zeros(_EXAMPLE_ROWS, columns, dtype=model.ids_dtype)
     return ids, torch.zeros(_EXAMPLE_ROWS, model.num_dense), bags

@@ -18,10 +18,11 @@ from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConf
 from sbpflow.errors import ConfigError
 from sbpflow.run.export.row_formats import RowFormat, Rows, SavedRows, make_rows
 from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec
-from sbpflow.runtime.random.splitmix import signed
-from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
+from sbpflow.runtime.random.streams import GAMMA, mix
+from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS, RARE_ID
 
-NUM_RESERVED_IDS = 2  # in a hashed column, 0 means missing, and hashes are never 1
+# The ascending ``mix`` of the keys with rows, by the features that share them
+Addresses = Mapping[tuple[str, ...], Tensor]
 Bag = tuple[Tensor, ...]  # values [n], lengths [rows], and weights [n] of a weighted feature
 Bags = dict[str, Bag]
 ReadState = Callable[[str], Tensor]
@@ -40,7 +41,8 @@ class PlainModel(nn.Module):
     the columns of all features with a fixed number of ids, in order. ``dense`` is [rows, fields].
     ``bags`` is {ragged feature: (values [n], lengths [rows])}, with weights [n] as a third entry
     for weighted features. The model computes the columns that a loader hashes. Out-of-range ids are
-    treated as in the run, but raise IndexError if the run refused them.
+    treated as in the run, but raise IndexError if the run refused them. The ids of features in
+    ``addresses`` are keys, whose tables have the rows of ``GrowingTables``.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class PlainModel(nn.Module):
         tables: Mapping[str, Rows | SavedRows],
         dense: nn.Module,
         num_dense: int,
+        addresses: Addresses,
     ) -> None:
         super().__init__()
         self.num_dense = num_dense
@@ -59,8 +62,19 @@ class PlainModel(nn.Module):
         features = plan.features[: len(plan.features) - len(hashed)]
         self.features: tuple[FeatureConfig, ...] = features  # the features in a batch
         self.columns: dict[str, slice] = id_columns(features)
+        self.ids_dtype = torch.int64 if addresses else torch.int32
+        self._addresses: dict[str, str] = {}
+        for number, (names, each) in enumerate(addresses.items()):
+            self._addresses |= dict.fromkeys(names, f"addresses_{number}")
+            # A search for a larger address than all others finds the additional last element.
+            end = torch.full((1,), torch.iinfo(torch.int64).max)
+            self.register_buffer(f"addresses_{number}", torch.cat([each, end]))
         self._hashed = {
-            column.name: ([self.columns[name].start for name in column.columns], column.rows)
+            column.name: (
+                [self.columns[name].start for name in column.columns],
+                column.rows,
+                missing_ids(column, self._addresses),
+            )
             for column in hashed
         }
         for name, rows in tables.items():
@@ -112,7 +126,7 @@ class PlainModel(nn.Module):
         rows = self.rows_of(table.name)
         if name in bags:
             values, lengths, *weights = bags[name]
-            vectors = rows(self._in_range(values, table.num_rows))
+            vectors = rows(self._rows(name, values, table.num_rows))
             if weights:
                 vectors = vectors * weights[0].to(self._dtype).unsqueeze(1)
             # This gives the sample of each value. repeat_interleave would be simpler, but its
@@ -126,7 +140,7 @@ class PlainModel(nn.Module):
                 pooled = pooled / lengths.clamp(min=1).unsqueeze(1)
             return pooled
         columns = self._ids(name, ids)
-        vectors = rows(self._in_range(columns, table.num_rows))
+        vectors = rows(self._rows(name, columns, table.num_rows))
         if columns.shape[1] == 1:
             return vectors.squeeze(1)
         return vectors.mean(1) if table.averages else vectors.sum(1)
@@ -134,13 +148,20 @@ class PlainModel(nn.Module):
     def _ids(self, name: str, ids: Tensor) -> Tensor:
         """Return a feature's ids [rows, hotness] from the matrix, or hash them from its columns."""
         if name in self._hashed:
-            columns, rows = self._hashed[name]
-            return hashed_ids([ids[:, column] for column in columns], rows).unsqueeze(1)
+            columns, rows, missing = self._hashed[name]
+            parts = [ids[:, column] for column in columns]
+            return hashed_ids(parts, rows, missing).unsqueeze(1)
         return ids[:, self.columns[name]]
 
-    def _in_range(self, ids: Tensor, num_rows: int) -> Tensor:
-        """Replace out-of-range ids according to the policy that ``IdReader`` follows."""
+    def _rows(self, name: str, ids: Tensor, num_rows: int) -> Tensor:
+        """Return the rows of keys, or ids without those out of range, as ``IdReader`` does."""
         ids = ids.to(torch.int64)
+        if name in self._addresses:
+            addresses = self.get_buffer(self._addresses[name])
+            wanted = mix(ids).contiguous()
+            at = torch.searchsorted(addresses, wanted)
+            found = (addresses[at] == wanted) & (at < addresses.shape[0] - 1)
+            return torch.where(found, at + NUM_RESERVED_IDS, RARE_ID)
         if self._out_of_range == "error":  # the lookup raises
             return ids
         return SUBSTITUTES[self._out_of_range](ids, num_rows)
@@ -174,6 +195,7 @@ def plain_model(
     num_dense: int,
     seed: int,
     row_format: RowFormat = "as_trained",
+    addresses: Addresses | None = None,
 ) -> PlainModel:
     """Build the model over ``num_dense`` dense fields, with values from ``read``.
 
@@ -182,23 +204,14 @@ def plain_model(
     contain keep their values. Each table is read once and released after conversion to
     ``row_format``. Raises ConfigError for a model without a plain form.
     """
-    check_tables(plan)
     dense = dense_part(spec, plan, read, saved, seed)
     tables = {
         table.name: make_rows(table.name, read(f"tables/{table.name}"), row_format, plan.dtype)
         for output in plan.outputs
         for table in output.tables
     }
-    return PlainModel(plan, spec.hashed_columns, tables, dense, num_dense).eval()
-
-
-def check_tables(plan: EmbeddingPlan) -> None:
-    """Raise ConfigError for a growing field."""
-    for vocabulary in plan.vocabularies:
-        raise ConfigError(
-            f"field {vocabulary.name}: grows, which exported models do not support; "
-            "score batches with the run's own job, Job.trainer.predict(batch)"
-        )
+    hashed = spec.hashed_columns
+    return PlainModel(plan, hashed, tables, dense, num_dense, addresses or {}).eval()
 
 
 def saved_rows_model(
@@ -209,6 +222,7 @@ def saved_rows_model(
     *,
     num_dense: int,
     row_format: RowFormat,
+    addresses: Addresses,
 ) -> PlainModel:
     """Build a model for a few rows, which reads single rows of the tables with ``read``."""
 
@@ -219,7 +233,8 @@ def saved_rows_model(
         )
 
     tables = {t.name: rows(t) for output in plan.outputs for t in output.tables}
-    return PlainModel(plan, spec.hashed_columns, tables, dense, num_dense).eval()
+    hashed = spec.hashed_columns
+    return PlainModel(plan, hashed, tables, dense, num_dense, addresses).eval()
 
 
 def dense_part(
@@ -253,7 +268,12 @@ def dense_part(
     return module.requires_grad_(False)
 
 
-def hashed_ids(parts: Sequence[Tensor], rows: int) -> Tensor:
+def missing_ids(column: HashedColumn, keyed: Container[str]) -> list[int]:
+    """Return the id or key of missing values in each column that ``column`` hashes."""
+    return [MISSING_KEY if name in keyed else MISSING_ID for name in column.columns]
+
+
+def hashed_ids(parts: Sequence[Tensor], rows: int, missing: Sequence[int]) -> Tensor:
     """Hash ids [n] of several columns to ids of a ``HashedColumn``, like ``data.read.crosses``.
 
     ``data.read.crosses`` uses numpy's unsigned integers, which torch lacks. int64 arithmetic wraps
@@ -262,19 +282,12 @@ def hashed_ids(parts: Sequence[Tensor], rows: int) -> Tensor:
     """
     state = torch.zeros_like(parts[0], dtype=torch.int64)
     for part in parts:
-        state = (state + GAMMA) ^ part.to(torch.int64)
-        state = (state ^ _shift_right(state, 30)) * MIX_1
-        state = (state ^ _shift_right(state, 27)) * MIX_2
-        state = state ^ _shift_right(state, 31)
+        state = mix((state + GAMMA) ^ part.to(torch.int64))
     size = rows - NUM_RESERVED_IDS
     over = torch.where(state < 0, (1 << 64) % size, 0)
     ids = (state.remainder(size) + over).remainder(size) + NUM_RESERVED_IDS
-    missing = torch.stack([part == 0 for part in parts]).any(0)
-    return torch.where(missing, 0, ids)
-
-
-def _shift_right(values: Tensor, bits: int) -> Tensor:
-    return (values >> bits) & signed((1 << (64 - bits)) - 1)
+    absent = [part == value for part, value in zip(parts, missing, strict=True)]
+    return torch.where(torch.stack(absent).any(0), MISSING_ID, ids)
 
 
 def id_columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:

@@ -19,6 +19,7 @@ from sbpflow.config.table_rules import DTYPES, Schemes, TableRule
 from sbpflow.config.topology_file import read_topology
 from sbpflow.costs.ids import IdFrequencies, exponent_of
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
+from sbpflow.embedding.plan.growth import has_idle_time
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import with_constants
@@ -112,7 +113,8 @@ def plan_run(
             f"model {config.model.name}: its spec has no embedding outputs; give at least one, "
             'such as embedding_output("fields", fields.sparse, dim=8)'
         )
-    _check_table_rules(config.model, fields, spec.outputs)
+    _check_table_rules(config.model, fields, spec)
+    _check_event_time(fields, spec.outputs)
     world = Placement.line(device_type, world_size)
     dtype = DTYPES[config.parallel.dtype]
     backend = backend_of_device(device_type)
@@ -166,12 +168,24 @@ def given_topology(config: Config, world_size: int) -> Topology | None:
     return None if path is None else read_topology(path, world_size=world_size)
 
 
-def _check_table_rules(model: object, fields: Fields, outputs: tuple[OutputConfig, ...]) -> None:
+def _check_table_rules(model: object, fields: Fields, spec: ModelSpec) -> None:
     """Raise ConfigError if a pattern of ``model.fields`` or ``model.tables`` matches nothing."""
     if isinstance(model, TableRules):
-        names = [table.name for output in outputs for table in output.tables]
-        check_matches("model.fields", model.fields, (field.name for field in fields.ids), "field")
+        names = [table.name for output in spec.outputs for table in output.tables]
+        columns = [column.name for column in (*fields.ids, *spec.hashed_columns)]
+        check_matches("model.fields", model.fields, columns, "field")
         check_matches("model.tables", model.tables, names, "table")
+
+
+def _check_event_time(fields: Fields, outputs: tuple[OutputConfig, ...]) -> None:
+    """Raise ConfigError if a table needs event times that the rows of the set do not have."""
+    for table in (table for output in outputs for table in output.tables):
+        if has_idle_time(table.growth) and not fields.timed:
+            raise ConfigError(
+                f"model.fields.{table.features[0]}.evict.idle_time: needs event times, but the "
+                "rows of this set have no time; prepare the set with a time in its schema, such as "
+                "`time: ts`, or use evict.idle_samples"
+            )
 
 
 def _check_metrics(config: Config, fields: Fields) -> None:

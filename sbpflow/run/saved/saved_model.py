@@ -9,6 +9,9 @@ from glob import escape
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sbpflow.checkpoint.commands import checkpoint_folder
 from sbpflow.checkpoint.folder import (
     best_of,
@@ -25,6 +28,8 @@ from sbpflow.config.parse import plain
 from sbpflow.config.renamed import with_current_keys
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule, rule_of
+from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.embedding.plan.vocabularies import vocabulary_name
 from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.embedding.storage.choose import missing_kernels, request_of
 from sbpflow.errors import CheckpointError, ConfigError, DataError
@@ -190,8 +195,8 @@ def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) ->
     return replace(saved, kernels=kernels)
 
 
-def feature_of(spec: ModelSpec, table: str) -> str:
-    """Return the first column that ``table`` looks up; raise ConfigError for an unknown table."""
+def table_of(spec: ModelSpec, table: str) -> TableConfig:
+    """Return the table of this name; raise ConfigError for an unknown table."""
     tables = {each.name: each for output in spec.outputs for each in output.tables}
     if table not in tables:
         near = get_close_matches(table, tables, 1) or list(tables)[:1]
@@ -199,7 +204,14 @@ def feature_of(spec: ModelSpec, table: str) -> str:
             f"table: {table!r} is not a table of this model; use one of {', '.join(tables)} (for "
             f"example, {near[0]})"
         )
-    return tables[table].features[0]
+    return tables[table]
+
+
+def keys_of(checkpoint: Checkpoint, table: TableConfig) -> NDArray[np.int64] | None:
+    """Return the keys [n] of rows 1 to n of a growing table, or None for another table."""
+    if table.growth is None:
+        return None
+    return checkpoint.tensor(f"vocabularies/{vocabulary_name(table.features)}/keys").numpy()
 
 
 def load_values(job: Job, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,185 @@
+"""Finds and reads the rows of growing tables by their keys, also through a chain of deltas.
+
+The rows of a growing table are saved in the order of the addresses of their keys, so the number of
+a row can change from one checkpoint to the next. A delta contains all keys, and the changed rows;
+its other rows are found in the previous checkpoint by their keys.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sbpflow.checkpoint.format import BLOCK_BYTES, Place
+from sbpflow.embedding.plan.growth import first_address
+from sbpflow.errors import CheckpointError
+from sbpflow.runtime.random.streams import mix, unmix
+
+if TYPE_CHECKING:
+    from sbpflow.checkpoint.read import Checkpoint
+
+_BLOCK_KEYS = BLOCK_BYTES // 8
+_ROWS = 4 * _BLOCK_KEYS  # rows that are found together; the search needs about 50 bytes per row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyChanges:
+    """How a growing table differs from an earlier checkpoint of its chain.
+
+    ``rows`` int64 [n], ascending, are the rows of the later checkpoint whose keys are new or whose
+    values may have changed; row 0 is shared, and row i + 1 belongs to key i of
+    ``SavedTensor.keys``. ``is_added`` [n] bool marks the rows of new keys. ``removed`` has the keys
+    int64 that have lost their rows.
+    """
+
+    rows: Tensor
+    is_added: Tensor
+    removed: Tensor
+
+
+class Addresses:
+    """The ascending addresses of the keys in tensor ``name``; a search reads few blocks."""
+
+    def __init__(self, checkpoint: "Checkpoint", name: str) -> None:
+        self._checkpoint, self._name = checkpoint, name
+        self.count = checkpoint.saved(name).whole.num_rows
+        self._firsts: dict[int, int] = {}  # the first address of each block
+        self._last: tuple[int, Tensor] | None = None  # the block that was read last
+
+    def read(self, keys: slice | None = None) -> Tensor:
+        """Return some or all addresses."""
+        return mix(self._checkpoint.tensor(self._name, keys))
+
+    def at(self, numbers: Tensor) -> Tensor:
+        """Return the addresses with these ascending numbers."""
+        if not numbers.numel():
+            return numbers
+        first = int(numbers[0])
+        return self.read(slice(first, int(numbers[-1]) + 1))[numbers - first]
+
+    def within(self, first: int, last: int) -> slice:
+        """Return the range of keys in buckets [first, last)."""
+        return slice(self._below(first_address(first)), self._below(first_address(last)))
+
+    def find(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of ascending addresses [n], and which addresses exist [n] bool."""
+        if not addresses.numel():
+            return addresses, addresses.bool()
+        start, stop = self._below(int(addresses[0])), self._below(int(addresses[-1]) + 1)
+        if start == stop:
+            return torch.zeros_like(addresses), torch.zeros_like(addresses, dtype=torch.bool)
+        own = self.read(slice(start, stop))
+        numbers = torch.searchsorted(own, addresses).clamp_(max=own.numel() - 1)
+        return numbers + start, own[numbers] == addresses
+
+    def _below(self, address: int) -> int:
+        """Return the number of smaller addresses."""
+        if not self.count:
+            return 0
+        blocks = range(-(-self.count // _BLOCK_KEYS))
+        block = max(0, bisect_left(blocks, address, key=self._first) - 1)
+        return block * _BLOCK_KEYS + bisect_left(self._block(block).numpy(), address, key=int)
+
+    def _first(self, block: int) -> int:
+        if block not in self._firsts:
+            self._firsts[block] = int(self._block(block)[0])
+        return self._firsts[block]
+
+    def _block(self, block: int) -> Tensor:
+        if self._last is None or self._last[0] != block:
+            start = block * _BLOCK_KEYS
+            self._last = block, self.read(slice(start, start + _BLOCK_KEYS))
+        return self._last[1]
+
+
+def key_changes(members: Sequence["Checkpoint"], table: str) -> KeyChanges:
+    """Return what consecutive deltas, the oldest first, have changed in a growing table.
+
+    The earlier checkpoint is the one that the first delta continues.
+    """
+    name = f"tables/{table}"
+    last, before, keys = members[-1], members[0].before, members[-1].saved(name).keys
+    if before is None or keys is None:
+        raise CheckpointError(f"{last.path}: {name} has no keys, or is not part of a delta")
+    own, earlier = last.addresses(keys), before.addresses(keys)
+    is_changed = torch.zeros(own.count + 1, dtype=torch.bool)
+    for member in members:
+        rows = member.changed_rows(name)
+        is_changed[0] |= bool((rows == 0).any())
+        numbers, exist = own.find(member.addresses(keys).at(rows[rows > 0] - 1))
+        is_changed[numbers[exist] + 1] = True
+    addresses, old = own.read(), earlier.read()
+    is_added = torch.cat([torch.zeros(1, dtype=torch.bool), ~earlier.find(addresses)[1]])
+    rows = is_changed.nonzero().squeeze(1)
+    return KeyChanges(rows=rows, is_added=is_added[rows], removed=unmix(old[~own.find(old)[1]]))
+
+
+def read_by_key(delta: "Checkpoint", name: str, place: Place, target: Tensor) -> None:
+    """Read ``place`` of a growing table's tensor from a delta into ``target`` [rows, columns]."""
+    for start in range(place.row_start, place.row_stop, _ROWS):
+        rows = torch.arange(start, min(start + _ROWS, place.row_stop))
+        read_rows(delta, name, rows, place, target[start - place.row_start :])
+
+
+def read_rows(
+    checkpoint: "Checkpoint", name: str, rows: Tensor, columns: Place, target: Tensor
+) -> None:
+    """Read the ``columns`` of ascending ``rows`` [n] of a growing table into ``target[:n]``."""
+    keys = checkpoint.saved(name).keys
+    if keys is None:
+        raise CheckpointError(f"{checkpoint.path}: {name} is not a growing table")
+    addresses = checkpoint.addresses(keys).at(rows[rows > 0] - 1)
+    wanted = _Rows(keys, rows, addresses, torch.arange(rows.numel()))
+    _read(checkpoint, name, wanted, columns, target)
+
+
+class _Rows(NamedTuple):
+    """Rows [n] of a checkpoint, and their indices [n] in the result.
+
+    ``addresses`` belong to the keys in tensor ``keys``; the shared row has no address.
+    """
+
+    keys: str
+    rows: Tensor
+    addresses: Tensor
+    at: Tensor
+
+
+def _read(
+    checkpoint: "Checkpoint", name: str, wanted: _Rows, columns: Place, target: Tensor
+) -> None:
+    keys, rows, addresses, at = wanted
+    if not rows.numel():
+        return
+    first, before = int(rows[0]), checkpoint.before
+    place = replace(columns, row_start=first, row_stop=int(rows[-1]) + 1)
+    if before is None:
+        values = torch.empty(place.num_rows, place.num_columns, dtype=checkpoint.saved(name).dtype)
+        checkpoint.read_into(name, place, values)
+        _put(target, at, values.index_select(0, rows - first))
+        return
+    has_shared = rows.numel() - addresses.numel()
+    numbers, exist = before.addresses(keys).find(addresses)
+    is_old = torch.cat([torch.ones(has_shared, dtype=torch.bool), exist])
+    old_rows = torch.cat([rows[:has_shared], numbers[exist] + 1])
+    _read(before, name, _Rows(keys, old_rows, addresses[exist], at[is_old]), columns, target)
+    num_missing = int((~is_old).sum()) * place.num_columns
+    for changed, part, values in checkpoint.changes(name, place):
+        index = torch.searchsorted(rows, changed)
+        is_wanted = rows[index] == changed
+        index = index[is_wanted]
+        left = columns.col_start
+        _put(target[:, part.start - left : part.stop - left], at[index], values[is_wanted])
+        num_missing -= int((~is_old[index]).sum()) * values.shape[1]
+    if num_missing:
+        raise CheckpointError(
+            f"{checkpoint.path}: {name}: lacks {num_missing} values of keys that are not in "
+            f"{before.path}; use another checkpoint"
+        )
+
+
+def _put(target: Tensor, at: Tensor, values: Tensor) -> None:
+    target.index_copy_(0, at.to(target.device), values.to(target.device, target.dtype))

@@ -1,0 +1,97 @@
+"""Writes a checkpoint again, with all tensors in one file, and some rows or tensors changed.
+
+A tensor is written in portions, so this needs little memory. The new checkpoint is full.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from sbpflow.checkpoint.folder import partial_folder, publish, tidy
+from sbpflow.checkpoint.format import BLOCK_BYTES, Index, SavedTensor
+from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.checkpoint.write import PieceFile, PieceWriter, bytes_of, named
+
+_FILE = "rank-0.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor to write: its entry in the index, and a function that returns all rows in order."""
+
+    saved: SavedTensor
+    portions: Callable[[], Iterable[Tensor]]
+
+
+def unchanged(checkpoint: Checkpoint, name: str) -> NewTensor:
+    """Return a tensor of a checkpoint."""
+    saved = checkpoint.tensors[name]
+    blocks = row_blocks(saved, checkpoint.chain_length)
+    return NewTensor(saved, lambda: (checkpoint.tensor(name, rows) for rows in blocks))
+
+
+def kept_rows(checkpoint: Checkpoint, name: str, keeps: Tensor) -> NewTensor:
+    """Return the rows of a tensor for which ``keeps`` [rows] is True."""
+    saved = checkpoint.tensors[name]
+    blocks = row_blocks(saved, checkpoint.chain_length)
+    return NewTensor(
+        replace(saved, shape=(int(keeps.sum()), *saved.shape[1:])),
+        lambda: (checkpoint.tensor(name, rows)[keeps[rows]] for rows in blocks),
+    )
+
+
+def chosen_rows(checkpoint: Checkpoint, name: str, numbers: Tensor) -> NewTensor:
+    """Return rows of a tensor in any order; this needs memory for the whole tensor."""
+    saved = checkpoint.tensors[name]
+    return NewTensor(
+        replace(saved, shape=(numbers.numel(), *saved.shape[1:])),
+        lambda: [checkpoint.tensor(name)[numbers]],
+    )
+
+
+def given(values: Tensor) -> NewTensor:
+    """Return a new tensor."""
+    return NewTensor(
+        SavedTensor(shape=tuple(values.shape), dtype=values.dtype, pieces=()), lambda: [values]
+    )
+
+
+def row_blocks(saved: SavedTensor, num_blocks: int) -> list[slice]:
+    """Return the rows of a tensor in portions of about ``num_blocks`` blocks."""
+    whole = saved.whole
+    row_bytes = max(1, whole.num_columns * saved.dtype.itemsize)
+    step = max(1, num_blocks * BLOCK_BYTES // row_bytes)
+    starts = range(0, whole.row_stop, step)
+    return [slice(start, min(start + step, whole.row_stop)) for start in starts]
+
+
+def write_full(folder: Path, index: Index, tensors: Mapping[str, NewTensor]) -> int:
+    """Write a full checkpoint to ``folder``, replace an existing one, and return its bytes.
+
+    ``index`` has its step, run, and documents.
+    """
+    partial = partial_folder(folder, index.step, "c0")
+    tidy(folder)
+    with named(partial):
+        partial.mkdir(parents=True)
+    written = _write(partial / _FILE, tensors)
+    size = (partial / _FILE).stat().st_size
+    publish(folder, partial, replace(index, tensors=written, files={_FILE: size}, previous=None))
+    return size
+
+
+def _write(path: Path, tensors: Mapping[str, NewTensor]) -> dict[str, SavedTensor]:
+    file, written = PieceFile(path), dict[str, SavedTensor]()
+    try:
+        for name, new in tensors.items():
+            whole = new.saved.whole
+            writer = PieceWriter(file, whole, whole.num_elements * new.saved.dtype.itemsize)
+            for values in new.portions():
+                writer.write(bytes_of(values))
+            written[name] = replace(new.saved, pieces=(writer.done(),), patches=())
+        file.close()
+    finally:
+        file.close(sync=False)
+    return written

@@ -1,0 +1,160 @@
+"""Rewrites checkpoints by key: erases keys, and turns fitted vocabularies into growing tables."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sbpflow.checkpoint.commands import check_last, checkpoints_of, held
+from sbpflow.checkpoint.folder import checked, list_checkpoints, step_folder
+from sbpflow.checkpoint.read import Checkpoint
+from sbpflow.checkpoint.rewrite import (
+    NewTensor,
+    chosen_rows,
+    given,
+    kept_rows,
+    unchanged,
+    write_full,
+)
+from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
+from sbpflow.embedding.plan.growth import GrowthCounts
+from sbpflow.embedding.storage.live_rows import NO_TIME
+from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.run.planning.plan_file import plan_from_json
+from sbpflow.runtime.random.streams import mix
+from sbpflow.serving.cells import RARE_ID
+
+_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # without max_rows and rows_per_rank
+_LIVE = ("keys", "last_uses", "counts")
+_PENDING = ("pending_keys", "pending_last_uses", "pending_counts")
+
+
+class Values(NamedTuple):
+    """The values of a fitted field, in any order: their ids, keys, and occurrences, int64 [n]."""
+
+    ids: Tensor
+    keys: Tensor
+    counts: Tensor
+
+
+def erase(path: Path, field: str, keys: Tensor) -> str:
+    """Write the newest checkpoint at ``path`` again, without keys of a field; return the result.
+
+    The checkpoint loses the rows, optimizer state, last uses, and counts of ``keys`` int64 [n].
+    """
+    checkpoint = checked(checkpoints_of(path)[0])
+    folder = checkpoint.path.parent
+    with held(folder):
+        check_last(checkpoint)
+        known = _plan(checkpoint).vocabularies
+        plan = next((one for one in known if field in (one.name, *one.features)), None)
+        if plan is None:
+            names = ", ".join(one.name for one in known) or "a checkpoint with growing tables"
+            raise ConfigError(f"--field {field}: does not grow in {checkpoint.path}; use {names}")
+        prefix = f"vocabularies/{plan.name}"
+        keeps = {
+            name: ~torch.isin(checkpoint.tensor(f"{prefix}/{name}"), keys)
+            for name in ("keys", "pending_keys")
+        }
+        rows = torch.cat([torch.ones(1, dtype=torch.bool), keeps["keys"]])  # row 0 is shared
+        changed = {f"{prefix}/{name}": keeps["keys"] for name in _LIVE}
+        changed |= {f"{prefix}/{name}": keeps["pending_keys"] for name in _PENDING}
+        changed |= {name: rows for table in plan.tables for name in _tensors(checkpoint, table)}
+        write_full(
+            folder,
+            checkpoint.index,
+            {
+                name: kept_rows(checkpoint, name, changed[name])
+                if name in changed
+                else unchanged(checkpoint, name)
+                for name in checkpoint.tensors
+            },
+        )
+    live, pending = (int((~keep).sum()) for keep in keeps.values())
+    text = f"{checkpoint.path}: erased {live} keys with rows and {pending} pending keys of {field}"
+    others = [other.name for other in list_checkpoints(folder) if other != checkpoint.path]
+    if others:
+        text += (
+            f"\nother checkpoints in {folder} can still contain the keys: {', '.join(others)}; "
+            f"remove them with `sbpflow checkpoint prune {folder} --keep 1`"
+        )
+    return text
+
+
+def to_keys(
+    checkpoint: Checkpoint, values: Mapping[str, Values], data: Mapping[str, Any], output: Path
+) -> str:
+    """Write ``checkpoint`` to the folder ``output`` with growing tables for the fields ``values``.
+
+    The rows of values become rows of their keys, and the row of rare values becomes the shared row.
+    ``data`` identifies the set with keys, from which a run can continue.
+    """
+    tensors: dict[str, NewTensor] = {
+        name: unchanged(checkpoint, name) for name in checkpoint.tensors
+    }
+    done: dict[str, str] = {}
+    for table in (t for out in _plan(checkpoint).outputs for t in out.tables):
+        own = [name for name in table.features if name in values]
+        if not own:
+            continue
+        if len(own) < len(table.features):
+            other = next(name for name in table.features if name not in values)
+            raise ConfigError(
+                f"field {other}: shares table {table.name} with {own[0]}, which has keys, but has "
+                "no keys itself; prepare the data with keys for both"
+            )
+        name = "+".join(table.features)
+        ids, keys, counts = values[own[0]]
+        order = mix(keys).argsort()
+        rows = torch.cat([torch.tensor([RARE_ID]), ids[order]])
+        for tensor in _tensors(checkpoint, table.name):
+            new = chosen_rows(checkpoint, tensor, rows)
+            saved = replace(new.saved, keys=f"vocabularies/{name}/keys")
+            tensors[tensor] = replace(new, saved=saved)
+        if name not in done:
+            done[name] = f"{name}: {keys.numel():,} keys"
+            tensors |= _new_vocabulary(name, keys[order], counts[order])
+    documents = {**checkpoint.documents, "data": dict(data)}
+    output.mkdir(parents=True, exist_ok=True)
+    if step_folder(output, checkpoint.step).exists():
+        raise ConfigError(
+            f"--output {output}: has a checkpoint of step {checkpoint.step}; use an empty folder"
+        )
+    write_full(output, replace(checkpoint.index, documents=documents), tensors)
+    path = step_folder(output, checkpoint.step)
+    return "\n".join([*done.values(), f"continue with checkpoint.resume={path}"])
+
+
+def _new_vocabulary(name: str, keys: Tensor, counts: Tensor) -> dict[str, NewTensor]:
+    none = torch.empty(0, dtype=torch.int32)
+    columns = {
+        "keys": keys,
+        "last_uses": torch.zeros(keys.numel(), dtype=torch.int32),
+        "counts": counts.clamp(max=2**30).to(torch.int32),
+        "pending_keys": none.to(torch.int64),
+        "pending_last_uses": none,
+        "pending_counts": none,
+        "clock": torch.zeros(2, dtype=torch.int64),  # no batch, no samples
+        "times": torch.tensor([NO_TIME]),
+        "totals": torch.zeros(_NUM_TOTALS, dtype=torch.int64),
+    }
+    return {f"vocabularies/{name}/{kind}": given(value) for kind, value in columns.items()}
+
+
+def _plan(checkpoint: Checkpoint) -> EmbeddingPlan:
+    if "plan" not in checkpoint.documents:
+        raise CheckpointError(
+            f"{checkpoint.path}: has no plan, so it is not of a run; use a checkpoint of "
+            "`sbpflow train`"
+        )
+    return plan_from_json(json.dumps(checkpoint.documents["plan"])).embeddings
+
+
+def _tensors(checkpoint: Checkpoint, table: str) -> list[str]:
+    """Return the names of a table's tensors."""
+    name = f"tables/{table}"
+    return [each for each in checkpoint.tensors if each == name or each.startswith(f"{name}/")]
