@@ -38,7 +38,7 @@ _TEXTS = ("", "red", "05db9164", "K\u00f6ln")
 
 
 def input_content(manifest: Manifest, growing: Growing) -> dict[str, Any] | None:
-    """Return ``input`` of model.json, or None for a set without raw rows."""
+    """Return the value of ``input`` in model.json, or None for a set without raw rows."""
     if manifest.content.get("vocabulary") is None or "schema" not in manifest.content:
         return None
     options = like_options(manifest)
@@ -144,8 +144,7 @@ def _hashes() -> dict[str, Any]:
 
 
 def _places(manifest: Manifest, growing: Growing) -> tuple[dict[str, Any], int, int]:
-    """Return each vocabulary's position in the arrays, and the lengths of the slots and checks
-    arrays."""
+    """Return each vocabulary's position in the arrays, and how many slots and checks there are."""
     options, known = like_options(manifest), open_vocabularies(manifest)
     places: dict[str, Any] = {}
     slots, checks = 0, 0

@@ -59,7 +59,7 @@ def fit(
       ``model={"embedding_dim": 8}``, are added to the configuration. If no layout is given,
       ``parallel.scheme`` is auto.
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
-      ``data.path`` of ``config``. A mapping A mapping ``{"train": .., "val": .., "test": ..}``
+      ``data.path`` of ``config``. A mapping ``{"train": .., "val": .., "test": ..}``
       gives each split its own rows. Rows are prepared in a temporary folder, which is removed at
       the end.
     * ``schema``: a description of the columns, as a YAML file or its content; "auto" accepts the
@@ -170,8 +170,9 @@ class Run:
 
         By default, all values that have their own rows are returned; ``values`` restricts the
         result to some values. For a column of strings, ``values`` is required unless the set was
-        prepared with ``keep_strings``. For a growing table, the values are those with a row;
-        strings are given as their keys unless ``values`` has the strings.
+        prepared with ``keep_strings``.
+        For a growing table, the values are those with a row; strings are given as their keys unless
+        ``values`` has the strings.
         """
         checkpoint, config = self._checkpoint()
         manifest, feature, saved = source_of(checkpoint, config, table)

@@ -14,8 +14,8 @@ class Batch(Protocol):
     A batch may also contain ``weights`` [local batch], which multiply the row losses; their mean
     over the data set is 1. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
     the weights would need a collective before the backward pass, and would give steps with small
-    weights the same influence as steps with large weights. It may also have ``columns``; with
-    ``evict.idle_time``, ``columns["time"]`` [local batch] int64 is needed.
+    weights the same influence as steps with large weights. ``evict.idle_time`` requires
+    ``columns["time"]`` [local batch] int64.
     """
 
     @property

@@ -86,8 +86,7 @@ def _check_batch(batch: object) -> None:
 
 
 class Trainer:
-    """Trains a dense part and its embeddings; ``optimizer`` updates this rank's parts of the
-    parameters.
+    """Trains a dense part and its embeddings; ``optimizer`` updates this rank's parameters.
 
     * ``schedule``: the order of a step's moves, which may be changed between steps.
     * ``rate_factor``: the factor of the learning rates by step; ``table_rate_factor`` overrides it

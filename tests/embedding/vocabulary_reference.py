@@ -29,7 +29,7 @@ class ReferenceVocabulary:
     def step(
         self, addresses: list[int], samples: int, *, begins_step: bool = True, time: int = 0
     ) -> list[bool]:
-        """Process a batch; return whether each key has its own row."""
+        """Decide a batch; return whether each key has a row of its own."""
         self.clock.append(self.clock[-1] + samples)
         now = len(self.clock) - 1
         self.times[now] = max(time, self.times.get(now - 1, time))

@@ -245,7 +245,7 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_what_would_fit
     assert "fits 30.00 MB per rank" in text
     assert f"rank {rank} needs {held} " in text
     assert f"would fit with {held} per rank" in text  # the size is rounded up, so it is enough
-    assert "cache" not in text  # even 10 % of the rows are too many
+    assert "cache" not in text  # 10 % of the rows are still too many
     total = replace(task_setting.task, device_bytes=int(0.4 * planned.priced.memory.sum() / 2))
     tight = TaskCost(PROFILE, total)
     text = infeasible_text(make_plan("auto", tight, insertions=SMALL), tight)

@@ -78,8 +78,7 @@ class KeyExchange:
         begins_step: bool,
         event_time: int | None = None,
     ) -> tuple[BatchIds, list[Changes]]:
-        """Return the ids with row numbers in place of keys and, for a training batch, the changes
-        of rows.
+        """Return the ids with row numbers in place of keys, and a training batch's changes of rows.
 
         ``event_time`` is of this rank's samples. Raise DataError if it is needed but not given.
         """

@@ -70,8 +70,8 @@ class IdField:
 class Fields:
     """Describes a data set's columns; a batch contains the ids of ``sparse``, then of ``crosses``.
 
-    ``grouped`` is set if rows have a group, which GAUC needs, and ``timed`` if they have an event
-    time, which ``evict.idle_time`` needs.
+    ``grouped`` is True if rows belong to groups, a requirement of GAUC. ``timed`` is True if rows
+    have event times, a requirement of ``evict.idle_time``.
     """
 
     dense: tuple[str, ...] = ()
