@@ -192,8 +192,8 @@ def _report_kernel(results: Results, times: dict[str, list[float]], ids: Tensor,
     """
     lookups, width = ids.numel(), dim * 4
     unique = sum(len(column.unique()) for column in ids.t())
-    # A lookup reads ids and unique rows and writes the output. An update reads ids and gradient,
-    # and reads and writes rows and their states.
+    # A lookup reads ids and unique rows and writes the output. An update reads the ids and the
+    # gradient, and reads and writes the rows and their state.
     floor = {
         "lookup": lookups * 4 + unique * width + lookups * width,
         "update": lookups * 4 + lookups * width + 2 * unique * width + 2 * unique * 4,

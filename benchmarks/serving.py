@@ -9,7 +9,7 @@
 ``build`` generates rows, trains Wide & Deep for some steps, and exports the bundle ``F/model``.
 ``cost`` divides the CPU time of a worker (/proc) by its requests. ``latency`` runs wrk, which must
 be installed, and compares the server with an ASGI application that only returns a fixed answer.
-``delta`` compares the latency while a delta is applied with the latency before. ``soak`` sends
+``delta`` compares the latencies before and during the application of a delta. ``soak`` sends
 valid and malformed requests while deltas arrive (including a damaged delta) and a worker is killed;
 every answer must match exactly one version.
 """

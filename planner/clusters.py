@@ -69,7 +69,7 @@ MACHINES: Mapping[str, Machine] = {
     ),
 }
 
-# Assumptions about the Ethernet between the nodes in ``link_of``.
+# The assumptions of ``link_of`` about Ethernet links between nodes.
 ETHERNET_SHARE = 0.94  # the payload's share of the line rate, after TCP and Ethernet headers
 ETHERNET_CALL_MS = 0.2
 WITHIN_HOST_GB_PER_S = 2.0

@@ -25,7 +25,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     """Return a file's columns in file order. Raise DataError if a required column is missing.
 
     With ``may_lack_labels``, labels are optional: a text file without column names is unlabeled if
-    exactly the label cells are missing in its first line.
+    its first line lacks only the label cells.
     """
     if source.is_table:
         columns = table_columns(source.path)

@@ -111,8 +111,8 @@ class Profile:
         """
         if world_size > 1 and not self.link.within_gb_per_s:
             raise ConfigError(
-                f"planner: the profile is of one rank and has no transfer times for a world of "
-                f"{world_size}; run sbpflow calibrate --ranks 2"
+                f"planner: the profile was measured on one rank and has no transfer times "
+                f"for a world of {world_size}; run sbpflow calibrate --ranks 2"
             )
         work = vector_of(self.work_ms)
         if world_size == 1:

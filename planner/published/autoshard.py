@@ -113,7 +113,7 @@ class AutoShard:
             return _Training(settings, seed, amount or Amount()).run()
 
     def plan(self, setting: Setting) -> Assignment:
-        """Place the tables one after another on the most likely device; the plan may not fit."""
+        """Place the tables one by one, each on its most likely device; the plan may not fit."""
         with torch.no_grad():
             episodes = self.act(setting, self.net, 1, sample=False)
         return setting.whole(episodes.devices(0))

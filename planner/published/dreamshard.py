@@ -96,7 +96,7 @@ class DreamShard:
         return _Training(settings, seed, amount or Amount()).run()
 
     def plan(self, setting: Setting) -> Assignment:
-        """Place the tables one after another on the most likely device."""
+        """Place the tables one after another, each on its most likely device."""
         with torch.no_grad():
             devices, _, _ = self.episodes(setting, 1, None)
         return setting.whole(devices[0])

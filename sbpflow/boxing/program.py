@@ -41,7 +41,7 @@ from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Partial, Reduction
 
 # If a piece of at least this size stays on its rank, it bypasses the buffers. For smaller pieces,
-# the extra calls cost more than the saved copies (benchmarks.boxing, gloo, 2 ranks).
+# the extra calls cost more than the copies that they avoid (benchmarks.boxing, gloo, 2 ranks).
 APART_BYTES = 256 * 1024
 
 

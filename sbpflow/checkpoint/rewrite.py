@@ -43,7 +43,7 @@ def kept_rows(checkpoint: Checkpoint, name: str, keeps: Tensor) -> NewTensor:
 
 
 def chosen_rows(checkpoint: Checkpoint, name: str, numbers: Tensor) -> NewTensor:
-    """Return rows of a tensor in any order; this needs memory for the whole tensor."""
+    """Return the rows of a tensor with the given numbers, using memory for the whole tensor."""
     saved = checkpoint.tensors[name]
     return NewTensor(
         replace(saved, shape=(numbers.numel(), *saved.shape[1:])),

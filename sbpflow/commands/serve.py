@@ -53,8 +53,8 @@ def folders_of(models: Sequence[str]) -> dict[str, Path]:
         name = name if given else folder.resolve().name
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{text}: {name!r} cannot be a name in paths; use letters, digits, and ._- as in "
-                f"main={folder}"
+                f"{text}: {name!r} cannot be used in a path; use only letters, digits, and "
+                f"the characters ._- as in main={folder}"
             )
         if name in folders:
             raise ConfigError(f"{text}: the name {name!r} is used twice; use NAME=DIR")

@@ -140,7 +140,7 @@ Momentum = Annotated[Beta, Key("results", "Fraction of the previous step to add 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseSgd:
-    """Configures torch.optim.SGD with the same arguments."""
+    """Configures torch.optim.SGD; the keys are the optimizer's arguments."""
 
     name: Literal["sgd"] = "sgd"
     lr: LearningRate = 0.1
@@ -158,7 +158,7 @@ class DenseSgd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseAdagrad:
-    """Configures torch.optim.Adagrad with the same arguments."""
+    """Configures torch.optim.Adagrad; the keys are the optimizer's arguments."""
 
     name: Literal["adagrad"] = "adagrad"
     lr: LearningRate = 0.01
@@ -169,7 +169,7 @@ class DenseAdagrad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RmsProp:
-    """Configures torch.optim.RMSprop with the same arguments."""
+    """Configures torch.optim.RMSprop; the keys are the optimizer's arguments."""
 
     name: Literal["rmsprop"] = "rmsprop"
     lr: LearningRate = 1e-3
@@ -181,7 +181,7 @@ class RmsProp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
-    """Configures torch.optim.Adam with the same arguments."""
+    """Configures torch.optim.Adam; the keys are the optimizer's arguments."""
 
     name: Literal["adam"] = "adam"
     lr: LearningRate = 1e-3
@@ -192,7 +192,7 @@ class Adam:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamW:
-    """Configures torch.optim.AdamW with the same arguments."""
+    """Configures torch.optim.AdamW; the keys are the optimizer's arguments."""
 
     name: Literal["adamw"] = "adamw"
     lr: LearningRate = 1e-3

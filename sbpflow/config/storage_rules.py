@@ -58,7 +58,7 @@ class StorageRule:
         number, unit = self._parsed(key)
         if not 0 < number <= (100 if unit == "%" else float("inf")):
             raise ConfigError(
-                f"{key}.cache: {self.cache} is not above 0 and at most 100%; {_EXAMPLES}"
+                f"{key}.cache: {self.cache} must be above 0 and at most 100%; {_EXAMPLES}"
             )
 
     def share(self, key: str, num_bytes: float) -> float:

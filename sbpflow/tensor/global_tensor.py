@@ -75,8 +75,9 @@ class GlobalTensor:
             part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
         elif requires_grad and not part.requires_grad:
             raise SbpError(
-                f"from_local: requires_grad=True is only for ranks without a part, but the part of "
-                f"rank {boxing.world.rank} does not require grad; call requires_grad_() later"
+                f"from_local: requires_grad=True is only allowed on ranks without a part, but the "
+                f"part of rank {boxing.world.rank} does not require grad; call "
+                "requires_grad_() later"
             )
         x = GlobalTensor(part, layout, tuple(shape), boxing)
         if replicas == "equal":

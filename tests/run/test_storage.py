@@ -41,8 +41,8 @@ def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
     [
         ({"kind": "disk", "cache": "10%"}, r"kind: 'disk' is not one of device, host, file"),
         ({"kind": "file"}, r"cache: not given for kind: file; for example 10% or \"4 GB\""),
-        ({"kind": "file", "cache": "0%"}, r"cache: 0% is not above 0 and at most 100%"),
-        ({"kind": "file", "cache": "120%"}, r"cache: 120% is not above 0 and at most 100%"),
+        ({"kind": "file", "cache": "0%"}, r"cache: 0% must be above 0 and at most 100%"),
+        ({"kind": "file", "cache": "120%"}, r"cache: 120% must be above 0 and at most 100%"),
         ({"kind": "file", "cache": "4 gigabytes"}, r"cache: '4 gigabytes' is not a share or a si"),
         ({"kind": "device", "cache": "10%"}, r"cache: 10% with kind: device, which stores all row"),
         ({"kind": "host", "cache": "10%", "path": "x"}, r"path: x with kind: host; use kind: fil"),
@@ -55,7 +55,7 @@ def test_rules_that_cannot_be_are_refused(rule, message):
 
 def test_tables_that_cannot_be_cached_are_refused_with_a_reason():
     key = r"parallel\.storage\.deep\.\*"
-    with pytest.raises(ConfigError, match=rf"{key}\.kind: host on cpu, .* use kind: file"):
+    with pytest.raises(ConfigError, match=rf"{key}\.kind: host is not .* cpu, .* use kind: file"):
         plan_of({"deep.*": {"kind": "host", "cache": "10%"}})
     copied = {"deep.C2": TableRule(sbp="B")}
     with pytest.raises(ConfigError, match=rf"{key}: table deep.C2 is B on 2 ranks, .* use S\(0\)"):

@@ -94,7 +94,7 @@ def test_no_legal_operands_are_refused(name):
 
 @st.composite
 def reshapes(draw):
-    """Sample two shapes with the same number of elements, zero and one included."""
+    """Sample two shapes with the same number of elements, which may be zero or one."""
     factors = draw(st.lists(st.sampled_from([0, 1, 2, 2, 3, 5, 7]), min_size=1, max_size=4))
 
     def grouped():

@@ -395,8 +395,8 @@ def test_a_damaged_bundle_is_refused_at_the_start(exported, tmp_path):
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        (["a b=x"], "'a b' cannot be a name in paths; use letters, digits"),
-        (["../x/..=y"], "cannot be a name in paths"),
+        (["a b=x"], "'a b' cannot be used in a path; use only letters, digits"),
+        (["../x/..=y"], "cannot be used in a path"),
         (["a=x", "a=y"], "the name 'a' is used twice"),
     ],
 )

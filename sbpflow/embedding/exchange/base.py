@@ -12,9 +12,9 @@
     receive_grads      receive the gradients on the ranks that store the rows
     update             take one optimizer step
 
-Between two moves, the caller computes or runs a move of another group. Transfers overlap with the
-work between moves. The moves up to ``receive_ids`` depend only on ids, so they can run batches
-ahead.
+Between two moves, the caller does other computations or runs a move of another group. Transfers
+overlap with the work between moves. The moves up to ``receive_ids`` depend only on ids, so they can
+run batches ahead.
 """
 
 from abc import ABC, abstractmethod

@@ -16,14 +16,14 @@ def rank_and_world_size() -> tuple[int, int]:
         )
     if world_size > 1 and "RANK" not in os.environ:
         raise ConfigError(
-            f"RANK is not set, but WORLD_SIZE={world_size} is; set a different RANK of "
-            f"0..{world_size - 1} in each process (for example, RANK=0), or start with torchrun"
+            f"RANK is not set, but WORLD_SIZE={world_size} is; set RANK to a unique value from "
+            f"0 to {world_size - 1} in each process (for example, RANK=0), or start with torchrun"
         )
     if not 0 <= rank < world_size:
         near = min(max(rank, 0), world_size - 1)
         raise ConfigError(
-            f"RANK={rank}: with WORLD_SIZE={world_size} each process needs a different RANK of "
-            f"0..{world_size - 1}; use, for example, RANK={near}"
+            f"RANK={rank}: with WORLD_SIZE={world_size}, each process needs a unique RANK from "
+            f"0 to {world_size - 1}; use, for example, RANK={near}"
         )
     return rank, world_size
 

@@ -1,4 +1,4 @@
-"""Wraps entry points so that every possible end of a rank becomes an exit code and one message.
+"""Wraps entry points so that a rank always ends with an exit code and at most one message.
 
 This module imports only light modules, so that it can report a broken torch, or Ctrl-C during
 imports. For the same reason, an entry point should import torch inside ``main``. After success,
