@@ -308,8 +308,8 @@ def _disk_space(args: argparse.Namespace, number: int) -> str:
     files = [f for path in inputs for f in ([path] if path.is_file() else path.iterdir())]
     size = sum(size_of(f) * _DISK_FACTOR.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
     return (
-        f"; the command needs at most about {_size(size)}, including finished parts, but {free}; "
-        "free some space or choose another output, then rerun the command to resume"
+        f"; the command needs about {_size(size)} at its peak, including finished parts, but "
+        f"{free}; free some space or choose another output, then rerun the command to resume"
     )
 
 

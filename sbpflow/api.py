@@ -59,8 +59,9 @@ def fit(
       ``model={"embedding_dim": 8}``, are added to the configuration. If no layout is given,
       ``parallel.scheme`` is auto.
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
-      ``data.path`` of ``config``. A mapping ``{"train": .., "val": .., "test": ..}`` gives each
-      split its own rows. Rows are prepared in a temporary folder, which is removed at the end.
+      ``data.path`` of ``config``. A mapping ``{"train": .., "val": .., "test": ..}``
+      gives each split its own rows. Rows are prepared in a temporary folder, which is removed at
+      the end.
     * ``schema``: a description of the columns, as a YAML file or its content; "auto" accepts the
       proposal of ``sbpflow schema``. The default is Criteo's schema.
     * ``prepare``: options of ``sbpflow prepare``, such as ``{"min_count": 1}``.

@@ -76,7 +76,7 @@ def check_file(path: Path, dtype: str, shape: tuple[int, ...], crc32: int) -> No
     """Raise DataError unless the file has this dtype, shape and checksum."""
     check_array(path, dtype, shape)
     if file_crc32(path) != crc32:
-        raise DataError(f"{path}: the checksum differs from the manifest; {_AGAIN}")
+        raise DataError(f"{path}: checksum differs from the manifest; {_AGAIN}")
 
 
 def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":

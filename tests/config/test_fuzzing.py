@@ -134,7 +134,7 @@ def test_the_largest_numbers_give_a_plan_or_are_refused(value):
         ("model.hidden=" + VALUES[VALUES.index(BOMB)], "more than 100,000 values"),
         (
             f"model.hidden=[{', '.join(['16'] * 20_000)}]",
-            r"model\.hidden: a list of 20,000; use at",
+            r"model\.hidden: the list has 20,000 entries; use at",
         ),
         (
             f"model.hidden=[{', '.join(['16'] * 300)}]",

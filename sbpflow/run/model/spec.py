@@ -247,8 +247,7 @@ def embedding_output(
 
 
 def _growth_of(members: Sequence[IdField], rules: TableRules | None, table: str) -> Growth | None:
-    """Return the growth settings of the table of these fields; raise ConfigError if the fields'
-    rules differ."""
+    """Return the growth settings of these fields' table; raise ConfigError if rules differ."""
     first, *others = members
     growth = growth_of(rules, first.name, keyed=first.keyed)
     for other in others:
@@ -276,8 +275,7 @@ def _tables_of(fields: Sequence[IdField], rules: TableRules | None) -> dict[str,
 
 
 def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str]) -> None:
-    """Raise ConfigError if the fields cannot share a table; rules assign the fields in
-    ``shared``."""
+    """Raise ConfigError if the fields of a table cannot share the table."""
     first = members[0]
     for other in members[1:]:
         pair = f"{first.name} and {other.name} share table {table}"
