@@ -116,6 +116,23 @@ def test_a_message_of_one_element(sharing):
     assert sharing(2, send_one_element) == [True, True]
 
 
+def drop_messages(world: World) -> bool:
+    """Every second message is dropped without a wait, as those of batches that are not trained."""
+    link, peer = world.link([0, 1], "dropped"), 1 - world.rank
+    for number in range(3000):
+        target = torch.empty(number % 3)
+        sent = torch.full_like(target, number)
+        messages = pairs.pass_messages({peer: sent}, {peer: target}, link)
+        if number % 2:
+            messages.wait()
+            assert bool((target == number).all())
+    return True
+
+
+def test_dropped_messages_do_not_stay_in_flight(sharing):
+    assert sharing(2, drop_messages) == [True, True]
+
+
 def send_large(world: World) -> bool:
     shared_memory.MOST_BYTES = 1000
     try:

@@ -190,6 +190,7 @@ class Receiving:
     def __init__(self, arena: Arena, ring: Ring, peer: int) -> None:
         self._arena, self._ring, self._peer = arena, ring, peer
         self._number = 0
+        self._abandoned: list[int] = []  # messages that nobody waits for any more
 
     def next_message(self, target: Tensor, shared: SharedMemory) -> "Arriving":
         """Return the next message, which ``Arriving.wait`` copies into ``target``."""
@@ -210,21 +211,43 @@ class Receiving:
             )
         raw.copy_(self._arena.memory[offset : offset + count])
         entry[3] = number + 1
+        if self._abandoned:
+            self._free_abandoned(number)
+
+    def abandon(self, number: int) -> None:
+        """Give up a message that nobody waits for, so that the sender can reuse its memory.
+
+        The message may not have arrived yet. The next message that is received frees its memory.
+        """
+        self._abandoned.append(number)
+
+    def _free_abandoned(self, received: int) -> None:
+        for number in [each for each in self._abandoned if each < received]:
+            self._abandoned.remove(number)
+            self._ring.entries[number % IN_FLIGHT, 3] = number + 1
 
 
-@dataclass(frozen=True, slots=True)
 class Arriving:
-    """Represents a message to this rank; ``wait`` copies the message into its target."""
+    """A message to this rank; ``wait`` copies it into its target.
 
-    source: Receiving
-    number: int
-    target: Tensor
-    shared: SharedMemory
+    A batch that was announced but never trained drops its messages without waiting for them.
+    """
+
+    def __init__(
+        self, source: Receiving, number: int, target: Tensor, shared: SharedMemory
+    ) -> None:
+        self._source, self._number, self._shared = source, number, shared
+        self._target: Tensor | None = target
 
     def wait(self) -> None:
-        """Wait for the message; raise RuntimeError if the message does not arrive or has a
-        different size."""
-        self.source.receive(self.number, self.target, self.shared)
+        """Wait for the message; RuntimeError if it does not arrive or has another size."""
+        if self._target is not None:
+            self._source.receive(self._number, self._target, self._shared)
+            self._target = None
+
+    def __del__(self) -> None:
+        if self._target is not None:
+            self._source.abandon(self._number)
 
 
 class SharedChannel:
