@@ -232,7 +232,7 @@ def test_a_split_may_have_only_val_files(tmp_path, source):
     ("arguments", "message"),
     [
         (["--crosses", "C1xC2,C2xC1"], "AxB and BxA are the same"),
-        (["--hash-size", "C3=10,C3=12"], "has C3 twice"),
+        (["--hash-size", "C3=10,C3=12"], "contains C3 twice"),
         (["--hash-size", "C3"], "C3=1000000"),
         (["--hash-size", "2"], "must be 3 or more"),
         (["--max-bad-fraction", "nan"], "from 0 to 1"),
@@ -295,7 +295,7 @@ def test_the_message_after_an_interrupt_says_what_a_rerun_does(
             "sparse: [a/b]\n",
             "'a/b': as a part of file names and options, it must start with a letter",
         ),
-        ("sparse: [[C1]]\n", "sparse has ['C1']; write column names"),
+        ("sparse: [[C1]]\n", "sparse contains ['C1']; write column names"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),
     ],
 )

@@ -192,7 +192,7 @@ def _bad_part(world, kind):
         ("dtype", r"passed torch.float64\[3, 4\]"),
         ("none", "passed None"),
         ("outside", r"rank 1 is outside B@\[0\]; pass None"),
-        ("global", r"part of shape \[2, 4\], but its part of \[6, 4\] with S\(0\)@\[0, 1\] must"),
+        ("global", r"shape \[2, 4\], but a tensor \[6, 4\] with S\(0\)@\[0, 1\] needs .*\[3, 4\]"),
         ("world", r"ranks \[2\] are not in this world of 2; use 0..1"),
     ],
 )  # fmt: skip

@@ -201,7 +201,8 @@ def test_metrics_count_what_the_server_did(exported, model):
         deadline = Deadline(20)
         while True:  # the shadow scores after the answer
             found = values(server.request("GET", "/metrics").body.decode())
-            if found['sbpflow_shadow_rows_total{model="a"}'] == 60:
+            counted = 'sbpflow_requests_total{model="",status="404"}' in found  # after the answer
+            if counted and found['sbpflow_shadow_rows_total{model="a"}'] == 60:
                 break
             assert not deadline.over(), found
             time.sleep(0.05)
