@@ -123,20 +123,23 @@ class _Growing:
         waiting = self._addresses("pending_keys")
         pending = waiting.within(first, last)
         clock, totals = self._whole("clock"), self._whole("totals")
-        part.load(
-            Saved(
-                addresses=self._addresses("keys").read(keys).numpy(),
-                lasts=self._read("last_uses", keys),
-                counts=self._read("counts", keys),
-                pending_addresses=waiting.read(pending).numpy(),
-                pending_lasts=self._read("pending_last_uses", pending),
-                pending_counts=self._read("pending_counts", pending),
-                now=int(clock[0]),
-                clock=clock[1:].numpy(),
-                times=self._whole("times").numpy(),
-            ),
-            totals.view(-1, part.NUM_TOTALS).sum(0).tolist() if first == 0 else [],
+        saved = Saved(
+            addresses=self._addresses("keys").read(keys).numpy(),
+            lasts=self._read("last_uses", keys),
+            counts=self._read("counts", keys),
+            pending_addresses=waiting.read(pending).numpy(),
+            pending_lasts=self._read("pending_last_uses", pending),
+            pending_counts=self._read("pending_counts", pending),
+            now=int(clock[0]),
+            clock=clock[1:].numpy(),
+            times=self._whole("times").numpy(),
         )
+        own = totals.view(-1, part.NUM_TOTALS).sum(0).tolist() if first == 0 else []
+        try:
+            part.load(saved, own)
+        except CheckpointError as error:
+            name = self._name.removeprefix("vocabularies/")
+            raise CheckpointError(f"model.fields.{name}.{error}") from error
 
     def fill(self, name: str, tensor: LogicalTensor, rectangle: Rectangle) -> None:
         """Write the shared row, and the rows of keys, to their rows of the store."""

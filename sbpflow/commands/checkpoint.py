@@ -67,9 +67,11 @@ def checkpoint(argv: Sequence[str]) -> int:
 def _erase(path: Path, field: str, file: Path) -> str:
     from sbpflow.checkpoint.commands import checkpoints_of
     from sbpflow.data.values import keys_of_values
-    from sbpflow.run.saved.keys import erase
+    from sbpflow.run.saved.keys import check_grows, erase
 
-    manifest = _manifest_of(checkpoints_of(path)[0])
+    checkpoint = checkpoints_of(path)[0]
+    check_grows(checkpoint, field)
+    manifest = _manifest_of(checkpoint)
     return erase(path, field, keys_of_values(manifest, field, file.read_text().splitlines()))
 
 

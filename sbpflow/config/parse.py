@@ -10,6 +10,7 @@ import difflib
 import functools
 import itertools
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -133,7 +134,19 @@ def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxy
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             example = show(_example(field, hints[name]))
             raise ConfigError(f"{_join(key, name)}: not given; use, for example, {name}: {example}")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(_full_key(str(error), key, fields)) from error
+
+
+def _full_key(message: str, key: str, fields: Mapping[str, object]) -> str:
+    """Return the message of a class with its key in full, if it names the key within its group."""
+    group, _, name = key.rpartition(".")
+    first = re.match(r"\w*", message)
+    if key and first is not None and first[0] in fields:
+        return f"{key}.{message}"
+    return f"{group}.{message}" if group and message.startswith(f"{name}.") else message
 
 
 def parse(value: object, kind: Any, key: str, example: object) -> Any:

@@ -8,12 +8,13 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 
 logger = logging.getLogger(__name__)
 
-_FULL = 0.95
+_FULL = 0.9  # with few rows per bucket, no more rows than that get keys
 _REFUSED = 0.01
 """If refused keys cause more than this share of an interval's lookups, the limit is too low."""
 _CHURN = 0.2
-"""With more evictions per row and interval, most rows are replaced before they have learned
-much."""
+"""Evictions per row that are counted before they are compared with lookups"""
+_PER_LOOKUP = 0.1
+"""With more evictions per lookup, most rows are replaced before they have learned much."""
 
 
 class GrowthWatch:
@@ -25,6 +26,7 @@ class GrowthWatch:
     def __init__(self, counts: Callable[[], Mapping[str, GrowthCounts]]) -> None:
         self._counts, self._warned = counts, set[tuple[str, str]]()
         self._last = dict(counts())
+        self._begin = dict(self._last)  # counts at the last comparison of evictions with lookups
 
     def figures(self) -> dict[str, float]:
         """Return ``growth.FIELD.NAME`` for each field, and three totals over all fields.
@@ -48,7 +50,7 @@ class GrowthWatch:
                 **{f"rows_of_rank_{n}": rows for n, rows in enumerate(now.rows_per_rank)},
             }
             figures |= {f"growth.{field}.{name}": float(value) for name, value in own.items()}
-            self._warn(field, now, now.evicted - before.evicted, refused)
+            self._warn(field, now, refused)
         self._last = dict(counts)
         return figures | {
             "growth_live": float(sum(now.live for now in counts.values())),
@@ -56,8 +58,12 @@ class GrowthWatch:
             "growth_refused_share": max(figures[f"growth.{f}.refused_share"] for f in counts),
         }
 
-    def _warn(self, field: str, now: GrowthCounts, evicted: int, refused: float) -> None:
-        key = f"model.fields.{field}"
+    def _warn(self, field: str, now: GrowthCounts, refused: float) -> None:
+        key, begin = f"model.fields.{field}", self._begin.setdefault(field, now)
+        evicted, lookups = now.evicted - begin.evicted, now.lookups - begin.lookups
+        is_compared = evicted > _CHURN * now.max_rows
+        if is_compared:
+            self._begin[field] = now
         if refused > _REFUSED:
             self._once(
                 field,
@@ -66,13 +72,14 @@ class GrowthWatch:
                 "lookups since the last report read the shared row, because a batch used all rows "
                 f"of their buckets; use, for example, {4 * now.max_rows}",
             )
-        elif evicted > _CHURN * now.max_rows:
+        elif is_compared and evicted > _PER_LOOKUP * lookups:
             self._once(
                 field,
                 "churn",
-                f"{key}: {evicted:,} keys lost their rows since the last report, but there are "
-                f"only {now.max_rows:,} rows, so most keys are evicted before their rows are "
-                f"trained; raise {key}.evict.max_rows, or admit fewer keys by a higher admit_count",
+                f"{key}: {evicted:,} keys lost one of the {now.max_rows:,} rows during {lookups:,} "
+                "lookups, so most keys are evicted before their rows are trained; raise "
+                f"{key}.evict.max_rows, admit fewer keys by a higher admit_count, or fix the data "
+                "if a change of its format made old values new",
             )
         elif now.load_factor > _FULL:
             self._once(

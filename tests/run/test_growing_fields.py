@@ -135,7 +135,7 @@ def test_the_settings_are_read_from_yaml(tmp_path):
     [
         ({"count": 0}, r"model\.fields\.user\.admit_count: 0 is not >= 1"),
         ({"policy": "fifo"}, r"model\.fields\.user\.evict\.policy: .*fifo.* lru"),
-        ({"rows": 1000}, r"max_rows: 1000; use 65536 or more"),
+        ({"rows": 1000}, r"model\.fields\.user\.evict\.max_rows: 1000; use 65536 or more"),
     ],
 )
 def test_values_out_of_range_are_refused(tmp_path, changes, message):
@@ -210,7 +210,10 @@ def test_an_interval_reports_counts_and_shares_of_each_field():
     ("values", "message"),
     [
         ({"live": 96_000}, "96,000 of 100,000 rows have keys, so new keys now replace others"),
-        ({"live": 96_000, "evicted": 30_000}, "30,000 keys lost their rows since the last report"),
+        (
+            {"live": 96_000, "evicted": 30_000},
+            "30,000 keys lost one of the 100,000 rows during 1,000 lookups",
+        ),
         ({"live": 100_000, "refused_lookups": 20}, "2.0% of the lookups .* example, 400000"),
         ({"live": 90_000, "evicted": 100, "refused_lookups": 5}, None),
     ],
@@ -228,6 +231,21 @@ def test_small_limits_are_reported_once(caplog, values, message):
     if message is not None:
         assert texts[0].startswith("model.fields.user")
         assert re.search(message, texts[0])
+
+
+def test_frequent_reports_notice_evictions_and_slow_turnover_is_normal(caplog):
+    for lookups, warns in ((3_000, True), (300_000, False)):
+        steps = [
+            counts(live=80_000, lookups=n * lookups, evicted=1_000 * n, admitted=1_000 * n)
+            for n in range(100)
+        ]
+        watch = GrowthWatch(iter([{"user": step} for step in steps]).__next__)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            for _ in steps[1:]:
+                watch.figures()
+        texts = [record.getMessage() for record in caplog.records]
+        assert [("21,000 keys lost" in text) for text in texts] == [True] * warns
 
 
 def test_the_report_page_shows_growing_fields(tmp_path):

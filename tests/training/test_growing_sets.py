@@ -223,6 +223,8 @@ def test_listed_keys_are_erased_from_the_files(run, tmp_path, capsys):
     (tmp_path / "keys.txt").write_text("4-5\n")
     with pytest.raises(ConfigError, match="field C3: '4-5' is not a value of kind hex"):
         checkpoint(words)
+    with pytest.raises(ConfigError, match="--field C99: does not grow"):  # before values are read
+        checkpoint([*words[:3], "C99", *words[4:]])
 
 
 def test_a_fitted_run_continues_with_keys(run, tmp_path):

@@ -289,7 +289,7 @@ class Vocabulary:
         )
         if (live > room).any():
             bucket = int((live - room).argmax())
-            fits = -(-int(live[bucket]) * NUM_BUCKETS * 5 // 4)
+            fits = int(live.max()) * NUM_BUCKETS
             raise CheckpointError(
                 f"evict.max_rows: bucket {bucket + self.buckets[0]} has {int(room[bucket])} rows "
                 f"for {int(live[bucket])} saved keys; use {fits} or more"

@@ -22,6 +22,7 @@ from sbpflow.checkpoint.rewrite import (
 )
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.growth import GrowthCounts
+from sbpflow.embedding.plan.vocabularies import VocabularyPlan
 from sbpflow.embedding.storage.live_rows import NO_TIME
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.planning.plan_file import plan_from_json
@@ -41,6 +42,16 @@ class Values(NamedTuple):
     counts: Tensor
 
 
+def check_grows(checkpoint: Checkpoint, field: str) -> VocabularyPlan:
+    """Return the vocabulary of a field; raise ConfigError if the field does not grow."""
+    known = _plan(checkpoint).vocabularies
+    for plan in known:
+        if field in (plan.name, *plan.features):
+            return plan
+    names = ", ".join(plan.name for plan in known) or "a checkpoint with growing tables"
+    raise ConfigError(f"--field {field}: does not grow in {checkpoint.path}; use {names}")
+
+
 def erase(path: Path, field: str, keys: Tensor) -> str:
     """Write the newest checkpoint at ``path`` again, without keys of a field; return the result.
 
@@ -50,11 +61,7 @@ def erase(path: Path, field: str, keys: Tensor) -> str:
     folder = checkpoint.path.parent
     with held(folder):
         check_last(checkpoint)
-        known = _plan(checkpoint).vocabularies
-        plan = next((one for one in known if field in (one.name, *one.features)), None)
-        if plan is None:
-            names = ", ".join(one.name for one in known) or "a checkpoint with growing tables"
-            raise ConfigError(f"--field {field}: does not grow in {checkpoint.path}; use {names}")
+        plan = check_grows(checkpoint, field)
         prefix = f"vocabularies/{plan.name}"
         keeps = {
             name: ~torch.isin(checkpoint.tensor(f"{prefix}/{name}"), keys)
