@@ -66,11 +66,12 @@ def checkpoint(argv: Sequence[str]) -> int:
 
 def _erase(path: Path, field: str, file: Path) -> str:
     from sbpflow.checkpoint.commands import checkpoints_of
+    from sbpflow.checkpoint.folder import checked
     from sbpflow.data.values import keys_of_values
     from sbpflow.run.saved.keys import check_grows, erase
 
     checkpoint = checkpoints_of(path)[0]
-    check_grows(checkpoint, field)
+    check_grows(checked(checkpoint), field)
     manifest = _manifest_of(checkpoint)
     return erase(path, field, keys_of_values(manifest, field, file.read_text().splitlines()))
 
