@@ -195,7 +195,7 @@ def test_cached_training_used_the_recorded_cpu_time():
     }
     assert f"uses {added['device']:.1f} ms more than training with all rows in memory" in table
     assert f"{added['paused']:.1f} ms more than training that pauses" in table
-    assert added["paused"] <= 4.0
+    assert added["paused"] < added["device"] <= 4.0
 
 
 def test_evaluations_with_slow_storage_took_the_recorded_times():
