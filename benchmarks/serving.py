@@ -321,7 +321,9 @@ def _check(
         elif good:
             wanted = versions[version].score(bodies[kind])
             found = np.array([float(line) for line in body.split()])
-            if found.shape != wanted.shape or not np.allclose(found, wanted, rtol=0, atol=_TOLERANCE):
+            if found.shape != wanted.shape or not np.allclose(
+                found, wanted, rtol=0, atol=_TOLERANCE
+            ):
                 wrong.append((number, version, found[:3], wanted[:3]))
     return wrong
 
