@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from sbpflow.runtime.ranks.shared_memory import Arriving
+from sbpflow.runtime.ranks.shared_messages import Arriving
 from sbpflow.runtime.ranks.world import Link
 
 _MAX_TAG = 2**31 - 1

@@ -24,9 +24,8 @@ import struct
 import sys
 import time
 import uuid
-from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import numpy as np
@@ -36,25 +35,27 @@ from torch import Tensor
 from sbpflow.errors import SbpError
 from sbpflow.runtime.processes.startup import gather
 from sbpflow.runtime.processes.store import TimedStore
+from sbpflow.runtime.ranks.shared_messages import (
+    ARENA_BYTES,
+    MAX_CHANNELS,
+    Arena,
+    Arriving,
+    Receiving,
+    Ring,
+    Sending,
+)
 
 LOG = logging.getLogger(__name__)
 
-ARENA_BYTES = 1 << 36  # size in address space; only used pages take memory
 MOST_BYTES = 1 << 28  # maximum message size; longer messages use the process group
-IN_FLIGHT = 1024  # maximum number of messages in flight per pair and channel
-_CHANNELS = 512
-_LINE = 16  # int32 words per cache line
-_ENTRY = 4  # int64 words of a descriptor: offset, bytes, number, and the number again once copied
-_RING_BYTES = 4 * 2 * _LINE + 8 * _ENTRY * IN_FLIGHT
 _CHECK_S = 0.02  # time between two checks for signals and dead peers
-_SMALLEST = 256
 _IDS = struct.Struct("3i")  # process, user and group of a socket's peer
 
 
 class SharedMemory:
     """Manages the memory that this rank shares with the other ranks of its host."""
 
-    def __init__(self, arenas: dict[int, "Arena"], rank: int, timeout_s: float) -> None:
+    def __init__(self, arenas: dict[int, Arena], rank: int, timeout_s: float) -> None:
         from sbpflow.runtime.ranks import shared_loops
 
         self.loops = shared_loops
@@ -68,20 +69,20 @@ class SharedMemory:
 
     def channel(self, number: int) -> "SharedChannel":
         """Return channel ``number``; equal numbers on two ranks denote the same channel."""
-        if number >= _CHANNELS:
-            raise SbpError(f"channel {number}: a world has at most {_CHANNELS} process groups")
+        if number >= MAX_CHANNELS:
+            raise SbpError(f"channel {number}: a world has at most {MAX_CHANNELS} process groups")
         return SharedChannel(self, number)
 
-    def sending(self, number: int, peer: int) -> "Sending":
+    def sending(self, number: int, peer: int) -> Sending:
         """Return this rank's end of the channel to ``peer``."""
         return Sending(self._own, self._own.ring(number, peer))
 
-    def receiving(self, number: int, peer: int) -> "Receiving":
+    def receiving(self, number: int, peer: int) -> Receiving:
         """Return this rank's end of the channel from ``peer``."""
         arena = self._arenas[peer]
         return Receiving(arena, arena.ring(number, self._rank), peer)
 
-    def await_message(self, ring: "Ring", number: int, peer: int) -> None:
+    def await_message(self, ring: Ring, number: int, peer: int) -> None:
         """Wait until ``peer`` has sent message ``number``.
 
         Raises RuntimeError if the peer has ended or does not send within the time limit.
@@ -106,148 +107,6 @@ class SharedMemory:
             with contextlib.suppress(OSError):
                 os.close(self._arenas[peer].connection)
         self.peers = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """Accesses the descriptors of the messages from one rank to another on one channel."""
-
-    sent: int  # address of the count of sent messages, an int32
-    waiting: int  # address of an int32 that is not 0 while the receiver sleeps
-    entries: np.ndarray  # [IN_FLIGHT, _ENTRY] int64
-
-
-@dataclass(slots=True)
-class Arena:
-    """Contains the memory of one rank: the rings by channel and receiver, followed by the
-    messages."""
-
-    memory: Tensor  # [ARENA_BYTES] uint8
-    size: int  # number of ranks
-    connection: int = -1  # socket to the peer that owns the arena
-    free: dict[int, list[int]] = field(default_factory=dict)  # offsets by size
-    end: int = 0
-
-    def __post_init__(self) -> None:
-        self.end = _CHANNELS * self.size * _RING_BYTES
-
-    def ring(self, channel: int, receiver: int) -> Ring:
-        """Return the ring of messages to ``receiver`` on a channel."""
-        start = (channel * self.size + receiver) * _RING_BYTES
-        raw = self.memory[start : start + _RING_BYTES].numpy()
-        address = int(raw.ctypes.data)
-        entries = raw[4 * 2 * _LINE :].view(np.int64).reshape(IN_FLIGHT, _ENTRY)
-        return Ring(address, address + 4 * _LINE, entries)
-
-    def take(self, count: int) -> tuple[int, int]:
-        """Allocate at least ``count`` bytes; return the offset and the size of the piece."""
-        step = max(_SMALLEST, 1 << max(count.bit_length() - 3, 0))
-        size = -(-count // step) * step
-        pieces = self.free.get(size)
-        if pieces:
-            return pieces.pop(), size
-        if self.end + size > ARENA_BYTES:
-            raise SbpError(
-                f"{self.end:,} bytes of messages are in flight between the ranks of this host; "
-                "set parallel.shared_memory: false"
-            )
-        self.end += size
-        return self.end - size, size
-
-
-class Sending:
-    """Sends the messages of a channel to one rank."""
-
-    def __init__(self, arena: Arena, ring: Ring) -> None:
-        self._arena, self._ring = arena, ring
-        self._number = 0
-        # (offset, size) of messages, oldest first
-        self._in_flight: deque[tuple[int, int]] = deque()
-
-    def send(self, message: Tensor, shared: SharedMemory) -> None:
-        """Copy a contiguous tensor into the arena and notify the receiver."""
-        raw, entries = _bytes_of(message), self._ring.entries
-        while self._in_flight:
-            oldest = self._number - len(self._in_flight)
-            if entries[oldest % IN_FLIGHT, 3] != oldest + 1:
-                break
-            offset, size = self._in_flight.popleft()
-            self._arena.free.setdefault(size, []).append(offset)
-        if len(self._in_flight) == IN_FLIGHT:
-            raise SbpError(f"{IN_FLIGHT} messages are in flight; wait for them first")
-        count = raw.numel()
-        offset, size = self._arena.take(count)
-        self._arena.memory[offset : offset + count].copy_(raw)
-        self._in_flight.append((offset, size))
-        entries[self._number % IN_FLIGHT] = (offset, count, self._number, 0)
-        self._number += 1
-        shared.loops.publish(self._ring.sent, self._ring.waiting, self._number)
-
-
-class Receiving:
-    """Receives the messages of a channel from one rank."""
-
-    def __init__(self, arena: Arena, ring: Ring, peer: int) -> None:
-        self._arena, self._ring, self._peer = arena, ring, peer
-        self._number = 0
-        self._abandoned: list[int] = []  # messages that nobody waits for any more
-
-    def next_message(self, target: Tensor, shared: SharedMemory) -> "Arriving":
-        """Return the next message, which ``Arriving.wait`` copies into ``target``."""
-        self._number += 1
-        return Arriving(self, self._number - 1, target, shared)
-
-    def receive(self, number: int, target: Tensor, shared: SharedMemory) -> None:
-        """Wait for message ``number`` and copy it into ``target``; RuntimeError as in ``wait``."""
-        ring = self._ring
-        shared.await_message(ring, number, self._peer)
-        entry = ring.entries[number % IN_FLIGHT]
-        offset, count, _, _ = entry.tolist()
-        raw = _bytes_of(target)
-        if count != raw.numel():
-            raise RuntimeError(
-                f"enforce fail: Received data size doesn't match expected size: {count} bytes "
-                f"from rank {self._peer}, expected {raw.numel()}"
-            )
-        raw.copy_(self._arena.memory[offset : offset + count])
-        entry[3] = number + 1
-        if self._abandoned:
-            self._free_abandoned(number)
-
-    def abandon(self, number: int) -> None:
-        """Give up a message that nobody waits for, so that the sender can reuse its memory.
-
-        The message may not have arrived yet. The next message that is received frees its memory.
-        """
-        self._abandoned.append(number)
-
-    def _free_abandoned(self, received: int) -> None:
-        for number in [each for each in self._abandoned if each < received]:
-            self._abandoned.remove(number)
-            self._ring.entries[number % IN_FLIGHT, 3] = number + 1
-
-
-class Arriving:
-    """A message to this rank; ``wait`` copies it into its target.
-
-    A batch that was announced but never trained drops its messages without waiting for them.
-    """
-
-    def __init__(
-        self, source: Receiving, number: int, target: Tensor, shared: SharedMemory
-    ) -> None:
-        self._source, self._number, self._shared = source, number, shared
-        self._target: Tensor | None = target
-
-    def wait(self) -> None:
-        """Wait for the message; RuntimeError if it does not arrive or has another size."""
-        if self._target is not None:
-            self._source.receive(self._number, self._target, self._shared)
-            self._target = None
-
-    def __del__(self) -> None:
-        if self._target is not None:
-            self._source.abandon(self._number)
 
 
 class SharedChannel:
@@ -406,9 +265,3 @@ def _accept(own: Greeting, listener: socket.socket, timeout_s: float) -> dict[in
     with peer:
         peer.settimeout(timeout_s)
         return own.exchange(peer)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's bytes; strides of 0 are allowed for tensors of at most one
-    element."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
