@@ -52,7 +52,7 @@ def started(synth_set, tmp_path) -> Iterator:
 
 def wait_for_steps(folder: Path, limit_s: float = 60) -> None:
     deadline = Deadline(limit_s)
-    while '"step"' not in (folder.read_text() if folder.exists() else ""):
+    while '"loss"' not in (folder.read_text() if folder.exists() else ""):
         assert not deadline.over(), "no step came"
         time.sleep(0.05)
 

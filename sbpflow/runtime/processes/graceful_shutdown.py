@@ -40,11 +40,16 @@ class GracefulShutdown:
     def leave(self, saved: str = "") -> None:
         """Raise the received signal again for the previous handler, with ``saved`` as its text."""
         self.end()
+        # Otherwise, the thread that reads the pipe could post a reason without this text first.
+        pass_on = signal.set_wakeup_fd(-1) if saved else -1
         try:
             signal.raise_signal(self.signum)
         except BaseException as stopped:
             stopped.args = (saved,) if saved else ()
             raise
+        finally:
+            if saved:
+                signal.set_wakeup_fd(pass_on, warn_on_full_buffer=False)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         first, self.signum = not self.signum, self.signum or number
