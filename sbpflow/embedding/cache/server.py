@@ -9,9 +9,11 @@ the rank sends them so, and ranks never do (``remote_records``).
 """
 
 import contextlib
+import errno
 import logging
 import socket
 import threading
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 GREET_S = 10.0  # time limit for a handshake
 MAX_CONNECTIONS = 2048
-_UNKNOWN = "it serves another launch of the ranks"
+_UNKNOWN = "it serves another launch of the ranks, or was restarted"
+_NO_FILES_S = 0.5  # pause while this process has too many open files
 # An idle connection whose peer's machine has disappeared ends after about a minute.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 _SEND_S = 60  # limit for a peer to acknowledge sent bytes
@@ -79,6 +82,12 @@ class EmbeddingServer:
             try:
                 sock, address = listener.accept()
             except ConnectionError:  # the peer has already gone
+                continue
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                logger.warning("no connection can be accepted: %s", error.strerror)
+                time.sleep(_NO_FILES_S)
                 continue
             if not self._slots.acquire(blocking=False):
                 logger.warning("%s: refused, %d connections are open", address[0], MAX_CONNECTIONS)
@@ -149,7 +158,10 @@ class EmbeddingServer:
                 )
             word, length = words_of(p.record_bytes)
             # The system allocates each page when it is first written.
-            records = MappedRecords(np.empty((p.num_rows, length), word))
+            try:
+                records = MappedRecords(np.empty((p.num_rows, length), word))
+            except MemoryError:
+                return f"it has no memory for {p.num_rows * p.record_bytes / 1e9:.2f} GB"
             session.blocks[key] = _Block(p.num_rows, p.record_bytes, records)
             session.num_bytes = needed
         return ""

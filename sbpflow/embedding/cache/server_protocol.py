@@ -35,6 +35,8 @@ BEGIN, OPEN = 1, 2  # purposes of a connection: begin a session, or move the rec
 READ, WRITE = 1, 2  # requests
 OK, REFUSED = 0, 1  # replies; the count of REFUSED is the length of an explanation
 
+# Linux waits for more data before it sends a packet.
+_MORE: int = getattr(socket, "MSG_MORE", 0)
 _HELLO = struct.Struct("<8sI32s")  # magic, protocol, nonce
 _NAME_BYTES = 64
 # purpose, session, rank, number of the store, rows, bytes of a record, name of the rank
@@ -165,7 +167,7 @@ def receive_purpose(sock: socket.socket) -> Purpose:
 
 def send_header(sock: socket.socket, kind: int, count: int, *, more: bool = False) -> None:
     """Send the start of a request or a reply; with ``more``, the kernel waits for the rest."""
-    sock.sendall(_HEADER.pack(kind, count), socket.MSG_MORE if more else 0)
+    sock.sendall(_HEADER.pack(kind, count), _MORE if more else 0)
 
 
 def receive_header(sock: socket.socket) -> tuple[int, int]:
@@ -190,7 +192,7 @@ def receive_reason(sock: socket.socket, count: int) -> str:
 
 def send_array(sock: socket.socket, array: Array, *, more: bool = False) -> None:
     """Send a contiguous array; each part that is sent restarts the socket's time limit."""
-    view, flags = array.data.cast("B"), socket.MSG_MORE if more else 0
+    view, flags = array.data.cast("B"), _MORE if more else 0
     while view:
         view = view[sock.send(view, flags) :]
 
