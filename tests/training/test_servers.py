@@ -234,4 +234,5 @@ def test_a_lost_or_wrong_server_is_named_within_the_timeout(synth_set, tmp_path,
     exit_code, message = FAULTS[fault]
     assert process.returncode == exit_code, shown
     assert len(re.findall(rf"^error: .*{message}", shown, re.M)) == 1, shown
-    assert took < 20, took  # the timeout, and the start or the end of the ranks
+    if exit_code == 3:
+        assert took < 20, took  # the timeout, and the end of the ranks

@@ -120,7 +120,7 @@ class EmbeddingServer:
         for option, value in _KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         if reason := self._begin(purpose) if purpose.purpose == BEGIN else self._open(purpose):
-            refuse(sock, reason)
+            _refuse(sock, reason)
             return
         send_header(sock, OK, 0)
         if purpose.purpose != BEGIN:
@@ -182,7 +182,7 @@ class EmbeddingServer:
             session = self._sessions.get(purpose.session)
             block = session and session.blocks.get((purpose.rank, purpose.store))
             if block is None:
-                refuse(sock, _UNKNOWN)
+                _refuse(sock, _UNKNOWN)
                 return
             if rows.min() < 0 or rows.max() >= block.num_rows:
                 raise ProtocolError(f"rows {rows.min()} to {rows.max()} of {block.num_rows}")
@@ -193,3 +193,15 @@ class EmbeddingServer:
             else:
                 block.records.write(rows, found)
                 send_header(sock, OK, count)
+
+
+def _refuse(sock: socket.socket, reason: str) -> None:
+    """Send the reason, and wait until the peer closes the connection.
+
+    Closing a socket with unread requests would discard the reason.
+    """
+    refuse(sock, reason)
+    sock.shutdown(socket.SHUT_WR)
+    sock.settimeout(GREET_S)
+    while sock.recv(1 << 16):
+        pass
