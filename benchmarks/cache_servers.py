@@ -73,7 +73,7 @@ class RecordsOnServers:
 
     def __call__(self, num_rows: int, layout: RecordLayout) -> RecordStore:
         number = len(self._made)
-        records = RemoteRecords(self._servers, number, num_rows, layout.num_bytes)
+        records = RemoteRecords(self._servers, number, num_rows, layout.empty(0))
         self._made.append(CountedRecords(records))
         return self._made[-1]
 
@@ -132,8 +132,8 @@ def _measure_scaling(servers: RunningServers) -> None:
     draw = np.random.default_rng(1)
     for count in range(1, len(servers.addresses) + 1):
         named = _servers(servers.addresses[:count], servers.secret_file)
-        records = RemoteRecords(named, 0, NUM_ROWS, RECORD_BYTES)
         out = np.empty((READ_ROWS, RECORD_BYTES // 8), np.int64)
+        records = RemoteRecords(named, 0, NUM_ROWS, out)
         wanted = [draw.integers(0, NUM_ROWS, READ_ROWS) for _ in range(64)]
         records.read(wanted[0], out)
         cpu_s, number, begin = servers.cpu_s(), 0, time.perf_counter()

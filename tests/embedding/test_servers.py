@@ -24,7 +24,11 @@ from sbpflow.errors import ConfigError, ServerLostError
 from tests.embedding.test_cached_store import REQUEST, ROWS, batches, initial, train
 
 SECRET = b"0123456789abcdef"
-RECORD_BYTES = 24
+WORDS = 3
+
+
+def records_like(words, word="i8"):
+    return np.empty((0, words), word)
 
 
 class SlowServer(EmbeddingServer):
@@ -79,28 +83,32 @@ def test_servers_return_what_was_written(count):
     rows, draw = 3 * MAX_ROWS, np.random.default_rng(count)
     with running(count) as servers:
         servers.begin()
-        records = RemoteRecords(servers, 0, rows, RECORD_BYTES)
-        expected = draw.integers(0, 2**60, (rows, RECORD_BYTES // 8))
+        records = RemoteRecords(servers, 0, rows, records_like(WORDS))
+        expected = draw.integers(0, 2**60, (rows, WORDS))
         records.write(np.arange(rows), expected)
         for size in (1, 2, 50, 3000, rows, 0) * 4:
             wanted = draw.permutation(rows)[:size].astype(draw.choice(("i4", "i8")))
-            out = np.empty((size, RECORD_BYTES // 8), np.int64)
+            out = np.empty((size, WORDS), np.int64)
             records.read(wanted, out)
             assert (out == expected[wanted]).all()
             changed = draw.permutation(rows)[: size // 2]
-            expected[changed] = draw.integers(0, 2**60, (changed.size, RECORD_BYTES // 8))
+            expected[changed] = draw.integers(0, 2**60, (changed.size, WORDS))
             records.write(changed, expected[changed])
             records.read(wanted, out)  # some of its rows are still on their way
             assert (out == expected[wanted]).all()
 
 
-@pytest.mark.parametrize("record_bytes", [17, 18, 20, 192])
-def test_records_may_have_any_size(record_bytes):
-    word = np.gcd(8, record_bytes)
+@pytest.mark.parametrize(
+    ("word", "words"), [("u1", 17), ("u1", 24), ("i2", 9), ("i4", 5), ("i4", 6), ("i8", 24)]
+)
+def test_records_may_have_any_size(word, words):
+    """The server may use larger words than the rank: six words of 4 bytes are three of 8 bytes."""
     with running(2) as servers:
         servers.begin()
-        records = RemoteRecords(servers, 0, 40, record_bytes)
-        written = np.arange(40 * record_bytes).astype(np.uint8).reshape(40, -1).view(f"i{word}")
+        records = RemoteRecords(servers, 0, 40, records_like(words, word))
+        size = 40 * words * np.dtype(word).itemsize
+        written = np.random.default_rng(1).bytes(size)
+        written = np.frombuffer(written, word).reshape(40, words)
         records.write(np.arange(40)[::-1], written)
         out = np.empty_like(written)
         records.read(np.arange(40), out)
@@ -114,7 +122,7 @@ def test_a_cached_store_is_exact_under_any_timing(seed):
         servers.begin()
         store = CachedStore(
             REQUEST,
-            lambda rows, layout: RemoteRecords(servers, 0, rows, layout.num_bytes),
+            lambda rows, layout: RemoteRecords(servers, 0, rows, layout.empty(0)),
             draw.choice((35, 50, 90)),
         )
         expected = initial(torch.arange(ROWS))[WEIGHTS]
@@ -141,7 +149,7 @@ def test_writes_are_several_in_flight_and_then_wait():
 
     with running(1, Blocked) as servers:
         servers.begin()
-        records = RemoteRecords(servers, 0, 100, 8)
+        records = RemoteRecords(servers, 0, 100, records_like(1))
         done = []
 
         def write():
@@ -174,22 +182,22 @@ def write_until_refused(records):
 def test_a_new_session_drops_rows_and_refuses_earlier_connections():
     with running(2) as servers:
         servers.begin()
-        old = RemoteRecords(servers, 0, 10, 8)
+        old = RemoteRecords(servers, 0, 10, records_like(1))
         old.write(np.arange(10), np.ones((10, 1), np.int64))
         old.read(np.arange(10), np.empty((10, 1), np.int64))
         new = replace(servers, session=bytes(15) + b"1")
         with pytest.raises(ServerLostError, match="refused: it serves another launch"):
-            RemoteRecords(new, 0, 10, 8)  # not begun yet
+            RemoteRecords(new, 0, 10, records_like(1))  # not begun yet
         new.begin()
         new.begin()  # harmless
-        RemoteRecords(new, 0, 7, 24)
+        RemoteRecords(new, 0, 7, records_like(3))
         with pytest.raises(
             ServerLostError, match=r"embedding server 0 of 2 at 127.* refused: it se"
         ):
             old.read(np.arange(10), np.empty((10, 1), np.int64))
         with pytest.raises(ServerLostError, match="refused: it serves another launch"):
             write_until_refused(old)
-        for late in (servers.begin, lambda: RemoteRecords(servers, 0, 10, 8)):
+        for late in (servers.begin, lambda: RemoteRecords(servers, 0, 10, records_like(1))):
             with pytest.raises(ServerLostError, match="refused: it serves another launch"):
                 late()
 
@@ -197,11 +205,11 @@ def test_a_new_session_drops_rows_and_refuses_earlier_connections():
 def test_sizes_are_checked_before_rows_are_allocated():
     with running(1, memory=1000) as servers:
         servers.begin()
-        RemoteRecords(servers, 0, 100, 8)
+        RemoteRecords(servers, 0, 100, records_like(1))
         with pytest.raises(ServerLostError, match=r"has a limit of 0.00 GB; use more servers"):
-            RemoteRecords(servers, 1, 100, 8)
+            RemoteRecords(servers, 1, 100, records_like(1))
         with pytest.raises(ServerLostError, match="store 0 of rank 0 has another size"):
-            RemoteRecords(servers, 0, 50, 8)
+            RemoteRecords(servers, 0, 50, records_like(1))
         with pytest.raises(ServerLostError, match="died or cannot be reached"):
             servers.connect(0, OPEN, num_rows=2**40, record_bytes=1)
 
@@ -254,10 +262,10 @@ def test_a_server_that_does_not_answer_is_named_in_time(monkeypatch):
         servers = replace(running_servers, limit_s=0.5)
         servers.begin()
         out = np.empty((10, 1), np.int64)
-        records = RemoteRecords(servers, 0, 10, 8)
+        records = RemoteRecords(servers, 0, 10, records_like(1))
         with pytest.raises(ServerLostError, match=match):
             records.read(np.arange(10), out)
-        records = RemoteRecords(servers, 1, 10, 8)
+        records = RemoteRecords(servers, 1, 10, records_like(1))
         with pytest.raises(ServerLostError, match=match):
             write_until_refused(records)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, but does not answer
@@ -298,7 +306,7 @@ def received(sock) -> bytes:
 def test_malformed_requests_end_only_their_connection(name):
     with running(1) as servers:
         servers.begin()
-        records = RemoteRecords(servers, 0, 10, 8)
+        records = RemoteRecords(servers, 0, 10, records_like(1))
         records.write(np.arange(10), np.arange(10)[:, None])
         with servers.connect(0, OPEN, num_rows=10, record_bytes=8) as sock:
             sock.sendall(bad_messages()[name])

@@ -150,7 +150,7 @@ class RecordRequest(NamedTuple):
 def _on_servers(new: RecordRequest) -> RecordStore:
     if new.servers is None:
         return file_records(new.num_rows, new.layout, new.folder, new.key)
-    return RemoteRecords(new.servers, new.number, new.num_rows, new.layout.num_bytes)
+    return RemoteRecords(new.servers, new.number, new.num_rows, new.layout.empty(0))
 
 
 RECORDS: dict[Outside, Callable[[RecordRequest], RecordStore]] = {

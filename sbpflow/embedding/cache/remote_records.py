@@ -37,9 +37,8 @@ from sbpflow.embedding.cache.server_protocol import (
     send_array,
     send_header,
     send_purpose,
-    words_of,
 )
-from sbpflow.embedding.cache.slot_layout import Array, find_loops
+from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
 from sbpflow.errors import ConfigError, ServerLostError
 from sbpflow.runtime.processes.store import first_line
 
@@ -262,17 +261,19 @@ class _Writer:
 
 
 class RemoteRecords:
-    """Implements ``RecordStore`` with records of ``record_bytes`` on ``servers``.
+    """Implements ``RecordStore`` with records like those of ``like`` [any, words] on ``servers``.
 
     ``store`` numbers the stores of this rank.
     """
 
     num_bytes = 0  # in the memory of this process
 
-    def __init__(self, servers: Servers, store: int, num_rows: int, record_bytes: int) -> None:
+    def __init__(self, servers: Servers, store: int, num_rows: int, like: Array) -> None:
         self._servers, self._num = servers, len(servers.addresses)
-        self._word, self._length = words_of(record_bytes)
+        self._word, self._length = like.dtype, like.shape[1]
+        record_bytes = self._word.itemsize * self._length
         self._loops = find_loops()
+        warm_up_copies(np.empty((0, self._length), self._word), rows=np.empty(0, np.int64))
         self._writes = _Writes()
         self._lock = threading.Lock()  # one read at a time
         self._buffer = np.empty((0, self._length), self._word)
