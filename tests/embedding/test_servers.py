@@ -216,7 +216,9 @@ def test_sizes_are_checked_before_rows_are_allocated():
 
 def test_a_wrong_secret_is_named_on_both_sides(caplog):
     with running(1, secret=b"another secret, with 16 bytes") as servers:
-        with pytest.raises(ConfigError, match=r"t\.secret_file: embedding server 0 .* another sec"):
+        with pytest.raises(
+            ConfigError, match=r"secret_file: embedding server 0 of 1 .* has another secret"
+        ):
             servers.begin()
         end = time.monotonic() + 10
         while "its secret differs" not in caplog.text and time.monotonic() < end:
