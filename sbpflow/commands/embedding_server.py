@@ -28,18 +28,18 @@ def embedding_server(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     from sbpflow.config.load import load_config
     from sbpflow.config.storage_rules import named_servers
-    from sbpflow.embedding.cache.server import EmbeddingServer
-    from sbpflow.embedding.cache.server_protocol import read_secret
     from sbpflow.models.registry import MODELS
+    from sbpflow.run.execution.servers import make_server
     from sbpflow.runtime.compute.devices import memory_bytes
 
     config = load_config(args.config, args.overrides, models=MODELS)
-    key, addresses, secret_file = named_servers(config.parallel.storage)
+    named = named_servers(config.parallel.storage)
+    key, addresses, _ = named
     index = _index_of(args.index, len(addresses), key)
     if args.memory_gb is not None and not args.memory_gb > 0:
         raise ConfigError(f"--memory-gb: {args.memory_gb} is not above 0; use, for example, 64")
     limit = memory_bytes("cpu") or sys.maxsize if args.memory_gb is None else args.memory_gb * 1e9
-    server = EmbeddingServer(read_secret(secret_file, key), int(limit))
+    server = make_server(named, int(limit))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s embedding server: %(message)s")
     if args.listener is None:
         listener = _listen(addresses[index], f"{key}.addresses")

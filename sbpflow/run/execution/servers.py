@@ -1,12 +1,13 @@
-"""Connects the ranks of a run with the embedding servers of its configuration."""
+"""Creates embedding servers, and connects the ranks of a run to them."""
 
 import uuid
 
 from sbpflow.boxing.agreement import gather_texts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
-from sbpflow.config.storage_rules import named_servers
+from sbpflow.config.storage_rules import NamedServers, named_servers
 from sbpflow.embedding.cache.remote_records import Servers
+from sbpflow.embedding.cache.server import EmbeddingServer
 from sbpflow.embedding.cache.server_protocol import read_secret
 from sbpflow.run.planning.cache_forecast import cached_stacks
 from sbpflow.run.planning.plan import RunPlan
@@ -14,6 +15,11 @@ from sbpflow.runtime.processes.environment import machine_name
 
 # A rank reports a server before the other ranks report this rank.
 _SHARE_OF_TIMEOUT = 0.6
+
+
+def make_server(named: NamedServers, memory_bytes: int) -> EmbeddingServer:
+    """Return a server for the ranks that know the secret; raise ConfigError without a secret."""
+    return EmbeddingServer(read_secret(named.secret_file, named.key), memory_bytes)
 
 
 def join_servers(config: Config, plan: RunPlan, boxing: Boxing) -> Servers | None:
