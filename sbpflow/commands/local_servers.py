@@ -30,7 +30,7 @@ def local_servers(path: Path, overrides: Sequence[str], count: int) -> Generator
     if not patterns:
         raise ConfigError(
             f"--servers: {count}, but no rule of parallel.storage has kind: servers; remove "
-            "it, or add, for example, 'parallel.storage={\"deep.*\": {kind: servers, cache: 10%}}'"
+            "it, or add, for example, 'parallel.storage={\"*.C1\": {kind: servers, cache: 10%}}'"
         )
     for pattern in patterns:
         if rules[pattern].addresses is not None:
