@@ -90,9 +90,9 @@ class Facts:
     The global batch has ``lookups`` ids, ``touched`` of which are distinct. The ids on a single
     rank include ``wanted`` distinct ids, and the ids on all ranks of a host ``host_wanted``
     (``wanted`` if a layout does not distinguish hosts). ``vectors`` is the number of vectors sent
-    per sample. The ``item`` fields are the bytes per element in arithmetic (``item``), in stored rows, and in sent
-    vectors and gradients. ``window`` is the number of batches whose ids are in memory. ``state`` is
-    (numbers per row, numbers per element) of optimizer state.
+    per sample. The ``item`` fields are the bytes per element in arithmetic (``item``), in stored
+    rows, and in sent vectors and gradients. ``window`` is the number of batches whose ids are in
+    memory. ``state`` is (numbers per row, numbers per element) of optimizer state.
     """
 
     world_size: int

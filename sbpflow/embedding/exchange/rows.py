@@ -146,7 +146,8 @@ class RowGroup(Group[RowsInFlight]):
         """
         if batch.pending is None or batch.request_counts is None:
             return batch.request_counts
-        return torch.cat([batch.request_counts, self.take(batch, "counts", self.world.size)])
+        size = batch.request_counts.numel()
+        return torch.cat([batch.request_counts, self.take(batch, "counts", size)])
 
     def exchange_ids(self, batch: RowsInFlight) -> None:
         if batch.slots is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.embedding.exchange.all_to_all import received
 from sbpflow.embedding.exchange.base import GroupContext
 from sbpflow.embedding.exchange.rows import RowGroup, RowsInFlight
@@ -91,14 +91,21 @@ class TwoLevelGroup(RowGroup):
         requested, incoming = batch.counts[:size], batch.counts[size:]
         if batch.round == HOST:
             batch.requested, batch.incoming = requested, incoming
-            batch.wanted.num_unique = sum(requested)
-            ids = batch.wanted.rows()
-        else:
-            merged = _merged(batch)
-            merged.requested, merged.incoming = requested, incoming
-            merged.lookup.num_unique = sum(requested)
-            ids = self.relative(merged.lookup.rows())
+            self.send_ids(batch)
+            return
+        merged = _merged(batch)
+        merged.requested, merged.incoming = requested, incoming
+        merged.lookup.num_unique = sum(requested)
+        ids = self.relative(merged.lookup.rows())
         batch.pending = self._ids.start(self.step(batch, "ids"), ids, requested, incoming)
+
+    def send_ids(self, batch: RowsInFlight) -> None:
+        batch.wanted.num_unique = sum(batch.requested)
+        step, ids = self.step(batch, "ids"), batch.wanted.rows()
+        batch.pending = self._ids.start(step, ids, batch.requested, batch.incoming)
+
+    def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
+        raise NotImplementedError(f"{self.plan.name}: counts its rows, and has no buffers")
 
     def receive_ids(self, batch: RowsInFlight) -> None:
         step, count = self._step(batch, "ids", NETWORK), sum(_merged(batch).incoming)

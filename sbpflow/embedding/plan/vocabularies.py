@@ -127,11 +127,11 @@ def _split_twice(table: TableConfig, key: str, hosts: int, width: int) -> tuple[
     """
     each, rest = divmod(table.num_rows, NUM_BUCKETS)
     if rest or NUM_BUCKETS % hosts:
+        use = f"evict.max_rows: {NUM_BUCKETS * (each + 1)}" if rest else "2, 4, 8, .. hosts"
         raise ConfigError(
-            f"{key or f'table {table.name}'}: (S(0), S(0)) gives {hosts} hosts equal parts of "
-            f"{NUM_BUCKETS} buckets of keys, but table {table.name} has {table.num_rows} rows; use "
-            f"a number of hosts that is a power of 2 and evict.max_rows: "
-            f"{NUM_BUCKETS * (each + 1)}, or use sbp: S(0)"
+            f"{key or f'table {table.name}'}: (S(0), S(0)) gives each host an equal part of the "
+            f"{NUM_BUCKETS} buckets of keys, but {table.name} has {table.num_rows} rows for "
+            f"{hosts} hosts; use {use}, or sbp: S(0)"
         )
     of_host = balanced_sizes(NUM_BUCKETS // hosts, width)
     return (
