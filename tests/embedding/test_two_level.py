@@ -296,16 +296,15 @@ def test_auto_chooses_two_hops_only_for_a_slow_link():
     config = replace(config, parallel=replace(config.parallel, scheme="auto"))
     sparse = tuple(replace(field, rows=2_000_000) for field in FIELDS.sparse)
     fields = replace(FIELDS, sparse=sparse)
-    chosen = {}
     for name, topology in {"slow": SLOW, "fast": HOSTS, "one host": Topology.one_host(4)}.items():
         _, plan = plan_run(
             config, fields, world_size=4, device_type="cpu", topology=topology, traced=False
         )
-        chosen[name] = {str(layout.layout.nd_sbp) for layout in plan.layouts.values()}
+        assert ("two levels" in plan.priced[0].name) == (name == "slow")
         names = [priced.name for priced in plan.priced]
         assert ("all unique, two levels" in names) == (name != "one host")
         if name == "slow":
-            assert {table["sbp"] for table in describe(plan)["tables"]} == {"(S(0), S(0))"}
+            assert {"(S(0), S(0))"} < {table["sbp"] for table in describe(plan)["tables"]}
             links = describe(plan)["links"]
             assert links["on a host"]["bytes"] > 0 < links["between hosts"]["bytes"]
             expected = expected_traffic(plan, fields)
@@ -317,7 +316,6 @@ def test_auto_chooses_two_hops_only_for_a_slow_link():
         config, fields, world_size=4, device_type="cpu", topology=uneven, traced=False
     )
     assert not [priced for priced in plan.priced if "two levels" in priced.name]
-    assert chosen["slow"] != chosen["fast"]
 
 
 def test_planner_prices_and_chooses_two_hops():

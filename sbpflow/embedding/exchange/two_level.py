@@ -120,7 +120,10 @@ class TwoLevelGroup(RowGroup):
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
         merged, step = _merged(batch), self._step(batch, "vectors", NETWORK)
         rows = received(step, batch.take_pending(), sum(merged.requested))
-        rows, step = rows[merged.lookup.inverse()], self._step(batch, "vectors", HOST)
+        rows, step = (
+            rows.index_select(0, merged.lookup.inverse()),
+            self._step(batch, "vectors", HOST),
+        )
         pending = self._vectors.start(step, rows, batch.incoming, batch.requested)
         batch.rows = received(step, pending, sum(batch.requested)).to(self.plan.dtype)
         return super().gather_outputs(batch)
