@@ -70,6 +70,11 @@ class Link:
         each = self.between_call_ms if far else self.within_call_ms
         return each * partners(world_size)
 
+    def num_hosts(self, world_size: int) -> int:
+        """Return the number of nodes, or 1 if the ranks do not fill all nodes."""
+        hosts, rest = divmod(world_size, self.ranks_per_node or world_size)
+        return 1 if rest else max(hosts, 1)
+
     def _shares(self, world_size: int) -> tuple[float, float]:
         """Return the fractions of a rank's traffic within the rank's node and between nodes."""
         per_node = self.ranks_per_node or world_size

@@ -50,6 +50,7 @@ GRIDS = {
     "interleaved": ((0, 2), (1, 3)),
     "crossed": ((0, 3), (1, 2)),
     "2x1": ((0,), (1,)),
+    "1x1": ((0,),),
     "1x4": ((0, 1, 2, 3),),
     "2x3": ((0, 1, 2), (3, 4, 5)),
 }
@@ -316,6 +317,12 @@ def test_auto_chooses_two_hops_only_for_a_slow_link():
         config, fields, world_size=4, device_type="cpu", topology=uneven, traced=False
     )
     assert not [priced for priced in plan.priced if "two levels" in priced.name]
+
+
+def test_profiles_know_their_hosts():
+    link = described("h100-dgx").link
+    assert [link.num_hosts(size) for size in (4, 8, 12, 16, 64)] == [1, 1, 1, 2, 8]
+    assert replace(link, ranks_per_node=0).num_hosts(16) == 1
 
 
 def test_planner_prices_and_chooses_two_hops():
