@@ -39,7 +39,7 @@ class PrepareOptions:
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int = 2
-    like: Path | None = None
+    like: InputPath | None = None
     """Existing set that provides the ids, transforms and constants of the new set"""
     grow: bool = False
     """Assign new ids to values without an id in ``like``"""
