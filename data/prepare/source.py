@@ -115,7 +115,11 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
 def check_exists(paths: Sequence[InputPath]) -> None:
     """Raise ConfigError for the first path that does not exist."""
     for path in paths:
-        if not (path.is_file() or path.is_dir()):
+        try:
+            exists = path.is_file() or path.is_dir()
+        except ConfigError as error:  # no package for the URL
+            raise ConfigError(f"--input {error}") from error
+        if not exists:
             raise ConfigError(f"--input {path}: no such file or folder")
 
 
