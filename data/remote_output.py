@@ -17,6 +17,7 @@ from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.source import find_inputs
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
+from sbpflow.runtime.files.json_file import parse_json
 from sbpflow.runtime.files.remote_path import RemotePath
 from sbpflow.runtime.files.upload import upload
 
@@ -74,9 +75,9 @@ def _uploaded(
     try:
         lines = journal.read_text(encoding="ascii").splitlines()
         manifest = load_manifest(local, "--output")
-        given, *done = [json.loads(line) for line in lines]
+        given, *done = [parse_json(line) for line in lines]
     except (FileNotFoundError, DataError, ValueError):
         return None
     now = [{"name": each.path.name, "bytes": each.num_bytes} for each in find_inputs(inputs)]
     same = given == list(words) and manifest.content.get("inputs") == now
-    return done if same else None
+    return list(map(str, done)) if same else None

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ _PARTIAL, _PIN = ".partial", ".pin"
 _NUM_LOCKS = 256
 _DOWNLOADS = 8
 _TRIES = 3  # downloads of a file whose bytes differ from its checksum
+_WAIT_S = 0.05
 _AHEAD = 4  # files of a split that are downloaded before they are read
 
 
@@ -169,7 +171,22 @@ class ShardCache:
             partial.unlink(missing_ok=True)
 
     def _reserve(self, partial: Path, num_bytes: int) -> None:
-        """Make room for a file, and create it with its final size, which other processes count."""
+        """Make room for a file, and create it with its final size, which other processes count.
+
+        Wait while other downloads need the room.
+        """
+        while (excess := self._try_reserve(partial, num_bytes)) and self._is_downloading():
+            time.sleep(_WAIT_S)
+        if excess:
+            limit, folder = self._limit.num_bytes, self._limit.folder
+            raise ConfigError(
+                f"data.cache.size: {limit / 1e9:g} GB in {folder} have no room for "
+                f"{num_bytes / 1e9:.3g} GB, because the other files there are in use; use, for "
+                f"example, data.cache.size='{(limit + excess) / 1e9 * 1.05:.3g} GB'"
+            )
+
+    def _try_reserve(self, partial: Path, num_bytes: int) -> int:
+        """Remove files to make room; return the number of bytes that are missing."""
         with hold(self._limit.folder / "room.lock", wait=True):
             files = sorted(_files_in(self._limit.folder))
             excess = sum(size for _, size, _ in files) + num_bytes - self._limit.num_bytes
@@ -178,15 +195,15 @@ class ShardCache:
                     break
                 if self._remove(path):
                     excess -= size
-            if excess > 0:
-                raise ConfigError(
-                    f"data.cache.size: {self._limit.num_bytes / 1e9:g} GB in {self._limit.folder} "
-                    f"have no room for {num_bytes / 1e9:.3g} GB, because the other files there are "
-                    f"in use; use, for example, data.cache.size='"
-                    f"{(self._limit.num_bytes + excess) / 1e9 * 1.05:.3g} GB'"
-                )
-            with partial.open("wb") as file:
-                file.truncate(num_bytes)
+            if excess <= 0:
+                with partial.open("wb") as file:
+                    file.truncate(num_bytes)
+            return max(0, excess)
+
+    def _is_downloading(self) -> bool:
+        """Return whether a process is downloading a file."""
+        paths = [path for *_, path in _files_in(self._limit.folder) if path.suffix == _PARTIAL]
+        return any(not self._remove(path) for path in paths)
 
     def _remove(self, path: Path) -> bool:
         """Remove a file of any set, unless it is mapped or being downloaded."""

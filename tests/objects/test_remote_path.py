@@ -71,7 +71,7 @@ def test_a_failing_store_is_reported_with_the_url_and_the_error(s3, quick, caplo
 def test_missing_files_and_denied_requests_are_not_repeated(s3, quick):
     with pytest.raises(FileNotFoundError):
         FILE.read_bytes()
-    assert len(s3.requests) == 1
+    assert len(s3.requests) == len(set(s3.requests))
     assert not FILE.exists()
     assert not FILE.is_dir()
     assert FILE.parent.sizes() == {}

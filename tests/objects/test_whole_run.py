@@ -13,23 +13,26 @@ import polars as pl
 import pytest
 
 from sbpflow.checkpoint.folder import list_checkpoints
+from sbpflow.commands import train as train_command
 from sbpflow.commands.checkpoint import checkpoint
+from sbpflow.commands.export import export
 from sbpflow.commands.predict import predict
 from sbpflow.data import load_manifest
 from sbpflow.data.__main__ import main as data_main
-from sbpflow.runtime.files.remote_path import RemotePath, any_path
+from sbpflow.errors import CheckpointError, ConfigError
+from sbpflow.runtime.files import remote_path
+from sbpflow.runtime.files.remote_path import RemotePath
 from tests.data.rows import text_rows, write_rows
 from tests.deadlines import Deadline, run
-from tests.objects.server import Proxy, Request
+from tests.objects.server import SECRET, Proxy, Request
 
 ROOT = Path(__file__).resolve().parents[2]
-ON = (pytest.param("moto"), pytest.param("rclone", marks=pytest.mark.slow))
 STEPS = 8
 
 
 def words(data, folder, *more):
     return [
-        *("--config", str(ROOT / "configs/scheme3.yaml"), "--ranks", "2"),
+        *("--config", str(ROOT / "configs/scheme3.yaml")),
         *(f"data.path={data}", f"run.dir={folder}", "data.batch_size=200", "data.loader=memmap"),
         *("model.hidden=[16]", "optimizer.sparse.name=lazy_adam", "parallel.kernel=torch"),
         *(f"train.max_steps={STEPS}", "train.eval_every=4", "train.log_every=1"),
@@ -40,14 +43,14 @@ def words(data, folder, *more):
 
 def train(*given):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "sbpflow", "train", *words(*given)]
+    command = [sys.executable, "-m", "sbpflow", "train", "--ranks", "2", *words(*given)]
     return run(command, 300.0, env=env, cwd=ROOT)
 
 
 def train_until(s3: Proxy, stop, *given) -> None:
     """Train, and kill all processes of the run at the first request that ``stop`` selects."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "sbpflow", "train", *words(*given)]
+    command = [sys.executable, "-m", "sbpflow", "train", "--ranks", "2", *words(*given)]
     process = subprocess.Popen(
         command, env=env, cwd=ROOT, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -79,20 +82,69 @@ def prepare(output, *inputs):
     assert data_main(["prepare", "--input", *map(str, inputs), "--output", str(output), *more]) == 0
 
 
-@pytest.mark.parametrize("s3", ON, indirect=True)
-def test_a_killed_run_on_s3_equals_a_run_on_local_files(s3, cache, tmp_path):
-    url = any_path("s3://bucket/job")
+def prepared(folder: Path, cache: Path) -> tuple[RemotePath, Path]:
+    """Prepare equal sets from local files and from files in the store."""
+    url = RemotePath("s3://bucket/job")
+    (folder / "in").mkdir()
     for number in range(2):
-        (tmp_path / "in").mkdir(exist_ok=True)
-        file = write_rows(tmp_path / f"in/day_{number}.tsv", text_rows(1500, seed=number))
+        file = write_rows(folder / f"in/day_{number}.tsv", text_rows(1500, seed=number))
         (url / f"in/day_{number}.tsv").write_bytes(file.read_bytes())
-    prepare(tmp_path / "set", tmp_path / "in")
+    prepare(folder / "set", folder / "in")
     prepare(url / "set", url / "in")
     assert not any((cache / "prepare").iterdir())
-    local, remote = load_manifest(tmp_path / "set"), load_manifest(url / "set")
+    local, remote = load_manifest(folder / "set"), load_manifest(url / "set")
     assert local.fingerprint == remote.fingerprint
+    return url, local.path
 
-    done = train(local.path, tmp_path / "local")
+
+class Interrupted(Exception):
+    """Simulates a kill: no code of the run executes afterwards."""
+
+
+def test_an_interrupted_run_on_s3_equals_a_run_on_local_files(s3, cache, tmp_path, monkeypatch):
+    url, local = prepared(tmp_path, cache)
+    quiet = "checkpoint.background=false"
+    assert train_command.main(words(local, tmp_path / "local", quiet)) == 0
+    given = (url / "set", tmp_path / "run", f"checkpoint.dir={url / 'run'}", quiet)
+
+    def interrupt(request: Request) -> str:
+        """Fail all requests from the first index of step 6 on."""
+        nonlocal is_over
+        is_over |= request.method == "PUT" and request.path.startswith("/bucket/job/run/step-6/i")
+        return "503" if is_over else ""
+
+    is_over = False
+    monkeypatch.setattr(remote_path, "_FIRST_PAUSE_S", 0.001)
+    s3.fault = interrupt
+    with pytest.raises(CheckpointError, match=r"run/step-6: cannot be written \(5 tries"):
+        train_command.main(words(*given))
+    s3.clear()
+    assert [path.name for path in list_checkpoints(url / "run")] == ["step-4", "step-2"]
+    assert train_command.main(words(*given)) == 0
+    assert events(tmp_path / "run") == events(tmp_path / "local")
+    assert not [r for r in s3.requests if r.path.startswith("/bucket/job/set/train")], "cached"
+    assert {name.partition("/")[0] for name in (url / "run").sizes()} >= {"data", "run.json"}
+    same_predictions(url, tmp_path)
+    with pytest.raises(ConfigError, match="cannot be moved aside in a store"):
+        train_command.main(words(*given))
+    output = url / "model"
+    argv = ["--checkpoint", str(url / "run"), "--output", str(output)]
+    assert export(argv) == 0
+    order = [r.path for r in s3.requests if r.method == "PUT" and "/model/" in r.path]
+    assert order[-1] == "/bucket/job/model/model.json"
+    with pytest.raises(ConfigError, match="already exists"):
+        export(argv)
+    text = (tmp_path / "run/start.txt").read_text()
+    saved = b"".join((url / "run" / name).read_bytes() for name in (url / "run").sizes())
+    assert SECRET not in text
+    assert SECRET.encode() not in saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("s3", ["moto", "rclone"], indirect=True)
+def test_a_killed_run_of_two_ranks_on_s3_equals_a_run_on_local_files(s3, cache, tmp_path):
+    url, local = prepared(tmp_path, cache)
+    done = train(local, tmp_path / "local")
     assert done.returncode == 0, done.stderr
     given = (url / "set", tmp_path / "run", f"checkpoint.dir={url / 'run'}")
     given += (f"data.cache.dir={tmp_path / 'sets'}",)

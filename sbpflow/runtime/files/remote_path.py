@@ -152,7 +152,10 @@ class RemotePath:
         """Return a value that changes when the file is written, or None if the store has none."""
         names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
         info = self.info()
-        return next((str(info[name]) for name in (*names, "created") if info.get(name)), None)
+        value = next((info[name] for name in (*names, "created") if info.get(name)), None)
+        if isinstance(value, datetime):  # a listing of the same file may have a number
+            value = value.timestamp()
+        return f"{value:.3f}" if isinstance(value, float) else value
 
     def stat(self) -> RemoteStat:
         """Return size and time of the file; the time is 0 if the store does not report it."""
