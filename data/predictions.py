@@ -70,7 +70,8 @@ class Scoring:
 
         check_exists([path for path in map(input_path, inputs) if isinstance(path, Path)])
         first, prepared = input_path(self._inputs[0]), None
-        if len(self._inputs) == 1 and (first / MANIFEST).is_file():
+        is_folder = isinstance(first, Path) or first.is_dir()
+        if len(self._inputs) == 1 and is_folder and (first / MANIFEST).is_file():
             prepared = first
             check_ids(load_manifest(prepared), like)
         self.is_set = prepared is not None

@@ -15,10 +15,10 @@ from sbpflow.data.format.npy import HEADER_BYTES
 from sbpflow.data.format.shard_cache import CacheLimit, RemoteFile, ShardCache
 from sbpflow.data.format.shards import shard_files
 from sbpflow.data.format.vocabulary import array_files
-from sbpflow.errors import DataError
+from sbpflow.errors import DataError, StoreError
 from sbpflow.runtime.files.cache_dir import cache_dir
 from sbpflow.runtime.files.json_file import JsonError, parse_json
-from sbpflow.runtime.files.remote_path import RemotePath, StoreError
+from sbpflow.runtime.files.remote_path import RemotePath
 
 if TYPE_CHECKING:
     from sbpflow.config.data_cache import DataCache

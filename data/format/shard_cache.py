@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 from sbpflow.data.format.npy import file_crc32
-from sbpflow.errors import ConfigError, DataError
+from sbpflow.errors import ConfigError, DataError, StoreError
 from sbpflow.runtime.files.file_lock import HeldError, hold
-from sbpflow.runtime.files.remote_path import RemotePath, StoreError
+from sbpflow.runtime.files.remote_path import RemotePath
 
 Result = TypeVar("Result")
 _PARTIAL, _PIN = ".partial", ".pin"

@@ -28,7 +28,7 @@ from sbpflow.checkpoint.format import (
     from_json,
 )
 from sbpflow.checkpoint.keys import Addresses, read_by_key
-from sbpflow.errors import CheckpointError
+from sbpflow.errors import CheckpointError, StoreError
 from sbpflow.runtime.files.json_file import JsonError, read_text
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
 
@@ -267,6 +267,8 @@ class Checkpoint:
         """Raise CheckpointError unless every file exists and has the right size."""
         try:
             listed = self.path.sizes() if isinstance(self.path, RemotePath) else None
+        except StoreError:  # does not mean a damaged checkpoint
+            raise
         except OSError as error:
             raise _unreadable(self.path, error) from error
         for name, size in self.index.files.items():
@@ -306,6 +308,8 @@ class Checkpoint:
                             "not match; use another checkpoint"
                         )
                     yield start // dtype.itemsize, torch.frombuffer(data, dtype=dtype)
+        except StoreError:
+            raise
         except OSError as error:
             raise _unreadable(path, error) from error
 

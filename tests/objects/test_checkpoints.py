@@ -20,9 +20,9 @@ from sbpflow.checkpoint.format import INDEX_FILE, Index, SavedTensor, whole_of
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.run_file import RunFacts, read_run, write_run
 from sbpflow.checkpoint.write import Part, write_parts
-from sbpflow.errors import CheckpointError
+from sbpflow.errors import CheckpointError, StoreError
 from sbpflow.runtime.files import remote_path
-from sbpflow.runtime.files.remote_path import RemotePath, StoreError, any_path
+from sbpflow.runtime.files.remote_path import RemotePath, any_path
 
 NAME = "tables/t"
 
@@ -131,7 +131,7 @@ def test_a_later_run_takes_the_folder(folder):
 def test_a_failing_upload_leaves_no_checkpoint(s3, quick):
     folder = any_path("s3://bucket/run")
     s3.fault = lambda request: "503" if "index.json" in request.path else ""
-    with pytest.raises(CheckpointError, match=r"step-2: cannot be written \(5 tries"):
+    with pytest.raises(CheckpointError, match=r"step-2: cannot be written \(.* \(5 tries"):
         save(folder, 2, 2)
     s3.clear()
     assert list_checkpoints(folder) == []

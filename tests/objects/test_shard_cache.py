@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,17 @@ def test_verify_reads_the_whole_set(remote, local, tmp_path):
         load_manifest(SET)
 
 
+def test_threads_share_downloads_and_leftovers_of_kills_are_replaced(remote, local, tmp_path):
+    caches = [load_manifest(SET, cache=options(tmp_path)).cache for _ in range(2)]
+    name = local.shards("train")[0].file
+    (caches[0].folder / f"{name}.partial").write_bytes(b"of a killed process")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda cache: cache.get_split("train"), caches))
+    gets = [r.path for r in remote.requests if r.method == "GET" and "/train-" in r.path]
+    assert sorted(gets) == sorted(f"/bucket/set/{shard.file}" for shard in local.shards("train"))
+    assert not list(tmp_path.glob("*/*.partial"))
+
+
 def _read(folder, start):
     manifest = load_manifest(SET, cache=options(folder))
     while time.time() < start:
@@ -143,6 +155,7 @@ def _read(folder, start):
     rows_of(manifest)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_share_downloads_and_survive_a_kill(remote, local, tmp_path):
     context = multiprocessing.get_context("spawn")
     names = [shard.file for shard in local.shards("train")]

@@ -11,6 +11,7 @@ import os
 import re
 from typing import Any, NoReturn, cast
 
+from sbpflow.errors import StoreError
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 MAX_BYTES = 2**30
@@ -48,7 +49,7 @@ def read_text(path: AnyPath, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool
         if size > max_bytes:
             raise JsonError(f"{path}: has {size:,} bytes; at most {max_bytes:,} are supported")
         return raw.decode("utf-8", "surrogateescape" if keep_bad_bytes else "strict")
-    except FileNotFoundError:
+    except (FileNotFoundError, StoreError):  # a store that fails does not mean a damaged file
         raise
     except NotADirectoryError as error:  # a parent in the path is a file, not a folder
         raise FileNotFoundError(*error.args) from error

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, StoreError
 from sbpflow.runtime.files.local_path import PathError, plain_path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?:/")
@@ -32,17 +32,6 @@ _FINAL = (PermissionError, NotImplementedError, ValueError, KeyError)
 _BUGS = (TypeError, AttributeError, NameError)
 
 Result = TypeVar("Result")
-
-
-class StoreError(OSError):
-    """Raised if a store fails repeatedly; ``strerror`` is the reason, without credentials."""
-
-    def __init__(self, path: "RemotePath", verb: str, reason: str) -> None:
-        super().__init__(errno.EIO, reason, str(path))
-        self.verb = verb
-
-    def __str__(self) -> str:
-        return f"{self.filename}: cannot be {self.verb} ({self.strerror})"
 
 
 class RemoteStat(NamedTuple):
@@ -155,7 +144,7 @@ class RemotePath:
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)
         if isinstance(value, datetime):  # a listing of the same file may have a number
             value = value.timestamp()
-        return f"{value:.3f}" if isinstance(value, float) else value
+        return f"{value:.6f}" if isinstance(value, float) else value
 
     def stat(self) -> RemoteStat:
         """Return size and time of the file; the time is 0 if the store does not report it."""
@@ -238,7 +227,7 @@ class RemotePath:
         self._call("written", write)
         self.facts = None
         if self.num_bytes != (expected := os.fstat(file).st_size):
-            raise StoreError(self, "written", f"{self.num_bytes:,} bytes instead of {expected:,}")
+            raise StoreError(f"{self}: has {self.num_bytes:,} bytes instead of {expected:,}")
 
     def download(self, target: Path) -> None:
         """Write the content of the file to ``target``, which may exist."""
@@ -301,7 +290,8 @@ class RemotePath:
                 if is_final or number == TRIES or spent_s > RETRY_S:
                     tries = f"{number} tries in {spent_s:.0f} s" if number > 1 else "1 try"
                     # Without the cause: the error of the library may contain a signed URL.
-                    raise StoreError(self, verb, f"{tries}: {_reason(error)}") from None
+                    text = f"{self}: cannot be {verb} ({tries}: {_reason(error)})"
+                    raise StoreError(text) from None
             time.sleep(pause_s)
             pause_s *= 2
         raise RuntimeError("not reached")
