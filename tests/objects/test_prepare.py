@@ -37,14 +37,14 @@ def test_two_requests_per_file_in_addition_to_its_rows(s3, inputs, tmp_path):
 
 
 @pytest.mark.parametrize("size", [40, 64, 1000, 1 << 20])
-def test_pieces_of_remote_files_equal_local_pieces(s3, tmp_path, size, monkeypatch):
+def test_pieces_of_remote_files_equal_local_pieces(tmp_path, size, monkeypatch):
     monkeypatch.setattr("sbpflow.data.prepare.source._REST_BYTES", 7)
     text = b"\n".join(b"x" * (n * 37 % 90) for n in range(60))
     for end in (b"", b"\n", b"\n\n"):
         (tmp_path / "f.tsv").write_bytes(text + end)
-        (IN / "f.tsv").write_bytes(text + end)
+        remote, local = RemotePath("memory://pieces/f.tsv"), tmp_path / "f.tsv"
+        remote.write_bytes(text + end)
         pieces = range(-(-len(text + end) // size))
-        remote, local = IN / "f.tsv", tmp_path / "f.tsv"
         assert [read_piece(remote, k, size) for k in pieces] == [
             read_piece(local, k, size) for k in pieces
         ]
