@@ -144,6 +144,8 @@ class RemotePath:
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)
         if isinstance(value, datetime):  # a listing of the same file may have a number
             value = value.timestamp()
+        if isinstance(value, str):  # some servers quote an ETag only in one of the answers
+            return value.strip('"')
         return f"{value:.6f}" if isinstance(value, float) else value
 
     def stat(self) -> RemoteStat:
