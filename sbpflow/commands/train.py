@@ -194,6 +194,7 @@ def _fit(
     opened: ExitStack,
 ) -> None:
     """Train, score and report, starting from the current state of the job."""
+    from sbpflow.boxing.agreement import run_on_all_ranks
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.commands.follow import exporting
     from sbpflow.data.format.metadata import copy_metadata
@@ -204,6 +205,8 @@ def _fit(
     from sbpflow.training import health
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.move_times import StepProfiler
+    from sbpflow.training.prometheus import PrometheusReporter
+    from sbpflow.training.rank_watch import RankWatch
     from sbpflow.training.report import Report
     from sbpflow.training.reporters import Reporters
     from sbpflow.training.trackers import open_trackers
@@ -235,6 +238,10 @@ def _fit(
             keep_set=lambda folder: copy_metadata(manifest, folder / DATA_FOLDER),
         )
         opened.callback(checkpoints.close)
+        endpoint = run_on_all_ranks(boxing, partial(PrometheusReporter.of, config, world.rank))
+        if endpoint is not None:
+            opened.callback(endpoint.close)
+        own = [tracker(world.rank)] if tracker else []
         with exporting(config, run.decision.folder, world.rank):
             result = fit(
                 job.trainer,
@@ -242,9 +249,10 @@ def _fit(
                 config.train,
                 boxing=boxing,
                 watch=health.LossWatch(boxing, manifest.dense, manifest.dense_ranges),
-                reporter=Reporters([report, *([tracker(world.rank)] if tracker else [])]),
+                reporter=Reporters([report, *([endpoint] if endpoint else []), *own]),
                 checkpoints=checkpoints,
                 profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
+                ranks=RankWatch(boxing, report.ranks, *([endpoint.ranks] if endpoint else [])),
             )
             health.check_replicas(job.copies, job.embeddings, boxing)
             notes = {"ids out of range": health.out_of_range_note(job.embeddings, boxing)}

@@ -13,6 +13,7 @@ from typing import Protocol
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import TrainConfig
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.ranks.comm_log import WaitTime
 from sbpflow.training.batch import Batch, Loader
 from sbpflow.training.cache_watch import CacheWatch
 from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
@@ -21,6 +22,7 @@ from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.move_times import MoveTimes, StepProfiler
 from sbpflow.training.overlap import OverlapWatch
+from sbpflow.training.rank_watch import RankWatch
 from sbpflow.training.saving import Checkpoints, NoCheckpoints
 from sbpflow.training.stopping import Watchers
 from sbpflow.training.trainer import Trainer
@@ -82,16 +84,19 @@ class Result:
 
 
 class Pace:
-    """Counts rows and seconds of training and, separately, the seconds spent waiting for data.
+    """Counts rows and seconds of training and, separately, the seconds spent waiting for data and,
+    with several ranks, for transfers (``waits``).
 
     Evaluations are not counted. The first step is not counted either, because it allocates memory
     and opens connections.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: WaitTime | None) -> None:
         self.rows = 0
         self.seconds = 0.0
-        self._interval = [0, 0, 0.0, 0.0]  # steps, rows, seconds, seconds waiting for data
+        # steps, rows, seconds, seconds waiting for data, seconds waiting for transfers
+        self._interval = [0, 0, 0.0, 0.0, 0.0]
+        self._waits, self._waited = waits, waits.seconds if waits else 0.0
         self._begin = time.perf_counter()
         self._data_seconds = 0.0
         self._warm = False
@@ -107,25 +112,31 @@ class Pace:
             seconds = now - self._begin
             self.rows += batch_size
             self.seconds += seconds
-            for place, value in enumerate((1, batch_size, seconds, self._data_seconds)):
+            waited = self._waits.seconds - self._waited if self._waits else 0.0
+            for place, value in enumerate((1, batch_size, seconds, self._data_seconds, waited)):
                 self._interval[place] += value
         self._warm = True
-        self._begin = now
+        self._restart(now)
 
     def resume(self) -> None:
         """Ignore the time since the last step."""
-        self._begin = time.perf_counter()
+        self._restart(time.perf_counter())
+
+    def _restart(self, now: float) -> None:
+        self._begin, self._waited = now, self._waits.seconds if self._waits else 0.0
 
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Return samples/s since the last call, and ms per step: total, data, and each move.
+        """Return samples/s since the last call, and ms per step: total, data, wait, and each move.
 
         ``moves`` contains the seconds of each move. The rate is NaN if only the first step has run.
         """
-        steps, rows, seconds, data = self._interval
-        self._interval = [0, 0, 0.0, 0.0]
+        steps, rows, seconds, data, wait = self._interval
+        self._interval = [0, 0, 0.0, 0.0, 0.0]
         if not steps:
             return float("nan"), {}
-        parts = {"step": seconds, "data": data, **{f"move_{k}": v for k, v in moves.items()}}
+        waited = {"wait": wait} if self._waits else {}
+        parts = {"step": seconds, "data": data, **waited}
+        parts |= {f"move_{k}": v for k, v in moves.items()}
         return rows / seconds, {f"{name}_ms": 1e3 * s / steps for name, s in parts.items()}
 
 
@@ -168,15 +179,16 @@ def fit(
     reporter: Reporter,
     profiler: StepProfiler | None = None,
     checkpoints: Checkpoints | None = None,
+    ranks: RankWatch | None = None,
 ) -> Result:
     """Train on ``loaders["train"]``; score ``val`` during the run, then ``val`` and ``test``.
 
     ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when the
     run is saved, and whether the run ends with the weights of the best step or of the last step.
-    Raises TrainingError if the loss is not finite, and ConfigError if a key watches ``val`` but
-    ``val`` is empty.
+    ``ranks`` compares the ranks' times. Raises TrainingError if the loss is not finite, and
+    ConfigError if a key watches ``val`` but ``val`` is empty.
     """
-    checkpoints = checkpoints or NoCheckpoints()
+    checkpoints, ranks = checkpoints or NoCheckpoints(), ranks or RankWatch(boxing)
     watchers = Watchers.of(train, checkpoints.best_metric)
     watchers.load(checkpoints.loop)
     score = _Scores(trainer, loaders, train, boxing, reporter)
@@ -184,7 +196,8 @@ def fit(
     last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
-    pace, times, caches, step = Pace(), MoveTimes(), CacheWatch(trainer), checkpoints.step
+    waits = boxing.world.waits if boxing.world.size > 1 else None
+    pace, times, caches, step = Pace(waits), MoveTimes(), CacheWatch(trainer), checkpoints.step
     growth = GrowthWatch(trainer.growth_counts)
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
@@ -207,6 +220,7 @@ def fit(
         reporter.advance(step, watch.last)
         if logged:
             rate, split = pace.interval(times.take())
+            ranks.compare(step, split)
             extra = {"epoch": current.epoch + 1, **split, **watch.figures(), **watchers.figures()}
             extra |= caches.figures(step) | growth.figures()
             reporter.step(step, watch.last, rate, extra)

@@ -97,8 +97,9 @@ class GracefulInterrupt:
 def watch_signals() -> GracefulShutdown | GracefulInterrupt | None:
     """Start watching the signals of this process; return None if a Ctrl-C does not reach this
     thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
     if callable(signal.getsignal(signal.SIGTERM)):  # by ``run_main``
         return GracefulShutdown()
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    is_main = threading.current_thread() is threading.main_thread()
-    return GracefulInterrupt() if is_default and is_main else None
+    return GracefulInterrupt() if is_default else None

@@ -128,6 +128,17 @@ class TimedStore:
             raise self._lost from error
 
 
+def store_of_group(name: str) -> TimedStore:
+    """Return a key-value store for the ranks of torch's default process group, with a separate set
+    of keys per ``name``, and a connection of its own, because a connection handles one operation at
+    a time."""
+    from torch.distributed import PrefixStore, distributed_c10d
+
+    # torch has no public function to get the default store, and torch's stub lacks clone.
+    store = cast("Any", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+    return TimedStore(PrefixStore(name, store.clone()), "the ranks' rendezvous address")
+
+
 def open_store(serves: bool) -> TimedStore:
     """Open the store of the launcher's environment, which this process ``serves`` or joins.
 
