@@ -19,7 +19,8 @@ from sbpflow.sbp.sbp import Split
 
 logger = logging.getLogger(__name__)
 
-_PERSISTS = 3  # number of consecutive intervals before a warning
+_PERSISTS = 3  # number of consecutive windows before a warning
+_WINDOW_STEPS = 20  # minimum length of a window, because single steps vary
 _FACTOR = 1.2  # a slow rank's own time is this many times the median of the other ranks,
 _SHARE = 0.05  # and the difference is at least this share of a step
 
@@ -60,7 +61,10 @@ class RankWatch:
     def __init__(self, boxing: Boxing, *write: Callable[[RankTimes], None]) -> None:
         self._boxing, self._write = boxing, write
         self._hosts: Sequence[str] = ()
-        self._recent: list[int | None] = []  # the slow ranks of the last intervals
+        self._last_step = 0
+        self._window = torch.zeros(0)  # sums of the times of the current window, by rank
+        self._window_steps = 0
+        self._recent: list[int | None] = []  # the slow ranks of the last windows
         self._named: int | None = None
 
     def compare(self, step: int, split: Mapping[str, float]) -> None:
@@ -76,7 +80,17 @@ class RankWatch:
         for write in self._write:
             write(times)
         if world.rank == 0:
-            self._warn(times)
+            self._add(step, parts.cpu())
+
+    def _add(self, step: int, parts: torch.Tensor) -> None:
+        """Add an interval to the current window, and judge the window if it is long enough."""
+        steps, self._last_step = step - self._last_step, step
+        previous = self._window if self._window_steps else torch.zeros_like(parts)
+        self._window, self._window_steps = previous + steps * parts, self._window_steps + steps
+        if self._window_steps >= _WINDOW_STEPS:
+            means = self._window / self._window_steps
+            self._window_steps = 0
+            self._warn(RankTimes(step, self._hosts, *means.T.tolist()))
 
     def _warn(self, times: RankTimes) -> None:
         slow = times.slow_rank

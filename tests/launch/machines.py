@@ -36,6 +36,7 @@ class Machine:
 
     def __init__(self, number: int, name: str, interface: str) -> None:
         self.number, self.name, self.interface = number, name, interface
+        self.interface_for_gloo, self.local_addr = interface, True
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, mode: str, folder: Path, **env: str) -> None:
@@ -67,13 +68,14 @@ class Machine:
             *("--nnodes", nnodes, "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
             *("--rdzv-id", "test", "--rdzv-endpoint", f"10.77.0.1:{PORT}"),
             *("--rdzv-conf", f"is_host={int(self.number == 1)}{conf}"),
-            *("--local-addr", f"10.77.0.{self.number}"),
+            *(("--local-addr", f"10.77.0.{self.number}") if self.local_addr else ()),
             *more,
         ]
 
     def _run(self, command: list[str], output: IO[str] | int, env: dict[str, str]) -> None:
         here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        here["GLOO_SOCKET_IFNAME"] = self.interface
+        if self.interface_for_gloo:
+            here["GLOO_SOCKET_IFNAME"] = self.interface_for_gloo
         self.process = subprocess.Popen(
             ["ip", "netns", "exec", self.name, *command],
             cwd=ROOT,

@@ -74,7 +74,7 @@ def test_a_stopped_job_is_queued_again_and_resumes_on_other_numbers_of_nodes(
 
         slurm.wait(queued, END_S, "the job was not queued again")
         assert out.read_text().count("stopped by SIGTERM") >= start + 1
-        slurm("scontrol", "update", f"jobid={job}", "starttime=now")  # Slurm waits two minutes
+        slurm("scontrol", "update", f"jobid={job}", "starttime=now+5")  # instead of 2 minutes
         nodes.append(2 if new_state == "resume" else 1)
     slurm.wait(
         lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), END_S, "no end"

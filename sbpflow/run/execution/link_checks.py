@@ -91,11 +91,12 @@ def _seconds(boxing: Boxing, pairs: Sequence[Pair], size: int) -> dict[Pair, flo
     """Return the shortest time to send ``size`` float32 values along each of ``pairs``."""
     world = boxing.world
     sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
+    src, dst = (
+        Layout(Placement.of(world.device.type, ranks), (Split(0),)) for ranks in (sources, targets)
+    )
     steps = plan_boxing(
-        *(
-            Layout(Placement.of(world.device.type, ranks), (Split(0),))
-            for ranks in (sources, targets)
-        ),
+        src,
+        dst,
         (size * len(pairs),),
         torch.float32,
         id=f"doctor/link/{sources}/{targets}/{size}",
