@@ -43,6 +43,10 @@ class Machine:
         """Start torchrun with entry.py, with one rank on each machine."""
         self._run([*self._torchrun(), str(ENTRY), mode, str(folder)], subprocess.PIPE, env)
 
+    def run(self, words: list[str]) -> None:
+        """Start torchrun with the arguments ``words``."""
+        self._run([*self._torchrun(), *words], subprocess.PIPE, {})
+
     def supervise(self, words: list[str], log: Path, **env: str) -> None:
         """Start torchrun with the arguments ``words`` in the restart loop; all output goes to
         ``log``."""

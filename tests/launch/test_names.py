@@ -12,7 +12,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.processes import store
 from sbpflow.runtime.ranks import interfaces
 from sbpflow.runtime.ranks.topology import Topology
-from tests.launch.machines import Machine, needs_namespaces, two_machines, wait_for_ranks
+from tests.launch.machines import Machine, ip, needs_namespaces, two_machines, wait_for_ranks
 
 
 @pytest.fixture
@@ -113,3 +113,25 @@ def test_interfaces_are_found_by_address():
     assert interfaces.mtu_of(name) == int(Path(f"/sys/class/net/{name}/mtu").read_text())
     assert interfaces.mtu_of("none") is None
     assert interfaces.source_address("127.0.0.1") == ""
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_doctor_names_what_differs_between_machines(machines, tmp_path):
+    ip("-n", machines[1].name, "link", "set", machines[1].interface, "mtu", "1400")
+    machines[1].slow_down("20mbit")  # only what the second machine sends
+    for machine in machines:
+        machine.interface_for_gloo = ""
+        machine.run(["-m", "sbpflow", "doctor", "--dir", str(tmp_path)])
+    outputs = [machine.output(200) for machine in machines]
+    text = "".join(outputs)
+    names = [f"{socket.gethostname()} (node {number})" for number in range(2)]
+    lines = [line for line in text.splitlines() if line.startswith("ODD")]
+    by_check = dict(line.removeprefix("ODD").split(maxsplit=1) for line in lines)
+    assert {"names", "mtu", "link"} <= set(by_check), text
+    assert sum(f"{name} resolves its own name" in by_check["names"] for name in names) == 2
+    assert "1400" in by_check["mtu"]
+    assert "1500" in by_check["mtu"]
+    assert " is slow: 0.00" in by_check["link"], "about 0.0025 GB/s"
+    assert "ok     pair" in text
+    assert "nothing is broken" in text
