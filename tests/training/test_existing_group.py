@@ -21,7 +21,7 @@ for run in ("a", "b"):
     run_rank("configs/scheme3.yaml", [*words, f"run.dir={folder}/{run}"])
 assert dist.is_initialized() and dist.get_world_size() == 2
 if rank == 1:
-    words.append("run.seed=7")
+    words.append("run.seed=8")
 try:
     run_rank("configs/scheme3.yaml", [*words, f"run.dir={folder}/c"])
 except ValueError as error:

@@ -146,7 +146,10 @@ def compute_finding(by_rank: Sequence[Facts]) -> Finding:
 
 def _by_host(by_rank: Sequence[Facts]) -> dict[str, Facts]:
     """Return the facts of each machine's first rank."""
-    return {facts["host"]: facts for facts in reversed(by_rank)}
+    hosts: dict[str, Facts] = {}
+    for facts in by_rank:
+        hosts.setdefault(facts["host"], facts)
+    return hosts
 
 
 def _unusual(by_rank: Sequence[Facts], key: str) -> tuple[str, dict[str, str]]:
