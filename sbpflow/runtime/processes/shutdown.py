@@ -4,7 +4,6 @@ This module imports torch only if torch is loaded already, because ``launch`` mu
 """
 
 import sys
-from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
 
@@ -13,9 +12,9 @@ from sbpflow.runtime.processes.background import in_background
 _CLOSE_S = 10.0
 
 
-def close_process_groups(groups: Sequence[Any] | None = None) -> None:
-    """Destroy ``groups``, or else all process groups, if any; raise RuntimeError if they do not
-    close in 10 s.
+def close_process_groups(groups: list[Any] | None = None) -> None:
+    """Destroy and remove ``groups``, or else all process groups, if any; raise RuntimeError if
+    they do not close in 10 s.
 
     Without this, gloo aborts about every second process at exit.
     """
@@ -27,8 +26,11 @@ def close_process_groups(groups: Sequence[Any] | None = None) -> None:
         return
 
     def close() -> None:
-        for group in [None] if groups is None else groups:
-            distributed.destroy_process_group(group)
+        # This thread must not keep the last reference to a group, because destroying the group's
+        # threads during the interpreter's exit would abort the process.
+        left = [None] if groups is None else groups
+        while left:
+            distributed.destroy_process_group(left.pop())
 
     closing = in_background(close, "close process groups")
     wait([closing], _CLOSE_S)

@@ -312,6 +312,7 @@ class World:
             self._shared.close()
         close_process_groups(None if self._owns_default_group else list(self._groups.values()))
         self._groups.clear()
+        self._links.clear()
 
     def __enter__(self) -> "World":
         return self
