@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sbpflow.run.saved.resume import DataFacts, Resumed
     from sbpflow.runtime.ranks.topology import Topology
     from sbpflow.training.loop import Reporter
+    from sbpflow.training.report import Report
 
 _DESCRIPTION = "Train a model on a prepared set."
 
@@ -194,7 +195,6 @@ def _fit(
     opened: ExitStack,
 ) -> None:
     """Train, score and report, starting from the current state of the job."""
-    from sbpflow.boxing.agreement import run_on_all_ranks
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.commands.follow import exporting
     from sbpflow.data.format.metadata import copy_metadata
@@ -205,10 +205,7 @@ def _fit(
     from sbpflow.training import health
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.move_times import StepProfiler
-    from sbpflow.training.prometheus import PrometheusReporter
-    from sbpflow.training.rank_watch import RankWatch
     from sbpflow.training.report import Report
-    from sbpflow.training.reporters import Reporters
     from sbpflow.training.trackers import open_trackers
 
     boxing, world = job.boxing, job.boxing.world
@@ -238,10 +235,6 @@ def _fit(
             keep_set=lambda folder: copy_metadata(manifest, folder / DATA_FOLDER),
         )
         opened.callback(checkpoints.close)
-        endpoint = run_on_all_ranks(boxing, partial(PrometheusReporter.of, config, world.rank))
-        if endpoint is not None:
-            opened.callback(endpoint.close)
-        own = [tracker(world.rank)] if tracker else []
         with exporting(config, run.decision.folder, world.rank):
             result = fit(
                 job.trainer,
@@ -249,10 +242,9 @@ def _fit(
                 config.train,
                 boxing=boxing,
                 watch=health.LossWatch(boxing, manifest.dense, manifest.dense_ranges),
-                reporter=Reporters([report, *([endpoint] if endpoint else []), *own]),
+                reporter=_reporters(config, job, report, tracker, opened),
                 checkpoints=checkpoints,
                 profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
-                ranks=RankWatch(boxing, report.ranks, *([endpoint.ranks] if endpoint else [])),
             )
             health.check_replicas(job.copies, job.embeddings, boxing)
             notes = {"ids out of range": health.out_of_range_note(job.embeddings, boxing)}
@@ -270,3 +262,24 @@ def _fit(
                 peak_memory_bytes=health.peak_memory_bytes(boxing),
             )
             checkpoints.finished()
+
+
+def _reporters(
+    config: "Config",
+    job: "Job",
+    report: "Report",
+    tracker: "Callable[[int], Reporter] | None",
+    opened: ExitStack,
+) -> "Reporter":
+    """Return the reporter of the run, the comparison of its ranks, and the user's reporter."""
+    from sbpflow.training.prometheus import PrometheusReporter
+    from sbpflow.training.rank_watch import RankWatch
+    from sbpflow.training.reporters import Reporters
+
+    own = [tracker(job.boxing.world.rank)] if tracker else []
+    endpoint = PrometheusReporter.of(config, job.boxing)
+    if endpoint is None:
+        return Reporters([report, RankWatch(job.boxing, report.ranks), *own])
+    opened.callback(endpoint.close)
+    watch = RankWatch(job.boxing, report.ranks, endpoint.ranks)
+    return Reporters([report, watch, endpoint, *own])

@@ -13,7 +13,7 @@ from typing import Protocol
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import TrainConfig
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.ranks.comm_log import WaitTime
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.batch import Batch, Loader
 from sbpflow.training.cache_watch import CacheWatch
 from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
@@ -22,7 +22,6 @@ from sbpflow.training.health import LossWatch
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.move_times import MoveTimes, StepProfiler
 from sbpflow.training.overlap import OverlapWatch
-from sbpflow.training.rank_watch import RankWatch
 from sbpflow.training.saving import Checkpoints, NoCheckpoints
 from sbpflow.training.stopping import Watchers
 from sbpflow.training.trainer import Trainer
@@ -85,18 +84,19 @@ class Result:
 
 class Pace:
     """Counts rows and seconds of training and, separately, the seconds spent waiting for data and,
-    with several ranks, for transfers (``waits``).
+    with several ranks, for transfers.
 
     Evaluations are not counted. The first step is not counted either, because it allocates memory
     and opens connections.
     """
 
-    def __init__(self, waits: WaitTime | None) -> None:
+    def __init__(self, world: World) -> None:
         self.rows = 0
         self.seconds = 0.0
         # steps, rows, seconds, seconds waiting for data, seconds waiting for transfers
         self._interval = [0, 0, 0.0, 0.0, 0.0]
-        self._waits, self._waited = waits, waits.seconds if waits else 0.0
+        self._waits = world.waits if world.size > 1 else None
+        self._waited = world.waits.seconds
         self._begin = time.perf_counter()
         self._data_seconds = 0.0
         self._warm = False
@@ -179,16 +179,15 @@ def fit(
     reporter: Reporter,
     profiler: StepProfiler | None = None,
     checkpoints: Checkpoints | None = None,
-    ranks: RankWatch | None = None,
 ) -> Result:
     """Train on ``loaders["train"]``; score ``val`` during the run, then ``val`` and ``test``.
 
     ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when the
     run is saved, and whether the run ends with the weights of the best step or of the last step.
-    ``ranks`` compares the ranks' times. Raises TrainingError if the loss is not finite, and
-    ConfigError if a key watches ``val`` but ``val`` is empty.
+    Raises TrainingError if the loss is not finite, and ConfigError if a key watches ``val`` but
+    ``val`` is empty.
     """
-    checkpoints, ranks = checkpoints or NoCheckpoints(), ranks or RankWatch(boxing)
+    checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)
     watchers.load(checkpoints.loop)
     score = _Scores(trainer, loaders, train, boxing, reporter)
@@ -196,9 +195,8 @@ def fit(
     last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
-    waits = boxing.world.waits if boxing.world.size > 1 else None
-    pace, times, caches, step = Pace(waits), MoveTimes(), CacheWatch(trainer), checkpoints.step
-    growth = GrowthWatch(trainer.growth_counts)
+    pace, times, caches = Pace(boxing.world), MoveTimes(), CacheWatch(trainer)
+    growth, step = GrowthWatch(trainer.growth_counts), checkpoints.step
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     steps_left = 0 if watchers.stops else max(last - step, 0)
@@ -220,7 +218,6 @@ def fit(
         reporter.advance(step, watch.last)
         if logged:
             rate, split = pace.interval(times.take())
-            ranks.compare(step, split)
             extra = {"epoch": current.epoch + 1, **split, **watch.figures(), **watchers.figures()}
             extra |= caches.figures(step) | growth.figures()
             reporter.step(step, watch.last, rate, extra)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from sbpflow.boxing.agreement import run_on_all_ranks
+from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
 from sbpflow.config.train_options import PrometheusConfig
 from sbpflow.errors import ConfigError
@@ -48,10 +50,13 @@ class PrometheusReporter:
         logger.info("metrics for Prometheus: http://%s:%d/metrics", address.host, self.port)
 
     @staticmethod
-    def of(config: Config, rank: int) -> "PrometheusReporter | None":
-        """Return the endpoint on rank 0 if ``train.prometheus`` is given."""
-        address = config.train.prometheus
-        return PrometheusReporter(address) if address is not None and rank == 0 else None
+    def of(config: Config, boxing: Boxing) -> "PrometheusReporter | None":
+        """Return the endpoint on rank 0 if ``train.prometheus`` is given; every rank must call
+        this, and gets the error of rank 0."""
+        address, rank = config.train.prometheus, boxing.world.rank
+        if address is None:
+            return None
+        return run_on_all_ranks(boxing, lambda: None if rank else PrometheusReporter(address))
 
     def close(self) -> None:
         """Stop answering requests."""

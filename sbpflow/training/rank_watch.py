@@ -16,6 +16,7 @@ from sbpflow.boxing.agreement import combine_parts, gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.runtime.processes.environment import machine_name
 from sbpflow.sbp.sbp import Split
+from sbpflow.training.metrics import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class RankTimes:
 
 
 class RankWatch:
-    """Gathers the times of all ranks; ``write`` gets them on every rank.
+    """Implements ``Reporter``: gathers the times of all ranks, which ``write`` gets on every rank.
 
     The only communication is one small all-gather per log interval.
     """
@@ -67,13 +68,21 @@ class RankWatch:
         self._recent: list[int | None] = []  # the slow ranks of the last windows
         self._named: int | None = None
 
-    def compare(self, step: int, split: Mapping[str, float]) -> None:
-        """Gather the times of an interval (see ``Pace.interval``); every rank must call this."""
+    def advance(self, step: int, loss: float) -> None:
+        """Do nothing, because only intervals are compared."""
+
+    def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
+        """Do nothing."""
+
+    def step(
+        self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
+    ) -> None:
+        """Gather the times in ``extra`` (see ``Pace.interval``); every rank must call this."""
         world = self._boxing.world
-        if world.size == 1 or not split:
+        if world.size == 1 or "step_ms" not in extra:  # the first step is not timed
             return
         self._hosts = self._hosts or gather_texts(self._boxing, machine_name())
-        mine = [[split["step_ms"], split["data_ms"], split["wait_ms"]]]
+        mine = [[extra["step_ms"], extra["data_ms"], extra["wait_ms"]]]
         part = torch.tensor(mine, dtype=torch.float32, device=world.device)
         parts = combine_parts(self._boxing, part, Split(0), "ranks/times")
         times = RankTimes(step, self._hosts, *parts.T.tolist())

@@ -31,7 +31,7 @@ URLS += ("simplecache::s3://bucket/x", "memory://x")
 # The values of these keys and options are not paths, but names, numbers and patterns.
 NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fields.*.table"}
 NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense.*"}
-NAMES |= {"parallel.storage.*.cache"}
+NAMES |= {"parallel.storage.*.cache", "train.prometheus.host"}
 OTHER_OPTIONS = {
     *("--model", "--rows", "--part", "key=value"),
     *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot", "--keys", "--table"),

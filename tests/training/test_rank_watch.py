@@ -19,6 +19,7 @@ from sbpflow.training.loop import fit
 from sbpflow.training.prometheus import PrometheusReporter
 from sbpflow.training.rank_watch import RankTimes, RankWatch
 from sbpflow.training.report import MetricsWriter, Report
+from sbpflow.training.reporters import Reporters
 from tests.training.test_health import Split
 from tests.training.test_move_times import Keeping
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
@@ -52,7 +53,8 @@ def _warnings(world, intervals, steps=20):
     world.log.clear()
     names = ("step_ms", "data_ms", "wait_ms")
     for number, by_rank in enumerate(intervals, 1):
-        watch.compare(steps * number, dict(zip(names, by_rank[world.rank], strict=True)))
+        extra = dict(zip(names, by_rank[world.rank], strict=True))
+        watch.step(steps * number, 0.5, 1.0, extra)
     logger.removeHandler(handler)
     return messages, [record.step_id for record in world.log.records]
 
@@ -93,8 +95,7 @@ def _trained(world, folder):
         TrainConfig(log_every=4, eval_every=0),
         boxing=job.boxing,
         watch=LossWatch(job.boxing, FIELDS.dense),
-        reporter=kept,
-        ranks=RankWatch(job.boxing, collected.append),
+        reporter=Reporters([kept, RankWatch(job.boxing, collected.append)]),
     )
     return [extra["wait_ms"] for extra in kept.extra], collected
 

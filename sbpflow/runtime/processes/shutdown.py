@@ -26,11 +26,12 @@ def close_process_groups(groups: list[Any] | None = None) -> None:
         return
 
     def close() -> None:
+        if groups is None:
+            distributed.destroy_process_group()
         # This thread must not keep the last reference to a group, because destroying the group's
         # threads during the interpreter's exit would abort the process.
-        left = [None] if groups is None else groups
-        while left:
-            distributed.destroy_process_group(left.pop())
+        while groups:
+            distributed.destroy_process_group(groups.pop())
 
     closing = in_background(close, "close process groups")
     wait([closing], _CLOSE_S)

@@ -97,7 +97,8 @@ class World:
         self._owns_default_group = owns_default_group
         self._closed = False
         self._served: Meeting | None = None
-        self._keys = ""
+        self._keys = ""  # prefix of the keys of this world's stores
+        self._new_backend: str | None = None  # backend of new groups, or the default group's
 
     @staticmethod
     def start(
@@ -127,7 +128,8 @@ class World:
         if device == "auto" and chosen.type == "cpu" and meeting.local_rank == 0:
             if reason := why_no_cuda():
                 logger.warning("device auto: using the CPU, because %s", reason)
-        owns, backend = not dist.is_initialized(), _backends_of(chosen)
+        owns = not dist.is_initialized()
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         met: Meeting | None = None
         if meeting.init_method == "env://" or (not owns and meeting.size > 1):
             agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
@@ -164,6 +166,8 @@ class World:
         if not owns and world.size > 1:  # the group's store contains keys of its earlier worlds
             number = store_of_group("sbpflow/worlds").add(str(world.rank), 1)
             world._keys = f"world {number}/"
+            # The backend of the existing default group may not support this device.
+            world._new_backend = backend
         world._served = met  # keeps rank 0's store alive, because creating groups needs the store
         if topology is None:
             common = world.store("hosts") if world.size > 1 else None
@@ -210,9 +214,9 @@ class World:
                     f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
                 )
             what = f"creating the group of ranks {list(key[0])} for {channel}"
-            # The backend of a default group that already existed may not support this device.
-            backend = None if self._owns_default_group else _backends_of(self.device)
-            create = partial(dist.new_group, list(key[0]), timeout=self._timeout, backend=backend)
+            create = partial(
+                dist.new_group, list(key[0]), timeout=self._timeout, backend=self._new_backend
+            )
             timeout_s = self._timeout.total_seconds()
             created = _connect(create, self.device, timeout_s, step_id, what)
             group = self._groups[key] = cast("dist.ProcessGroup", created)
@@ -283,11 +287,7 @@ class World:
         return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
 
     def store(self, name: str) -> TimedStore:
-        """Return a key-value store shared by all ranks, with a separate set of keys per ``name``.
-
-        The store uses its own connection. One additional thread may therefore use the store while
-        the main thread trains.
-        """
+        """Return a store with its own connection and keys, so a second thread may use the store."""
         return store_of_group(f"{self._keys}{name}")
 
     def barrier(self) -> None:
@@ -300,11 +300,9 @@ class World:
                 raise broken(error, "barrier", "all_reduce") from error
 
     def close(self) -> None:
-        """Destroy the process groups; otherwise gloo aborts some processes at exit.
-
-        A default group that existed before remains. Raises RuntimeError if closing takes longer
-        than 10 s, such as when a peer has just died.
-        """
+        """Destroy the process groups, except a default group that existed before; otherwise gloo
+        aborts some processes at exit. Raises RuntimeError if closing takes longer than 10 s, such
+        as when a peer has just died."""
         if self._closed:
             return
         self._closed = True
@@ -387,10 +385,6 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     store = cast("Any", met.store.torch_store).clone()  # torch's stub lacks clone
     store.set_timeout(timedelta(seconds=timeout_s))
     return dist.PrefixStore("torch", store)
-
-
-def _backends_of(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def _cut(raw: bytes, length: int) -> bytes:
