@@ -145,6 +145,8 @@ def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
     if rule.ranks is None:
         return rule.sizes is not None and len(rule.sizes) != world_size
     ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]
+    if rule.splits_rows_twice:  # needs all ranks
+        return len(ranks) != world_size
     return max(ranks) >= world_size
 
 
