@@ -45,7 +45,7 @@ def explain(argv: Sequence[str]) -> int:
 
     check_world_size(args.world_size)
     config = load_config(args.config, args.overrides, models=MODELS)
-    manifest = load_manifest(data_path(config))
+    manifest = load_manifest(data_path(config), cache=config.data.cache)
     device = config.parallel.device  # keep "cuda", because planning for GPUs does not need a GPU
     device_type = device_type_of(device) if device == "auto" else device
     planned = run_planner(config, manifest, args.world_size, device_type)

@@ -14,6 +14,7 @@ from sbpflow.config.table_rules import Hosts, Schemes, Shape, TableRule
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.plan.two_level import is_two_level
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.remote_path import AnyPath
 
 
 def check(
@@ -97,11 +98,12 @@ def writable_folder(key: str, folder: Path, example: str) -> Path:
     return folder
 
 
-def data_path(config: Config) -> Path:
-    """Return ``data.path``; raise ConfigError unless the key is given and names a folder."""
+def data_path(config: Config) -> AnyPath:
+    """Return ``data.path``; raise ConfigError unless the key is given and names a folder
+    or a URL."""
     path = config.data.path
     if path is None:
         raise ConfigError(f"data.path: not given; use data.path=DIR; {HOW_TO_MAKE_DATA}")
-    if problem := data_folder_problem(path):
+    if isinstance(path, Path) and (problem := data_folder_problem(path)):
         raise ConfigError(problem)
     return path
