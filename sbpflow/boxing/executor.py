@@ -21,7 +21,7 @@ from sbpflow.boxing.plan import Conversion, ConversionKey, plan_boxing
 from sbpflow.boxing.program import Program, Stays, compile_step
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
-from sbpflow.runtime.ranks.comm_log import CommRecord
+from sbpflow.runtime.ranks.comm_log import CommRecord, WaitTime
 from sbpflow.runtime.ranks.world import (
     Link,
     World,
@@ -197,7 +197,7 @@ class Boxing:
         loan = self._staging.loan()
         try:
             if program.stays is not None:
-                return _exchange_apart(program, program.stays, part, link, loan)
+                return _exchange_apart(program, program.stays, part, link, loan, world.waits)
             if step.collective == "all_reduce":
                 received, work = _run_all_reduce(program, part, link.group, donate)
             else:
@@ -207,7 +207,7 @@ class Boxing:
         finish = program.unpack
         if program.add_own is not None:
             finish = partial(program.add_own, part)
-        return partial(_finish, work, program, finish, received, loan)
+        return partial(_finish, work, program, finish, received, loan, world.waits)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
         """Compare the step with other ranks' steps; notify the other ranks if this rank rejects its
@@ -280,24 +280,31 @@ def _as_sent(program: Program, buffer: Tensor) -> Tensor:
 
 
 def _finish(
-    work: Work, program: Program, unpack: Unpack, received: Tensor, loan: Loan
+    work: Work,
+    program: Program,
+    unpack: Unpack,
+    received: Tensor,
+    loan: Loan,
+    waits: WaitTime,
 ) -> Tensor | None:
-    _wait(work, program)
+    _wait(work, program, waits)
     part = unpack(received)
     loan.give_back()
     return part
 
 
-def _wait(work: Work, program: Program) -> None:
+def _wait(work: Work, program: Program, waits: WaitTime) -> None:
     if work is None:
         return
     try:
-        work.wait()
+        waits.during(work.wait)
     except RuntimeError as error:
         raise broken(error, program.step.id, program.step.collective) from error
 
 
-def _exchange_apart(program: Program, stays: Stays, part: Tensor, link: Link, loan: Loan) -> Finish:
+def _exchange_apart(
+    program: Program, stays: Stays, part: Tensor, link: Link, loan: Loan, waits: WaitTime
+) -> Finish:
     """Start an all-to-all; during the transfer, copy the piece that stays on this rank."""
     packed = program.pack(part, loan)
     out = part.new_empty(stays.shape)
@@ -308,7 +315,7 @@ def _exchange_apart(program: Program, stays: Stays, part: Tensor, link: Link, lo
     work = _all_to_all(program, received, packed, link)
     stays.put(out).copy_(stays.cut(part))
 
-    return partial(_finish, work, program, partial(stays.place, out), received, loan)
+    return partial(_finish, work, program, partial(stays.place, out), received, loan, waits)
 
 
 def _run_all_reduce(

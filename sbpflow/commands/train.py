@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sbpflow.run.saved.resume import DataFacts, Resumed
     from sbpflow.runtime.ranks.topology import Topology
     from sbpflow.training.loop import Reporter
+    from sbpflow.training.report import Report
 
 _DESCRIPTION = "Train a model on a prepared set."
 
@@ -213,7 +214,6 @@ def _fit(
     from sbpflow.training.loop import fit, num_train_steps
     from sbpflow.training.move_times import StepProfiler
     from sbpflow.training.report import Report
-    from sbpflow.training.reporters import Reporters
     from sbpflow.training.trackers import open_trackers
 
     boxing, world = job.boxing, job.boxing.world
@@ -250,7 +250,7 @@ def _fit(
                 config.train,
                 boxing=boxing,
                 watch=health.LossWatch(boxing, manifest.dense, manifest.dense_ranges),
-                reporter=Reporters([report, *([tracker(world.rank)] if tracker else [])]),
+                reporter=_reporters(config, job, report, tracker, opened),
                 checkpoints=checkpoints,
                 profiler=StepProfiler.of(config.train.profile, config.run.dir, world),
             )
@@ -270,3 +270,24 @@ def _fit(
                 peak_memory_bytes=health.peak_memory_bytes(boxing),
             )
             checkpoints.finished()
+
+
+def _reporters(
+    config: "Config",
+    job: "Job",
+    report: "Report",
+    tracker: "Callable[[int], Reporter] | None",
+    opened: ExitStack,
+) -> "Reporter":
+    """Return the reporter of the run, the comparison of its ranks, and the user's reporter."""
+    from sbpflow.training.prometheus import PrometheusReporter
+    from sbpflow.training.rank_watch import RankWatch
+    from sbpflow.training.reporters import Reporters
+
+    own = [tracker(job.boxing.world.rank)] if tracker else []
+    endpoint = PrometheusReporter.of(config, job.boxing)
+    if endpoint is None:
+        return Reporters([report, RankWatch(job.boxing, report.ranks), *own])
+    opened.callback(endpoint.close)
+    watch = RankWatch(job.boxing, report.ranks, endpoint.ranks)
+    return Reporters([report, watch, endpoint, *own])

@@ -70,7 +70,8 @@ class CheckpointConfig:
         Literal["save", "end"],
         Key(
             "execution",
-            "Action on the first Ctrl-C or SIGTERM. A second signal ends the run.",
+            "Action on the first Ctrl-C or SIGTERM. A second signal ends the run, except "
+            "another SIGTERM within 5 s.",
         ),
     ] = "save"
 

@@ -20,6 +20,7 @@ from sbpflow.config.train_options import (
     DenseScheduleConfig,
     LossConfig,
     PlateauConfig,
+    PrometheusConfig,
     ScheduleConfig,
     SparseScheduleConfig,
     StopConfig,
@@ -337,6 +338,7 @@ class TrainConfig:
         Example(("mlflow",)),
         Key("execution", "Trackers that also receive the values in metrics.jsonl."),
     ] = ()
+    prometheus: Annotated[PrometheusConfig | None, Example({"port": 9464})] = None
 
     def __post_init__(self) -> None:
         for key, given in (("stop", self.stop), ("plateau", self.plateau)):

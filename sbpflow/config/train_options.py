@@ -44,6 +44,22 @@ class PlateauConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PrometheusConfig:
+    """Serves the values of a run to Prometheus, at http://HOST:PORT/metrics on rank 0's machine.
+
+    The endpoint has no authentication.
+    """
+
+    port: Annotated[
+        int, Range(low=0, high=65535), Key("execution", "Port; 0 chooses a free port.")
+    ] = 9464
+    host: Annotated[
+        str,
+        Key("execution", "Address to listen on; 0.0.0.0 admits every machine."),
+    ] = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
     """Modifies each row's loss in training; evaluations report the plain logloss.
 

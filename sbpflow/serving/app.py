@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from sbpflow.runtime.files.prometheus import CONTENT_TYPE
 from sbpflow.serving import inference_protocol
 from sbpflow.serving.batcher import Batcher
 from sbpflow.serving.bodies import BodyError, Scores, check_rows, format_of
@@ -32,7 +33,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 _JSON = b"application/json"
 _TEXT = b"text/plain; charset=utf-8"
-_METRICS = b"text/plain; version=0.0.4; charset=utf-8"
+_METRICS = CONTENT_TYPE.encode()
 _ROUTES = (
     "POST /score, POST /models/NAME/score, GET /health, GET /ready, GET /metrics, GET /v2, and the "
     "paths of the Open Inference Protocol below /v2"

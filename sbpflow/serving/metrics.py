@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from sbpflow.runtime.files.prometheus import head, line
+
 STATUSES = (200, 400, 404, 405, 413, 415, 500, 503)
 LATENCIES = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 SCORES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
@@ -137,44 +139,44 @@ class Metrics:
         workers = [self.worker(number) for number in range(len(self._bytes) - 1)]
         sums = {name: _Sums([worker[name] for worker in workers]) for name in self._columns}
         models = {name: model for name, model in sums.items() if name}
-        lines = _head("requests_total", "counter", "Answered requests by HTTP status.")
+        lines = head("requests_total", "counter", "Answered requests by HTTP status.")
         lines += [
-            _line("requests_total", number, model=name, status=str(status))
+            line("requests_total", number, model=name, status=str(status))
             for name, model in sums.items()
             for status, number in zip(STATUSES, model.requests, strict=True)
             if number
         ]
         for counter, text in COUNTERS.items():
-            lines += _head(f"{counter}_total", "counter", text)
+            lines += head(f"{counter}_total", "counter", text)
             lines += [
-                _line(f"{counter}_total", model.counters[counter], model=name)
+                line(f"{counter}_total", model.counters[counter], model=name)
                 for name, model in models.items()
             ]
         for kind in ("unknown", "missing"):
-            lines += _head(f"{kind}_values_total", "counter", f"{kind.title()} values by column.")
+            lines += head(f"{kind}_values_total", "counter", f"{kind.title()} values by column.")
             lines += [
-                _line(f"{kind}_values_total", number, model=name, column=column)
+                line(f"{kind}_values_total", number, model=name, column=column)
                 for name, model in models.items()
                 for column, number in zip(self._columns[name], getattr(model, kind), strict=True)
             ]
         for histogram, (bounds, text) in HISTOGRAMS.items():
-            lines += _head(histogram, "histogram", text)
+            lines += head(histogram, "histogram", text)
             for name, model in models.items():
                 lines += _histogram(histogram, name, bounds, model.histograms[histogram])
-        lines += _head("staleness_seconds", "gauge", "Age of the oldest weights being served.")
+        lines += head("staleness_seconds", "gauge", "Age of the oldest weights being served.")
         lines += [
-            _line("staleness_seconds", now - model.trained, model=name)
+            line("staleness_seconds", now - model.trained, model=name)
             for name, model in models.items()
             if model.trained
         ]
-        lines += _head("model_workers", "gauge", "Workers that serve a version of a model.")
+        lines += head("model_workers", "gauge", "Workers that serve a version of a model.")
         lines += [
-            _line("model_workers", number, model=name, version=version)
+            line("model_workers", number, model=name, version=version)
             for name, model in models.items()
             for version, number in model.versions.items()
         ]
-        lines += _head("worker_restarts_total", "counter", "Workers that died and were replaced.")
-        lines.append(_line("worker_restarts_total", self._restarts[0]))
+        lines += head("worker_restarts_total", "counter", "Workers that died and were replaced.")
+        lines.append(line("worker_restarts_total", self._restarts[0]))
         return "\n".join(lines) + "\n"
 
 
@@ -203,22 +205,12 @@ def _sum(arrays: Iterable[Array]) -> Array:
     return np.sum(list(arrays), axis=0)
 
 
-def _head(name: str, kind: str, text: str) -> list[str]:
-    return [f"# HELP sbpflow_{name} {text}", f"# TYPE sbpflow_{name} {kind}"]
-
-
-def _line(name: str, value: float, **labels: str) -> str:
-    escaped = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-    shown = ",".join(f'{key}="{text.translate(escaped)}"' for key, text in labels.items())
-    return f"sbpflow_{name}{{{shown}}} {value:.17g}" if shown else f"sbpflow_{name} {value:.17g}"
-
-
 def _histogram(name: str, model: str, bounds: Sequence[float], cells: Array) -> list[str]:
     totals = np.cumsum(cells[:-1])
     edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
     lines = [
-        _line(f"{name}_bucket", total, model=model, le=edge)
+        line(f"{name}_bucket", total, model=model, le=edge)
         for edge, total in zip(edges, totals, strict=True)
     ]
-    lines.append(_line(f"{name}_sum", cells[-1], model=model))
-    return [*lines, _line(f"{name}_count", totals[-1], model=model)]
+    lines.append(line(f"{name}_sum", cells[-1], model=model))
+    return [*lines, line(f"{name}_count", totals[-1], model=model)]

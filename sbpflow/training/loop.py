@@ -13,6 +13,7 @@ from typing import Protocol
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import TrainConfig
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.ranks.world import World
 from sbpflow.training.batch import Batch, Loader
 from sbpflow.training.cache_watch import CacheWatch
 from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
@@ -82,16 +83,20 @@ class Result:
 
 
 class Pace:
-    """Counts rows and seconds of training and, separately, the seconds spent waiting for data.
+    """Counts rows and seconds of training and, separately, the seconds spent waiting for data and,
+    with several ranks, for transfers.
 
     Evaluations are not counted. The first step is not counted either, because it allocates memory
     and opens connections.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
         self.rows = 0
         self.seconds = 0.0
-        self._interval = [0, 0, 0.0, 0.0]  # steps, rows, seconds, seconds waiting for data
+        # steps, rows, seconds, seconds waiting for data, seconds waiting for transfers
+        self._interval = [0, 0, 0.0, 0.0, 0.0]
+        self._waits = world.waits if world.size > 1 else None
+        self._waited = world.waits.seconds
         self._begin = time.perf_counter()
         self._data_seconds = 0.0
         self._warm = False
@@ -107,25 +112,31 @@ class Pace:
             seconds = now - self._begin
             self.rows += batch_size
             self.seconds += seconds
-            for place, value in enumerate((1, batch_size, seconds, self._data_seconds)):
+            waited = self._waits.seconds - self._waited if self._waits else 0.0
+            for place, value in enumerate((1, batch_size, seconds, self._data_seconds, waited)):
                 self._interval[place] += value
         self._warm = True
-        self._begin = now
+        self._restart(now)
 
     def resume(self) -> None:
         """Ignore the time since the last step."""
-        self._begin = time.perf_counter()
+        self._restart(time.perf_counter())
+
+    def _restart(self, now: float) -> None:
+        self._begin, self._waited = now, self._waits.seconds if self._waits else 0.0
 
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Return samples/s since the last call, and ms per step: total, data, and each move.
+        """Return samples/s since the last call, and ms per step: total, data, wait, and each move.
 
         ``moves`` contains the seconds of each move. The rate is NaN if only the first step has run.
         """
-        steps, rows, seconds, data = self._interval
-        self._interval = [0, 0, 0.0, 0.0]
+        steps, rows, seconds, data, wait = self._interval
+        self._interval = [0, 0, 0.0, 0.0, 0.0]
         if not steps:
             return float("nan"), {}
-        parts = {"step": seconds, "data": data, **{f"move_{k}": v for k, v in moves.items()}}
+        waited = {"wait": wait} if self._waits else {}
+        parts = {"step": seconds, "data": data, **waited}
+        parts |= {f"move_{k}": v for k, v in moves.items()}
         return rows / seconds, {f"{name}_ms": 1e3 * s / steps for name, s in parts.items()}
 
 
@@ -184,8 +195,8 @@ def fit(
     last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
-    pace, times, caches, step = Pace(), MoveTimes(), CacheWatch(trainer), checkpoints.step
-    growth = GrowthWatch(trainer.growth_counts)
+    pace, times, caches = Pace(boxing.world), MoveTimes(), CacheWatch(trainer)
+    growth, step = GrowthWatch(trainer.growth_counts), checkpoints.step
     overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     steps_left = 0 if watchers.stops else max(last - step, 0)

@@ -34,11 +34,12 @@ from sbpflow.runtime.files.run_folder import (
 from sbpflow.training.learning_rate import rate_factor
 from sbpflow.training.metrics import Evaluation
 from sbpflow.training.progress import Progress
+from sbpflow.training.rank_watch import RankTimes
 from sbpflow.training.trackers import Tracker, status_of
 
 logger = logging.getLogger(__name__)
 
-Event = Literal["step", "eval", "slice", "calibration", "final"]
+Event = Literal["step", "ranks", "eval", "slice", "calibration", "final"]
 Value = float | int | str | list[float] | list[int] | None
 _NOT_SHOWN = ("move_", "growth.")
 
@@ -218,6 +219,14 @@ class Report:
         shown = {name: value for name, value in extra.items() if not name.startswith(_NOT_SHOWN)}
         self._progress.interval(step, loss, samples_per_s, shown)
         self._write("step", step, {**values, "eta_s": self._progress.eta_s(step)})
+
+    def ranks(self, times: RankTimes) -> None:
+        """Write each rank's times of a log interval to metrics.jsonl."""
+        lists = {"step": times.step_ms, "data": times.data_ms, "wait": times.wait_ms}
+        values = {f"rank_{name}_ms": [round(ms, 4) for ms in by] for name, by in lists.items()}
+        slow = times.slow_rank
+        named = {} if slow is None else {"slow_rank": slow, "slow_host": times.hosts[slow]}
+        self._metrics.write("ranks", {"step": times.step, **values, **named})
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         """Report a scored split."""

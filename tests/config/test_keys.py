@@ -24,7 +24,7 @@ SET = DataFacts(path="set", fingerprint="a", content_id="b")
 EXECUTION = """
 run.dir data.path data.cache.dir data.cache.size data.loader
 train.epochs train.max_steps train.lookahead train.log_every train.progress train.profile
-train.trackers
+train.trackers train.prometheus.port train.prometheus.host
 parallel.device parallel.scheme parallel.plan parallel.link_gb_per_s
 parallel.tables.deep.C1.sbp parallel.tables.deep.C1.ranks parallel.tables.deep.C1.sizes
 parallel.tables.deep.C1.exchange parallel.dense.mlp.0.*
@@ -65,7 +65,7 @@ EVERYTHING = (
     *("optimizer.tables.wide.*={name: lazy_adam, betas: [0.9, 0.99]}", "optimizer.tables.*.lr=1.0"),
     *("optimizer.sparse_schedule.warmup_steps=3", "model.wide.hash_size=100"),
     *("model.fields.*_shop.table=shop", "model.tables.deep.C1={dim: 8, pooling: mean}"),
-    *("checkpoint.deltas=24", "export.dir=out/model"),
+    *("checkpoint.deltas=24", "export.dir=out/model", "train.prometheus.port=9464"),
 )
 STOP, PLATEAU = "train.stop.metric=auc", "train.plateau.metric=auc"
 CASES = [

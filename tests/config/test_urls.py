@@ -50,7 +50,7 @@ STORE_KEYS = {"data.path", "checkpoint.dir", "checkpoint.resume", "export.dir"}
 # The values of these keys and options are not paths, but names, numbers and patterns.
 NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fields.*.table"}
 NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense.*"}
-NAMES |= {"parallel.storage.*.cache", "data.cache.size"}
+NAMES |= {"parallel.storage.*.cache", "data.cache.size", "train.prometheus.host"}
 OTHER_OPTIONS = {
     *("--model", "--rows", "--part", "--engine", "--address", "key=value"),
     *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot", "--keys", "--table"),

@@ -36,11 +36,16 @@ class Machine:
 
     def __init__(self, number: int, name: str, interface: str) -> None:
         self.number, self.name, self.interface = number, name, interface
+        self.interface_for_gloo, self.local_addr = interface, True
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, mode: str, folder: Path, **env: str) -> None:
         """Start torchrun with entry.py, with one rank on each machine."""
         self._run([*self._torchrun(), str(ENTRY), mode, str(folder)], subprocess.PIPE, env)
+
+    def run(self, words: list[str]) -> None:
+        """Start torchrun with the arguments ``words``."""
+        self._run([*self._torchrun(), *words], subprocess.PIPE, {})
 
     def supervise(self, words: list[str], log: Path, **env: str) -> None:
         """Start torchrun with the arguments ``words`` in the restart loop; all output goes to
@@ -67,13 +72,14 @@ class Machine:
             *("--nnodes", nnodes, "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
             *("--rdzv-id", "test", "--rdzv-endpoint", f"10.77.0.1:{PORT}"),
             *("--rdzv-conf", f"is_host={int(self.number == 1)}{conf}"),
-            *("--local-addr", f"10.77.0.{self.number}"),
+            *(("--local-addr", f"10.77.0.{self.number}") if self.local_addr else ()),
             *more,
         ]
 
     def _run(self, command: list[str], output: IO[str] | int, env: dict[str, str]) -> None:
         here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        here["GLOO_SOCKET_IFNAME"] = self.interface
+        if self.interface_for_gloo:
+            here["GLOO_SOCKET_IFNAME"] = self.interface_for_gloo
         self.process = subprocess.Popen(
             ["ip", "netns", "exec", self.name, *command],
             cwd=ROOT,

@@ -12,21 +12,6 @@ from sbpflow.runtime.compute.doctor import Finding
 from sbpflow.runtime.ranks.world import World
 
 
-def _links(world: World) -> Finding:
-    return machine_checks.link(Boxing(world), large=1 << 16)
-
-
-def test_links_are_measured_in_a_ring_with_equal_results_on_all_ranks(ranks):
-    (found, other) = ranks(2, _links)
-    assert found == other
-    assert found.state == "ok"
-    assert found.text.startswith("2 ranks on 1 machines: ")
-    assert float(found.text.split(" GB/s")[0].split()[-1]) > 0
-    (alone,) = ranks(1, _links)
-    assert alone.state == "absent"
-    assert "torchrun" in alone.text
-
-
 def _round_trip(world: World, folder: Path) -> Finding:
     return machine_checks.checkpoint(folder, Boxing(world))
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from sbpflow.checkpoint.folder import list_checkpoints
-from sbpflow.runtime.processes import launch
+from sbpflow.runtime.processes import graceful_shutdown, launch
 from sbpflow.training.trainer import Trainer
 from tests.training.test_resume import events, run
 
@@ -80,10 +80,19 @@ def test_the_window_is_drained_before_the_run_leaves(synth_set, tmp_path, monkey
 
 
 def test_a_second_signal_ends_the_run_without_a_save(synth_set, tmp_path, monkeypatch, watched):
+    monkeypatch.setattr(graceful_shutdown, "REPEAT_S", 0.0)
     signal_in_step(monkeypatch, 6, signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(launch.Terminated):
         run(synth_set, tmp_path)
     assert saved(tmp_path) == ["step-4"]
+
+
+def test_a_copy_of_sigterm_is_the_same_request(synth_set, tmp_path, monkeypatch, watched):
+    """Under Slurm, a rank gets SIGTERM from Slurm and from torchrun."""
+    signal_in_step(monkeypatch, 6, signal.SIGTERM, signal.SIGTERM)
+    with pytest.raises(launch.Terminated, match="step 6 is saved"):
+        run(synth_set, tmp_path)
+    assert saved(tmp_path) == ["step-6", "step-4"]
 
 
 def test_signals_end_the_run_at_once_if_configured(synth_set, tmp_path, monkeypatch, watched):

@@ -15,7 +15,7 @@ from sbpflow.boxing import pairs
 from sbpflow.boxing.executor import Pending
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.errors import SbpError
-from sbpflow.runtime.ranks.comm_log import CommRecord
+from sbpflow.runtime.ranks.comm_log import CommRecord, WaitTime
 from sbpflow.runtime.ranks.world import Link, World, broken, refused
 
 
@@ -62,7 +62,7 @@ class RowTransfer:
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
         self._log(step, ranks, send, sum(out) - out[ranks.index(world.rank)])
-        return Pending(partial(_arrived, step, work, received, send), world)
+        return Pending(partial(_arrived, step, work, received, send, world.waits), world)
 
     def start_for_all(self, step: ExchangeStep, send: Tensor, into: Sequence[int]) -> Pending:
         """Send all of ``send`` to every other rank; receive ``into[r]`` rows from rank r.
@@ -86,7 +86,7 @@ class RowTransfer:
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
         self._log(step, ranks, send, len(others) * send.shape[0])
-        return Pending(partial(_arrived, step, messages, received, send), world)
+        return Pending(partial(_arrived, step, messages, received, send, world.waits), world)
 
     def _link(self, step: ExchangeStep) -> tuple[tuple[int, ...], Link]:
         """Return the group of ``step`` that contains this rank, and the group's link.
@@ -107,12 +107,16 @@ class RowTransfer:
 
 
 def _arrived(
-    step: ExchangeStep, work: dist.Work | pairs.Messages | None, received: Tensor, sent: Tensor
+    step: ExchangeStep,
+    work: dist.Work | pairs.Messages | None,
+    received: Tensor,
+    sent: Tensor,
+    waits: WaitTime,
 ) -> Tensor:
     del sent  # the argument kept the buffer alive during the transfer
     try:
         if work is not None:
-            work.wait()
+            waits.during(work.wait)
     except RuntimeError as error:
         raise broken(error, step.id, step.collective) from error
     return received

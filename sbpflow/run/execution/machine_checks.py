@@ -1,6 +1,7 @@
-"""Runs the checks of ``doctor`` that move data: links between ranks, and the disk for runs.
+"""Runs the checks of ``doctor`` that need all ranks: their machines, their links, and the disk for
+runs.
 
-Under torchrun every rank takes part and rank 0 reports. Each reported number is the best of a few
+Under torchrun every rank takes part and rank 0 reports. Each reported rate is the best of a few
 repeats, so it shows peak, not average, performance.
 """
 
@@ -14,78 +15,17 @@ import torch
 
 from sbpflow.boxing.agreement import gather_facts
 from sbpflow.boxing.executor import Boxing
-from sbpflow.boxing.plan import plan_boxing
 from sbpflow.checkpoint.folder import partial_folder, publish
 from sbpflow.checkpoint.format import Index, SavedTensor, whole_of
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.errors import CheckpointError
+from sbpflow.run.execution.link_checks import link_findings
+from sbpflow.run.execution.node_checks import node_findings
 from sbpflow.runtime.compute.doctor import Finding
 from sbpflow.runtime.processes.environment import machine_name
-from sbpflow.sbp.layout import Layout
-from sbpflow.sbp.placement import Placement
-from sbpflow.sbp.sbp import Broadcast
 
-_SMALL, _LARGE = 1 << 10, 1 << 24  # numbers of elements in a message: 4 KiB and 64 MiB
-# If a tenth of the large message takes longer than this, the rest is not sent.
-_LARGE_WITHIN_S = 0.25
-_REPEATS = 3
 _SAVED_BYTES = 32 << 20
-
-
-def link(boxing: Boxing, *, large: int = _LARGE) -> Finding:
-    """Measure the link from each rank to the next, in a ring; every rank must call this.
-
-    The finding reports the slowest link and, if the difference is large, the fastest link.
-    """
-    world = boxing.world
-    if world.size == 1:
-        hint = "torchrun --nproc-per-node N -m sbpflow doctor measures the links"
-        return Finding("link", "absent", f"one rank; {hint}")
-    hosts = [facts["host"] for facts in gather_facts(boxing, {"host": machine_name()})]
-    links: list[tuple[float, str]] = []
-    for src in range(world.size):
-        dst = (src + 1) % world.size
-        latency = _seconds(boxing, src, dst, _SMALL)
-        size = large // 10
-        if _seconds(boxing, src, dst, size) < _LARGE_WITHIN_S:
-            size = large
-        rate = 4 * size / _seconds(boxing, src, dst, size) / 1e9
-        names = "" if hosts[src] == hosts[dst] else f" ({hosts[src]} to {hosts[dst]})"
-        text = f"{rate:.3f} GB/s, {1e3 * latency:.2f} ms for 4 KiB, rank {src} to {dst}{names}"
-        links.append((rate, text))
-    slowest, fastest = min(links), max(links)
-    text = slowest[1]
-    if len(links) > 2 and fastest[0] > 1.2 * slowest[0]:
-        text = f"slowest {text}; fastest {fastest[1]}"
-    return Finding("link", "ok", f"{world.size} ranks on {len(set(hosts))} machines: {text}")
-
-
-def _seconds(boxing: Boxing, src: int, dst: int, size: int) -> float:
-    """Return the shortest time to send ``size`` float32 values from one rank to another.
-
-    Every rank must call this function and gets the same result.
-    """
-    world = boxing.world
-    steps = plan_boxing(
-        Layout(Placement.of(world.device.type, [src]), (Broadcast(),)),
-        Layout(Placement.of(world.device.type, [dst]), (Broadcast(),)),
-        (size,),
-        torch.float32,
-        id=f"doctor/link/{src}/{dst}/{size}",
-        backend=world.backend,
-    )
-    part = torch.ones(size, device=world.device) if world.rank == src else None
-    times: list[float] = []
-    for _ in range(_REPEATS + 1):  # the first repeat is slower, because it opens the connection
-        world.barrier()
-        begin = time.perf_counter()
-        boxing.run(steps, part, "control")
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    shortest = {"s": repr(min(times[1:]) if world.rank in (src, dst) else 0.0)}
-    return max(float(facts["s"]) for facts in gather_facts(boxing, shortest))
 
 
 def disk(folder: Path) -> Finding:
@@ -167,4 +107,6 @@ def checks(folder: Path) -> Sequence[Finding]:
 
     with World.start("cpu" if not torch.cuda.is_available() else "auto") as world:
         boxing = Boxing(world)
-        return [link(boxing), disk(folder), checkpoint(folder, boxing)]
+        names = [facts["host"] for facts in gather_facts(boxing, {"host": machine_name()})]
+        findings = [*node_findings(boxing), *link_findings(boxing, names)]
+        return [*findings, disk(folder), checkpoint(folder, boxing)]

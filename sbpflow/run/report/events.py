@@ -44,10 +44,16 @@ _NAMED: Mapping[str, Callable[[Any], bool]] = {
     "observed": _list_of(is_value),
     "value": _or_none(_is_id),
     "peak_memory_bytes": _list_of(is_count),
+    "rank_step_ms": _list_of(is_value),
+    "rank_data_ms": _list_of(is_value),
+    "rank_wait_ms": _list_of(is_value),
+    "slow_rank": is_count,
+    "slow_host": _is_text,
 }
 # Maps each event to its required keys; all other keys are numbers or null.
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "loss", "samples_per_s"),
+    "ranks": ("step", "rank_step_ms", "rank_data_ms", "rank_wait_ms"),
     "eval": ("step", "split", "num_rows"),
     "calibration": ("step", "split", "rows", "predicted", "observed"),
     "slice": (

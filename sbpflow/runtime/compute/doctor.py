@@ -23,13 +23,16 @@ from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.environment import rank_and_world_size
 from sbpflow.runtime.processes.launch import ArgumentParser
 
-State = Literal["ok", "absent", "broken"]
-_MARKS: dict[State, str] = {"ok": "ok    ", "absent": "absent", "broken": "BROKEN"}
+State = Literal["ok", "absent", "odd", "broken"]
+_MARKS: dict[State, str] = {"ok": "ok    ", "absent": "absent", "odd": "ODD   ", "broken": "BROKEN"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Contains one line of the report; if any finding is ``broken``, the exit code is 1."""
+    """Contains one line of the report; if any finding is ``broken``, the exit code is 1.
+
+    ``odd`` means that a machine or link differs from the others, which slows down a run.
+    """
 
     name: str
     state: State
@@ -59,6 +62,8 @@ def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         sys.stdout.write(f"{_MARKS[finding.state]} {finding.name:<{width}}  {finding.text}\n")
+    if odd := list(dict.fromkeys(finding.name for finding in findings if finding.state == "odd")):
+        sys.stdout.write(f"\nodd: {', '.join(odd)}\n")
     broken = [finding.name for finding in findings if finding.state == "broken"]
     sys.stdout.write(f"\nbroken: {', '.join(broken)}\n" if broken else "\nnothing is broken\n")
     return 1 if broken else 0

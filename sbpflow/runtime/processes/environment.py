@@ -1,13 +1,18 @@
-"""Reads this process's rank, world size and machine from the launcher's environment."""
+"""Reads this process's rank, world size and machine from the launcher's environment, or from
+torch's default process group if the program has created one already."""
 
 import os
 import platform
+import sys
+from typing import Any
 
 from sbpflow.errors import ConfigError
 
 
 def rank_and_world_size() -> tuple[int, int]:
     """Return this rank and the number of ranks, or (0, 1) without a launcher."""
+    if existing := existing_group():
+        return existing
     rank, world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)
     if world_size < 1:
         raise ConfigError(
@@ -26,6 +31,17 @@ def rank_and_world_size() -> tuple[int, int]:
             f"0 to {world_size - 1}; use, for example, RANK={near}"
         )
     return rank, world_size
+
+
+def existing_group() -> tuple[int, int] | None:
+    """Return the rank and size of torch's default process group, or None if there is none.
+
+    Programs such as Ray's workers create this group before they call sbpflow.
+    """
+    torch_group: Any = sys.modules.get("torch.distributed")  # loading torch takes seconds
+    if torch_group is None or not torch_group.is_available() or not torch_group.is_initialized():
+        return None
+    return torch_group.get_rank(), torch_group.get_world_size()
 
 
 def env_int(name: str, default: int) -> int:

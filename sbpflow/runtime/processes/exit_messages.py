@@ -21,9 +21,13 @@ from datetime import timedelta
 from typing import Literal
 
 from sbpflow.errors import PeerLostError
-from sbpflow.runtime.processes.environment import machine_name, rank_and_world_size
+from sbpflow.runtime.processes.environment import (
+    existing_group,
+    machine_name,
+    rank_and_world_size,
+)
 from sbpflow.runtime.processes.launch_id import launch_id
-from sbpflow.runtime.processes.store import TimedStore, open_store, polls
+from sbpflow.runtime.processes.store import TimedStore, open_store, polls, store_of_group
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
@@ -72,7 +76,8 @@ class Meeting:
 
     @staticmethod
     def connect() -> "Meeting":
-        """Join torchrun's store or, if ranks were started by hand, the store that rank 0 serves.
+        """Join the store of an existing process group, torchrun's store or, if ranks were started
+        by hand, the store that rank 0 serves.
 
         Raises ConfigError if the environment is invalid or the port is taken, and AbsentError if
         rank 0 does not answer.
@@ -80,6 +85,9 @@ class Meeting:
         rank, world_size = rank_and_world_size()
         if world_size == 1:
             return Meeting(rank, world_size, None)
+        if existing_group() is not None:
+            name = "sbpflow/group"
+            return Meeting(rank, world_size, store_of_group(name), name=name)
         from torch.distributed import PrefixStore
 
         by_hand = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -9,11 +9,15 @@ import os
 import select
 import signal
 import threading
+import time
 from types import FrameType
 
 # A shutdown has this many seconds to finish a step and save. The exit message takes up to 5 s more,
 # and torchrun kills a rank 30 s after forwarding SIGTERM.
 GRACE_S = 20.0
+# Slurm sends SIGTERM to every process of a job step, and torchrun forwards the signal that it gets.
+# Therefore a SIGTERM this soon after the first signal is the same request.
+REPEAT_S = 5.0
 
 
 class GracefulShutdown:
@@ -23,6 +27,7 @@ class GracefulShutdown:
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.signum = 0
         self._grace_s = grace_s
+        self._first_s = 0.0
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self._pass_on = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -52,8 +57,9 @@ class GracefulShutdown:
                 signal.set_wakeup_fd(pass_on, warn_on_full_buffer=False)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        first, self.signum = not self.signum, self.signum or number
-        if not first:
+        if not self.signum:
+            self.signum, self._first_s = number, time.monotonic()
+        elif not _repeats(number, self._first_s):
             self.leave()
 
     def _watch(self, reader: int) -> None:
@@ -66,9 +72,20 @@ class GracefulShutdown:
         received = os.read(reader, 1)
         while received[0] not in ours:
             received = os.read(reader, 1)
-        select.select([reader], [], [], self._grace_s)
+        first_s = time.monotonic()
+        while (left_s := first_s + self._grace_s - time.monotonic()) > 0:
+            if not select.select([reader], [], [], left_s)[0]:
+                break
+            received = os.read(reader, 1)
+            if received[0] in ours and not _repeats(received[0], first_s):
+                break
         if self._pass_on >= 0:
             os.write(self._pass_on, received)
+
+
+def _repeats(number: int, first_s: float) -> bool:
+    """Return whether a signal is a copy of the signal at ``first_s``."""
+    return number == signal.SIGTERM and time.monotonic() - first_s < REPEAT_S
 
 
 class GracefulInterrupt:
@@ -97,8 +114,9 @@ class GracefulInterrupt:
 def watch_signals() -> GracefulShutdown | GracefulInterrupt | None:
     """Start watching the signals of this process; return None if a Ctrl-C does not reach this
     thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
     if callable(signal.getsignal(signal.SIGTERM)):  # by ``run_main``
         return GracefulShutdown()
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    is_main = threading.current_thread() is threading.main_thread()
-    return GracefulInterrupt() if is_default and is_main else None
+    return GracefulInterrupt() if is_default else None

@@ -5,14 +5,16 @@ This module imports torch only if torch is loaded already, because ``launch`` mu
 
 import sys
 from concurrent.futures import wait
+from typing import Any
 
 from sbpflow.runtime.processes.background import in_background
 
 _CLOSE_S = 10.0
 
 
-def close_process_groups() -> None:
-    """Destroy all process groups, if any; raise RuntimeError if they do not close in 10 s.
+def close_process_groups(groups: list[Any] | None = None) -> None:
+    """Destroy and remove ``groups``, or else all process groups, if any; raise RuntimeError if
+    they do not close in 10 s.
 
     Without this, gloo aborts about every second process at exit.
     """
@@ -22,7 +24,16 @@ def close_process_groups() -> None:
 
     if not distributed.is_initialized():
         return
-    closing = in_background(distributed.destroy_process_group, "close process groups")
+
+    def close() -> None:
+        if groups is None:
+            distributed.destroy_process_group()
+        # This thread must not keep the last reference to a group, because destroying the group's
+        # threads during the interpreter's exit would abort the process.
+        while groups:
+            distributed.destroy_process_group(groups.pop())
+
+    closing = in_background(close, "close process groups")
     wait([closing], _CLOSE_S)
     if not closing.done():
         raise RuntimeError(f"the process groups did not close in {_CLOSE_S:g} s")

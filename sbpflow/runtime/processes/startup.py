@@ -23,8 +23,8 @@ _LONGEST_POLL_S = 0.5  # a poll costs one store operation per rank
 
 
 def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Meeting:
-    """Wait until all ranks of the launcher's environment have called this function with equal
-    ``facts``.
+    """Wait until all ranks of the launcher's environment or of the existing process group have
+    called this function with equal ``facts``.
 
     Raises AbsentError on all ranks when the first rank has waited ``timeout_s`` since its call.
     Raises ConfigError on every rank for different facts, for a rank number used by two processes,
@@ -38,9 +38,12 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
     store.answer_s = max(timeout_s, store.answer_s)  # machines are busy while ranks start
     _claim_rank(store, meeting.rank)
     text = json.dumps(dict(facts or {}), sort_keys=True)
-    store.set(f"facts/{meeting.rank}", text)
+    # A process may start several worlds, one after the other, and compares the facts of each.
+    number = store.add(f"starts/{meeting.rank}", 1)
+    store.set(f"facts/{number}/{meeting.rank}", text)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    _compare(store, gather(store, "here", meeting.rank, size, digest, timeout_s))
+    digests = gather(store, f"here/{number}", meeting.rank, size, digest, timeout_s)
+    _compare(store, number, digests)
     return meeting
 
 
@@ -80,12 +83,12 @@ def _claim_rank(store: TimedStore, rank: int) -> None:
         )
 
 
-def _compare(store: TimedStore, digests: list[str]) -> None:
+def _compare(store: TimedStore, number: int, digests: list[str]) -> None:
     """Raise ConfigError unless all ranks have the same facts."""
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if not others:
         return
-    texts = store.get_all([f"facts/{rank}" for rank in (0, *others)])
+    texts = store.get_all([f"facts/{number}/{rank}" for rank in (0, *others)])
     first, *rest = (json.loads(text) for text in texts)
     by_rank: list[Mapping[str, str]] = [first] * len(digests)
     for rank, facts in zip(others, rest, strict=True):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 CONNECT_S = 60.0  # time limit for rank 0 to listen; a run's ranks start within this time
+_MISLED_S = 10.0  # the same for a name that probably leads to the wrong machine
 ANSWER_S = 5.0  # limit of one operation, which takes about 1 ms, or 100 ms on a busy machine
 # Wait at least ``_GREET_S`` for the listening process to prove that it is rank 0.
 _GREET_S = 5.0
@@ -128,6 +129,17 @@ class TimedStore:
             raise self._lost from error
 
 
+def store_of_group(name: str) -> TimedStore:
+    """Return a key-value store for the ranks of torch's default process group, with a separate set
+    of keys per ``name``, and a connection of its own, because a connection handles one operation at
+    a time."""
+    from torch.distributed import PrefixStore, distributed_c10d
+
+    # torch has no public function to get the default store, and torch's stub lacks clone.
+    store = cast("Any", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
+    return TimedStore(PrefixStore(name, store.clone()), "the ranks' rendezvous address")
+
+
 def open_store(serves: bool) -> TimedStore:
     """Open the store of the launcher's environment, which this process ``serves`` or joins.
 
@@ -156,7 +168,10 @@ def open_store(serves: bool) -> TimedStore:
     end = time.monotonic() + CONNECT_S
     listener = _listener(host, address, port) if serves else None
     if not serves:
-        _await_listener(host, port, end)
+        misled = _misled(host, port)
+        _await_listener(
+            host, port, min(end, time.monotonic() + _MISLED_S) if misled else end, misled
+        )
     left_s = max(end - time.monotonic(), _GREET_S)
 
     def serve_or_join() -> "Store":
@@ -211,6 +226,24 @@ def all_ranks_here() -> bool:
     return local == size or loopback_name(os.environ.get("MASTER_ADDR", ""))
 
 
+def _misled(host: str, port: int) -> str:
+    """Return why torchrun's address of rank 0 probably leads to this machine instead of rank 0's
+    machine, or "".
+
+    torchrun publishes the own name of rank 0's machine, and its store listens before ranks start.
+    """
+    if env_int("GROUP_RANK", 0) == 0:
+        return ""
+    addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, port)}
+    if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        return ""
+    return (
+        f"torchrun on rank 0's machine published the name {host}, which means this machine itself "
+        f"({', '.join(sorted(addresses))}); start torchrun on every machine with --local-addr and "
+        "an address of that machine (for example, --local-addr 10.0.0.1)"
+    )
+
+
 def _listener(host: str, address: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at ``address``, or None to let torch create a socket.
 
@@ -245,10 +278,10 @@ def _warn_of_all_interfaces(host: str, port: int, why: str) -> None:
     )
 
 
-def _await_listener(host: str, port: int, end: float) -> None:
+def _await_listener(host: str, port: int, end: float, misled: str = "") -> None:
     """Wait until a process listens at the store's address; raise AbsentError at ``end``
-    (time.monotonic()). torch's store would also wait, but would log a C++ stack trace for every
-    attempt.
+    (time.monotonic()), with the reason ``misled`` if it is known. torch's store would also wait,
+    but would log a C++ stack trace for every attempt.
     """
     while True:
         left_s = end - time.monotonic()
@@ -256,6 +289,8 @@ def _await_listener(host: str, port: int, end: float) -> None:
         try:
             socket.create_connection((host, port), timeout=patience_s).close()
         except OSError as error:
+            if left_s < _POLL_S and misled:
+                raise AbsentError(f"MASTER_ADDR: {misled}") from error
             if left_s < _POLL_S:
                 why = (error.strerror or str(error)).lower()
                 raise no_store(

@@ -1,9 +1,12 @@
-"""Logs the data that a rank sends, with one record per collective, in execution order.
+"""Logs the data that a rank sends, with one record per collective, in execution order, and adds up
+the time that the rank waits for transfers.
 
 ``boxing`` and the embedding exchanges fill the log. ``explain`` predicts the log, and tests
 compare the prediction with the log.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -33,3 +36,21 @@ class CommLog:
     def clear(self) -> None:
         """Delete all records; do not change ``enabled``."""
         self.records.clear()
+
+
+@dataclass(slots=True)
+class WaitTime:
+    """Adds up the seconds that this rank's host threads wait for transfers.
+
+    On CUDA, waiting for NCCL happens on the device and is not included.
+    """
+
+    seconds: float = 0.0
+
+    def during(self, wait: Callable[[], object]) -> None:
+        """Call ``wait``, and add its time."""
+        begin = time.perf_counter()
+        try:
+            wait()
+        finally:
+            self.seconds += time.perf_counter() - begin

@@ -3,9 +3,11 @@
 import os
 from dataclasses import dataclass
 
+import torch
+
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.compute.devices import choose_device
-from sbpflow.runtime.processes.environment import env_int, rank_and_world_size
+from sbpflow.runtime.processes.environment import env_int, existing_group, rank_and_world_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +24,11 @@ class Rendezvous:
 
 
 def meeting_from_environment() -> Rendezvous:
-    """Return the launcher's rendezvous, or a world of one rank; raise ConfigError."""
+    """Return the existing process group's rank and size, the launcher's rendezvous, or a world of
+    one rank; raise ConfigError."""
     rank, size = rank_and_world_size()
+    if existing_group() is not None:  # the ranks are connected already
+        return Rendezvous(init_method=None, rank=rank, size=size, local_rank=local_rank())
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)
     if size == 1:  # without other ranks, MASTER_ADDR is irrelevant
@@ -38,7 +43,12 @@ def meeting_from_environment() -> Rendezvous:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host, 0 without a launcher; raise ConfigError."""
+    """Return this rank's number on its host, 0 without a launcher; raise ConfigError.
+
+    A program that creates the process group may not set LOCAL_RANK, but has chosen its device.
+    """
+    if "LOCAL_RANK" not in os.environ and existing_group() and torch.cuda.is_initialized():
+        return torch.cuda.current_device()
     given = env_int("LOCAL_RANK", 0)
     if given < 0:
         raise ConfigError(f"LOCAL_RANK={given} in the environment; use 0 or more, as torchrun does")

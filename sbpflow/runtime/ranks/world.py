@@ -8,7 +8,6 @@ import hashlib
 import logging
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,10 +24,11 @@ from sbpflow.runtime.compute.versions import build_facts
 from sbpflow.runtime.processes.exit_messages import Meeting
 from sbpflow.runtime.processes.shutdown import close_process_groups
 from sbpflow.runtime.processes.startup import await_ranks
-from sbpflow.runtime.processes.store import TimedStore, loopback_name, within
+from sbpflow.runtime.processes.store import TimedStore, store_of_group, within
 from sbpflow.runtime.random.draws import Draws
-from sbpflow.runtime.ranks.comm_log import CommLog
+from sbpflow.runtime.ranks.comm_log import CommLog, WaitTime
 from sbpflow.runtime.ranks.hosts import find_topology
+from sbpflow.runtime.ranks.interfaces import choose_interface
 from sbpflow.runtime.ranks.rendezvous import Rendezvous, meeting_from_environment
 from sbpflow.runtime.ranks.shared_memory import SharedChannel, SharedMemory, share_memory
 from sbpflow.runtime.ranks.topology import Topology
@@ -88,6 +88,7 @@ class World:
         # True: wait for each transfer right after starting it, without overlap
         self.wait_at_once = False
         self.log = CommLog()
+        self.waits = WaitTime()
         self.draws = Draws()  # the source of random numbers for ops
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
@@ -96,6 +97,8 @@ class World:
         self._owns_default_group = owns_default_group
         self._closed = False
         self._served: Meeting | None = None
+        self._keys = ""  # prefix of the keys of this world's stores
+        self._new_backend: str | None = None  # backend of new groups, or the default group's
 
     @staticmethod
     def start(
@@ -112,36 +115,34 @@ class World:
 
         ``device`` is "auto", "cpu" or "cuda". ``rendezvous`` replaces the environment variables
         RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT that torchrun sets. An existing
-        default process group is used, and ``close`` does not destroy it. ``facts`` maps keys to
-        values that must be equal on all ranks; they are compared, with device, backend and
-        versions, before torch connects the ranks. Without a ``topology`` the ranks discover which
-        of them share a host. On CPU, ranks of a host pass messages through shared memory, unless
-        ``shared_memory`` is False or numba is not installed. Raises ConfigError if facts differ,
-        the device is unavailable or the environment is incomplete, and AbsentError if some ranks do
-        not join in time.
+        default process group of any backend is used, and ``close`` does not destroy it. ``facts``
+        maps keys to values that must be equal on all ranks; they are compared, with device, backend
+        and versions, before torch connects the ranks. Without a ``topology`` the ranks discover
+        which of them share a host. On CPU, ranks of a host pass messages through shared memory,
+        unless ``shared_memory`` is False or numba is not installed. Raises ConfigError if facts
+        differ, the device is unavailable or the environment is incomplete, and AbsentError if some
+        ranks do not join in time.
         """
         meeting = rendezvous or meeting_from_environment()
         chosen = choose_device(device, meeting.local_rank)
         if device == "auto" and chosen.type == "cpu" and meeting.local_rank == 0:
             if reason := why_no_cuda():
                 logger.warning("device auto: using the CPU, because %s", reason)
-        owns, served = not dist.is_initialized(), None
+        owns = not dist.is_initialized()
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        met: Meeting | None = None
+        if meeting.init_method == "env://" or (not owns and meeting.size > 1):
+            agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
+            met = await_ranks(timeout_s, agreed)
+            ranks = (meeting.rank, meeting.size, chosen.type)
+            topology = topology or find_topology(met.store, *ranks, timeout_s)
+            choose_interface(met.store, meeting.rank, topology, timeout_s)
         if owns:
             if chosen.type == "cuda":
                 # NCCL 2.26: run transfers of different groups in the order of issue, which is
                 # equal on all ranks; in other orders, ranks could deadlock.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
-            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-            agreed = {"device": chosen.type, "backend": backend, **build_facts(), **(facts or {})}
-            met = await_ranks(timeout_s, agreed) if meeting.init_method == "env://" else None
-            if met is not None:
-                ranks = (meeting.rank, meeting.size, chosen.type)
-                topology = topology or find_topology(met.store, *ranks, timeout_s)
-                if len(topology.hosts) == 1 or loopback_name(os.environ["MASTER_ADDR"]):
-                    # gloo does not authenticate peers, and these ranks need only the loopback
-                    # interface, which is the first interface on every machine.
-                    os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
             start = partial(
                 dist.init_process_group,
@@ -153,7 +154,6 @@ class World:
                 timeout=timedelta(seconds=timeout_s),
             )
             _connect(start, chosen, timeout_s, "startup", "connecting all ranks")
-            served = met  # keeps rank 0's store alive, because creating groups needs the store
         world = World(
             dist.get_rank(),
             dist.get_world_size(),
@@ -163,7 +163,12 @@ class World:
             owns_default_group=owns,
             topology=topology,
         )
-        world._served = served
+        if not owns and world.size > 1:  # the group's store contains keys of its earlier worlds
+            number = store_of_group("sbpflow/worlds").add(str(world.rank), 1)
+            world._keys = f"world {number}/"
+            # The backend of the existing default group may not support this device.
+            world._new_backend = backend
+        world._served = met  # keeps rank 0's store alive, because creating groups needs the store
         if topology is None:
             common = world.store("hosts") if world.size > 1 else None
             ranks = (world.rank, world.size, chosen.type)
@@ -209,7 +214,9 @@ class World:
                     f"ranks {outside} are not in this world of {self.size}; use 0..{self.size - 1}"
                 )
             what = f"creating the group of ranks {list(key[0])} for {channel}"
-            create = partial(dist.new_group, list(key[0]), timeout=self._timeout)
+            create = partial(
+                dist.new_group, list(key[0]), timeout=self._timeout, backend=self._new_backend
+            )
             timeout_s = self._timeout.total_seconds()
             created = _connect(create, self.device, timeout_s, step_id, what)
             group = self._groups[key] = cast("dist.ProcessGroup", created)
@@ -280,14 +287,8 @@ class World:
         return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
 
     def store(self, name: str) -> TimedStore:
-        """Return a key-value store shared by all ranks, with a separate set of keys per ``name``.
-
-        The store uses its own connection, because a connection handles one operation at a time. One
-        additional thread may therefore use the store while the main thread trains.
-        """
-        # torch has no public function to get the default store, and torch's stub lacks clone.
-        store = cast("Any", dist.distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
-        return TimedStore(dist.PrefixStore(name, store.clone()), "the ranks' rendezvous address")
+        """Return a store with its own connection and keys, so a second thread may use the store."""
+        return store_of_group(f"{self._keys}{name}")
 
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
@@ -299,18 +300,17 @@ class World:
                 raise broken(error, "barrier", "all_reduce") from error
 
     def close(self) -> None:
-        """Destroy the process groups; otherwise gloo aborts some processes at exit.
-
-        Raises RuntimeError if closing takes longer than 10 s, such as when a peer has just died.
-        """
+        """Destroy the process groups, except a default group that existed before; otherwise gloo
+        aborts some processes at exit. Raises RuntimeError if closing takes longer than 10 s, such
+        as when a peer has just died."""
         if self._closed:
             return
         self._closed = True
         if self._shared is not None:
             self._shared.close()
-        if self._owns_default_group:
-            close_process_groups()
+        close_process_groups(None if self._owns_default_group else list(self._groups.values()))
         self._groups.clear()
+        self._links.clear()
 
     def __enter__(self) -> "World":
         return self

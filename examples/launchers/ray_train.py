@@ -1,0 +1,51 @@
+"""Train on a Ray cluster: python ray_train.py --workers N --config FILE key=value ...
+
+Ray starts the workers, connects them with torch's process group, and starts all of them again after
+a failure; the run then resumes from its last checkpoint. ``run.dir``, ``checkpoint.dir`` and
+``data.path`` must be absolute paths on a disk that all machines share. Needs ``ray[train]``.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+
+def train_worker(job: dict) -> None:
+    """Train as one rank; Ray has created the process group, and sbpflow uses this group."""
+    from sbpflow.commands.train import run_rank
+
+    run_rank(job["config"], job["overrides"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, required=True, help="number of ranks")
+    parser.add_argument("--gpus", action="store_true", help="give each rank one GPU")
+    parser.add_argument("--cpus", type=float, default=1, help="CPU cores of each rank")
+    parser.add_argument("--max-failures", type=int, default=3, help="number of restarts")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file on the shared disk")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args()
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"config": str(args.config.absolute()), "overrides": args.overrides},
+        scaling_config=ScalingConfig(
+            num_workers=args.workers,
+            use_gpu=args.gpus,
+            resources_per_worker={"CPU": args.cpus, **({"GPU": 1} if args.gpus else {})},
+        ),
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if args.gpus else "gloo"),
+        run_config=RunConfig(
+            # Ray's own records of the run; sbpflow writes checkpoints by itself.
+            storage_path=os.path.abspath(os.environ.get("RAY_RESULTS", "runs/ray")),
+            failure_config=FailureConfig(max_failures=args.max_failures),
+        ),
+    )
+    trainer.fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+#!/bin/bash
+# Train on Slurm: sbatch --nodes 2 examples/launchers/slurm.sh --config my.yaml key=value ...
+# Submit from the checkout, which must be on a disk that all nodes share, like data.path, run.dir and
+# checkpoint.dir. docs/launchers.md explains this file.
+#SBATCH --job-name=sbpflow
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# 120 s before the time limit, the ranks get SIGTERM. They save, exit, and the job is queued again.
+#SBATCH --signal=TERM@120
+# For your cluster, add lines such as --partition, --gpus-per-node, --cpus-per-task and --mem.
+
+set -uo pipefail
+ranks_per_node=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+# A job that ends with an error sooner than this is not queued again: it probably has a mistake.
+short_s=${SHORT_S:-60}
+max_restarts=${MAX_RESTARTS:-100}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((${SLURM_CPUS_PER_TASK:-ranks_per_node} / ranks_per_node))}
+PYTHON=${PYTHON:-.venv/bin/python}
+export PYTHON ranks_per_node
+export nodes=$SLURM_JOB_NUM_NODES
+export port=$((20000 + SLURM_JOB_ID % 10000))
+export launch=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
+
+# The address at which Slurm reaches a node. A node's own name is not used, because it may resolve to
+# localhost there.
+address_of() {
+    scontrol show node --oneliner "$1" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'
+}
+export -f address_of
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+main=$(address_of "$first")
+export main
+echo "job $launch: $nodes nodes ($SLURM_JOB_NODELIST), $ranks_per_node ranks on each, first node $main"
+
+# After one node has ended, the others get 120 s to report why they end, too.
+srun --wait=120 --kill-on-bad-exit=0 bash -c '
+    exec "$PYTHON" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$ranks_per_node" \
+        --rdzv-backend c10d --rdzv-id "$launch" --rdzv-endpoint "$main:$port" \
+        --rdzv-conf "is_host=$((SLURM_NODEID == 0))" --local-addr "$(address_of "$SLURMD_NODENAME")" \
+        train_wdl.py "$@"' bash "$@"
+code=$?
+
+if ((code == 0)); then
+    exit 0
+fi
+if ((SECONDS < short_s || ${SLURM_RESTART_COUNT:-0} >= max_restarts)); then
+    echo "job $launch: ended with code $code after $SECONDS s; not queued again"
+    exit "$code"
+fi
+echo "job $launch: ended with code $code after $SECONDS s; queued again"
+scontrol requeue "$SLURM_JOB_ID"

@@ -1,0 +1,207 @@
+"""Measures the links between ranks for ``doctor``, and names a slow link or host.
+
+Between hosts, every pair of hosts is measured in both directions. Pairs without a common host are
+measured at the same time, as a training step uses them. On a host, links are measured from each
+rank to the next.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sbpflow.boxing.agreement import gather_facts
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
+from sbpflow.runtime.compute.doctor import Finding
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split
+
+Pair = tuple[int, int]  # source and destination rank
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # float32 values: 4 KiB to 64 MiB
+# A link that needs longer than this for a message is not measured with the next size.
+_ENOUGH_S = 0.02
+_REPEATS = 3
+_SLOW = 0.5  # share of the median rate below which a link or host is slow
+_LATE, _LATE_S = 3.0, 1e-3  # factor and difference from which a host's latency is high
+_MAX_LISTED = 8  # hosts; with more hosts, the report does not list all pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Contains the rate and latency of one link."""
+
+    gb_per_s: float
+    latency_s: float
+
+    def __str__(self) -> str:
+        return f"{self.gb_per_s:.3f} GB/s, {1e3 * self.latency_s:.2f} ms for 4 KiB"
+
+
+def rounds_between(leaders: Sequence[int]) -> Iterator[list[Pair]]:
+    """Yield rounds in which each of ``leaders`` has at most one partner; in all rounds together,
+    each pair occurs once in each direction (the circle method of tournaments)."""
+    players: list[int | None] = [*leaders, *([None] if len(leaders) % 2 else [])]
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        facing = zip(players[:half], reversed(players[half:]), strict=True)
+        pairs = [(a, b) for a, b in facing if a is not None and b is not None]
+        yield pairs
+        yield [(b, a) for a, b in pairs]
+        players = [players[0], players[-1], *players[1:-1]]
+
+
+def rounds_within(hosts: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
+    """Yield rounds with the link from one rank to the next on each host."""
+    for place in range(max(len(ranks) for ranks in hosts)):
+        pairs = [
+            (ranks[place], ranks[(place + 1) % len(ranks)])
+            for ranks in hosts
+            if place < len(ranks) and len(ranks) > 1
+        ]
+        if pairs:
+            yield pairs
+
+
+def measure(
+    boxing: Boxing, rounds: Iterator[list[Pair]], sizes: Sequence[int] = SIZES
+) -> dict[Pair, Measured]:
+    """Measure each link of each round; every rank must call this and gets the same result."""
+    links: dict[Pair, Measured] = {}
+    for pairs in rounds:
+        latencies: Mapping[Pair, float] = {}
+        left = pairs
+        for size in sizes:
+            times = _seconds(boxing, left, size)
+            latencies = latencies or times
+            links |= {
+                pair: Measured(4 * size / seconds / 1e9, latencies[pair])
+                for pair, seconds in times.items()
+            }
+            left = [pair for pair in left if times[pair] < _ENOUGH_S]
+            if not left:
+                break
+    return links
+
+
+def _seconds(boxing: Boxing, pairs: Sequence[Pair], size: int) -> dict[Pair, float]:
+    """Return the shortest time to send ``size`` float32 values along each of ``pairs``."""
+    world = boxing.world
+    sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
+    src, dst = (
+        Layout(Placement.of(world.device.type, ranks), (Split(0),)) for ranks in (sources, targets)
+    )
+    steps = plan_boxing(
+        src,
+        dst,
+        (size * len(pairs),),
+        torch.float32,
+        id=f"doctor/link/{sources}/{targets}/{size}",
+        backend=world.backend,
+    )
+    part = torch.ones(size, device=world.device) if world.rank in sources else None
+    times: list[float] = []
+    for _ in range(_REPEATS + 1):  # the first repeat is slower, because it opens the connection
+        world.barrier()
+        begin = time.perf_counter()
+        boxing.run(steps, part, "control")
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    by_rank = gather_facts(boxing, {"s": repr(min(times[1:]))})
+    return {pair: float(by_rank[pair[1]]["s"]) for pair in pairs}
+
+
+def link_findings(
+    boxing: Boxing, names: Sequence[str], *, sizes: Sequence[int] = SIZES
+) -> list[Finding]:
+    """Measure the links of all ranks, whose machines are ``names``; every rank must call this."""
+    world = boxing.world
+    if world.size == 1:
+        hint = "torchrun --nproc-per-node N -m sbpflow doctor measures the links"
+        return [Finding("link", "absent", f"one rank; {hint}")]
+    hosts = world.topology.hosts
+    links = measure(boxing, rounds_within(hosts), sizes)
+    findings: list[Finding] = []
+    if len(hosts) > 1:
+        between = measure(boxing, rounds_between([ranks[0] for ranks in hosts]), sizes)
+        named = {(names[a], names[b]): link for (a, b), link in between.items()}
+        findings += [*_pairs(named), *slow_findings(named)]
+        links |= between
+    ordered = sorted(links.items(), key=lambda item: item[1].gb_per_s)
+    text = _named(*ordered[0], names)
+    if ordered[-1][1].gb_per_s > 1.2 * ordered[0][1].gb_per_s and len(links) > 2:
+        text = f"slowest {text}; fastest {_named(*ordered[-1], names)}"
+    text = f"{world.size} ranks on {len(hosts)} machines: {text}"
+    return [Finding("link", "ok", text), *findings]
+
+
+def _named(pair: Pair, link: Measured, names: Sequence[str]) -> str:
+    source, target = (names[rank] for rank in pair)
+    where = "" if source == target else f" ({source} to {target})"
+    return f"{link}, rank {pair[0]} to {pair[1]}{where}"
+
+
+def _pairs(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
+    """Return one line per pair of hosts."""
+    if len({host for pair in links for host in pair}) > _MAX_LISTED:
+        return []
+    return [
+        Finding("pair", "ok", f"{a} to {b}: {link}; back: {links[b, a]}")
+        for (a, b), link in links.items()
+        if a < b
+    ]
+
+
+def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
+    """Return a finding for each slow host, and for each slow link between other hosts.
+
+    A host is slow if its fastest link is slow; this needs at least three hosts. With two hosts,
+    only the two directions can be compared.
+    """
+    hosts = sorted({host for pair in links for host in pair})
+    of_host = {host: [link for pair, link in links.items() if host in pair] for host in hosts}
+    best = {host: max(link.gb_per_s for link in of_host[host]) for host in hosts}
+    quickest = {host: min(link.latency_s for link in of_host[host]) for host in hosts}
+    findings: list[Finding] = []
+    slow: list[str] = []
+    if len(hosts) > 2:
+        rate, latency = statistics.median(best.values()), statistics.median(quickest.values())
+        slow = [host for host in hosts if best[host] < _SLOW * rate]
+        findings += [
+            Finding(
+                "link",
+                "odd",
+                f"{host} is slow: at most {best[host]:.3f} GB/s to or from it, and {rate:.3f} GB/s "
+                "between other machines; check its cable, switch port, and other traffic",
+            )
+            for host in slow
+        ]
+        findings += [
+            Finding(
+                "link",
+                "odd",
+                f"{host} answers late: at least {1e3 * quickest[host]:.2f} ms for 4 KiB, and "
+                f"{1e3 * latency:.2f} ms between other machines; check its location and its load",
+            )
+            for host in hosts
+            if quickest[host] > _LATE * latency and quickest[host] - latency > _LATE_S
+        ]
+    rest = {pair: link for pair, link in links.items() if not set(pair) & set(slow)}
+    usual = max((link.gb_per_s for link in rest.values()), default=0.0)
+    if len(hosts) > 2 and rest:
+        usual = statistics.median(link.gb_per_s for link in rest.values())
+    findings += [
+        Finding(
+            "link",
+            "odd",
+            f"{source} to {target} is slow: {link.gb_per_s:.3f} GB/s, and {usual:.3f} GB/s on "
+            "other links; check the route, limits of the sender, and other traffic",
+        )
+        for (source, target), link in rest.items()
+        if link.gb_per_s < _SLOW * usual
+    ]
+    return findings

@@ -1,0 +1,123 @@
+"""Compares the ranks' step times at each log interval, and names a rank that is slow persistently.
+
+In synchronous training, all ranks take the same time per step, because fast ranks wait for slow
+ones. A rank's own time is therefore the time of its steps without its waits for transfers. On CUDA,
+ranks wait on the device, which the host does not measure, so only the times of reading data differ.
+"""
+
+import logging
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sbpflow.boxing.agreement import combine_parts, gather_texts
+from sbpflow.boxing.executor import Boxing
+from sbpflow.runtime.processes.environment import machine_name
+from sbpflow.sbp.sbp import Split
+from sbpflow.training.metrics import Evaluation
+
+logger = logging.getLogger(__name__)
+
+_PERSISTS = 3  # number of consecutive windows before a warning
+_WINDOW_STEPS = 20  # minimum length of a window, because single steps vary
+_FACTOR = 1.2  # a slow rank's own time is this many times the median of the other ranks,
+_SHARE = 0.05  # and the difference is at least this share of a step
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Contains the ms per step of each rank in one interval, by rank; ``own_ms`` are the times
+    without waits."""
+
+    step: int
+    hosts: Sequence[str]
+    step_ms: Sequence[float]
+    data_ms: Sequence[float]
+    wait_ms: Sequence[float]
+
+    @property
+    def own_ms(self) -> list[float]:
+        """Return the times that ranks spend on their own work, including reading data."""
+        return [step - wait for step, wait in zip(self.step_ms, self.wait_ms, strict=True)]
+
+    @property
+    def slow_rank(self) -> int | None:
+        """Return the rank that the other ranks wait for, if its own time is much longer."""
+        own = self.own_ms
+        slowest = max(range(len(own)), key=own.__getitem__)
+        median = statistics.median([*own[:slowest], *own[slowest + 1 :]])
+        is_slow = own[slowest] > _FACTOR * median
+        is_slow &= own[slowest] - median > _SHARE * max(self.step_ms)
+        return slowest if is_slow else None
+
+
+class RankWatch:
+    """Implements ``Reporter``: gathers the times of all ranks, which ``write`` gets on every rank.
+
+    The only communication is one small all-gather per log interval.
+    """
+
+    def __init__(self, boxing: Boxing, *write: Callable[[RankTimes], None]) -> None:
+        self._boxing, self._write = boxing, write
+        self._hosts: Sequence[str] = ()
+        self._last_step = 0
+        self._window = torch.zeros(0)  # sums of the times of the current window, by rank
+        self._window_steps = 0
+        self._recent: list[int | None] = []  # the slow ranks of the last windows
+        self._named: int | None = None
+
+    def advance(self, step: int, loss: float) -> None:
+        """Do nothing, because only intervals are compared."""
+
+    def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
+        """Do nothing."""
+
+    def step(
+        self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
+    ) -> None:
+        """Gather the times in ``extra`` (see ``Pace.interval``); every rank must call this."""
+        world = self._boxing.world
+        if world.size == 1 or "step_ms" not in extra:  # the first step is not timed
+            return
+        self._hosts = self._hosts or gather_texts(self._boxing, machine_name())
+        mine = [[extra["step_ms"], extra["data_ms"], extra["wait_ms"]]]
+        part = torch.tensor(mine, dtype=torch.float32, device=world.device)
+        parts = combine_parts(self._boxing, part, Split(0), "ranks/times")
+        times = RankTimes(step, self._hosts, *parts.T.tolist())
+        for write in self._write:
+            write(times)
+        if world.rank == 0:
+            self._add(step, parts.cpu())
+
+    def _add(self, step: int, parts: torch.Tensor) -> None:
+        """Add an interval to the current window, and judge the window if it is long enough."""
+        steps, self._last_step = step - self._last_step, step
+        previous = self._window if self._window_steps else torch.zeros_like(parts)
+        self._window, self._window_steps = previous + steps * parts, self._window_steps + steps
+        if self._window_steps >= _WINDOW_STEPS:
+            means = self._window / self._window_steps
+            self._window_steps = 0
+            self._warn(RankTimes(step, self._hosts, *means.T.tolist()))
+
+    def _warn(self, times: RankTimes) -> None:
+        slow = times.slow_rank
+        self._recent = [*self._recent, slow][-_PERSISTS:]
+        if slow is None or slow == self._named or self._recent != [slow] * _PERSISTS:
+            if slow is None and self._named is not None:
+                logger.info("step %d: rank %d is no longer slow", times.step, self._named)
+                self._named = None
+            return
+        self._named = slow
+        own = times.own_ms
+        others = statistics.median([*own[:slow], *own[slow + 1 :]])
+        reads = times.data_ms[slow] > (own[slow] - others) / 2
+        logger.warning(
+            "rank %d on %s is slow: its own work takes %.1f ms per step (other ranks: %.1f ms), "
+            "and other ranks wait up to %.1f ms for it; %s",
+            *(slow, times.hosts[slow], own[slow], others, max(times.wait_ms)),
+            f"{times.data_ms[slow]:.1f} ms are reading data, so check its disk"
+            if reads
+            else "check other processes, the temperature, and the number of cores of that machine",
+        )
