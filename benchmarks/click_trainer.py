@@ -9,7 +9,14 @@ from benchmarks.click_model import Rows, Shape
 from benchmarks.click_plan import planned_rules
 from benchmarks.torchrec_models import config_of, fields_of
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig, RunConfig
+from sbpflow.config.schema import (
+    Config,
+    DataConfig,
+    DenseSgd,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from sbpflow.config.table_rules import ParallelConfig, TableRule
 from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
@@ -21,6 +28,8 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
+
+EARLY = "unique_early"  # the layout unique, with early rows
 
 
 class ClickTrainer:
@@ -45,6 +54,7 @@ class ClickTrainer:
         rules: dict[str, dict[str, TableRule]] = {
             "auto": {},
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
+            EARLY: {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
             "reduce": {"deep.*": TableRule(sbp="S(0)", exchange="reduce")},
             "columns": {"deep.*": TableRule(sbp="S(1)", exchange="columns")},
             "unique_columns": {"deep.*": TableRule(sbp="S(1)", exchange="unique")},
@@ -55,6 +65,7 @@ class ClickTrainer:
         }
         config = Config(
             run=RunConfig(seed=seed),
+            train=TrainConfig(early_rows=layout == EARLY),
             data=DataConfig(batch_size=shape.rows_per_rank * world.size),
             model=config_of(model, shape),
             parallel=ParallelConfig(

@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument(
         "--layout",
         default="unique",
-        choices=["unique", "reduce", "columns", "unique_columns", "whole", "auto"],
+        choices=["unique", "unique_early", "reduce", "columns", "unique_columns", "whole", "auto"],
     )
     parser.add_argument(
         "--profile", help="a calibration for --layout auto; default: this machine's calibration"

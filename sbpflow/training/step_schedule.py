@@ -65,7 +65,7 @@ UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-# A schedule contains these moves only with early rows. The moves prepare the batch after the trained
+# A schedule contains these moves only with early rows. They prepare the batch after the trained
 # batch, so they need the ids of two batches.
 MARK_EARLY = Move("mark_early", "rows found that no update changes", starts=(FLAGS,))
 SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
@@ -366,7 +366,7 @@ SERIAL = StepSchedule(
 )
 
 
-def with_early_rows(schedule: StepSchedule) -> StepSchedule:
+def with_early_moves(schedule: StepSchedule) -> StepSchedule:
     """Return ``schedule`` with the moves of early rows.
 
     Early rows are sent after the vectors of the trained batch have arrived, so that they do not
