@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from benchmarks.click_model import Rows, Shape
+from benchmarks.click_model import EARLY, Rows, Shape
 from benchmarks.click_plan import planned_rules
 from benchmarks.torchrec_models import config_of, fields_of
 from sbpflow.boxing.executor import Boxing
@@ -28,8 +28,6 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
-
-EARLY = "unique_early"  # the layout unique, with early rows
 
 
 class ClickTrainer:

@@ -26,7 +26,7 @@ from benchmarks.cache import prepared
 from benchmarks.cache_policies import Array
 from benchmarks.click_model import Shape, zipf_ids
 from benchmarks.record import Results
-from sbpflow.costs.ids import curve_of
+from sbpflow.costs.ids import IdFrequencies
 from sbpflow.data import load_manifest
 from sbpflow.data.read.loader import open_loader
 
@@ -90,10 +90,11 @@ def predicted(counts: Sequence[Array], size: int) -> float:
     """Return the expected critical rows, as ``run/planning/early_rows.py`` computes them."""
     critical = 0.0
     for field in counts:
-        values, rows = np.unique(field[field > 0], return_counts=True)
-        curve = curve_of(rows, values * rows)
-        own, both = curve.touched(BATCH / size), curve.touched(BATCH + BATCH / size)
-        critical += own + curve.touched(BATCH) - both
+        # bins of rows whose numbers of lookups are between two powers of two, as in a set
+        bins = np.frexp(field[field > 0])[1]
+        rows, lookups = np.bincount(bins), np.bincount(bins, weights=field[field > 0])
+        pairs = tuple((int(n), int(total)) for n, total in zip(rows, lookups, strict=True))
+        critical += IdFrequencies(pairs, 1.0).overlap(BATCH / size, BATCH)[1]
     return (size - 1) * critical
 
 

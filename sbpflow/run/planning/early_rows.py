@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sbpflow.config.schema import Config
-from sbpflow.costs.ids import IdFrequencies
+from sbpflow.costs.ids import IdFrequencies, click_curve
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import GroupPlan
-from sbpflow.embedding.plan.price import curve_of_table, ids_per_sample
-from sbpflow.embedding.plan.tables import FeatureConfig
+from sbpflow.embedding.plan.price import ids_per_sample
+from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.run.planning.plan import EarlyRows
 from sbpflow.runtime.ranks.topology import Topology
@@ -103,24 +103,38 @@ def expected_bytes(
 ) -> tuple[float, float]:
     """Return the expected (early, critical) bytes of a batch, sent by all ranks together.
 
-    A row is critical if this rank's samples and the batches to be updated both use it. Of two
-    independent sets of lookups, U(a) + U(b) - U(a + b) rows are in both, where U is the curve of
-    distinct rows.
+    A row is critical if this rank's samples and the batches to be updated both use it.
     """
     (stack,), size = group.stacks, group.world.size
     by_name = {feature.name: feature for feature in features}
     early = critical = 0.0
+    batch, steps = config.data.batch_size, range(1, config.train.accumulate + 1)
     for table in stack.tables:
-        curve = curve_of_table(table, frequencies)
-        draws = config.data.batch_size * sum(
-            ids_per_sample(by_name[name], frequencies) for name in table.features
-        )
-        own = min(curve.touched(draws / size), table.num_rows)
-        both = 0.0
-        for batches in range(1, config.train.accumulate + 1):
-            used = curve.touched(batches * draws)
-            both += own + used - curve.touched(batches * draws + draws / size)
-        both = min(own, both / config.train.accumulate)
-        early, critical = early + own - both, critical + both
+        per_sample = sum(ids_per_sample(by_name[name], frequencies) for name in table.features)
+        for batches in steps:
+            own, both = _overlap(table, batch / size, batches * batch, per_sample, frequencies)
+            early += (own - both) / len(steps)
+            critical += both / len(steps)
     scale = (size - 1) * stack.dim * group.comm_dtype.itemsize
     return scale * early, scale * critical
+
+
+def _overlap(
+    table: TableConfig,
+    first: float,
+    second: float,
+    per_sample: float,
+    frequencies: Mapping[str, IdFrequencies],
+) -> tuple[float, float]:
+    """Return the rows that ``first`` samples use, and those that ``second`` others use, too.
+
+    Without statistics, samples are independent: U(a) + U(b) - U(a + b) rows are in both, where U
+    is the curve of distinct rows.
+    """
+    known = [frequencies[name] for name in table.features if name in frequencies]
+    if known:
+        most = max(known, key=lambda field: field.curve.distinct)
+        return most.overlap(first, second, per_sample / max(most.per_sample, 1e-9))
+    curve = click_curve(table.num_rows)
+    a, b = first * per_sample, second * per_sample
+    return curve.touched(a), curve.touched(a) + curve.touched(b) - curve.touched(a + b)
