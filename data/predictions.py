@@ -9,7 +9,6 @@ The first column is the row key or, if rows have no keys, the number among the v
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from bisect import bisect_left, bisect_right
@@ -21,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sbpflow.data.engine import EngineOptions
 from sbpflow.data.format.lists import SplitPart
 from sbpflow.data.format.manifest import MANIFEST, Manifest, Shard, load_manifest
 from sbpflow.data.format.npy import read_array
-from sbpflow.data.prepare.machines import MachinePart
 from sbpflow.data.prepare.remote import input_path, version
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.remote_path import redacted
 
 if TYPE_CHECKING:
     import polars as pl
@@ -69,7 +69,8 @@ class Scoring:
 
         check_exists([path for path in map(input_path, inputs) if isinstance(path, Path)])
         first, prepared = input_path(self._inputs[0]), None
-        if len(self._inputs) == 1 and isinstance(first, Path) and (first / MANIFEST).is_file():
+        is_folder = isinstance(first, Path) or first.is_dir()
+        if len(self._inputs) == 1 and is_folder and (first / MANIFEST).is_file():
             prepared = first
             check_ids(load_manifest(prepared), like)
         self.is_set = prepared is not None
@@ -81,7 +82,7 @@ class Scoring:
         self._labels: list[NDArray[np.float32]] = []
 
     def __str__(self) -> str:
-        return f"{' '.join(self._inputs)} ({self.split})"
+        return f"{redacted(' '.join(self._inputs))} ({self.split})"
 
     def open(self) -> None:
         """Check that the output can be written before any row is scored."""
@@ -97,11 +98,13 @@ class Scoring:
                 f"--output {path}: {path.parent}: {reason}; use, for example, scores.parquet"
             ) from error
 
-    def encode(self, max_bad_fraction: float, rank: int = 0, num_ranks: int = 1) -> None:
-        """Encode raw rows with the run's ids to a folder; the ranks share the input files.
-
-        A killed run continues if the number of ranks is the same.
-        """
+    def encode(
+        self,
+        max_bad_fraction: float,
+        engine: EngineOptions | None = None,
+        workers: int | None = None,
+    ) -> None:
+        """Encode raw rows with the run's ids to a folder; a killed run continues."""
         if self.is_set:
             return
         from sbpflow.data.prepare.new_rows import encode
@@ -109,11 +112,11 @@ class Scoring:
         encode(
             [input_path(text) for text in self._inputs],
             self.rows,
-            like=self.like.path,
-            workers=max(1, (os.cpu_count() or 1) // min(num_ranks, len(self._files()))),
+            like=self.like.origin,
+            workers=workers,
             max_bad_fraction=max_bad_fraction,
             overwrite=True,
-            part=MachinePart(rank + 1, num_ranks, float("inf")),
+            engine=engine,
         )
 
     def inputs_digest(self, max_bad_fraction: float) -> str:
@@ -256,4 +259,4 @@ def _texts(manifest: Manifest, split: str, start: int, stop: int) -> list[str]:
 def _part(manifest: Manifest, shard: Shard, part: str, start: int, stop: int) -> NDArray[Any]:
     kind, file = manifest.part_types[f"row_key_{part}"], shard.parts[f"row_key_{part}"]
     shape = kind.shape(shard.rows, file.count)
-    return read_array(manifest.path / file.file, kind.dtype, shape, start, stop)
+    return read_array(manifest.file(file.file), kind.dtype, shape, start, stop)

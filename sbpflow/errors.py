@@ -15,6 +15,10 @@ class _OneLineError(ValueError):
 
     def __init__(self, message: str = "", *details: str) -> None:
         super().__init__("\n  ".join(map(_printable, (message, *details))))
+        self._lines = (message, *details)
+
+    def __reduce__(self) -> tuple[type["_OneLineError"], tuple[str, ...]]:
+        return type(self), self._lines  # pickle the lines, because the text escapes newlines
 
 
 def _printable(text: str) -> str:
@@ -49,6 +53,10 @@ class TrainingError(ValueError):
 
 class CheckpointError(_OneLineError):
     """A checkpoint cannot be written, or is invalid."""
+
+
+class StoreError(OSError):
+    """Requests to a store of objects fail; the message has no credentials."""
 
 
 class ReplicaError(RuntimeError):
@@ -86,4 +94,5 @@ MESSAGE_ERRORS = (
     MetricError,
     TrainingError,
     CheckpointError,
+    StoreError,
 )

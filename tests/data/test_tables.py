@@ -346,7 +346,7 @@ def _stop(*_, **__):
 
 def _half(*arguments):
     encode_all(*arguments)
-    for record in sorted((arguments[4] / "encoded").iterdir())[1::2]:
+    for record in sorted((arguments[1].work / "encoded").iterdir())[1::2]:
         record.unlink()  # remove staged files to simulate pieces that are not encoded yet
     raise Stopped
 
