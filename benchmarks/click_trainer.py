@@ -5,11 +5,18 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from benchmarks.click_model import Rows, Shape
+from benchmarks.click_model import EARLY, Rows, Shape
 from benchmarks.click_plan import planned_rules
 from benchmarks.torchrec_models import config_of, fields_of
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.schema import Config, DataConfig, DenseSgd, OptimizerConfig, RunConfig
+from sbpflow.config.schema import (
+    Config,
+    DataConfig,
+    DenseSgd,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from sbpflow.config.table_rules import ParallelConfig, TableRule
 from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
@@ -45,6 +52,7 @@ class ClickTrainer:
         rules: dict[str, dict[str, TableRule]] = {
             "auto": {},
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
+            EARLY: {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
             "two_level": {"deep.*": TableRule(sbp="(S(0), S(0))")},
             "reduce": {"deep.*": TableRule(sbp="S(0)", exchange="reduce")},
             "columns": {"deep.*": TableRule(sbp="S(1)", exchange="columns")},
@@ -56,6 +64,7 @@ class ClickTrainer:
         }
         config = Config(
             run=RunConfig(seed=seed),
+            train=TrainConfig(early_rows=layout == EARLY),
             data=DataConfig(batch_size=shape.rows_per_rank * world.size),
             model=config_of(model, shape),
             parallel=ParallelConfig(

@@ -287,7 +287,15 @@ class TrainConfig:
         Key(
             "execution",
             "Number of batches whose ids are exchanged in advance. auto means 64 with "
-            "parallel.storage, and 1 otherwise.",
+            "parallel.storage, 2 with early rows, and 1 otherwise.",
+        ),
+    ] = "auto"
+    early_rows: Annotated[
+        bool | Literal["auto"],
+        Key(
+            "execution",
+            "For tables with the exchange unique on CPU: send the rows that the previous batch "
+            "does not use one batch ahead. auto sends them if the predicted time is lower.",
         ),
     ] = "auto"
     max_steps: Annotated[

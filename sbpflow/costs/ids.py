@@ -119,6 +119,23 @@ class IdFrequencies:
     def curve(self) -> IdCurve:
         return _curve_of_bins(tuple(self.bins))
 
+    def overlap(self, first: float, second: float, uses: float = 1.0) -> tuple[float, float]:
+        """Return the mean numbers of rows that ``first`` samples use, and that ``first`` and
+        ``second`` other samples of the same epoch both use.
+
+        An epoch reads every sample once, so a row with a single lookup is never in both. A row has
+        ``uses`` times the lookups of the field, if a table has several fields with the same ids.
+        """
+        rows, lookups = np.asarray(self.bins, dtype=np.float64).reshape(-1, 2).T
+        rows, lookups = rows[rows > 0], lookups[rows > 0]
+        samples = max(lookups.sum() / max(self.per_sample, 1e-9), first + second)
+        absent, absent_second, absent_both = (
+            (1 - share / samples) ** (uses * lookups / rows)
+            for share in (first, second, first + second)
+        )
+        own = float((rows * (1 - absent)).sum())
+        return own, float((rows * (1 - absent - absent_second + absent_both)).sum())
+
 
 @lru_cache(1024)
 def _curve_of_bins(bins: tuple[tuple[int, int], ...]) -> IdCurve:

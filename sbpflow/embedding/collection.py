@@ -18,6 +18,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.assembly import Assembly
 from sbpflow.embedding.cache.mover import CacheCounts
 from sbpflow.embedding.cache.store import CachedStore
+from sbpflow.embedding.captured import why_not_captured
 from sbpflow.embedding.copies import Copies, copies_of
 from sbpflow.embedding.exchange.base import AnyGroup, GroupContext, GroupInFlight, make_group
 from sbpflow.embedding.exchange.counts import CountsUnderWay
@@ -234,6 +235,16 @@ class EmbeddingCollection:
         if self.growing is not None:
             self.growing.cancel()
 
+    def mark_early(self, batch: EmbeddingsInFlight) -> None:
+        """Find the rows whose values are final; call this after all earlier batches have ids."""
+        for group, part in self._parts(batch):
+            group.mark_early(part)
+
+    def send_early(self, batch: EmbeddingsInFlight) -> None:
+        """Start sending these rows. Until the ``lookup``, only updates may change rows."""
+        for group, part in self._parts(batch):
+            group.send_early(part)
+
     def lookup(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""
         self.arrive(batch)
@@ -318,21 +329,7 @@ class EmbeddingCollection:
 
     def why_not_captured(self) -> str:
         """Return why a CUDA graph cannot contain the moves from ``read`` to ``apply``, or ""."""
-        if self._world.size > 1:
-            return "vectors and gradients are exchanged between ranks"
-        for stack, store in self._stores():
-            table = stack.tables[0].name
-            if stack.grows:
-                return f"table {table} grows, so the host initializes rows in every step"
-            if stack.ragged:
-                return f"table {table} has lists of ids, and their number varies between batches"
-            if not isinstance(store, DeviceStore):
-                return f"table {table} has rows outside device memory"
-            if not isinstance(store.kernel, TorchStorage):
-                return (
-                    f"table {table}: kernel {store.kernel.name} reads its learning rate on the host"
-                )
-        return ""
+        return why_not_captured(self._stores(), self._world.size)
 
     def keep_numbers(self) -> None:
         """Make updates read the learning rate and step from device memory from now on."""

@@ -35,8 +35,12 @@ class Move:
 # If the number of ids is known, ids are sent immediately. For lists and unique rows, counts are
 # sent first.
 IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
+FLAGS, EARLY_VECTORS = "flags", "early vectors"
 VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
-TRANSFERS = (IDS, COUNTS, COUNTED_IDS, VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS)
+TRANSFERS = (
+    *(IDS, COUNTS, COUNTED_IDS, FLAGS, EARLY_VECTORS),
+    *(VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS),
+)
 
 START_ID_EXCHANGE = Move("start_id_exchange", "ids checked, sorted, counted", starts=(IDS, COUNTS))
 EXCHANGE_IDS = Move(
@@ -44,7 +48,9 @@ EXCHANGE_IDS = Move(
 )
 RECEIVE_IDS = Move("receive_ids", "ids received, as storage rows", waits=(IDS, COUNTED_IDS))
 LOOKUP = Move("lookup", "rows read, group by group", starts=(VECTORS,))
-GATHER_OUTPUTS = Move("gather_outputs", "rows expanded, pooled, joined", waits=(VECTORS,))
+GATHER_OUTPUTS = Move(
+    "gather_outputs", "rows expanded, pooled, joined", waits=(VECTORS, EARLY_VECTORS)
+)
 FORWARD = Move("forward", "dense forward, loss")
 BACKWARD = Move("backward", "dense backward")
 SEND_GRADS = Move("send_grads", "gradients summed by row", starts=(ROW_GRADIENTS,))
@@ -59,13 +65,22 @@ UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
+# A schedule contains these moves only with early rows. They prepare the batch after the trained
+# batch, so they need the ids of two batches.
+MARK_EARLY = Move("mark_early", "rows without updates found", starts=(FLAGS,))
+SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
+EARLY = (MARK_EARLY, SEND_EARLY)
+EARLY_LOOKAHEAD = 2
+
 # These moves do not depend on trained values, so they may run ahead.
 OF_IDS = (START_ID_EXCHANGE, EXCHANGE_IDS, RECEIVE_IDS)
 OF_A_BATCH = (*OF_IDS, LOOKUP, GATHER_OUTPUTS, FORWARD, BACKWARD, SEND_GRADS, RECEIVE_GRADS)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
-KNOWN = (*OF_A_BATCH, *OF_A_STEP, CLIP, CLIP_ROWS)
+KNOWN = (*OF_A_BATCH, *EARLY, *OF_A_STEP, CLIP, CLIP_ROWS)
 _AFTER = {
     **{later: (earlier.name,) for earlier, later in pairwise(OF_A_BATCH)},
+    MARK_EARLY: (RECEIVE_IDS.name,),
+    SEND_EARLY: (MARK_EARLY.name,),
     SEND_DENSE: (BACKWARD.name,),
     RECEIVE_DENSE: (SEND_DENSE.name,),
     UPDATE: (RECEIVE_GRADS.name,),
@@ -140,14 +155,15 @@ class StepSchedule:
     def __post_init__(self) -> None:
         moves = [*self.each_batch, *self.each_step]
         names = [move.name for move in moves]
-        required = [*OF_A_BATCH, *OF_A_STEP, *([CLIP] if CLIP.name in names else [])]
+        optional = [move for move in (CLIP, *EARLY) if move.name in names]
+        required = [*OF_A_BATCH, *OF_A_STEP, *optional]
         if sorted(names) != sorted(move.name for move in required):
             raise ValueError(f"a schedule must make every move once, got {', '.join(names)}")
         for place, move in enumerate(moves):
             if move not in KNOWN:
                 raise ValueError(f"{move} is not defined in step_schedule; use {move.name.upper()}")
             in_batch = place < len(self.each_batch)
-            if move in OF_IDS and not in_batch:
+            if move in (*OF_IDS, *EARLY) and not in_batch:
                 raise ValueError(f"{move.name} is a move of each batch, not of a step")
             if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and in_batch:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
@@ -172,13 +188,21 @@ class StepSchedule:
         return sum(later < earlier for earlier, later in pairwise(places))
 
     def moves(self, lookahead: int) -> tuple[Move, ...]:
-        """Return ``each_batch`` in the order of a step; without lookahead, id moves come first."""
+        """Return ``each_batch`` in the order of a step; without lookahead, id moves come first.
+
+        Rows are early only with a lookahead of 2 or more.
+        """
+        moves = self.each_batch
+        if lookahead < EARLY_LOOKAHEAD:
+            moves = tuple(move for move in moves if move not in EARLY)
         if lookahead:
-            return self.each_batch
-        return (*OF_IDS, *(move for move in self.each_batch if move not in OF_IDS))
+            return moves
+        return (*OF_IDS, *(move for move in moves if move not in OF_IDS))
 
     def distance(self, move: Move, lookahead: int) -> int:
         """Return the distance, in batches, from the trained batch to the batch of ``move``."""
+        if move in EARLY:
+            return 1
         return lookahead - self._cycle(move) if move in OF_IDS and lookahead else 0
 
     def run(
@@ -340,6 +364,19 @@ SERIAL = StepSchedule(
     each_step=(SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE),
     wait_at_once=True,
 )
+
+
+def with_early_moves(schedule: StepSchedule) -> StepSchedule:
+    """Return ``schedule`` with the moves of early rows.
+
+    Early rows are sent after the vectors of the trained batch have arrived, so that they do not
+    delay these vectors.
+    """
+    moves: list[Move] = []
+    for move in schedule.each_batch:
+        moves.append(move)
+        moves += {LOOKUP: [MARK_EARLY], GATHER_OUTPUTS: [SEND_EARLY]}.get(move, [])
+    return replace(schedule, each_batch=tuple(moves))
 
 
 def clipped(schedule: StepSchedule, *, rows: bool) -> StepSchedule:

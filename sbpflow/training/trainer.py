@@ -45,6 +45,7 @@ from sbpflow.training.losses import PLAIN, row_losses
 from sbpflow.training.move_times import MoveTimes, MoveWatch
 from sbpflow.training.step_schedule import (
     CLIP,
+    EARLY,
     OF_A_BATCH,
     OF_A_STEP,
     OF_IDS,
@@ -96,8 +97,7 @@ class Trainer:
       a ``total``).
     * ``planned``: a batch size, and the only conversions that a forward with this size may make.
     * ``cuda_graph``: run batches of the planned size with a ``GraphedStep``.
-    * ``lookahead``: the number of announced batches whose ids are exchanged early; may be set
-      between steps, and does not affect results.
+    * ``lookahead``: the number of announced batches whose ids are exchanged early; may change.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Trainer:
             self._set_learning_rates()
             self.schedule.run(
                 # As attributes of the trainer, these maps would delay freeing tables (a cycle).
-                {move.name: self._of_batch(move) for move in OF_A_BATCH},
+                {move.name: self._of_batch(move) for move in (*OF_A_BATCH, *EARLY)},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,
                 list(self._window),

@@ -54,7 +54,8 @@ def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
     """Train, save during training, and continue; then resume from the checkpoint of the other kind
     of store."""
     found: list[dict[str, Any]] = []
-    slots = 2 * 4 * BATCH  # room for the rows of a step's two batches
+    # room for the rows of a step's two batches and, if rows are sent early, of the next batch
+    slots = (2 + case.early) * 4 * BATCH
     cached = FileStores(folder / "scratch", slots)
     kinds = {"device": device_store, "file": cached}
     for name, stores in kinds.items():
@@ -109,6 +110,8 @@ def cases() -> list[tuple[int, Case]]:
             lookahead = draw.choice((1, 2, 5))
             chosen.append((size, Case(scheme, kernel, rule, rows, clipped, None, lookahead)))
     unique = Case("3", "numba", "rowwise_adagrad", tables=UNIQUE_COLUMNS, lookahead=4)
+    early = Case("3", "numba", "rowwise_adagrad", "bfloat16", lookahead=4, early=True)
+    chosen += [(2, early), (4, replace(early, kernel="torch", sparse="lazy_adam", clipped=True))]
     hops = {"*": TableRule(sbp="(S(0), S(0))", ranks=((0, 1), (2, 3)))}
     two_level = Case("3", "numba", "rowwise_adagrad", "bfloat16", True, hops, lookahead=4)
     chosen.append((4, two_level))

@@ -48,6 +48,7 @@ class Case:
     clipped: bool = False
     tables: dict[str, TableRule] | None = None
     lookahead: int = 1
+    early: bool = False  # send early rows
 
     def slots(self, size: int) -> int:
         """Return the number of slots for all batches in flight: up to two in a step, plus the
@@ -65,6 +66,8 @@ class Case:
             self.scheme, self.sparse, dense="adam", dtype=dtype, kernel=self.kernel, wide=wide,
             dim=8, batch_size=BATCH, tables=self.tables,
         )  # fmt: skip
+        if self.early:
+            config = replace(config, train=replace(config.train, early_rows=True))
         if self.rows:
             config = replace(config, parallel=replace(config.parallel, table_dtype=self.rows))
         if self.clipped:

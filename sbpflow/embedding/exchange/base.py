@@ -6,6 +6,8 @@
                        ids to forward; ``exchange_ids`` follows again
     receive_ids        receive the ids that this rank looks up; addresses are final
     announce           notify the stores of the rows that a training batch needs
+    mark_early         optionally, find the rows whose values are final before the lookup
+    send_early         send these rows, one batch ahead
     lookup             read the rows and start sending vectors
     gather_outputs     receive the vectors of this rank's samples
     send_grads         start sending gradients
@@ -175,6 +177,15 @@ class Group(ABC, Generic[BatchT]):
     def cancel(self, batch: BatchT) -> None:
         """Release the slots of an announced batch that will not be looked up."""
         self._release([batch])
+
+    def mark_early(self, batch: BatchT) -> None:
+        """Find the rows that no batch still to be updated uses, if the plan has ``early_rows``.
+
+        Call this after ``receive_ids`` of this batch and all earlier batches.
+        """
+
+    def send_early(self, batch: BatchT) -> None:
+        """Start sending the rows that ``mark_early`` found; call it before the next ``update``."""
 
     @abstractmethod
     def lookup(self, batch: BatchT) -> None:

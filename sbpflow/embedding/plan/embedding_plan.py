@@ -147,8 +147,23 @@ class EmbeddingPlan:
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return a lookup's transfers, except the id transfers, in start order."""
-        return self._steps(batch_size, "vectors", None)
+        """Return a lookup's transfers, except the id transfers, in start order.
+
+        Flags and early vectors are those of the next batch.
+        """
+        return (
+            *self._steps(batch_size, "vectors", None),
+            *self.flag_steps(batch_size),
+            *self.early_steps(batch_size),
+        )
+
+    def flag_steps(self, batch_size: int) -> tuple[Step, ...]:
+        """Return the transfers that tell ranks which of their requested rows are early."""
+        return self._steps(batch_size, "flags", None)
+
+    def early_steps(self, batch_size: int) -> tuple[Step, ...]:
+        """Return the transfers of early rows."""
+        return self._steps(batch_size, "early vectors", None)
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return the transfers of gradients in start order."""

@@ -25,7 +25,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
 Cuts = Sequence[tuple[str, tuple[int, int]]]  # (sbp, (row parts, column parts))
-Purpose = Literal["counts", "ids", "vectors", "gradients"]
+Purpose = Literal["counts", "ids", "vectors", "flags", "early vectors", "gradients"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,7 @@ class Exchange(ABC):
     shares_lookups: ClassVar[bool] = False  # an owner reads only its own share of the lookups
     is_default: ClassVar[bool] = False  # preferred if several exchanges accept a layout
     dense_allreduce: ClassVar[bool] = False  # dense gradients of whole tables are all-reduced
+    sends_early: ClassVar[bool] = False  # groups can have ``early_rows``
 
     @abstractmethod
     def accepts(self, layout: Layout, world_size: int) -> bool:
@@ -178,7 +179,8 @@ class GroupPlan:
 
     For the stacks in ``shared_state``, several ranks share row state and sum the squares of
     gradients. ``dense_allreduce`` groups all-reduce dense gradients. Vectors are sent as
-    ``comm_dtype``, and gradients as ``grad_comm_dtype``.
+    ``comm_dtype``, and gradients as ``grad_comm_dtype``. With ``early_rows``, rows that the
+    previous batch does not use are sent one batch ahead.
     """
 
     name: str
@@ -191,6 +193,7 @@ class GroupPlan:
     comm_dtype: torch.dtype
     backend: str
     dense_allreduce: bool = False
+    early_rows: bool = False
 
     @cached_property
     def kind(self) -> Exchange:

@@ -59,6 +59,22 @@ def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
     return Stage(purpose="vectors", steps=(step,))
 
 
+def _early(group: GroupPlan, per_rank: int, total: int) -> Stages:
+    """Return the stages of early rows; all ranks but one request at most ``per_rank`` rows."""
+    size, dim = group.world.size, group.stacks[0].dim
+    # The bits for each pair of ranks fill whole bytes.
+    sizes = (per_rank // 8 + size - 1, total // 8 + size * (size - 1))
+    what = "one bit per row that others requested"
+    flags = group.row_step("fwd/flags", "all_to_all", torch.uint8, *sizes, what)
+    what = "those that the batch before does not use"
+    rows = (per_rank * dim, total * dim)
+    vectors = group.row_step("fwd/early", "all_to_all", group.comm_dtype, *rows, what)
+    return (
+        Stage(purpose="flags", steps=(flags,)),
+        Stage(purpose="early vectors", steps=(vectors,)),
+    )
+
+
 def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> Stage:
     dtype, what = group.grad_comm_dtype, "unique rows' gradients"
     step = group.row_step("bwd/vectors", collective, dtype, per_rank, total, what)
@@ -113,6 +129,7 @@ class Unique(RowExchange):
     runs = "sbpflow.embedding.exchange.rows:UniqueGroup"
     calls = ("num_row_transfers",)
     to_all = False
+    sends_early = True
 
     def accepts(self, layout: Layout, world_size: int) -> bool:
         kind = layout.nd_sbp[0]
@@ -124,10 +141,12 @@ class Unique(RowExchange):
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim = group.stacks[0].dim
+        # the maximum, reached if one rank owns all rows
+        per_rank, total = others * dim, rows * dim
         return (
-            # the maximum, reached if one rank owns all rows
-            _vectors(group, others * dim, rows * dim),
-            _gradients(group, "all_to_all", most * dim, rows * dim),
+            _vectors(group, per_rank, total),
+            *(_early(group, others, rows) if group.early_rows else ()),
+            _gradients(group, "all_to_all", most * dim, total),
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:

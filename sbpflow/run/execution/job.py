@@ -63,10 +63,12 @@ class Job:
     def restore(self, checkpoint: Checkpoint, *, grown: bool = False) -> None:
         """Restore all state and the step number from a checkpoint of any layout.
 
-        With ``grown``, tables may have more rows than the checkpoint; new rows keep their initial
+        Announced batches are canceled, because their rows may have been read already. With
+        ``grown``, tables may have more rows than the checkpoint; new rows keep their initial
         values. Raises CheckpointError if the checkpoint is damaged or does not fit. After this
         error, the job is partly restored and unusable until another checkpoint is restored.
         """
+        self.trainer.drain()
         begin_state(self.trainer.optimizer, checkpoint.step)
         state = self.state()
         check_fits(checkpoint, state, grown=grown)

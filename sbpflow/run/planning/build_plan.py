@@ -28,6 +28,7 @@ from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.model.spec import Fields, ModelConfig, ModelSpec
 from sbpflow.run.planning.auto_scheme import candidates, rank_candidates
 from sbpflow.run.planning.dense_steps import DenseSteps, dense_steps
+from sbpflow.run.planning.early_rows import with_early_rows
 from sbpflow.run.planning.plan import DenseParameter, PricedPlan, RunPlan
 from sbpflow.run.planning.storage import check_storage, lookahead_of, with_storage
 from sbpflow.runtime.compute.devices import backend_of_device
@@ -38,7 +39,7 @@ from sbpflow.tensor.gradient_sync import Total, plan_gradients
 from sbpflow.training.clipping import clip_steps
 from sbpflow.training.dense_optimizers import state_per_element
 from sbpflow.training.evaluate import slice_columns
-from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped, with_early_moves
 
 
 def _with_patterns(outputs: tuple[OutputConfig, ...], config: Config) -> tuple[OutputConfig, ...]:
@@ -125,6 +126,7 @@ def plan_run(
         topology = topology.with_link(config.parallel.link_gb_per_s)
     layouts, embeddings, priced = _plan_tables(config, spec, fields, world, planned, topology)
     check_storage(embeddings)
+    embeddings, early = with_early_rows(embeddings, config, topology, frequencies_of(fields))
     dense = _dense_parameters(config, spec, device_type, world_size)
     sent = DenseSteps(forward=(), backward=(), conversions=())
     if traced:  # takes two seconds, because torch imports its compiler for meta tensors
@@ -142,6 +144,8 @@ def plan_run(
     _check_metrics(config, fields)
     clip = config.optimizer.clip
     schedule = OVERLAPPED if config.parallel.overlap else SERIAL
+    if any(not group.reason for group in early):
+        schedule = with_early_moves(schedule)
     return spec, RunPlan(
         embeddings=embeddings,
         layouts=layouts,
@@ -157,6 +161,7 @@ def plan_run(
         batch_size=config.data.batch_size,
         accumulate=config.train.accumulate,
         lookahead=lookahead_of(config, embeddings),
+        early_rows=early,
         priced=priced,
         skew=_skew(embeddings, fields, config.data.batch_size),
     )

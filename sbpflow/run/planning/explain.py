@@ -63,6 +63,7 @@ def describe(plan: RunPlan, forecast: Forecast | None = None) -> dict[str, Any]:
         "ranks": _describe_ranks(plan, tables, steps),
         "links": _describe_links(plan, steps),
         "caches": describe_caches(plan, forecast),
+        "early_rows": [asdict(group) for group in plan.early_rows],
         "bytes_per_iteration": sum(step["total_bytes"] for step in steps),
     }
 
@@ -210,11 +211,30 @@ def format_plan(plan: RunPlan, *, shards: bool = True, forecast: Forecast | None
         "",
         *rank_lines(facts["ranks"]),
         *cache_lines(facts["caches"]),
+        *early_lines(facts["early_rows"]),
         f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window "
         f"(train.lookahead {plan.lookahead}); dense features, activations and exchange buffers "
         "are not included",
     ]
     return "\n".join(lines)
+
+
+def early_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line per group that sends early rows or could send them."""
+    return [
+        f"early rows of {group['group']}: "
+        + (f"none: {group['reason']}" if group["reason"] else _early_share(group))
+        for group in groups
+    ]
+
+
+def _early_share(group: Mapping[str, Any]) -> str:
+    early, critical = group["early_bytes"], group["critical_bytes"]
+    share = f"{100 * early / max(early + critical, 1):.0f} %"
+    return (
+        f"about {format_size(early)} ({share}) are sent one batch ahead, and "
+        f"{format_size(critical)} in the step that uses them (expected, over all ranks)"
+    )
 
 
 def topology_lines(topology: Mapping[str, Any]) -> list[str]:

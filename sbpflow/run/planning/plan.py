@@ -21,6 +21,8 @@ from sbpflow.training.step_schedule import (
     COUNTED_IDS,
     COUNTS,
     DENSE_GRADIENTS,
+    EARLY_VECTORS,
+    FLAGS,
     IDS,
     ROW_GRADIENTS,
     VECTORS,
@@ -52,6 +54,19 @@ class PricedPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyRows:
+    """Describes the early rows of a group: ``reason`` says why there are none, or is "".
+
+    The bytes are the expected values for a batch, sent by all ranks together.
+    """
+
+    group: str
+    reason: str
+    early_bytes: int
+    critical_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """Contains all static properties of a run.
 
@@ -74,6 +89,7 @@ class RunPlan:
     batch_size: int
     accumulate: int
     lookahead: int = 1  # the number of batches whose ids are exchanged ahead of training
+    early_rows: tuple[EarlyRows, ...] = ()  # one entry per group that could send early rows
     priced: tuple[
         PricedPlan, ...
     ] = ()  # set if parallel.scheme is auto; the first entry is this plan
@@ -87,7 +103,8 @@ class RunPlan:
     def steps(self) -> tuple[tuple[str, Step], ...]:
         """Return (phase, step) for one iteration of ``batch_size`` rows, in issue order.
 
-        With overlap, ranks exchange a batch's ids during the previous iteration.
+        With overlap, ranks exchange a batch's ids during the previous iteration. Flags and early
+        rows are those of the next batch.
         """
         tables, rows = self.embeddings, self.batch_size
         update: tuple[tuple[str, Sequence[Step]], ...] = (
@@ -133,6 +150,8 @@ class RunPlan:
             IDS: tables.id_steps(rows),
             COUNTS: (*tables.length_steps(rows), *counted),
             COUNTED_IDS: (*tables.list_steps(rows), *counted),
+            FLAGS: tables.flag_steps(rows),
+            EARLY_VECTORS: tables.early_steps(rows),
             VECTORS: tables.forward_steps(rows),
             ROW_GRADIENTS: tables.push_steps(rows),
             DENSE_GRADIENTS: self.dense_gradients.steps,

@@ -11,6 +11,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
+from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
 # The fewest rows are fetched if the known batches contain about three times as many rows as the
 # cache has slots.
@@ -85,7 +86,8 @@ def lookahead_of(config: Config, plan: EmbeddingPlan) -> int:
     given = config.train.lookahead
     key = next((t.storage.key for g in plan.groups for t in g.tables if t.storage), None)
     if given == "auto":
-        return 1 if key is None else AUTO_LOOKAHEAD
+        early = any(group.early_rows for group in plan.groups)
+        return AUTO_LOOKAHEAD if key is not None else EARLY_LOOKAHEAD if early else 1
     if key is not None and given < 2:
         raise ConfigError(
             f"train.lookahead: {given} with {key}: rows are fetched before the step that uses "

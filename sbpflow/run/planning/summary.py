@@ -17,6 +17,7 @@ from sbpflow.run.planning.cache_forecast import Forecast
 from sbpflow.run.planning.explain import (
     compared_lines,
     describe,
+    early_lines,
     rank_lines,
     table_lines,
     topology_lines,
@@ -50,6 +51,7 @@ def format_summary(
         f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window; "
         "activations and buffers are not included",
         *cache_lines(facts["caches"]),
+        *early_lines([group for group in facts["early_rows"] if not group["reason"]]),
         *_link_lines(facts),
         *_largest_lines(facts),
         *helps,

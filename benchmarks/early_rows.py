@@ -1,0 +1,137 @@
+"""Measures the rows that early rows and replicated hot rows take off the critical path.
+
+    python -m benchmarks.early_rows [--input train.txt]
+
+The program only counts rows of shuffled batches; no rank starts. Every rank requests the distinct
+rows of its samples (the exchange unique). A request is early if no rank used the row in the
+previous batch, and critical otherwise. ``predicted`` is the prediction of ``explain`` from the
+statistics of the set. Hot rows are the most frequent rows of the set; every rank stores them, and
+their gradients are all-reduced in every step, because nearly every batch uses them. Counts are
+rows sent by all ranks together, per batch. ``exposed`` counts the rows whose transfer cannot
+overlap other work: critical rows and gradients. ``deferred`` is ``exposed`` if gradients of rows
+that the next batch does not use also arrived one batch late; then the rows of the two previous
+batches would be critical.
+
+Without --input, the program uses the file or prepared set in SBPFLOW_CRITEO_ROWS, or Zipf ids.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.cache import prepared
+from benchmarks.cache_policies import Array
+from benchmarks.click_model import Shape, zipf_ids
+from benchmarks.record import Results
+from sbpflow.costs.ids import IdFrequencies
+from sbpflow.data import load_manifest
+from sbpflow.data.read.loader import open_loader
+
+RANKS = (2, 4, 8)
+HOT = (0, 1024, 4096, 16_384)
+BATCH = 8192
+
+
+def genuine(folder: Path) -> tuple[list[Array], list[Array]]:
+    """Return the global row numbers [batch, fields] of the batches, and each field's counts."""
+    manifest = load_manifest(folder)
+    loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
+    sizes = [field.rows for field in manifest.sparse]
+    starts = np.cumsum([0, *sizes[:-1]])
+    batches = [batch.ids.numpy()[:, : len(sizes)] + starts for batch in loader.epoch(0)]
+    return batches, _counts(batches, starts, sizes)
+
+
+def generated() -> tuple[list[Array], list[Array]]:
+    shape = Shape(rows_per_rank=BATCH, num_batches=12)
+    starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
+    generator = np.random.default_rng(1)
+    batches = [zipf_ids(shape, BATCH, generator) + starts for _ in range(shape.num_batches)]
+    return batches, _counts(batches, starts, [shape.table_rows] * shape.num_tables)
+
+
+def _counts(batches: Sequence[Array], starts: Array, sizes: Sequence[int]) -> list[Array]:
+    counts = np.bincount(np.concatenate([batch.ravel() for batch in batches]))
+    counts = np.pad(counts, (0, starts[-1] + sizes[-1] - counts.size))
+    return [counts[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def count(batches: Sequence[Array], hot: Array, size: int) -> dict[str, float]:
+    """Return mean rows per batch, sent by all ranks; ``hot`` [rows] bool marks hot rows."""
+    names = ("early", "critical", "gradients", "hot", "deferred")
+    totals: dict[str, float] = dict.fromkeys(names, 0.0)
+    used, used_before = np.zeros(hot.size, bool), np.zeros(hot.size, bool)
+    remote = (size - 1) / size  # the share of requests that other ranks answer
+    last: list[Array] = []  # the requests of the previous batch
+    for place, batch in enumerate(batches):
+        wanted = [np.unique(part) for part in np.array_split(batch, size)]
+        cold = [rows[~hot[rows]] for rows in wanted]
+        now = np.zeros(hot.size, bool)
+        now[batch] = True
+        if place > 1:
+            critical = sum(int(used[rows].sum()) for rows in cold)
+            requests = sum(rows.size for rows in cold)
+            rows_late = sum(int((used | used_before)[rows].sum()) for rows in cold)
+            totals["deferred"] += remote * (rows_late + sum(int(now[rows].sum()) for rows in last))
+            touched = np.unique(np.concatenate([rows[hot[rows]] for rows in wanted])).size
+            totals["critical"] += remote * critical
+            totals["early"] += remote * (requests - critical)
+            totals["gradients"] += remote * requests
+            totals["hot"] += 2 * (size - 1) * touched  # a ring all-reduce of the touched rows
+        last, used, used_before = cold, now, used
+    means = {name: value / (len(batches) - 2) for name, value in totals.items()}
+    return {**means, "exposed": means["critical"] + means["gradients"] + means["hot"]}
+
+
+def predicted(counts: Sequence[Array], size: int) -> float:
+    """Return the expected critical rows, as ``run/planning/early_rows.py`` computes them."""
+    critical = 0.0
+    for field in counts:
+        # bins of rows whose numbers of lookups are between two powers of two, as in a set
+        bins = np.frexp(field[field > 0])[1]
+        rows, lookups = np.bincount(bins), np.bincount(bins, weights=field[field > 0])
+        pairs = tuple((int(n), int(total)) for n, total in zip(rows, lookups, strict=True))
+        critical += IdFrequencies(pairs, 1.0).overlap(BATCH / size, BATCH)[1]
+    return (size - 1) * critical
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--input", default=os.environ.get("SBPFLOW_CRITEO_ROWS"))
+    args = parser.parse_args()
+    results = Results("early_rows")
+    with prepared(args.input) as folder:
+        kinds = {"Zipf 1.2": generated()}
+        if folder is not None:
+            kinds["genuine"] = genuine(folder)
+    for ids, (batches, counts) in kinds.items():
+        by_row = np.concatenate(counts)
+        order = np.argsort(-by_row, kind="stable")
+        for size in RANKS:
+            plain = None
+            for num_hot in HOT:
+                hot = np.zeros(by_row.size, bool)
+                hot[order[:num_hot]] = True
+                rows = count(batches, hot, size)
+                plain = plain or rows
+                requests = plain["early"] + plain["critical"]
+                results.add(
+                    benchmark="early_rows",
+                    ids=ids,
+                    ranks=size,
+                    batch=BATCH,
+                    batches=len(batches) - 2,
+                    hot_rows=num_hot,
+                    **{name: round(value) for name, value in rows.items()},
+                    critical_share=round(rows["critical"] / requests, 3),
+                    total=round((rows["early"] + rows["exposed"]) / (2 * requests), 3),
+                    exposed_share=round(rows["exposed"] / plain["exposed"], 3),
+                    **({} if num_hot else {"predicted": round(predicted(counts, size))}),
+                )
+
+
+if __name__ == "__main__":
+    main()

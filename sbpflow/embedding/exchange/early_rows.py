@@ -1,0 +1,109 @@
+"""Splits a batch's rows into early rows, which travel one batch ahead, and the other rows.
+
+A row is early if no earlier batch uses it that is still to be updated: its value cannot change
+before the lookup of this batch. Only the rank that stores a row knows which batches use it, so this
+rank sends one bit per requested row (``flags``) before it sends the early rows.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sbpflow.boxing.executor import Pending
+from sbpflow.embedding.storage.lookup import Lookup
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Divides rows [n] in blocks, one block per rank, into early rows and other rows.
+
+    ``early`` and ``others`` are the positions [..] int64 of the rows; ``num_early`` and
+    ``num_others`` are their numbers in each block.
+    """
+
+    early: Tensor
+    others: Tensor
+    num_early: list[int]
+    num_others: list[int]
+
+    @staticmethod
+    def of(is_early: Tensor, sizes: Sequence[int]) -> "Split":
+        """Return the split for the flags [n] bool of blocks of ``sizes`` rows."""
+        num_early = [int(block.sum()) for block in is_early.split(list(sizes))]
+        return Split(
+            is_early.nonzero().squeeze(1),
+            is_early.logical_not().nonzero().squeeze(1),
+            num_early,
+            [size - early for size, early in zip(sizes, num_early, strict=True)],
+        )
+
+    def join(self, early: Tensor, others: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return all rows [n, width], in the order of the blocks."""
+        size = self.early.numel() + self.others.numel()
+        rows = torch.empty(size, early.shape[1], dtype=dtype)
+        rows.index_copy_(0, self.early, early.to(dtype))
+        return rows.index_copy_(0, self.others, others.to(dtype))
+
+
+@dataclass(slots=True)
+class EarlyInFlight:
+    """Contains a batch's early rows: ``owned`` splits the rows that others request from this rank,
+    ``wanted`` the rows that this rank requests, and the other fields are transfers in flight."""
+
+    owned: Split
+    flags: Pending | None
+    wanted: Split | None = None
+    vectors: Pending | None = None
+
+    def wait(self) -> None:
+        """Wait for the transfers of a batch that will not be looked up."""
+        for pending in (self.flags, self.vectors):
+            if pending is not None:
+                pending.wait()
+
+
+class UsedRows:
+    """Finds the rows of a batch that other batches use; keeps one byte per row of a store."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._used = torch.zeros(num_rows, dtype=torch.bool)
+
+    def unused(self, addresses: Tensor, others: Iterable[Tensor]) -> Tensor:
+        """Return [n] bool: True for each of ``addresses`` [n] that is not in ``others``."""
+        indices = [other.to(torch.int64) for other in others]
+        for index in indices:
+            self._used.index_fill_(0, index, True)
+        unused = self._used.index_select(0, addresses).logical_not_()
+        for index in indices:
+            self._used.index_fill_(0, index, False)
+        return unused
+
+
+def flag_bytes(sizes: Sequence[int]) -> list[int]:
+    """Return the number of bytes of the packed flags of each block."""
+    return [-(-size // 8) for size in sizes]
+
+
+def pack(flags: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the flags [n] bool as uint8 with 8 flags each; every block starts a new byte."""
+    blocks = [np.packbits(block.numpy()) for block in flags.split(list(sizes))]
+    return torch.from_numpy(np.concatenate(blocks))
+
+
+def unpack(packed: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the flags [n] bool of ``pack``."""
+    parts = packed.split(flag_bytes(sizes))
+    blocks = [
+        np.unpackbits(part.numpy(), count=size) for part, size in zip(parts, sizes, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(blocks)).view(torch.bool)
+
+
+def part_of(lookup: Lookup, positions: Tensor) -> Lookup:
+    """Return the lookup of some rows, without bags."""
+    placed = lookup.placed
+    rows = Lookup(lookup.addresses.index_select(0, positions))
+    return rows.place(None if placed is None else placed.index_select(0, positions))

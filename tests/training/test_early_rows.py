@@ -1,0 +1,280 @@
+"""Tests early rows: results stay bit-equal, transfers are as planned, and ``auto`` prices them."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import Config
+from sbpflow.config.table_rules import StorageRule
+from sbpflow.config.train_options import ClipConfig
+from sbpflow.errors import ConfigError
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.model.spec import Fields
+from sbpflow.run.planning.build_plan import plan_run
+from sbpflow.run.planning.explain import describe, format_plan
+from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
+from sbpflow.runtime.ranks.topology import Link, Topology
+from sbpflow.runtime.ranks.world import World
+from sbpflow.training import step_schedule as moves
+from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule, with_early_moves
+from tests.training.test_lookahead import NUM, assert_same, outcome, parts
+from tests.training.wdl_case import FIELDS, make_config, make_job
+
+EARLY = ("fwd/flags", "fwd/early")
+
+
+def early_config(config: Config, value: bool | str = True, **train: Any) -> Config:
+    return replace(config, train=replace(config.train, early_rows=value, **train))
+
+
+def run(world: World, config: Config, lookahead: int, per_step: int, clip: bool = False) -> Any:
+    """Return the outcome of steps of several batches with an evaluation in between, and the bytes
+    that this rank sent by transfer."""
+    if clip:
+        clipped = replace(config.optimizer, clip=ClipConfig(norm=0.05, rows=True))
+        config = replace(config, optimizer=clipped)
+    job = make_job(world, config)
+    job.trainer.lookahead = lookahead
+    batches, losses, announced = parts(world), list[float](), 0
+    world.log.clear()
+    world.log.enabled = True
+    for step in range(0, NUM, per_step):
+        while announced < min(NUM, step + per_step + lookahead):
+            job.trainer.announce(batches[announced])
+            announced += 1
+        losses.append(float(job.trainer.step(batches[step : step + per_step])))
+        if step == 6:
+            world.log.enabled = False
+            losses += job.trainer.predict(batches[0]).tolist()
+            world.log.enabled = True
+    world.log.enabled = False
+    sent = Counter[str]()
+    for record in world.log.records:
+        sent[record.step_id] += record.bytes_sent
+    world.log.clear()
+    return {**outcome(job, losses), "sent": sent}
+
+
+def check(ranks: Any, size: int, config: Config, per_step: int = 1, clip: bool = False) -> None:
+    plain, early = early_config(config, False), early_config(config)
+    want = ranks(size, run, plain, 1, per_step, clip)
+    for lookahead in (1, 2, 5):
+        results = ranks(size, run, early, lookahead, per_step, clip)
+        for got, expected in zip(results, want, strict=True):
+            assert_same(got, expected)
+            for group in ("wide/unique", "deep/unique"):
+                split = sum(got["sent"][f"{group}/{name}"] for name in ("fwd/vectors", EARLY[1]))
+                assert split == expected["sent"][f"{group}/fwd/vectors"]
+                assert (got["sent"][f"{group}/fwd/early"] > 0) == (lookahead > 1)
+
+
+@pytest.mark.parametrize("per_step", [1, 3])
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_bit_changes_with_evaluations_and_accumulation(ranks, size, per_step):
+    check(ranks, size, make_config("3", "lazy_adam", dense="adam"), per_step)
+
+
+@pytest.mark.parametrize("kernel", ["numba", "fbgemm"])
+def test_no_bit_changes_with_other_kernels(ranks, kernel):
+    pytest.importorskip({"fbgemm": "fbgemm_gpu"}.get(kernel, kernel))
+    rule = "adagrad" if kernel == "fbgemm" else "rowwise_adagrad"
+    check(ranks, 2, make_config("3", rule, dtype="float32", dim=8, kernel=kernel))
+
+
+def test_no_bit_changes_with_clipping_and_half_precision(ranks):
+    config = make_config("3", "rowwise_adagrad", dtype="float32", dim=8)
+    half = replace(config.parallel, table_dtype="bfloat16", comm_dtype="bfloat16")
+    check(ranks, 4, replace(config, parallel=half), clip=True)
+
+
+def switching(world: World, config: Config, lookaheads: list[int], serial: bool) -> Any:
+    """Change the lookahead and the schedule from step to step, and drain the window twice."""
+    job = make_job(world, config)
+    early, losses, batches = job.trainer.schedule, list[float](), parts(world)
+    for number, batch in enumerate(batches):
+        while job.trainer.num_announced < min(6, NUM - number):
+            job.trainer.announce(batches[number + job.trainer.num_announced])
+        job.trainer.lookahead = lookaheads[number % len(lookaheads)]
+        job.trainer.schedule = SERIAL if serial and number % 3 == 2 else early
+        losses.append(float(job.trainer.step(batch)))
+        if number in (4, 7):
+            job.trainer.drain()
+    return outcome(job, losses)
+
+
+def test_schedules_lookaheads_and_canceled_batches_change_no_bit(ranks):
+    config = make_config("3", "rowwise_adagrad", dense="adam")
+    want = ranks(4, switching, early_config(config, False), [0], False)
+    for lookaheads in ([2], [4, 0, 2], [3, 1, 5, 2]):
+        for serial in (False, True):
+            results = ranks(4, switching, early_config(config), lookaheads, serial)
+            for got, expected in zip(results, want, strict=True):
+                assert_same(got, expected)
+
+
+def cached(config: Config, folder: Any) -> Config:
+    rule = StorageRule(kind="file", cache="100%", path=folder)
+    return replace(config, parallel=replace(config.parallel, storage={"deep.*": rule}))
+
+
+def test_cached_tables_send_early_rows_too(ranks, tmp_path):
+    config = make_config("3", "rowwise_adagrad", dtype="float32", dim=16, kernel="numba")
+    want = ranks(2, run, early_config(config, False), 1, 1)
+    results = ranks(2, run, early_config(cached(config, tmp_path)), 4, 1)
+    for got, expected in zip(results, want, strict=True):
+        assert_same(got, expected)
+        assert got["sent"]["deep/unique/fwd/early"] > 0
+
+
+# Transfers and predictions
+
+CLICKS = Fields.of(("I1",), {"C1": 4000, "C2": 30_000, "C3": 900}, {"C1xC3": 20_000})
+ROWS = 6000
+
+
+def steady(world: World, config: Config) -> Any:
+    """Return the bytes of the plan's transfers and of the log, for one of many steps."""
+    spec, plan = plan_run(config, CLICKS, world_size=world.size, device_type="cpu")
+    trainer = build_job(config, spec, plan, Boxing(world)).trainer
+    sent, count = Counter[str](), 6
+    batches = []
+    for number in range(count + 2):
+        generator = torch.Generator().manual_seed(100 * number + world.rank)
+        each = ROWS // world.size
+        draws = torch.rand(each, len(CLICKS.ids), generator=generator) ** 3
+        # frequent rows are spread over the table, and so over the ranks
+        ids = (draws * torch.tensor([one.rows for one in CLICKS.ids])).int()
+        ids = torch.stack(
+            [(ids[:, n].long() * 7919 % f.rows).int() for n, f in enumerate(CLICKS.ids)], 1
+        )
+        batches.append(_Rows(torch.ones(each), torch.zeros(each, 1), ids, ROWS))
+    for batch in batches:
+        trainer.announce(batch)
+    for number, batch in enumerate(batches[:count]):
+        world.log.enabled = number > 0  # the rows of the first batch cannot be early
+        trainer.step(batch)
+    world.log.enabled = False
+    order = [record.step_id for record in world.log.records]
+    for record in world.log.records:
+        sent[record.step_id] += record.bytes_sent
+    world.log.clear()
+    trainer.drain()
+    return {name: value / (count - 1) for name, value in sent.items()}, order, describe(plan)
+
+
+class _Rows:
+    def __init__(self, labels: Any, dense: Any, ids: Any, batch_size: int) -> None:
+        self.labels, self.dense, self.ids, self.batch_size = labels, dense, ids, batch_size
+
+
+def test_critical_and_early_bytes_are_as_planned(ranks):
+    config = early_config(make_config("3", "sgd", dtype="float32", dim=8, batch_size=ROWS))
+    config = replace(
+        config,
+        model=replace(config.model, wide=replace(config.model.wide, crosses=(("C1", "C3"),))),
+    )
+    results = ranks(2, steady, config)
+    facts = results[0][2]
+    steps = {step["id"]: step for step in facts["steps"]}
+    for sent, _, _ in results:
+        assert sent.keys() == {name for name, step in steps.items() if step["groups"]}
+        for name, value in sent.items():
+            assert value <= max(steps[name]["bytes_per_rank"])
+    for group in facts["early_rows"]:
+        assert group["reason"] == ""
+        for name, kind in (("fwd/early", "early_bytes"), ("fwd/vectors", "critical_bytes")):
+            total = sum(sent[f"{group['group']}/{name}"] for sent, _, _ in results)
+            assert total == pytest.approx(group[kind], rel=0.03)
+
+
+# Choice and errors
+
+SLOW = Topology(hosts=((0,), (1,)), network_link=Link(gb_per_s=0.125, source="given"))
+
+
+def planned(config: Config, topology: Topology | None = None, size: int = 2) -> Any:
+    return plan_run(config, FIELDS, world_size=size, device_type="cpu", topology=topology)[1]
+
+
+def big(value: bool | str, **train: Any) -> Config:
+    config = make_config("3", "sgd", dtype="float32", dim=64, batch_size=200_000)
+    return early_config(config, value, **train)
+
+
+def test_auto_depends_on_the_price():
+    config = Fields.of(("I1",), {"C1": 10**6, "C2": 10**6}, {})
+    wanted = replace(
+        big("auto"),
+        model=replace(big("auto").model, wide=replace(big("auto").model.wide, crosses=())),
+    )
+    plans = {
+        place: plan_run(wanted, config, world_size=2, device_type="cpu", topology=topology)[1]
+        for place, topology in {"hosts": SLOW, "host": Topology.one_host(2)}.items()
+    }
+    on, off = plans["hosts"], plans["host"]
+    assert on.lookahead == 2
+    assert off.lookahead == 1
+    assert any(not group.reason for group in on.early_rows)
+    assert all("would hide" in group.reason for group in off.early_rows)
+    assert "sent one batch ahead" in format_plan(on)
+    assert "early rows of deep/unique: none: they would hide 0.00 ms" in format_plan(off)
+    assert plan_from_json(plan_to_json(on)) == on
+    assert not any(step.id.endswith(EARLY) for _, step in off.steps())
+    assert {step.id for _, step in on.steps() if step.id.endswith(EARLY)} == {
+        "deep/unique/fwd/flags", "deep/unique/fwd/early"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lookahead": 1}, "train.lookahead is 1; early rows need 2 or more"),
+        ({"scheme": "1"}, "no table uses the exchange unique"),
+        ({"overlap": False}, "parallel.overlap is false"),
+        ({"size": 1}, "one rank sends no rows"),
+    ],
+)
+def test_true_is_refused_if_nothing_can_be_early(change, message):
+    config = make_config(change.get("scheme", "3"), "sgd")
+    config = replace(config, parallel=replace(config.parallel, overlap=change.get("overlap", True)))
+    train = {"lookahead": change["lookahead"]} if "lookahead" in change else {}
+    with pytest.raises(ConfigError, match=f"train.early_rows: true, but {message}"):
+        planned(early_config(config, **train), size=change.get("size", 2))
+    auto = planned(
+        early_config(config, "auto", **train),
+        SLOW if "size" not in change else None,
+        size=change.get("size", 2),
+    )
+    assert not any(group.early_rows for group in auto.embeddings.groups)
+
+
+def test_false_and_auto_for_cached_tables_send_no_early_rows(tmp_path):
+    config = make_config("3", "sgd", dtype="float32", dim=16)
+    assert {g.reason for g in planned(early_config(config, False), SLOW).early_rows} == {
+        "train.early_rows is false"
+    }
+    deep = next(
+        group
+        for group in planned(early_config(cached(config, tmp_path), "auto"), SLOW).early_rows
+        if group.group == "deep/unique"
+    )
+    assert "slots for two batches; use true" in deep.reason
+
+
+def test_the_schedule_shows_early_rows_and_checks_their_order():
+    early = with_early_moves(OVERLAPPED)
+    in_flight = {move.name: flying for move, flying in early.in_flight(lookahead=2)}
+    assert "next early vectors" in in_flight["forward"]
+    assert "early vectors" in in_flight["lookup"]
+    assert "early vectors" not in in_flight["forward"]
+    assert moves.MARK_EARLY not in early.moves(1)
+    order = [move for move in early.each_batch if move is not moves.SEND_EARLY]
+    with pytest.raises(ValueError, match="send_early must come after mark_early"):
+        StepSchedule(each_batch=(moves.SEND_EARLY, *order), each_step=early.each_step)
+    each_step = (moves.MARK_EARLY, moves.SEND_EARLY, *OVERLAPPED.each_step)
+    with pytest.raises(ValueError, match="mark_early is a move of each batch"):
+        StepSchedule(each_batch=OVERLAPPED.each_batch, each_step=each_step)
