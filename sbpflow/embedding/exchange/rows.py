@@ -174,7 +174,9 @@ class RowGroup(Group[RowsInFlight]):
     def receive_ids(self, batch: RowsInFlight) -> None:
         count, ranks = sum(batch.incoming), len(batch.incoming)
         if batch.slots is None:
-            batch.lookups = [Lookup(self.take(batch, "ids", count))]
+            lookup = Lookup(self.take(batch, "ids", count))
+            lookup.ascending = tuple(batch.incoming)  # each rank sent its unique rows in order
+            batch.lookups = [lookup]
             return
         buffers = self.take(batch, "ids", ranks + count).view(ranks, -1)
         batch.lookups = [Lookup(buffers[:, 1:].reshape(-1))]
@@ -212,8 +214,8 @@ class UniqueGroup(RowGroup):
     def send_ids(self, batch: RowsInFlight) -> None:
         batch.wanted.num_unique = sum(batch.requested)
         unique = batch.wanted.rows()
-        owner = torch.searchsorted(self._lasts, unique)
-        rows = unique - self._bases.index_select(0, owner)
+        counts = torch.tensor(batch.requested, device=unique.device)
+        rows = unique - self._bases.repeat_interleave(counts, output_size=unique.numel())
         step = self.step(batch, "ids")
         batch.pending = self._ids.start(step, rows, batch.requested, batch.incoming)
 
