@@ -178,7 +178,7 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
 
 @compiled
 def index_lists(addresses: Array, starts: Array, rows: Array, inverse: Array) -> int:
-    """Do the same as ``index_by_bits`` for ascending lists of unique addresses.
+    """Do the same as ``index_by_bits`` for one or more ascending lists of unique addresses.
 
     List l is ``addresses[starts[l] : starts[l + 1]]``. The time is proportional to the number of
     lists.
