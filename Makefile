@@ -12,7 +12,7 @@ help:
 	@echo "make demo   generated data, $(RANKS) ranks, test AUC and the best possible AUC"
 	@echo "make docs   the documentation site -> site/index.html"
 	@echo "make test   lint, types, all tests except the slow ones"
-	@echo "make test-slow  the slow tests: lost machines, killed runs, MLflow, long comparisons, make docs"
+	@echo "make test-slow  the slow tests: lost machines, killed runs, MLflow, Ray, Dask, long comparisons, make docs"
 	@echo "make test-plain  the tests without FBGEMM, DALI and numba"
 	@echo "make test-versions  the tests on the newest available Python, and on 3.12 with torch 2.11"
 	@echo "make lint   the static checks of make test: format, style, types"
@@ -33,12 +33,16 @@ test: .venv/.stamp
 tests-together: .venv/.stamp
 	env -u MAKEFLAGS -u MFLAGS $(BIN)/python $(PYTEST)
 
-test-slow: .venv/.stamp .venv-mlflow/.stamp docs
+test-slow: .venv/.stamp .venv-mlflow/.stamp .venv-engines/.stamp docs
 	$(BIN)/python -m pytest -m slow
 	.venv-mlflow/bin/python -m pytest tests/training/test_trackers.py
+	.venv-engines/bin/python -m pytest -m slow tests/data/test_engines.py tests/run/test_predict_engines.py
 
 .venv-mlflow/.stamp: pyproject.toml .ci/setup
 	@PLAIN=1 EXTRAS=dev,mlflow VENV=.venv-mlflow .ci/setup
+
+.venv-engines/.stamp: pyproject.toml .ci/setup
+	@PLAIN=1 EXTRAS=dev,ray,dask VENV=.venv-engines .ci/setup
 
 # With the torch kernel and memory maps only, as on platforms without the other packages' wheels.
 test-plain: .venv-plain/.stamp

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from sbpflow.config.yaml_text import load_yaml
+from sbpflow.data.engine import add_engine, engine_options
 from sbpflow.data.format.manifest import Manifest, load_manifest
 from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.format.verify import verify_set
@@ -38,7 +39,6 @@ _OF_VOCABULARIES = ("min_count", "spare", "keep_strings", "grow")
 
 def _prepare(args: argparse.Namespace) -> Manifest | None:
     from sbpflow.data.prepare.content import options_like
-    from sbpflow.data.prepare.machines import parse_part
     from sbpflow.data.prepare.options import PrepareOptions, parse_hash_sizes, parse_keys
     from sbpflow.data.prepare.prepare import prepare
 
@@ -71,7 +71,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         grow=args.grow,
         spare=args.spare or 0.0,
         keep_strings=bool(args.keep_strings),
-        part=parse_part(args.part, args.wait),
+        engine=engine_options(args),
     )
     if args.like is not None:
         options = options_like(load_manifest(args.like, "--like"), options)
@@ -115,7 +115,6 @@ def _schema(args: argparse.Namespace) -> None:
 
 
 def _encode(args: argparse.Namespace) -> Manifest | None:
-    from sbpflow.data.prepare.machines import parse_part
     from sbpflow.data.prepare.new_rows import encode
 
     return encode(
@@ -125,7 +124,7 @@ def _encode(args: argparse.Namespace) -> Manifest | None:
         workers=args.workers,
         max_bad_fraction=args.max_bad_fraction,
         overwrite=args.overwrite,
-        part=parse_part(args.part, args.wait),
+        engine=engine_options(args),
     )
 
 
@@ -174,16 +173,20 @@ def _verify(args: argparse.Namespace) -> Manifest:
     return manifest
 
 
+def _removed_part(text: str) -> str:
+    raise argparse.ArgumentTypeError(
+        f"{text} is no longer supported; run one command with --engine ray or --engine dask, and "
+        "--address for the cluster of your machines"
+    )
+
+
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-bad-fraction", type=float, default=0.001, help="fraction of bad lines to tolerate "
         "(default %(default)s)")  # fmt: skip
-    add("--workers", type=int, default=os.cpu_count() or 1, help="pieces to process at once")
     add("--overwrite", action="store_true", help="replace an existing set")
-    add("--part", default="1/1", metavar="K/N", help="K/N: this is machine K of N that run the "
-        "same command with one shared output")  # fmt: skip
-    add("--wait", type=float, default=1440, metavar="MINUTES", help="maximum wait for files of "
-        "other parts (default %(default)s)")  # fmt: skip
+    add_engine(parser)
+    add("--part", type=_removed_part, help=argparse.SUPPRESS)
 
 
 def _add_synth(synth: argparse.ArgumentParser) -> None:

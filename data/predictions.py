@@ -9,7 +9,6 @@ The first column is the row key or, if rows have no keys, the number among the v
 import hashlib
 import json
 import logging
-import os
 import shutil
 import tempfile
 from bisect import bisect_left, bisect_right
@@ -21,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sbpflow.data.engine import EngineOptions
 from sbpflow.data.format.lists import SplitPart
 from sbpflow.data.format.manifest import MANIFEST, Manifest, Shard, load_manifest
 from sbpflow.data.format.npy import read_array
-from sbpflow.data.prepare.machines import MachinePart
 from sbpflow.data.prepare.remote import input_path, version
 from sbpflow.errors import ConfigError
 
@@ -97,11 +96,13 @@ class Scoring:
                 f"--output {path}: {path.parent}: {reason}; use, for example, scores.parquet"
             ) from error
 
-    def encode(self, max_bad_fraction: float, rank: int = 0, num_ranks: int = 1) -> None:
-        """Encode raw rows with the run's ids to a folder; the ranks share the input files.
-
-        A killed run continues if the number of ranks is the same.
-        """
+    def encode(
+        self,
+        max_bad_fraction: float,
+        engine: EngineOptions | None = None,
+        workers: int | None = None,
+    ) -> None:
+        """Encode raw rows with the run's ids to a folder; a killed run continues."""
         if self.is_set:
             return
         from sbpflow.data.prepare.new_rows import encode
@@ -110,10 +111,10 @@ class Scoring:
             [input_path(text) for text in self._inputs],
             self.rows,
             like=self.like.path,
-            workers=max(1, (os.cpu_count() or 1) // min(num_ranks, len(self._files()))),
+            workers=workers,
             max_bad_fraction=max_bad_fraction,
             overwrite=True,
-            part=MachinePart(rank + 1, num_ranks, float("inf")),
+            engine=engine,
         )
 
     def inputs_digest(self, max_bad_fraction: float) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.npy import file_crc32
 from sbpflow.data.predictions import Scoring, scored_rows
-from sbpflow.data.prepare.workspace import read_record, require_record, write_record
+from sbpflow.data.prepare.workspace import partial_of, read_record, require_record, write_record
 from sbpflow.errors import ConfigError
 
 INDEX = "scores.json"
@@ -45,6 +45,11 @@ class ScoreBlocks:
         self._scoring, self._folder = scoring, scoring.output
         self._block_rows, self._plan = block_rows, f"{weights} {block_rows} {scoring.split}"
 
+    @property
+    def mark(self) -> Path:
+        """Return the file that identifies the rows and weights of an unfinished prediction."""
+        return self._folder / _MARK
+
     def open(self, rows: str) -> None:
         """Create the folder, or continue an unfinished prediction with the same ``rows`` and
         weights.
@@ -53,7 +58,7 @@ class ScoreBlocks:
         """
         folder, overwrite = self._folder, self._scoring.overwrite
         plan = {"plan": f"{rows} {self._plan}"}
-        mark = read_record(folder / _MARK, ("plan",))
+        mark = read_record(self.mark, ("plan",))
         if read_record(folder / INDEX, _INDEX_KEYS) is not None:
             self._clean()  # an earlier start may have been killed before this cleanup
             if not overwrite:
@@ -73,7 +78,7 @@ class ScoreBlocks:
                 f"--output {folder}: is not empty, but does not contain scores; use a new folder"
             )
         folder.mkdir(exist_ok=True)
-        write_record(folder / _MARK, plan)
+        write_record(self.mark, plan)
 
     def is_encoded(self) -> bool:
         """Return whether an earlier start has encoded all rows; remove a possibly stale set of
@@ -122,7 +127,7 @@ class ScoreBlocks:
     ) -> None:
         """Write the file of a block, and then its record."""
         path = self._file(block)
-        partial = path.with_suffix(".partial")
+        partial = partial_of(path)
         frame = scored_rows(manifest, self._scoring.split, block.start, block.stop, scores, labels)
         try:
             frame.write_parquet(partial)
@@ -163,7 +168,8 @@ class ScoreBlocks:
     def _clean(self) -> None:
         """Remove everything but the index and the files of the blocks."""
         folder = self._folder
-        for path in (*folder.glob("part-*.json"), folder / _ENCODED, folder / _MARK):
+        unfinished = (*folder.glob("*.partial"), *folder.glob("part-*.json"))
+        for path in (*unfinished, folder / _ENCODED, self.mark):
             path.unlink(missing_ok=True)
         if not self._scoring.is_set:
             shutil.rmtree(self._scoring.rows, ignore_errors=True)

@@ -15,6 +15,10 @@ class _OneLineError(ValueError):
 
     def __init__(self, message: str = "", *details: str) -> None:
         super().__init__("\n  ".join(map(_printable, (message, *details))))
+        self._lines = (message, *details)
+
+    def __reduce__(self) -> tuple[type["_OneLineError"], tuple[str, ...]]:
+        return type(self), self._lines  # pickle the lines, because the text escapes newlines
 
 
 def _printable(text: str) -> str:

@@ -40,7 +40,7 @@ _HOT = 16
 
 
 def assign_ids(
-    counts: "Counts | NDArray[np.uint32]", reserved: tuple[int, int], seed: int, name: str
+    counts: Counts, reserved: tuple[int, int], seed: int, name: str
 ) -> NDArray[np.int32]:
     """Assign ids from 2 up to values with ``counts`` [n] lookups.
 

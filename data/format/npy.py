@@ -9,6 +9,7 @@ import zlib
 from math import prod
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -37,7 +38,8 @@ def write_array(path: Path, array: "NDArray[Any]") -> int:
     """Write ``array`` to ``path`` atomically, and return the crc32 of the file."""
     array = np.ascontiguousarray(array, dtype=type_name(array.dtype))
     head = header(array.dtype.str, array.shape)
-    partial = path.with_name(path.name + ".partial")
+    # The name is unique, because two workers may write the file at the same time.
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:12]}.partial")
     data = array.reshape(-1).view(np.uint8).data if array.size else b""
     with partial.open("wb") as file:
         file.write(head)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from sbpflow.data.format.manifest import SPLITS, Manifest, Shard
 from sbpflow.data.format.npy import check_file, read_array
 from sbpflow.data.format.shards import shard_files
-from sbpflow.data.format.vocabulary import verify_vocabularies
+from sbpflow.data.format.vocabulary import verify_vocabulary, vocabulary_names
 from sbpflow.errors import DataError
 
 
@@ -21,17 +21,19 @@ def verify_set(manifest: Manifest, workers: int) -> None:
     value or id. Values are checked, too, because the checksums of a manually edited set can be
     correct.
     """
-
-    def verify(shard: Shard) -> None:
-        for file, crc32, dtype, shape in shard_files(manifest, shard):
-            check_file(manifest.path / file, dtype, shape, crc32)
-        check_rows(manifest, shard)
-
+    shards = [(manifest, shard) for split in SPLITS for shard in manifest.shards(split)]
     with ThreadPoolExecutor(workers) as pool:
-        shards = (shard for split in SPLITS for shard in manifest.shards(split))
-        for _ in pool.map(verify, shards):
+        for _ in pool.map(lambda pair: verify_shard(*pair), shards):
             pass
-    verify_vocabularies(manifest)
+    for name in vocabulary_names(manifest):
+        verify_vocabulary(manifest, name)
+
+
+def verify_shard(manifest: Manifest, shard: Shard) -> None:
+    """Raise DataError if a file of a shard differs from its checksum, or a row is invalid."""
+    for file, crc32, dtype, shape in shard_files(manifest, shard):
+        check_file(manifest.path / file, dtype, shape, crc32)
+    check_rows(manifest, shard)
 
 
 def check_rows(manifest: Manifest, shard: Shard) -> None:

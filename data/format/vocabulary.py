@@ -130,14 +130,17 @@ def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int
     ]
 
 
-def verify_vocabularies(manifest: Manifest) -> None:
+def vocabulary_names(manifest: Manifest) -> list[str]:
+    """Return the fields with a vocabulary."""
+    return list((manifest.content.get("vocabulary") or {"fields": {}})["fields"])
+
+
+def verify_vocabulary(manifest: Manifest, name: str) -> None:
     """Raise DataError if an array differs from its checksum or an id is not in the table."""
-    content = manifest.content.get("vocabulary") or {"fields": {}}
-    for entry in content["fields"].values():
-        for _, part, dtype, shape in array_files(entry):
-            check_file(manifest.path / part["file"], dtype, shape, part["crc32"])
-    for name, entry in content["fields"].items():
-        check_vocabulary(manifest, name, entry)
+    entry = manifest.content["vocabulary"]["fields"][name]
+    for _, part, dtype, shape in array_files(entry):
+        check_file(manifest.path / part["file"], dtype, shape, part["crc32"])
+    check_vocabulary(manifest, name, entry)
 
 
 def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:

@@ -42,8 +42,6 @@ class StagedPiece:
     bad: BadLines
     cut: Mapping[str, int]
     """Number of values dropped by column because a row had more than the maximum"""
-    part: int
-    """Number of the machine that staged the piece"""
     num_positives: int
     label_cells: list[str]
     """Some cells of the label column if the schema has a label rule or a label is bad"""

@@ -1,127 +1,236 @@
 """Build the vocabularies from counts of the train part, and fit constants on this part.
 
-Finished results are recorded, so a resumed run does not count twice. With ``--like``, ids and
-constants come from an existing set; ``--grow`` adds new ids.
+All of this runs as tasks on an engine. Finished results are recorded, so a resumed run does not
+count twice. With ``--like``, ids and constants come from an existing set; ``--grow`` adds ids.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 
+from sbpflow.data.engine import Engine
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.schema import CHECK, NUM_RESERVED_IDS, SPLIT_COLUMN
-from sbpflow.data.format.vocabulary import Vocabulary, open_vocabularies
+from sbpflow.data.format.vocabulary import Vocabulary, read_vocabulary
 from sbpflow.data.prepare.bad_rows import StagedPiece
-from sbpflow.data.prepare.counts_file import COUNTS_KEYS, counts_record, read_counts, write_counts
-from sbpflow.data.prepare.distinct import FieldCounts, count_fields, spilled
-from sbpflow.data.prepare.fit import Values, fit
+from sbpflow.data.prepare.distinct import (
+    COUNTS_KEYS,
+    NO_COUNTS,
+    count_group,
+    merge_range,
+    ranges_of,
+    read_merged,
+    record_of,
+)
+from sbpflow.data.prepare.fit import Fit, Values
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import list_file, strings_file
 from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary, filter_values, load, save
-from sbpflow.data.prepare.workspace import DamagedWork, read_record, require_record, write_record
+from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
+
+_GROUP_ROWS = (1 << 16, 1 << 20)
+_GROUPS = 8
+"""Groups have 1/8 of the train rows, within the limits of ``_GROUP_ROWS``"""
+_VALUES_AT_ONCE = 1 << 22
 
 
-def train_rows(
-    staged: Sequence[StagedPiece],
-    options: PrepareOptions,
-    path_of: Callable[[Path], Path] = lambda path: path,
-    row: str = "",
-    part: int | None = None,
-) -> list[pl.LazyFrame]:
-    """Return a lazy frame of train rows for each piece.
+@dataclass(frozen=True, slots=True)
+class TrainPiece:
+    """Describes a piece with train rows; for a split by time, these are the first ``limit``."""
 
-    ``path_of`` maps a piece to the file to read. If a file contains several entries per row, its
-    column ``row`` contains the row number. ``part`` selects one machine's pieces.
-    """
-    frames: list[pl.LazyFrame] = []
+    path: Path
+    num_rows: int
+    limit: int | None
+
+    def rows(self, path: Path | None = None, row: str = "") -> pl.LazyFrame:
+        """Return the train rows of the piece, or of another file ``path`` with its entries.
+
+        If that file contains several entries per row, its column ``row`` has the row number.
+        """
+        frame = pl.scan_ipc(path or self.path)
+        if self.limit is None:
+            return frame.filter(pl.col(SPLIT_COLUMN) == 0)
+        return frame.filter(pl.col(row) < self.limit) if row else frame.head(self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Describes consecutive pieces that one task counts."""
+
+    number: int
+    pieces: tuple[TrainPiece, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of train rows."""
+        return sum(piece.num_rows for piece in self.pieces)
+
+    def values(self, name: str, options: PrepareOptions) -> pl.LazyFrame:
+        """Return the ``key`` of every value of a field and, for strings, the ``check``."""
+        if options.schema.list_column(name) is not None:
+            frames = [piece.rows(list_file(piece.path, name), "row") for piece in self.pieces]
+            key, check = "key", "check"
+        else:
+            frames = [piece.rows() for piece in self.pieces]
+            key, check = name, name + CHECK
+        columns = [pl.col(key).alias("key")]
+        if options.kind(name) == "string":
+            columns.append(pl.col(check).alias("check"))
+        return pl.concat(frames).select(columns)
+
+    def numbers(self, names: Sequence[str]) -> Iterator[dict[str, Values]]:
+        """Yield the non-missing values of each piece by column."""
+        for piece in self.pieces:
+            frame = piece.rows().select(names).collect()
+            yield {name: frame[name].drop_nulls().cast(pl.Float32).to_numpy() for name in names}
+
+
+def train_groups(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[Group]:
+    """Divide the pieces with train rows into groups, which depend only on the pieces."""
+    pieces: list[TrainPiece] = []
     left, _ = options.split.bounds(sum(piece.num_rows for piece in staged))
     for piece in staged:
-        frame = pl.scan_ipc(path_of(piece.path))
         if options.split.kind == "time":
-            num_train = max(left, 0)
-            frame = frame.filter(pl.col(row) < num_train) if row else frame.head(num_train)
+            number = min(max(left, 0), piece.num_rows)
+            pieces += [TrainPiece(piece.path, number, number)] if number else []
             left -= piece.num_rows
-        else:
-            frame = frame.filter(pl.col(SPLIT_COLUMN) == 0)
-        frames.append(frame)
-    chosen = [f for f, piece in zip(frames, staged, strict=True) if part in (None, piece.part)]
-    return chosen or [frames[0].head(0)]
+        elif piece.num_train:
+            pieces.append(TrainPiece(piece.path, piece.num_train, None))
+    least, most = _GROUP_ROWS
+    target = min(max(sum(piece.num_rows for piece in pieces) // _GROUPS, least), most)
+    groups: list[list[TrainPiece]] = []
+    rows = target
+    for piece in pieces:
+        if rows + piece.num_rows > target:
+            groups.append([])
+            rows = 0
+        groups[-1].append(piece)
+        rows += piece.num_rows
+    return [Group(number, tuple(group)) for number, group in enumerate(groups)]
 
 
 def build_vocabularies(
     staged: Sequence[StagedPiece],
     options: PrepareOptions,
     work: Path,
-    plan: str,
     like: Manifest | None,
+    engine: Engine,
 ) -> dict[str, FilteredVocabulary]:
     """Count the values of the fields in the train part, assign ids and write them to ``work/set``.
 
-    With several machines, each machine counts its own rows, and merges the counts of some
-    vocabularies. Raise DamagedWork if files of an earlier run are damaged and the staged rows no
-    longer exist.
+    Raise DamagedWork if files of an earlier run are damaged and the staged rows no longer exist.
     """
-    folder, part = work / "vocabulary", options.part
+    folder = work / "vocabulary"
     folder.mkdir(exist_ok=True)
     (work / "set").mkdir(exist_ok=True)
-    records = {name: folder / f"{name}.json" for name in options.counted}
-    built = {name: load(path, work / "set", name) for name, path in records.items()}
-    if None in built.values():
-        _check_present(staged, options, folder)
-        counts = _counts(staged, options, work, plan)
-        built |= _build(counts, staged, options, work, _parents(options, like))
-    if not part.is_alone:
-        builders = _builders(options)
-        part.wait(work, plan, {records[name]: builders[name] for name in records}, "vocabularies")
-        built = {name: load(path, work / "set", name) for name, path in records.items()}
-    vocabularies = {name: vocabulary for name, vocabulary in built.items() if vocabulary}
-    if damaged := built.keys() - vocabularies.keys():
-        raise DamagedWork(f"{folder}: vocabulary {min(damaged)} is damaged")
-    return vocabularies
+    built = {name: load(folder / f"{name}.json", work / "set", name) for name in options.counted}
+    missing = [name for name, vocabulary in built.items() if vocabulary is None]
+    if missing:
+        counted = (
+            {} if options.is_encode else _count(missing, staged, options, work / "counts", engine)
+        )
+        jobs = [
+            _VocabularyJob(
+                name,
+                *counted.get(name, (0, 0)),
+                None if like is None else _Parent.of(like, options.counted[name][0]),
+                tuple(_strings_files(name, staged, options)),
+            )
+            for name in missing
+        ]
+        new = engine.run(partial(_build, options=options, work=work), jobs)
+        built |= {vocabulary.name: vocabulary for vocabulary in new}
+        shutil.rmtree(work / "counts", ignore_errors=True)
+    return {name: vocabulary for name, vocabulary in built.items() if vocabulary}
 
 
-def _builders(options: PrepareOptions) -> dict[str, int]:
-    """Map each vocabulary to the machine that merges its counts and assigns its ids."""
-    return {name: 1 + k % options.part.count for k, name in enumerate(options.counted)}
+@dataclass(frozen=True, slots=True)
+class _Parent:
+    """Names a field's vocabulary in the set of ``like``, which workers open themselves."""
+
+    folder: Path
+    num_rows: int
+    entry: Mapping[str, Any]
+
+    @staticmethod
+    def of(like: Manifest, field: str) -> "_Parent":
+        entry = like.content["vocabulary"]["fields"][field]
+        return _Parent(like.path, like.field(field).rows, entry)
+
+    def open(self, name: str) -> Vocabulary:
+        return read_vocabulary(self.folder, name, self.num_rows, self.entry)
 
 
-def _build(
-    counts: Iterator[tuple[str, FieldCounts]],
+@dataclass(frozen=True, slots=True)
+class _VocabularyJob:
+    name: str
+    num_ranges: int
+    padding: int
+    """Number of missing ids that pad fixed-width fields"""
+    parent: _Parent | None
+    strings: tuple[Path, ...]
+
+
+def _build(job: _VocabularyJob, *, options: PrepareOptions, work: Path) -> FilteredVocabulary:
+    """Assign ids to the counted values of a vocabulary; for ``encode``, nothing is counted."""
+    counted = NO_COUNTS
+    if not options.is_encode:
+        counted = read_merged(job.name, job.num_ranges, work / "counts")
+        counted = replace(counted, missing=counted.missing + job.padding)
+    parent = None if job.parent is None else job.parent.open(job.name)
+    vocabulary = filter_values(job.name, counted, options, parent, work / "set", job.strings)
+    save(work / "vocabulary" / f"{job.name}.json", vocabulary)
+    return vocabulary
+
+
+def _count(
+    names: Sequence[str],
     staged: Sequence[StagedPiece],
     options: PrepareOptions,
-    work: Path,
-    parents: Mapping[str, Vocabulary],
-) -> dict[str, FilteredVocabulary]:
-    """Assign ids to the counted values of up to ``options.workers`` vocabularies in parallel."""
-    folder = work / "vocabulary"
+    folder: Path,
+    engine: Engine,
+) -> dict[str, tuple[int, int]]:
+    """Count the train rows of each group, and merge the counts by ranges of keys.
 
-    def build(name: str, counted: FieldCounts) -> FilteredVocabulary:
-        strings = _strings_files(name, staged, options)
-        parent = parents.get(name)
-        vocabulary = filter_values(name, counted, options, parent, work / "set", strings)
-        save(folder / f"{name}.json", vocabulary)
-        return vocabulary
+    Return the number of ranges and of padding ids of each vocabulary.
+    """
+    _check_present(staged, folder)
+    folder.mkdir(exist_ok=True)
+    groups = train_groups(staged, options)
+    count = partial(_count_group, options=options, folder=folder)
+    records = list(engine.run(count, groups))
+    files = [_counts_file(folder, group) for group in groups]
+    padding: Counter[str] = Counter()
+    for record in records:
+        padding.update(record["padding"])
+    ranges = {name: ranges_of(name, records) for name in names}
+    merge = partial(merge_range, folder=folder, groups=files)
+    for _ in engine.run(merge, [each for name in names for each in ranges[name]]):
+        pass
+    return {name: (len(ranges[name]), padding[name]) for name in names}
 
-    missing = {} if options.is_encode else _padding(staged, options)
-    waiting: deque[Future[FilteredVocabulary]] = deque()
-    built: list[FilteredVocabulary] = []
-    with ThreadPoolExecutor(options.workers) as pool:
-        for name, counted in counts:
-            counted = replace(counted, missing=counted.missing + missing.get(name, 0))
-            waiting.append(pool.submit(build, name, counted))
-            if len(waiting) > options.workers:  # limit the number of counts in memory
-                built.append(waiting.popleft().result())
-        built += [future.result() for future in waiting]
-    for file in spilled(folder / _spill(options)):
-        file.unlink()
-    return {vocabulary.name: vocabulary for vocabulary in built}
+
+def _counts_file(folder: Path, group: Group) -> Path:
+    return folder / f"group-{group.number:06d}"
+
+
+def _count_group(group: Group, *, options: PrepareOptions, folder: Path) -> dict[str, Any]:
+    path = _counts_file(folder, group)
+    record = read_record(record_of(path), COUNTS_KEYS)
+    if record is not None and path.is_file():
+        return record
+    rows = {
+        name: pl.concat([group.values(field, options) for field in fields])
+        for name, fields in options.counted.items()
+    }
+    padding = _padding(group, options)
+    return count_group(rows, max(1, _VALUES_AT_ONCE // group.num_rows), path, padding)
 
 
 def _strings_files(name: str, staged: Sequence[StagedPiece], options: PrepareOptions) -> list[Path]:
@@ -132,89 +241,16 @@ def _strings_files(name: str, staged: Sequence[StagedPiece], options: PrepareOpt
     return [strings_file(piece.path, field) for piece in staged for field in fields]
 
 
-def _spill(options: PrepareOptions) -> str:
-    return f"spill{options.part.number}"
-
-
-def _parents(options: PrepareOptions, like: Manifest | None) -> dict[str, Vocabulary]:
-    """Return the vocabularies of ``like`` under their names in the new set."""
-    if like is None:
-        return {}
-    known = open_vocabularies(like)
-    return {name: replace(known[of[0]], name=name) for name, of in options.counted.items()}
-
-
-def _check_present(staged: Sequence[StagedPiece], options: PrepareOptions, folder: Path) -> None:
-    mine = (piece for piece in staged if piece.part == options.part.number)
-    if removed := [piece.path for piece in mine if not piece.path.exists()]:
+def _check_present(staged: Sequence[StagedPiece], folder: Path) -> None:
+    if removed := [piece.path for piece in staged if not piece.path.exists()]:
         raise DamagedWork(f"{folder}: a file is damaged, and its source {removed[0]} was removed")
 
 
-def _counts(
-    staged: Sequence[StagedPiece], options: PrepareOptions, work: Path, plan: str
-) -> Iterator[tuple[str, FieldCounts]]:
-    """Yield the counts of this machine's vocabularies; for ``encode``, the counts are empty."""
-    builders, part = _builders(options), options.part
-    mine = [name for name, builder in builders.items() if builder == part.number]
-    if options.is_encode:
-        no_keys = np.empty(0, dtype=np.uint64)
-        for name in mine:
-            yield name, FieldCounts(no_keys, no_keys.astype(np.uint32), None, None, 0)
-        return
-    folder = work / "vocabulary"
-    own = (piece.num_rows for piece in staged if piece.part == part.number)
-    rows = {
-        name: partial(_rows_of, fields, staged, options) for name, fields in options.counted.items()
-    }
-    if part.is_alone:
-        yield from count_fields(rows, sum(own), folder / _spill(options))
-        return
-    uncounted = {
-        name: rows[name]
-        for name in rows
-        if read_record(counts_record(folder, name, part.number), COUNTS_KEYS) is None
-    }
-    for name, counted in count_fields(uncounted, sum(own), folder / _spill(options)):
-        write_counts(folder, name, part.number, counted)
-    parts = range(1, part.count + 1)
-    files = {counts_record(folder, name, number): number for name in mine for number in parts}
-    part.wait(work, plan, files, "counted values")
-    by_part = {name: [read_counts(folder, name, number) for number in parts] for name in mine}
-    rows = {name: partial(pl.concat, [c.rows for c in counts]) for name, counts in by_part.items()}
-    most = max((sum(c.values for c in counts) for counts in by_part.values()), default=0)
-    for name, counted in count_fields(rows, most, folder / _spill(options)):
-        yield name, replace(counted, missing=sum(counts.missing for counts in by_part[name]))
-
-
-def _rows_of(
-    fields: Sequence[str], staged: Sequence[StagedPiece], options: PrepareOptions
-) -> pl.LazyFrame:
-    """Return the ``key`` of every train value of the fields and, for strings, the ``check``."""
-    return pl.concat([_rows_of_field(name, staged, options) for name in fields])
-
-
-def _rows_of_field(
-    name: str, staged: Sequence[StagedPiece], options: PrepareOptions
-) -> pl.LazyFrame:
-    part = options.part.number
-    if options.schema.list_column(name) is not None:
-        parts = train_rows(staged, options, lambda path: list_file(path, name), "row", part)
-        key, check = "key", "check"
-    else:
-        parts = train_rows(staged, options, part=part)
-        key, check = name, name + CHECK
-    rows = pl.concat(parts)
-    columns = [pl.col(key).alias("key")]
-    if options.kind(name) == "string":
-        columns.append(pl.col(check).alias("check"))
-    return rows.select(columns)
-
-
-def _padding(staged: Sequence[StagedPiece], options: PrepareOptions) -> dict[str, int]:
-    """Return, by vocabulary, the number of missing ids that pad fixed-width fields in train."""
+def _padding(group: Group, options: PrepareOptions) -> dict[str, int]:
+    """Return, by vocabulary, the number of missing ids that pad fixed-width fields in a group."""
     padding: dict[str, int] = {}
     for column in (column for column in options.schema.many if column.fixed):
-        rows = pl.concat(train_rows(staged, options))
+        rows = pl.concat([piece.rows() for piece in group.pieces])
         lengths = rows.select(pl.len(), pl.col(column.name).cast(pl.Int64).sum()).collect()
         name = options.schema.vocabulary(column.name)
         num_missing = int(lengths[0, 0]) * column.most - int(lengths[0, 1])
@@ -226,8 +262,8 @@ def fit_columns(
     staged: Sequence[StagedPiece],
     options: PrepareOptions,
     work: Path,
-    plan: str,
     like: Manifest | None,
+    engine: Engine,
 ) -> dict[str, Any]:
     """Return the constants of transforms and weights by column, fitted on train or copied from
     ``like``."""
@@ -238,25 +274,26 @@ def fit_columns(
     if not columns and weight is None:
         return {}
     path = work / "fitted.json"
-    if not options.part.is_first:
-        options.part.wait(work, plan, {path: 1}, "constants")
-        return require_record(path, ("fitted",))["fitted"]
     record = read_record(path, ("fitted",))
     if record is None:
-        _check_present(staged, options, work)
-        names = [column.name for column in columns] + ([weight] if weight else [])
-        record = {"fitted": fit(partial(_present, staged, options, names), columns, weight)}
+        _check_present(staged, work)
+        groups, fit = train_groups(staged, options), Fit(columns, weight)
+        for part in engine.run(partial(_fit_group, fit=fit.empty()), groups):
+            fit.merge(part)
+        if fit.seek():
+            for part in engine.run(partial(_fit_group, fit=fit.empty()), groups):
+                fit.merge(part)
+        record = {"fitted": fit.constants()}
         write_record(path, record)
     return record["fitted"]
 
 
-def _present(
-    staged: Sequence[StagedPiece], options: PrepareOptions, names: Sequence[str]
-) -> Iterator[dict[str, Values]]:
-    """Yield the non-missing train values of each piece by column."""
-    for rows in train_rows(staged, options):
-        frame = rows.select(names).collect()
-        yield {name: frame[name].drop_nulls().cast(pl.Float32).to_numpy() for name in frame.columns}
+def _fit_group(group: Group, *, fit: Fit) -> Fit:
+    """Add the values of a group to an empty copy of ``fit``."""
+    fit = fit.empty()
+    for values in group.numbers(fit.names):
+        fit.add(values)
+    return fit
 
 
 def field_entry(

@@ -25,7 +25,7 @@ _MAX_LINES = 1000
 
 
 def split_cells(line: str, schema: Schema) -> list[str]:
-    """Return the cells of one line, for example the header line."""
+    """Return the cells of one record, for example the header; raise PolarsError for bad quotes."""
     if schema.quote is None or schema.quote not in line:
         return line.split(schema.separator)
     cells = pl.read_csv(

@@ -1,30 +1,36 @@
 """Count the occurrences of each value of a field in the train part, in bounded memory.
 
-Fields with few distinct values are counted together in one pass. A field with too many values for
-one pass is counted in key ranges, and each range is written to a file before the next is counted.
+Each group of pieces is counted by itself and written to one file, in key order. The counts of all
+groups are then merged by ranges of keys. Groups and ranges depend only on the rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from sbpflow.data.format.ids import Keys
-from sbpflow.errors import DataError
+from sbpflow.data.prepare.workspace import (
+    DamagedWork,
+    partial_of,
+    read_record,
+    require_record,
+    write_record,
+)
 
-PASS_VALUES = 1 << 22
-"""Maximum number of distinct values counted in one pass over all its fields"""
-_STEP = 32
+RANGE_VALUES = 1 << 22
+"""Approximate maximum number of values that are merged at a time"""
 _BLOCK = 1 << 20
-_MAX_COUNT = 2**32 - 1
-_SAMPLED_ROWS = 1 << 20
-_PARTS = ("k", "c", "h", "m")
-"""File suffixes of spilled keys, counts, smallest checks and largest checks"""
-
-Rows = Callable[[], pl.LazyFrame]
+_SAMPLED = 1 << 14
+"""Number of values per key that is recorded to find the ranges"""
+_COLUMNS: Mapping[str, str] = {"len": "<i8", "least": "<u4", "most": "<u4"}
+COUNTS_KEYS = ("fields", "padding")
+MERGED_KEYS = ("values", "missing", "key", "checked", "crc32")
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ class FieldCounts:
     """Contains the distinct values of a field in the train part, in key order."""
 
     keys: Keys
-    counts: NDArray[np.uint32]
+    counts: NDArray[np.int64]
     checks: NDArray[np.uint32] | None
     """Smallest check among the strings with each key"""
     most: NDArray[np.uint32] | None
@@ -48,63 +54,158 @@ class FieldCounts:
         pairs = ((self.checks[i : i + _BLOCK], self.most[i : i + _BLOCK]) for i in starts)
         return sum(int(np.count_nonzero(least != most)) for least, most in pairs)
 
-    def frames(self) -> Iterator[pl.DataFrame]:
-        """Yield keys and counts in blocks of rows that ``count_fields`` can merge."""
-        columns = {"key": self.keys, "len": self.counts, "least": self.checks, "most": self.most}
-        present = {name: column for name, column in columns.items() if column is not None}
-        for start in range(0, max(len(self.keys), 1), _BLOCK):
-            yield pl.DataFrame({n: column[start : start + _BLOCK] for n, column in present.items()})
+
+NO_COUNTS = FieldCounts(np.empty(0, np.uint64), np.empty(0, np.int64), None, None, 0)
 
 
-def count_fields(
-    rows: Mapping[str, Rows], num_rows: int, spill: Path, pass_values: int = PASS_VALUES
-) -> Iterator[tuple[str, FieldCounts]]:
-    """Yield the counts of every field in any order.
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """Describes the values of a vocabulary with low <= key < high; None means no bound."""
 
-    ``rows`` maps each field to frames with one row per value and the columns ``key`` (null if
-    missing) and ``check`` (strings only), or to the rows of ``FieldCounts.frames``. ``num_rows`` is
-    the approximate number of rows. Counts beyond the memory limit are written to files
-    ``spill``.NAME, which the caller must remove.
+    name: str
+    number: int
+    low: int | None
+    high: int | None
+
+
+def count_group(
+    rows: Mapping[str, pl.LazyFrame], at_once: int, path: Path, padding: Mapping[str, int]
+) -> dict[str, Any]:
+    """Count the values of every field of a group, and return the record of the file ``path``.
+
+    ``rows`` maps each field to a frame with one row per value and the columns ``key`` (null if
+    missing) and ``check`` (strings only). ``at_once`` fields are counted together. The record also
+    contains ``padding``, the number of missing ids that pad fixed-width fields.
     """
-    estimates = dict.fromkeys(rows, min(num_rows, pass_values // max(len(rows), 1)))
-    if num_rows * len(rows) > pass_values:
-        # Multiplying the sample's distinct values by the sampling stride gives an upper bound.
-        every = [lazy().select(pl.col("key").gather_every(_STEP)) for lazy in rows.values()]
-        sampled = pl.collect_all([rows.select(pl.col("key").n_unique()) for rows in every])
-        estimates = {
-            name: min(num_rows, _STEP * int(frame.item()))
-            for name, frame in zip(rows, sampled, strict=True)
-        }
-    for names in _passes(estimates, pass_values):
-        if len(names) == 1 and estimates[names[0]] > pass_values:
-            passes = -(-estimates[names[0]] // pass_values)
-            yield names[0], _by_ranges(rows[names[0]], num_rows, passes, spill, names[0])
-        else:
-            queries = [_grouped(rows[name]()) for name in names]
-            frames = pl.collect_all(queries, engine="streaming")
-            for name, frame in zip(names, frames, strict=True):
-                yield name, _from_frame(frame)
-            del frames  # free memory before the next pass
+    fields: dict[str, Any] = {}
+    partial, names = partial_of(path), list(rows)
+    with partial.open("wb") as file:
+        for first in range(0, len(names), at_once):
+            some = names[first : first + at_once]
+            frames = pl.collect_all([_grouped(rows[name]) for name in some], engine="streaming")
+            for name, frame in zip(some, frames, strict=True):
+                values, missing = _in_key_order(frame)
+                start, sample = file.tell(), values["key"].gather_every(_SAMPLED, _SAMPLED // 2)
+                more = {"missing": missing, "start": start, "sample": sample.to_list()}
+                fields[name] = {**_write(file, values), **more}
+    partial.replace(path)
+    record = {"fields": fields, "padding": dict(padding)}
+    write_record(record_of(path), record)
+    return record
 
 
-def _passes(estimates: Mapping[str, int], pass_values: int) -> Iterator[list[str]]:
-    """Yield groups of fields; each group is counted in one pass."""
-    names: list[str] = []
-    total = 0
-    for name, number in sorted(estimates.items(), key=lambda item: item[1]):
-        if names and total + number > pass_values:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += number
-    if names:
-        yield names
+def record_of(path: Path) -> Path:
+    """Return the path of the record of a file of counts."""
+    return path.with_name(f"{path.name}.json")
+
+
+def ranges_of(name: str, records: Iterable[Mapping[str, Any]]) -> list[KeyRange]:
+    """Divide the keys of a vocabulary into ranges with about equal numbers of values."""
+    entries = [record["fields"][name] for record in records]
+    passes = -(-sum(entry["values"] for entry in entries) // RANGE_VALUES)
+    sample = sorted(key for entry in entries for key in entry["sample"])
+    places = (len(sample) * k // passes for k in range(1, passes)) if sample else ()
+    bounds = sorted({sample[place] for place in places})
+    limits = zip([None, *bounds], [*bounds, None], strict=True)
+    return [KeyRange(name, number, low, high) for number, (low, high) in enumerate(limits)]
+
+
+def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[str, Any]:
+    """Add up the counts of a range of keys in all ``groups``; return the record of the result."""
+    path = folder / f"{keys.name}.range-{keys.number:06d}"
+    record = read_record(record_of(path), MERGED_KEYS)
+    if record is not None and path.is_file():
+        return record
+    parts: list[pl.DataFrame] = []
+    missing = 0
+    for group in groups:
+        entry = require_record(record_of(group), COUNTS_KEYS)["fields"][keys.name]
+        arrays = _mapped(group, entry)
+        if keys.number == 0:  # one range checks the whole file
+            missing += entry["missing"]
+            _check(arrays, entry, group)
+        start, stop = _places(arrays["key"], keys)
+        parts.append(pl.DataFrame({name: array[start:stop] for name, array in arrays.items()}))
+    whole, _ = _in_key_order(_grouped(pl.concat(parts).lazy()).collect())
+    partial = partial_of(path)
+    with partial.open("wb") as file:
+        entry = _write(file, whole)
+    partial.replace(path)
+    record = {**entry, "missing": missing}
+    write_record(record_of(path), record)
+    return record
+
+
+def read_merged(name: str, num_ranges: int, folder: Path) -> FieldCounts:
+    """Return the counts of a vocabulary from the files of its ranges, which are mapped."""
+    columns: dict[str, list[NDArray[Any]]] = {}
+    missing = 0
+    for number in range(num_ranges):
+        path = folder / f"{name}.range-{number:06d}"
+        record = require_record(record_of(path), MERGED_KEYS)
+        missing += record["missing"]
+        arrays = _mapped(path, record)
+        _check(arrays, record, path)
+        for column, array in arrays.items():
+            columns.setdefault(column, []).append(array)
+    whole = {c: arrays[0] if num_ranges == 1 else np.concatenate(arrays)
+             for c, arrays in columns.items()}  # fmt: skip
+    return FieldCounts(whole["key"], whole["len"], whole.get("least"), whole.get("most"), missing)
+
+
+def _write(file: IO[bytes], values: pl.DataFrame) -> dict[str, Any]:
+    """Write the columns one after another, and return their entry for the record."""
+    checksum = 0
+    entry = {"key": values["key"].to_numpy().dtype.str, "checked": "least" in values.columns}
+    for column in _columns(entry):
+        raw = np.ascontiguousarray(values[column].to_numpy()).view(np.uint8).data
+        checksum = zlib.crc32(raw, checksum)
+        file.write(raw)
+    return {**entry, "values": len(values), "crc32": checksum}
+
+
+def _check(arrays: "Mapping[str, NDArray[Any]]", entry: Mapping[str, Any], path: Path) -> None:
+    checksum = 0
+    for array in arrays.values():
+        checksum = zlib.crc32(array.view(np.uint8).data, checksum)
+    if checksum != entry["crc32"]:
+        raise DamagedWork(f"{path} is damaged")
+
+
+def _columns(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of a file in order, with their dtypes."""
+    columns = {"key": entry["key"], **_COLUMNS}
+    return columns if entry["checked"] else {name: columns[name] for name in ("key", "len")}
+
+
+def _mapped(path: Path, entry: Mapping[str, Any]) -> "dict[str, NDArray[Any]]":
+    """Return the columns of a field in a file of counts."""
+    arrays: dict[str, NDArray[Any]] = {}
+    at, number = entry.get("start", 0), entry["values"]
+    try:
+        for name, dtype in _columns(entry).items():
+            arrays[name] = (
+                np.memmap(path, dtype=dtype, mode="r", offset=at, shape=(number,))
+                if number
+                else np.empty(0, dtype=dtype)
+            )
+            at += number * np.dtype(dtype).itemsize
+    except (OSError, ValueError) as error:
+        raise DamagedWork(f"{path} is missing or damaged") from error
+    return arrays
+
+
+def _places(keys: "NDArray[Any]", limits: KeyRange) -> tuple[int, int]:
+    """Return the first and the last place + 1 of a range in ascending ``keys``."""
+    kind = keys.dtype.type
+    start = 0 if limits.low is None else int(np.searchsorted(keys, kind(limits.low)))
+    stop = len(keys) if limits.high is None else int(np.searchsorted(keys, kind(limits.high)))
+    return start, stop
 
 
 def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
     columns = rows.collect_schema().names()
-    # Cast first, because Polars sums 32-bit integers in 32 bits, which could overflow.
-    number = pl.col("len").cast(pl.UInt64).sum() if "len" in columns else pl.len()
+    number = pl.col("len").sum() if "len" in columns else pl.len().cast(pl.Int64)
     wanted = [number.alias("len")]
     if "check" in columns:
         wanted += [pl.col("check").min().alias("least"), pl.col("check").max().alias("most")]
@@ -113,60 +214,7 @@ def _grouped(rows: pl.LazyFrame) -> pl.LazyFrame:
     return rows.group_by("key").agg(wanted)
 
 
-def _from_frame(frame: pl.DataFrame) -> FieldCounts:
+def _in_key_order(frame: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Return the values in key order, and the number of missing values."""
     missing = int(frame.filter(pl.col("key").is_null())["len"].sum())
-    values = frame.drop_nulls("key").sort("key")
-    if len(values) and int(values["len"].to_numpy().max()) > _MAX_COUNT:
-        raise DataError(
-            f"--input: a value occurs {values['len'].max()} times in train, but the maximum is "
-            f"{_MAX_COUNT}; hash its column (--hash-size), or prepare fewer rows"
-        )
-    values = values.with_columns(pl.col("len").cast(pl.UInt32))
-    checks = most = None
-    if "least" in values.columns:
-        checks, most = values["least"].to_numpy(), values["most"].to_numpy()
-    keys, counts = values["key"].to_numpy(), values["len"].to_numpy()
-    return FieldCounts(keys, counts, checks, most, missing)
-
-
-def _by_ranges(rows: Rows, num_rows: int, passes: int, spill: Path, name: str) -> FieldCounts:
-    """Count a large field, one range of keys after another."""
-    bounds = _bounds(rows, num_rows, passes)
-    files = {part: spill.with_name(f"{spill.name}.{name}.{part}") for part in _PARTS}
-    types: dict[str, np.dtype[np.generic]] = {}
-    for file in files.values():
-        file.unlink(missing_ok=True)
-    missing = 0
-    for low, high in zip([None, *bounds], [*bounds, None], strict=True):
-        key = pl.col("key")
-        chosen = pl.lit(True) if low is None else key >= low
-        chosen = chosen if high is None else chosen & (key < high)
-        chosen = chosen | key.is_null() if low is None else chosen
-        counted = _from_frame(_grouped(rows().filter(chosen)).collect(engine="streaming"))
-        missing += counted.missing
-        arrays = (counted.keys, counted.counts, counted.checks, counted.most)
-        for part, array in zip(_PARTS, arrays, strict=True):
-            if array is not None:
-                types[part] = array.dtype
-                with files[part].open("ab") as file:
-                    file.write(np.ascontiguousarray(array).data)
-        del counted, arrays  # free memory before the next range
-    whole = {part: np.memmap(files[part], dtype=types[part], mode="r") for part in types}
-    keys, counts, checks, most = (whole.get(part) for part in _PARTS)
-    if keys is None or counts is None:
-        raise RuntimeError(f"{name}: no range of its keys was counted")
-    return FieldCounts(keys, counts, checks, most, missing)
-
-
-def _bounds(rows: Rows, num_rows: int, passes: int) -> list[int]:
-    """Return keys that divide the distinct values of a sample into ranges of about equal size."""
-    step = max(1, num_rows // _SAMPLED_ROWS)
-    sample = rows().select("key").gather_every(step).collect(engine="streaming")["key"]
-    distinct = sample.drop_nulls().unique().sort().to_numpy()
-    places = np.linspace(0, len(distinct), passes + 1)[1:-1].astype(np.int64)
-    return [int(key) for key in np.unique(distinct[places])]
-
-
-def spilled(spill: Path) -> Sequence[Path]:
-    """Return the spill files of ``count_fields``."""
-    return sorted(spill.parent.glob(spill.name + ".*"))
+    return frame.drop_nulls("key").sort("key"), missing

@@ -1,7 +1,8 @@
 """Encode staged pieces: transform dense values, look up keys, and write each split's shards."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from sbpflow.data.format.ids import Ids, Keys
+from sbpflow.data.engine import Cached, Engine
+from sbpflow.data.format.ids import HashedIds, Ids, Keys
 from sbpflow.data.format.manifest import SPLITS, shard_entry
 from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
 from sbpflow.data.format.schema import (
@@ -28,7 +30,8 @@ from sbpflow.data.format.vocabulary import Vocabulary
 from sbpflow.data.prepare.bad_rows import StagedPiece
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import ENCODED_KEYS, encoded_record, list_file, staged_files
-from sbpflow.data.prepare.workspace import read_record, require_record, write_record
+from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary
+from sbpflow.data.prepare.workspace import read_record, write_record
 from sbpflow.serving.cells import MISSING_KEY, bucket_ids, transform
 
 Record = dict[str, Any]
@@ -69,50 +72,90 @@ class RawKeys:
         return bits
 
 
+@dataclass(frozen=True)
+class Encoding:
+    """Contains what all pieces share; equal plans in one folder have equal vocabularies."""
+
+    work: Path
+    plan: str
+    num_rows: int
+    """Number of rows in all pieces"""
+    vocabularies: Mapping[str, FilteredVocabulary] = field(compare=False)
+    fitted: Mapping[str, Any] = field(compare=False)
+    options: PrepareOptions = field(compare=False)
+
+
+def tables_of(encoding: Encoding) -> dict[str, "FieldIds | RawKeys"]:
+    """Return, for each field, a table that maps staged keys to ids, or to keys of the set."""
+    options = encoding.options
+    tables: dict[str, FieldIds | RawKeys] = dict.fromkeys(options.keys, RawKeys())
+    for name, fields in options.counted.items():
+        vocabulary = encoding.vocabularies[name].vocabulary()
+        tables |= dict.fromkeys(fields, FieldIds(vocabulary.table(), vocabulary))
+    for name, num_rows in options.hash_sizes:
+        salt = options.schema.vocabulary(name)
+        tables[name] = FieldIds(HashedIds(num_rows, options.seed, salt))
+    return tables
+
+
+cached_tables = Cached(tables_of)
+"""The tables of the current run, which take seconds to build in each process"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    index: int
+    path: Path
+    start: int
+    """Number of rows in earlier pieces"""
+
+
 def encode_all(
     staged: Sequence[StagedPiece],
-    tables: Mapping[str, FieldIds | RawKeys],
-    fitted: Mapping[str, Any],
-    options: PrepareOptions,
-    work: Path,
+    encoding: Encoding,
+    engine: Engine,
     advance: Callable[[int], None],
 ) -> list[Record]:
-    """Write the shards of this machine's pieces to ``work/set``; return the pieces' records.
+    """Write the shards of all pieces to ``work/set``; return the pieces' records.
 
     A piece is complete once its record exists; its staged files are then removed.
     """
-    (work / "set").mkdir(exist_ok=True)
-    starts = list(accumulate((piece.num_rows for piece in staged), initial=0))
-
-    def job(index: int) -> Record:
-        path = encoded_record(staged[index].path)
-        record = read_record(path, ENCODED_KEYS)
-        if record is None:
-            piece = _PieceEncoder(staged[index].path, tables, fitted, options)
-            split = piece.splits(starts[index], starts[-1])
-            record = {
-                "shards": _write_splits(work / "set", index, piece, split),
-                "clamped": piece.clamped,
-                "rare": piece.rare,
-                "ranges": piece.ranges,
-            }
-            write_record(path, record)
-        for file in staged_files(staged[index].path, options):
-            file.unlink(missing_ok=True)
-        return record
-
+    folder = encoding.work / "set"
+    folder.mkdir(exist_ok=True)
+    starts = accumulate((piece.num_rows for piece in staged), initial=0)
+    jobs = [
+        _Job(k, p.path, start) for k, (p, start) in enumerate(zip(staged, starts, strict=False))
+    ]
     records: list[Record] = []
-    own_pieces = [k for k, piece in enumerate(staged) if piece.part == options.part.number]
-    with ThreadPoolExecutor(options.workers) as pool:
-        for index, record in zip(own_pieces, pool.map(job, own_pieces), strict=True):
+    try:
+        for piece, record in zip(
+            staged, engine.run(partial(_encode, encoding=encoding), jobs), strict=True
+        ):
             records.append(record)
-            advance(staged[index].num_rows)
+            advance(piece.num_rows)
+    finally:
+        cached_tables.clear()
+    for unfinished in folder.rglob("*.partial"):
+        unfinished.unlink()  # of workers that died
     return records
 
 
-def all_records(staged: Sequence[StagedPiece]) -> list[Record]:
-    """Return the records of all machines' pieces. Raise DamagedWork if a record is damaged."""
-    return [require_record(encoded_record(piece.path), ENCODED_KEYS) for piece in staged]
+def _encode(job: _Job, *, encoding: Encoding) -> Record:
+    path, options = encoded_record(job.path), encoding.options
+    record = read_record(path, ENCODED_KEYS)
+    if record is None:
+        piece = _PieceEncoder(job.path, cached_tables(encoding), encoding.fitted, options)
+        split = piece.splits(job.start, encoding.num_rows)
+        record = {
+            "shards": _write_splits(encoding.work / "set", job.index, piece, split),
+            "clamped": piece.clamped,
+            "rare": piece.rare,
+            "ranges": piece.ranges,
+        }
+        write_record(path, record)
+    for file in staged_files(job.path, options):
+        file.unlink(missing_ok=True)
+    return record
 
 
 def _write_splits(

@@ -4,7 +4,7 @@ Sums are exact, and every quantile is an input value. Constants therefore depend
 not on the division into pieces or the order of counting.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import sqrt
@@ -62,6 +62,12 @@ class ExactSum:
             self._second += ((hh << 2 * _HALF) + (hl << _HALF + 1) + ll) * unit * unit
         self._count += len(values)
 
+    def merge(self, other: "ExactSum") -> None:
+        """Add the values of another sum."""
+        self._count += other._count
+        self._first += other._first
+        self._second += other._second
+
     def moments(self) -> Moments:
         """Return the moments of all values added so far."""
         if not self._count:
@@ -85,10 +91,6 @@ class Quantiles:
         self._lower: dict[int, NDArray[np.int64]] = {}
         self._places: list[tuple[int, int]] = []
 
-    def add(self, values: Values) -> None:
-        """Count ``values`` in the first pass."""
-        self._upper += np.bincount(ordered(values) >> 16, minlength=_BINS)
-
     def seek(self) -> None:
         """Find the bins that contain quantiles; must be called between the two passes."""
         total = int(self._upper.sum())
@@ -100,10 +102,26 @@ class Quantiles:
                 self._places.append((upper, rank - int(ends[upper] - self._upper[upper])))
                 self._lower.setdefault(upper, np.zeros(_BINS, dtype=np.int64))
 
-    def add_again(self, values: Values) -> None:
-        """Count ``values`` in the second pass, which needs the same values in any order."""
+    def empty(self) -> "Quantiles":
+        """Return a copy for the same pass without counts."""
+        copy = Quantiles(self._buckets)
+        copy._places = self._places
+        copy._lower = {bin_: np.zeros_like(counts) for bin_, counts in self._lower.items()}
+        return copy
+
+    def merge(self, other: "Quantiles") -> None:
+        """Add the counts of another object for the same pass."""
+        self._upper += other._upper
+        for bin_, counts in other._lower.items():
+            self._lower[bin_] += counts
+
+    def add(self, values: Values) -> None:
+        """Count ``values``; the second pass needs the same values in any order."""
         keys = ordered(values)
         upper = keys >> 16
+        if not self._places:
+            self._upper += np.bincount(upper, minlength=_BINS)
+            return
         for bin_, counts in self._lower.items():
             counts += np.bincount(keys[upper == bin_] & 0xFFFF, minlength=_BINS)
 
@@ -142,37 +160,61 @@ def clipped(values: Values, column: DenseColumn) -> Values:
     return np.clip(values, np.float32(column.clip[0]), np.float32(column.clip[1]))
 
 
-def fit(
-    pieces: Callable[[], Iterable["dict[str, Values]"]],
-    columns: Sequence[DenseColumn],
-    weight: str | None,
-) -> dict[str, Any]:
-    """Return the fitted constants by column name.
+class Fit:
+    """Fits the constants of all columns; parts of the rows can be added separately and merged.
 
-    ``pieces()`` yields the non-missing train values of each piece by column name. This function
-    calls ``pieces`` twice if a column needs quantiles.
+    If a column needs quantiles, all values must be added twice, with ``seek`` in between.
     """
-    sums = {c.name: ExactSum() for c in columns if c.transform == "standardise"}
-    if weight is not None:
-        sums[weight] = ExactSum()
-    quantiles = {c.name: Quantiles(c.buckets) for c in columns if c.buckets}
-    by_name = {column.name: column for column in columns}
-    for values in pieces():
-        for name, total in sums.items():
-            column = by_name.get(name)
+
+    def __init__(self, columns: Sequence[DenseColumn], weight: str | None) -> None:
+        self._columns, self._weight = tuple(columns), weight
+        self._by_name = {column.name: column for column in columns}
+        self._sums = {c.name: ExactSum() for c in columns if c.transform == "standardise"}
+        if weight is not None:
+            self._sums[weight] = ExactSum()
+        self._quantiles = {c.name: Quantiles(c.buckets) for c in columns if c.buckets}
+        self._is_second = False
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the columns to add."""
+        return list(dict.fromkeys([*self._by_name, *self._sums]))
+
+    def empty(self) -> "Fit":
+        """Return an object for the same pass without values."""
+        copy = Fit(self._columns, self._weight)
+        copy._quantiles = {name: places.empty() for name, places in self._quantiles.items()}
+        copy._is_second = self._is_second
+        return copy
+
+    def add(self, values: "dict[str, Values]") -> None:
+        """Add non-missing train values by column name."""
+        for name, total in () if self._is_second else self._sums.items():
+            column = self._by_name.get(name)
             total.add(values[name] if column is None else clipped(values[name], column))
-        for name, places in quantiles.items():
-            places.add(clipped(values[name], by_name[name]))
-    for places in quantiles.values():
-        places.seek()
-    if quantiles:
-        for values in pieces():
-            for name, places in quantiles.items():
-                places.add_again(clipped(values[name], by_name[name]))
-    fitted: dict[str, Any] = {}
-    for name, total in sums.items():
-        moments = total.moments()
-        fitted[name] = {"mean": moments.mean}
-        if name in by_name:
-            fitted[name]["std"] = moments.std
-    return {**fitted, **{name: {"bounds": q.bounds()} for name, q in quantiles.items()}}
+        for name, places in self._quantiles.items():
+            places.add(clipped(values[name], self._by_name[name]))
+
+    def merge(self, other: "Fit") -> None:
+        """Add the values that ``other`` has counted in the same pass."""
+        for name, total in self._sums.items():
+            total.merge(other._sums[name])
+        for name, places in self._quantiles.items():
+            places.merge(other._quantiles[name])
+
+    def seek(self) -> bool:
+        """End the first pass; return True if a second pass is needed."""
+        for places in self._quantiles.values():
+            places.seek()
+        self._is_second = True
+        return bool(self._quantiles)
+
+    def constants(self) -> dict[str, Any]:
+        """Return the fitted constants by column name."""
+        fitted: dict[str, Any] = {}
+        for name, total in self._sums.items():
+            moments = total.moments()
+            fitted[name] = {"mean": moments.mean}
+            if name in self._by_name:
+                fitted[name]["std"] = moments.std
+        return {**fitted, **{name: {"bounds": q.bounds()} for name, q in self._quantiles.items()}}

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from sbpflow.data.engine import EngineOptions
 from sbpflow.data.format.manifest import Manifest, load_manifest
 from sbpflow.data.prepare.content import options_like
-from sbpflow.data.prepare.machines import MachinePart
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.remote import InputPath
@@ -19,16 +19,15 @@ def encode(
     output: Path,
     *,
     like: Path,
-    workers: int,
+    workers: int | None,
     max_bad_fraction: float,
     overwrite: bool = False,
-    part: MachinePart | None = None,
-) -> Manifest | None:
+    engine: EngineOptions | None = None,
+) -> Manifest:
     """Encode the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``,
     whose rows are not read.
 
-    ``part`` is this machine's share of the work. Return values and errors are the same as for
-    ``prepare``.
+    Return values and errors are the same as for ``prepare``.
     """
     if output.resolve() == like.resolve():
         raise ConfigError(
@@ -44,7 +43,7 @@ def encode(
         workers=workers,
         max_bad_fraction=max_bad_fraction,
         overwrite=overwrite,
-        part=part or MachinePart(),
+        engine=engine or EngineOptions(),
         is_encode=True,
     )
     return prepare(options_like(load_manifest(like, "--like"), options))

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from sbpflow.data.engine import EngineOptions
 from sbpflow.data.format.schema import CRITEO, NUM_RESERVED_IDS, DenseColumn, Kind, Schema
 from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
-from sbpflow.data.prepare.machines import MachinePart
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
@@ -38,15 +38,16 @@ class PrepareOptions:
     """Bytes of text per piece; doubled up to 128 MiB until at most ``MAX_PIECES`` pieces remain"""
     max_bad_fraction: float = 0.001
     overwrite: bool = False
-    workers: int = 2
+    workers: int | None = 2
+    """Maximum number of tasks at a time; None for all CPUs of the engine"""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    """Where the tasks run; the set does not depend on it"""
     like: Path | None = None
     """Existing set that provides the ids, transforms and constants of the new set"""
     grow: bool = False
     """Assign new ids to values without an id in ``like``"""
     spare: float = 0.0
     """Number of unused ids for later growth, as a fraction of the number of values"""
-    part: MachinePart = field(default_factory=MachinePart)
-    """Share of this machine in the work"""
     keep_strings: bool = False
     """True to store the original string of every id of string columns"""
     is_encode: bool = False
@@ -128,12 +129,14 @@ class PrepareOptions:
                 f"--crosses: cells of {crossed[0]!r} contain several values; cross other columns"
             )
         self.split.check_column(self.schema.time)
+        self.engine.check()
+        if self.workers is not None:
+            check_ranges(("--workers", self.workers, 1, MAX_WORKERS))
         check_ranges(
             ("--spare", self.spare, 0, 10),
             ("--min-count", self.min_count, 1, 2**31),
             ("--seed", self.seed, 0, MAX_SEED),
             ("--max-bad-fraction", self.max_bad_fraction, 0, 1),
-            ("--workers", self.workers, 1, MAX_WORKERS),
         )
 
     def _check_shared(self) -> None:

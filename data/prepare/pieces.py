@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import IO
 
+import polars as pl
+
 from sbpflow.data.format.schema import SEPARATORS, Schema
 from sbpflow.data.prepare.csv_text import count_byte, split_cells
 from sbpflow.data.prepare.remote import InputPath
@@ -16,7 +18,7 @@ from sbpflow.data.prepare.source import MAX_LINE_BYTES, Input, no_line_end, open
 from sbpflow.data.prepare.tables import table_columns
 from sbpflow.errors import DataError
 
-_SHOWN_COLUMNS = 8
+_SHOWN_COLUMNS, _SHOWN_CHARS = 8, 60
 _MAX_QUOTED_BYTES = 1 << 16
 """A quote that is still open this many bytes after the end of a piece is never closed."""
 
@@ -30,7 +32,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     if source.is_table:
         columns = table_columns(source.path)
     elif schema.header:
-        line = _first_line(source.path)
+        line = _first_record(source.path, schema.quote)
         if not line:
             problem = "the first line is empty" if source.num_bytes else "the file is empty"
             raise DataError(
@@ -38,13 +40,14 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
                 f"line must name the columns (for example, "
                 f"{schema.separator.join(schema.used[:4])!r})"
             )
-        columns = tuple(split_cells(line, schema))
+        columns = _split_first(source.path, line, schema)
     else:
         columns = schema.columns
         if may_lack_labels:
             labels = {schema.label, *schema.labels}
             other_columns = tuple(name for name in columns if name not in labels)
-            if len(split_cells(_first_line(source.path), schema)) == len(other_columns):
+            record = _first_record(source.path, schema.quote)
+            if len(_split_first(source.path, record, schema)) == len(other_columns):
                 columns = other_columns
     if twice := [name for name in columns if columns.count(name) > 1]:
         raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
@@ -83,13 +86,26 @@ def _how_to_find(name: str, columns: Sequence[str], schema: Schema, *, is_fixed:
     )
 
 
-def _first_line(path: InputPath) -> str:
+def _first_record(path: InputPath, quote: str | None) -> str:
+    """Return the first line, and the lines through the end of a cell that it leaves open."""
     with open_text(path) as text:
         line = text.file.readline(MAX_LINE_BYTES)
+        if quote is not None and count_byte(line, quote) % 2:
+            line += _to_quote(text.file, path, quote)
     try:
         return line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: the first line is not UTF-8 text ({error.reason})") from error
+
+
+def _split_first(path: InputPath, record: str, schema: Schema) -> tuple[str, ...]:
+    try:
+        return tuple(split_cells(record, schema))
+    except pl.exceptions.PolarsError as error:
+        raise DataError(
+            f"{path}: the first record, {record[:_SHOWN_CHARS]!r}, has a quote {schema.quote} that "
+            'does not enclose a whole cell; write, for example, "a ""b"" c"'
+        ) from error
 
 
 def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,23 +19,41 @@ import polars as pl
 from tqdm.auto import tqdm
 
 from sbpflow import __version__
-from sbpflow.data.format.ids import Counts, HashedIds
-from sbpflow.data.format.manifest import MANIFEST, Ancestor, Manifest, load_manifest, write_manifest
-from sbpflow.data.format.verify import verify_set
-from sbpflow.data.format.vocabulary import vocabulary_content
+from sbpflow.data.engine import Cached, Engine, Home, open_engine
+from sbpflow.data.format.ids import Counts
+from sbpflow.data.format.manifest import (
+    MANIFEST,
+    SPLITS,
+    Ancestor,
+    Manifest,
+    load_manifest,
+    write_manifest,
+)
+from sbpflow.data.format.verify import verify_shard
+from sbpflow.data.format.vocabulary import (
+    verify_vocabulary,
+    vocabulary_content,
+    vocabulary_names,
+)
 from sbpflow.data.prepare.bad_rows import bad_lines
 from sbpflow.data.prepare.content import manifest_content
 from sbpflow.data.prepare.count import build_vocabularies, field_entry, fit_columns
-from sbpflow.data.prepare.encode import FieldIds, RawKeys, all_records, encode_all
+from sbpflow.data.prepare.encode import Encoding, encode_all
 from sbpflow.data.prepare.fetch import fetch_table
-from sbpflow.data.prepare.machines import read_mark
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.remote import version, written
 from sbpflow.data.prepare.report import report_values
 from sbpflow.data.prepare.source import Input, find_inputs
 from sbpflow.data.prepare.stage import stage_inputs
-from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary
-from sbpflow.data.prepare.workspace import DamagedWork, discard, only_run, open_work, work_folder
+from sbpflow.data.prepare.workspace import (
+    MARK,
+    DamagedWork,
+    discard,
+    only_run,
+    open_work,
+    read_mark,
+    work_folder,
+)
 from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.errors import ConfigError, DataError
 
@@ -44,91 +63,70 @@ _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
 """Fraction of the total time for each phase, used only for the ETA"""
 
 
-def prepare(options: PrepareOptions) -> Manifest | None:
+def prepare(options: PrepareOptions) -> Manifest:
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest.
 
-    With several machines (``options.part``), only the first machine returns the manifest, and other
-    machines return None after completing their share. Raise ConfigError or DataError for bad input.
+    The set does not depend on the engine. Raise ConfigError or DataError for bad input.
     """
     options.check()
     like = None if options.like is None else load_manifest(options.like, "--like")
     inputs = find_inputs(options.inputs)
     options = options.sized_for(sum(source.text_bytes for source in inputs))
     options.split.check_files([source.path.name for source in inputs])
-    with only_run(options.output, "" if options.part.is_first else f".{options.part.number}"):
+    with only_run(options.output):
         return _prepare(options, inputs, like)
 
 
-def _prepare(
-    options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None
-) -> Manifest | None:
-    part, plan = options.part, _plan(options, inputs, like)
-    if part.is_first and _was_published(options, plan):
+def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> Manifest:
+    plan = _plan(options, inputs, like)
+    if _was_published(options, plan):
         return _publish(work_folder(options.output), options)
     _check_output(options)
-    work, resumes = work_folder(options.output), False
-    if part.is_first:
+    with open_engine(options.engine, options.workers) as engine:
         work, resumes = open_work(options.output, plan)
-    else:
-        part.wait_for_plan(work, plan)
-    if resumes:
-        _LOG.info("resuming the unfinished run in %s", work)
-    try:
-        _build(options, inputs, work, plan, like)
-    except DamagedWork as error:
-        if not part.is_alone:
-            raise DataError(f"{error}; remove {work} and start all parts again") from error
-        if not resumes:
-            raise
-        _LOG.warning("starting over: %s", error)
-        discard(work)
-        work, _ = open_work(options.output, plan)
-        _build(options, inputs, work, plan, like)
-    if part.is_first:
-        return _publish(work, options)
-    _LOG.info("part %s is done; part 1 completes the set", part)
-    return None
+        if resumes:
+            _LOG.info("resuming the unfinished run in %s", work)
+        engine.home = Home.of(work / MARK)
+        try:
+            _build(options, inputs, work, plan, like, engine)
+        except DamagedWork as error:
+            if not resumes:
+                raise
+            _LOG.warning("starting over: %s", error)
+            discard(work)
+            work, _ = open_work(options.output, plan)
+            _build(options, inputs, work, plan, like, engine)
+    return _publish(work, options)
 
 
 def _build(
-    options: PrepareOptions, inputs: Sequence[Input], work: Path, plan: str, like: Manifest | None
+    options: PrepareOptions,
+    inputs: Sequence[Input],
+    work: Path,
+    plan: str,
+    like: Manifest | None,
+    engine: Engine,
 ) -> None:
-    """Build the finished set in ``work/set`` from existing and new results.
-
-    With several machines, each machine does its share, and the first machine completes the set.
-    """
-    part = options.part
-    owners = part.owners(inputs)
-    own_sources = [source for source in inputs if owners[source.order] == part.number]
-    states = [written(source.path) for source in own_sources]
-    fetched = {source.order: fetch_table(source, work) for source in own_sources}
-    inputs = [fetched.get(source.order, source) for source in inputs]
-    num_bytes = sum(source.num_bytes for source in own_sources)
+    """Build the finished set in ``work/set`` from existing and new results."""
+    states, sources = [written(source.path) for source in inputs], inputs
+    inputs = list(engine.run(partial(fetch_table, work=work), inputs))
+    num_bytes = sum(source.num_bytes for source in inputs)
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
         staged = stage_inputs(
-            inputs, options, work, plan, lambda size: _advance(bar, _SHARE["parse"] * size)
+            inputs, options, work, engine, lambda size: _advance(bar, _SHARE["parse"] * size)
         )
-        _check_unwritten(own_sources, states)
+        _check_unwritten(sources, states)
         bar.set_description("count")
-        vocabularies = build_vocabularies(staged, options, work, plan, like)
-        fitted = fit_columns(staged, options, work, plan, like)
+        vocabularies = build_vocabularies(staged, options, work, like, engine)
+        fitted = fit_columns(staged, options, work, like, engine)
         _check_weights(fitted, options)
         bar.update(int(_SHARE["count"] * num_bytes))
         bar.set_description("encode")
-        rows = sum(piece.num_rows for piece in staged if piece.part == part.number)
+        rows = sum(piece.num_rows for piece in staged)
         per_row = _SHARE["encode"] * num_bytes / max(rows, 1)
-        tables = _tables(vocabularies, options)
-        records = encode_all(
-            staged, tables, fitted, options, work, lambda rows: _advance(bar, per_row * rows)
-        )
+        encoding = Encoding(work.absolute(), plan, rows, vocabularies, fitted, options)
+        records = encode_all(staged, encoding, engine, lambda rows: _advance(bar, per_row * rows))
         bar.update(num_bytes - bar.n)
-    if not part.is_first:
-        (work / _done(part.number)).touch()
-        return
-    if not part.is_alone:
-        others = range(2, part.count + 1)
-        part.wait(work, plan, {work / _done(number): number for number in others}, "encoded rows")
-        records = all_records(staged)
     if bad := bad_lines(staged):
         _LOG.warning("\n  ".join(["bad lines were skipped:", *bad]))
     fields = [field_entry(name, options, vocabularies, fitted) for name in options.fields]
@@ -143,7 +141,7 @@ def _build(
     if like is None:
         unshared = {of: names[0] for of, names in options.counted.items() if len(names) == 1}
         lookups = {name: vocabularies[of].lookups for of, name in unshared.items()}
-    _finish(work / "set", content, lookups, options)
+    _finish(work / "set", content, lookups, options, engine)
 
 
 def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object]]) -> None:
@@ -157,11 +155,6 @@ def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object
                 f"{source.path} changed while it was read; rerun this command after the file has "
                 "been written completely"
             )
-
-
-def _done(number: int) -> str:
-    """Return the name of the file in the work folder that marks a machine's share as done."""
-    return f"done-{number}"
 
 
 def _ancestors(like: Manifest | None) -> list[Ancestor]:
@@ -186,20 +179,6 @@ def _advance(bar: "tqdm[NoReturn]", num_bytes: float) -> None:
     bar.update(int(num_bytes))
 
 
-def _tables(
-    vocabularies: Mapping[str, FilteredVocabulary], options: PrepareOptions
-) -> dict[str, FieldIds | RawKeys]:
-    """Return, for each field, a table that maps staged keys to ids, or to keys of the set."""
-    tables: dict[str, FieldIds | RawKeys] = dict.fromkeys(options.keys, RawKeys())
-    for name, fields in options.counted.items():
-        vocabulary = vocabularies[name].vocabulary()
-        tables |= dict.fromkeys(fields, FieldIds(vocabulary.table(), vocabulary))
-    for name, num_rows in options.hash_sizes:
-        salt = options.schema.vocabulary(name)
-        tables[name] = FieldIds(HashedIds(num_rows, options.seed, salt))
-    return tables
-
-
 def _check_output(options: PrepareOptions) -> None:
     output = options.output
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
@@ -216,11 +195,11 @@ def _plan(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | Non
     settings = {key: value for key, value in asdict(options).items() if key not in _NOT_IN_RESULT}
     versions = (__version__, pl.__version__, np.__version__)
     parent = None if like is None else like.fingerprint
-    plan = json.dumps([settings, sources, versions, parent, options.part.count], default=str)
+    plan = json.dumps([settings, sources, versions, parent], default=str)
     return hashlib.sha256(plan.encode()).hexdigest()
 
 
-_NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers", "like", "part")
+_NOT_IN_RESULT = ("inputs", "output", "overwrite", "workers", "like", "engine")
 
 
 def _finish(
@@ -228,17 +207,35 @@ def _finish(
     content: dict[str, Any],
     lookups: Mapping[str, Callable[[], Counts]],
     options: PrepareOptions,
+    engine: Engine,
 ) -> None:
     """Write the manifest, verify every checksum, and add the statistics of the shards."""
     write_manifest(folder, content)
     manifest = load_manifest(folder)
     try:
-        verify_set(manifest, options.workers)
+        jobs = [(split, at) for split in SPLITS for at in range(len(manifest.shards(split)))]
+        jobs += [("", name) for name in vocabulary_names(manifest)]
+        for _ in engine.run(partial(_verify, folder=folder), jobs):
+            pass
     except DataError as error:
         raise DamagedWork(str(error)) from error
+    finally:
+        _cached_manifest.clear()
     if not options.is_encode:
         stats = stats_json(compute_stats(manifest, lookups))
         write_manifest(folder, {**content, "stats": stats})
+
+
+_cached_manifest = Cached(load_manifest)
+
+
+def _verify(job: tuple[str, Any], *, folder: Path) -> None:
+    """Verify a shard (split, index) or a vocabulary ("", name) of the set in ``folder``."""
+    (split, which), manifest = job, _cached_manifest(folder)
+    if split:
+        verify_shard(manifest, manifest.shards(split)[which])
+    else:
+        verify_vocabulary(manifest, which)
 
 
 def _was_published(options: PrepareOptions, plan: str) -> bool:

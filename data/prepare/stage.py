@@ -4,10 +4,9 @@ The columns are label uint8, dense int32 or float32, one key per sparse column a
 means missing), and split uint8. A piece is complete once its ``.json`` record has been written.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from sbpflow.data.engine import Engine
 from sbpflow.data.format.npy import file_crc32
 from sbpflow.data.format.schema import SPLIT_COLUMN, TIME, Schema
 from sbpflow.data.prepare.bad_rows import StagedPiece, check_bad, check_label_rule
@@ -23,10 +23,9 @@ from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.parse import parse_piece
 from sbpflow.data.prepare.piece import BadLines, Piece
 from sbpflow.data.prepare.pieces import columns_of, pieces_in_order
-from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.source import Input, read_piece
 from sbpflow.data.prepare.tables import PIECE_ROWS, count_rows, table_piece
-from sbpflow.data.prepare.workspace import read_record, require_record, write_record
+from sbpflow.data.prepare.workspace import partial_of, read_record, write_record
 from sbpflow.errors import DataError
 from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.sbp.sbp import balanced_sizes
@@ -44,50 +43,29 @@ _EARLY_BAD = 0.5
 
 
 def stage_inputs(
-    inputs: Sequence[Input], options: PrepareOptions, work: Path, plan: str, advance: Advance
+    inputs: Sequence[Input],
+    options: PrepareOptions,
+    work: Path,
+    engine: Engine,
+    advance: Advance,
 ) -> tuple[StagedPiece, ...]:
-    """Stage up to ``options.workers`` pieces in parallel; check bad rows and the train part.
-
-    With several machines, each machine stages its own files and then waits for the other machines.
-    """
+    """Stage all pieces as tasks; check bad rows and the train part."""
     for name in ("stage", "encoded"):
         (work / name).mkdir(exist_ok=True)
-    part = options.part
-    owners = part.owners(inputs)
-    own_sources = [source for source in inputs if owners[source.order] == part.number]
+    schema = options.schema
+    columns = {source.order: columns_of(source, schema, options.is_encode) for source in inputs}
     staged: list[StagedPiece] = []
-    waiting: deque[tuple[int, Future[StagedPiece]]] = deque()
-
-    def finish() -> None:
-        num_bytes, future = waiting.popleft()
-        staged.append(future.result())
-        advance(num_bytes)
+    jobs = _jobs(inputs, columns, options, as_text=engine.shares_memory)
+    for pieces in engine.run(partial(_stage, options=options, work=work), jobs):
+        for piece, num_bytes in pieces:
+            staged.append(piece)
+            advance(num_bytes)
         if sum(piece.num_lines for piece in staged) >= _EARLY_LINES:
             check_bad(staged, options, early=_EARLY_BAD)
-
-    schema = options.schema
-    columns = {
-        source.order: columns_of(source, schema, options.is_encode) for source in own_sources
-    }
-    with ThreadPoolExecutor(options.workers) as pool:
-        for job in _jobs(own_sources, columns, options, work):
-            waiting.append((job.num_bytes, pool.submit(_stage_piece, job, options)))
-            if len(waiting) > options.workers:
-                finish()
-        while waiting:
-            finish()
     has_labels = {
         order: [name for name in (schema.label, *schema.labels) if name in names]
         for order, names in columns.items()
     }
-    if not part.is_alone:
-        for source in own_sources:
-            number = sum(piece.file == source.path for piece in staged)
-            content = {"pieces": number, "labels": has_labels[source.order]}
-            write_record(_source_record(work, source), content)
-        files = {_source_record(work, source): owners[source.order] for source in inputs}
-        part.wait(work, plan, files, "staged rows")
-        staged = _all_staged(inputs, owners, has_labels, staged, work)
     _check_labels(inputs, has_labels, schema)
     check_bad(staged, options)
     num_train = None if options.split.kind == "time" else sum(p.num_train for p in staged)
@@ -97,38 +75,6 @@ def stage_inputs(
     return tuple(staged)
 
 
-def _source_record(work: Path, source: Input) -> Path:
-    """Return the path of the record that exists once a file is fully staged."""
-    return work / "stage" / f"{source.order:05d}.json"
-
-
-def _all_staged(
-    inputs: Sequence[Input],
-    owners: Mapping[int, int],
-    has_labels: dict[int, list[str]],
-    own_pieces: Sequence[StagedPiece],
-    work: Path,
-) -> list[StagedPiece]:
-    """Return the pieces of all machines in order, and update ``has_labels`` from other machines."""
-    own = {piece.path: piece for piece in own_pieces}
-    staged: list[StagedPiece] = []
-    for source in inputs:
-        record = require_record(_source_record(work, source), ("pieces", "labels"))
-        has_labels[source.order] = record["labels"]
-        for index in range(record["pieces"]):
-            target = _target(work, source, index)
-            piece = own.get(target)
-            if piece is None:
-                piece_record = require_record(target.with_suffix(".json"), _STAGED_KEYS)
-                piece = _staged(target, source.path, piece_record, owners[source.order])
-            staged.append(piece)
-    return staged
-
-
-def _target(work: Path, source: Input, index: int) -> Path:
-    return work / "stage" / f"{source.order:05d}-{index:06d}.arrow"
-
-
 def encoded_record(target: Path) -> Path:
     """Return the path of the record that exists once a staged piece has been encoded."""
     return target.parent.with_name("encoded") / f"{target.stem}.json"
@@ -136,12 +82,15 @@ def encoded_record(target: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Describes a piece to stage; ``text`` is set only for files that must be read in order."""
+    """Describes a piece to stage, or all pieces of a file that must be read in order.
 
-    target: Path
+    Pieces of such a file have the ``text``, if tasks share the memory of the reader. Otherwise, one
+    task reads the whole file, and ``index`` is None.
+    """
+
     source: Input
     columns: tuple[str, ...]
-    index: int
+    index: int | None
     num_bytes: int
     text: bytes | None = None
 
@@ -150,21 +99,32 @@ def _jobs(
     inputs: Sequence[Input],
     columns_by_order: Mapping[int, tuple[str, ...]],
     options: PrepareOptions,
-    work: Path,
+    *,
+    as_text: bool,
 ) -> Iterator[_Job]:
     size, schema = options.piece_bytes, options.schema
     for source in inputs:
-        pieces: Iterator[tuple[bytes | None, int]]
-        if source.is_compressed or (schema.quote is not None and not source.is_table):
-            pieces = pieces_in_order(source.path, size, schema.quote)
-        else:
-            num_pieces = -(-source.num_bytes // size)
-            if source.is_table:
-                num_pieces = -(-count_rows(source.path) // PIECE_ROWS)
-            pieces = ((None, part) for part in balanced_sizes(source.num_bytes, max(num_pieces, 1)))
         columns = columns_by_order[source.order]
-        for index, (text, num_bytes) in enumerate(pieces):
-            yield _Job(_target(work, source, index), source, columns, index, num_bytes, text)
+        if source.is_compressed or (schema.quote is not None and not source.is_table):
+            job = _Job(source, columns, None, source.num_bytes)
+            yield from _in_order(job, options) if as_text else (job,)
+            continue
+        num_pieces = -(-source.num_bytes // size)
+        if source.is_table:
+            num_pieces = -(-count_rows(source.path) // PIECE_ROWS)
+        for index, num_bytes in enumerate(balanced_sizes(source.num_bytes, max(num_pieces, 1))):
+            yield _Job(source, columns, index, num_bytes)
+
+
+def _in_order(job: _Job, options: PrepareOptions) -> Iterator[_Job]:
+    """Read a file from its beginning, and yield its pieces with their text."""
+    pieces = pieces_in_order(job.source.path, options.piece_bytes, options.schema.quote)
+    for index, (text, num_bytes) in enumerate(pieces):
+        yield _Job(job.source, job.columns, index, num_bytes, text)
+
+
+def _target(work: Path, job: _Job) -> Path:
+    return work / "stage" / f"{job.source.order:05d}-{job.index:06d}.arrow"
 
 
 def _check_labels(
@@ -181,26 +141,31 @@ def _check_labels(
             )
 
 
-def _stage_piece(job: _Job, options: PrepareOptions) -> StagedPiece:
-    path = job.target.with_suffix(".json")
+def _stage(job: _Job, *, options: PrepareOptions, work: Path) -> list[tuple[StagedPiece, int]]:
+    """Stage the pieces of a job; return each piece with the number of its file bytes."""
+    jobs = (job,) if job.index is not None else _in_order(job, options)
+    return [(_stage_piece(each, options, work), each.num_bytes) for each in jobs]
+
+
+def _stage_piece(job: _Job, options: PrepareOptions, work: Path) -> StagedPiece:
+    target = _target(work, job)
+    path = target.with_suffix(".json")
     record = read_record(path, _STAGED_KEYS)
-    if record is None or not _is_whole(job, record, options):
+    if record is None or not _is_whole(target, record, options):
         piece = _read(job, options)
         frame, split = _with_split(job, piece, options)
-        frame.write_ipc(job.target, compression="uncompressed")
+        _write(frame, target)
         for name, values in piece.lists.items():
             values = values.with_columns(pl.Series(SPLIT_COLUMN, split[values["row"].to_numpy()]))
-            values.write_ipc(list_file(job.target, name), compression="uncompressed")
+            _write(values, list_file(target, name))
         for name in piece.strings.keys() - dict(options.hash_sizes).keys():
-            piece.strings[name].write_ipc(
-                strings_file(job.target, name), compression="uncompressed"
-            )
+            _write(piece.strings[name], strings_file(target, name))
         record = {
             "rows": len(frame),
             "train": int((split == 0).sum()),
             "lines": piece.num_lines,
             "names": _num_names(job, options.schema),
-            "crc32": _crc32(job.target, options),
+            "crc32": _crc32(target, options),
             "counts": piece.bad.counts,
             "examples": piece.bad.examples,
             "cut": piece.cut,
@@ -208,24 +173,24 @@ def _stage_piece(job: _Job, options: PrepareOptions) -> StagedPiece:
             "label_cells": piece.label_cells,
         }
         write_record(path, record)
-    return _staged(job.target, job.source.path, record, options.part.number)
-
-
-def _staged(target: Path, source: InputPath, record: Mapping[str, Any], part: int) -> StagedPiece:
-    bad = BadLines(record["counts"], [tuple(example) for example in record["examples"]])
     return StagedPiece(
         target,
-        source,
+        job.source.path,
         record["rows"],
         record["train"],
         record["lines"],
         record["names"],
-        bad,
+        BadLines(record["counts"], [tuple(example) for example in record["examples"]]),
         record["cut"],
-        part,
         record["positives"],
         record["label_cells"],
     )
+
+
+def _write(frame: pl.DataFrame, path: Path) -> None:
+    unfinished = partial_of(path)
+    frame.write_ipc(unfinished, compression="uncompressed")
+    unfinished.replace(path)
 
 
 def _num_positives(frame: pl.DataFrame, schema: Schema) -> int:
@@ -285,12 +250,12 @@ def _num_names(job: _Job, schema: Schema) -> int:
     return int(schema.header and job.index == 0 and not job.source.is_table)
 
 
-def _is_whole(job: _Job, record: Mapping[str, Any], options: PrepareOptions) -> bool:
+def _is_whole(target: Path, record: Mapping[str, Any], options: PrepareOptions) -> bool:
     """Return True if the staged files are unchanged or no longer needed."""
-    if read_record(encoded_record(job.target), ENCODED_KEYS) is not None:
+    if read_record(encoded_record(target), ENCODED_KEYS) is not None:
         return True
-    files = staged_files(job.target, options)
-    return all(map(Path.is_file, files)) and _crc32(job.target, options) == record["crc32"]
+    files = staged_files(target, options)
+    return all(map(Path.is_file, files)) and _crc32(target, options) == record["crc32"]
 
 
 def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:

@@ -134,10 +134,10 @@ def _new(
     number = int(np.count_nonzero(has_id))
     num_rare = int(counted.counts[~has_id].sum())
     num_spare = round(options.spare * number)
-    loads = np.zeros(number + num_spare, dtype=np.uint32)
+    loads = np.zeros(number + num_spare, dtype=np.int64)
     loads[:number] = counted.counts[has_id]
     ids = assign_ids(loads, (counted.missing, num_rare), options.seed, name)[:number]
-    lookups = loads[:number].astype(np.int64)
+    lookups = loads[:number]
     checks = None if counted.checks is None else counted.checks[has_id]
     num_rows = len(loads) + NUM_RESERVED_IDS
     return Vocabulary(name, num_rows, counted.keys[has_id], ids, lookups, checks)

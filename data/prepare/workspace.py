@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
+from uuid import uuid4
 
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.files.file_lock import HeldError, hold, sign
@@ -27,9 +28,14 @@ class DamagedWork(DataError):
     """Raised if a result of an earlier run is damaged and its source files no longer exist."""
 
 
+def partial_of(path: Path) -> Path:
+    """Return a unique name for an unfinished file, because two workers may write ``path``."""
+    return path.with_name(f"{path.name}.{uuid4().hex[:12]}.partial")
+
+
 def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Write the record of a finished result."""
-    partial = path.with_suffix(".partial")
+    partial = partial_of(path)
     full = {"content": content, "crc32": _record_crc32(path, content)}
     partial.write_text(json.dumps(full), encoding="ascii")
     os.replace(partial, path)
@@ -72,14 +78,13 @@ def work_folder(output: Path) -> Path:
 
 
 @contextmanager
-def only_run(output: Path, part: str = "") -> Iterator[None]:
+def only_run(output: Path) -> Iterator[None]:
     """Lock ``OUTPUT.work.lock`` (flock) while an output is made.
 
-    Machines other than the first use separate lock files with ``part`` in their names. The file is
-    removed at the end, so a lock is valid only while the path still refers to the locked file.
-    Raise ConfigError if another run holds the lock.
+    The file is removed at the end, so a lock is valid only while the path still refers to the
+    locked file. Raise ConfigError if another run holds the lock.
     """
-    path = work_folder(output).with_name(f"{output.name}.work{part}.lock")
+    path = work_folder(output).with_name(f"{output.name}.work.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _locked(path, output)
@@ -141,6 +146,14 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
             f"--output: {work} cannot be created ({reason}); use, for example, out/criteo"
         ) from error
     return work, False
+
+
+def read_mark(work: Path) -> str:
+    """Return the plan of a work folder, or an empty string if it has no mark."""
+    try:
+        return (work / MARK).read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 def discard(work: Path) -> None:

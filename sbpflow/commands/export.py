@@ -107,7 +107,7 @@ def export_model(
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.run.export.bundle import BundleModel, add_facts
-    from sbpflow.run.export.export import facts_of, origin_of, parse_rows, write_export
+    from sbpflow.run.export.export import check_new, facts_of, origin_of, parse_rows, write_export
     from sbpflow.run.export.forms import write_compiled, write_onnx, write_pt2
     from sbpflow.run.export.growing_tables import GrowingTables
     from sbpflow.run.export.plain_model import dense_part, plain_model
@@ -115,6 +115,7 @@ def export_model(
     from sbpflow.run.saved.saved_model import saved_layouts
     from sbpflow.serving.scorer import load
 
+    check_new(output)  # before anything is read or scored
     row_format = parse_rows(rows)
     like = load_manifest(data_folder(checkpoint.path))
     fields = fields_of(like)

@@ -1,14 +1,19 @@
 """``sbpflow predict``: score rows with a trained model."""
 
+import argparse
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from sbpflow.commands.saved_run import add_model, saved_run
+from sbpflow.commands.saved_run import add_model, config_of_run, saved_run
+from sbpflow.data.engine import Cached, add_engine
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.local_path import local_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from sbpflow.config.schema import Config
     from sbpflow.data import RowLoader
     from sbpflow.data.predictions import Scoring
-    from sbpflow.data.score_blocks import ScoreBlocks
+    from sbpflow.data.score_blocks import Block, ScoreBlocks
     from sbpflow.run.execution.job import Job
     from sbpflow.run.model.spec import ModelSpec
     from sbpflow.run.planning.plan import RunPlan
@@ -47,6 +52,7 @@ def predict(argv: Sequence[str]) -> int:
         help="fraction of raw rows that may be skipped",
     )
     add("--overwrite", action="store_true", help="replace existing scores")
+    add_engine(parser, default="ranks")
     args = parser.parse_intermixed_args(argv)
 
     from sbpflow.checkpoint.folder import data_folder
@@ -61,6 +67,10 @@ def predict(argv: Sequence[str]) -> int:
     checkpoint, config = saved_run(args)
     like = load_manifest(data_folder(checkpoint.path))
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
+    if args.engine != "ranks":
+        setup_logging(0)
+        _predict_as_tasks(args, checkpoint, config, scoring)
+        return 0
     blocks = None
     if scoring.is_folder:
         blocks = blocks_of(scoring, args.block_rows, checkpoint, config)
@@ -84,6 +94,105 @@ def predict(argv: Sequence[str]) -> int:
         else:
             write_blocks(job, loader, scoring, blocks, checkpoint)
     return 0
+
+
+def _predict_as_tasks(
+    args: argparse.Namespace, checkpoint: "Checkpoint", config: "Config", scoring: "Scoring"
+) -> None:
+    """Encode raw rows and score blocks as tasks; each worker loads the whole model."""
+    from sbpflow.data.engine import Home, engine_options, open_engine
+    from sbpflow.run.saved.saved_model import weights_text
+    from sbpflow.runtime.ranks.rendezvous import world_size_of_environment
+
+    engine_name = f"--engine {args.engine}"
+    if not scoring.is_folder:
+        raise ConfigError(
+            f"{engine_name}: --output {scoring.output} must be a folder, without a suffix; use, "
+            f"for example, --output {scoring.output.with_suffix('')}"
+        )
+    if world_size_of_environment() > 1:
+        raise ConfigError(
+            f"{engine_name} starts its own workers; run it without torchrun, or remove --engine"
+        )
+    logger = logging.getLogger(__name__)
+    logger.info("%s", weights_text(checkpoint))
+    blocks, options = blocks_of(scoring, args.block_rows, checkpoint, config), engine_options(args)
+    with ExitStack() as opened:
+        open_output(scoring, blocks, args.max_bad_fraction, opened)
+        if not blocks.is_encoded():
+            scoring.encode(args.max_bad_fraction, options, args.workers)
+            blocks.encoded()
+        manifest = scoring.manifest()
+        every = blocks.blocks(manifest)
+        todo = [block for block in every if not blocks.is_finished(block)]
+        if len(todo) < len(every):
+            done = len(every) - len(todo)
+            logger.info("%d of %d blocks are finished already", done, len(every))
+        model = _ModelOnWorker(
+            checkpoint.path.absolute(),
+            *(scoring.rows.absolute(), scoring.split, scoring.output.absolute(), args.block_rows),
+            *(args.model, tuple(args.optimizer), tuple(args.overrides)),
+        )
+        engine = opened.enter_context(open_engine(options, args.workers))
+        engine.home = Home.of(blocks.mark)
+        for _ in engine.run(partial(_score, model=model), todo):
+            pass
+        blocks.finish(manifest, every, checkpoint.run, checkpoint.step)
+
+
+@dataclass(frozen=True)
+class _ModelOnWorker:
+    """Names everything that a worker needs to score blocks; all paths are on shared folders."""
+
+    checkpoint: Path
+    rows: Path
+    split: str
+    output: Path
+    block_rows: int
+    model: str | None
+    optimizer: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+
+class _Loaded(NamedTuple):
+    """Contains a model in the memory of a worker, with the rows and blocks of the prediction."""
+
+    job: "Job"
+    loader: "RowLoader"
+    blocks: "ScoreBlocks"
+    scoring: "Scoring"
+
+
+def _load(model: _ModelOnWorker) -> _Loaded:
+    from sbpflow.checkpoint.folder import data_folder
+    from sbpflow.data import load_manifest
+    from sbpflow.data.predictions import Scoring
+    from sbpflow.run.saved.saved_model import find_checkpoint
+
+    checkpoint = find_checkpoint(model.checkpoint)
+    names = argparse.Namespace(
+        overrides=list(model.overrides), model=model.model, optimizer=list(model.optimizer)
+    )
+    config = config_of_run(names, checkpoint)
+    like = load_manifest(data_folder(checkpoint.path))
+    rows = Scoring([str(model.rows)], model.output, model.split, like, overwrite=True)
+    job, loader = open_rows(checkpoint, config, rows, ExitStack(), bad=0.0)
+    return _Loaded(job, loader, blocks_of(rows, model.block_rows, checkpoint, config), rows)
+
+
+_on_worker = Cached(_load)
+
+
+def _score(block: "Block", *, model: _ModelOnWorker) -> None:
+    """Score a block and write its file, unless another worker has finished it."""
+    from sbpflow.run.execution.predict import predict_ranges
+
+    job, loader, blocks, scoring = _on_worker(model)
+    manifest = scoring.manifest()
+    num_rows = manifest.splits[scoring.split]
+    scored = predict_ranges(job.trainer, loader, job.boxing, [block], job.plan.batch_size, num_rows)
+    for _, scores, labels in scored:
+        blocks.write(manifest, block, scores, labels)
 
 
 def blocks_of(
@@ -142,12 +251,12 @@ def open_rows(
     """Load a saved model and encode the rows to score, as one rank of the environment.
 
     ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once all
-    ranks have joined. Closing ``opened`` closes everything that this function has opened. With
-    ``blocks``, every rank encodes some of the input files.
+    ranks have joined. Closing ``opened`` closes everything that this function has opened. Rank 0
+    encodes raw rows with all CPUs of its machine.
     """
     from sbpflow.data import fields_of, open_loader
     from sbpflow.run.execution.job import build_job
-    from sbpflow.run.execution.predict import on_rank_0, rank_0_says, together
+    from sbpflow.run.execution.predict import on_rank_0, rank_0_says
     from sbpflow.run.execution.start import join_ranks, plan_for_ranks
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
@@ -182,7 +291,7 @@ def open_rows(
     if blocks is None:
         on_rank_0(boxing, lambda: scoring.encode(bad))
     elif not rank_0_says(boxing, blocks.is_encoded):
-        together(boxing, lambda: scoring.encode(bad, world.rank, world.size))
+        on_rank_0(boxing, lambda: scoring.encode(bad))
         on_rank_0(boxing, blocks.encoded)
     manifest = scoring.manifest()
     if not few:

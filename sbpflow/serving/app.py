@@ -94,6 +94,8 @@ class App:
         self._limits, self._metrics, self._other = limits, metrics, other
         self._batcher = Batcher(limits.batch_rows)
         self.stopping: Callable[[], bool] = lambda: False
+        self.is_alone: Callable[[], bool] = lambda: False
+        """Whether the request being answered is the only one; set by the server, if it knows"""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -201,7 +203,10 @@ class App:
         except ValueError as error:
             raise BodyError(str(error)) from error
         check_rows(len(encoded.ids), self._limits.rows)
-        scores = await self._batcher.score(model, encoded)
+        if self.is_alone():  # waiting for others would take two more passes of the event loop
+            scores = model.score_encoded(encoded)
+        else:
+            scores = await self._batcher.score(model, encoded)
         counts.count("rows", len(scores))
         counts.observe("score", scores)
         counts.values(encoded.missing, encoded.unknown)

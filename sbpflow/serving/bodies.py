@@ -20,6 +20,7 @@ from sbpflow.runtime.files.json_file import kind_name
 Scores = NDArray[np.float32]
 TEXT, JSON = "text/tab-separated-values", "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
+_NUMBER = "%.9g"  # nine digits determine a float32, and take a third of the time of all digits
 
 
 class BodyError(ValueError):
@@ -79,7 +80,7 @@ def _read_text(body: bytes, max_rows: int) -> bytes:
 
 
 def _write_text(scores: Scores, name: str, version: str) -> bytes:
-    return "".join(f"{score!r}\n" for score in scores.tolist()).encode()
+    return (f"{_NUMBER}\n" * len(scores) % tuple(scores.tolist())).encode()
 
 
 def _read_json(body: bytes, max_rows: int) -> Any:
@@ -110,8 +111,8 @@ def _read_json(body: bytes, max_rows: int) -> Any:
 
 
 def _write_json(scores: Scores, name: str, version: str) -> bytes:
-    # Python's floats and JSON's numbers have the same text. Names are quoted by the server.
-    numbers = ", ".join(map(repr, scores.tolist()))
+    # Names are quoted by the server.
+    numbers = ", ".join([_NUMBER] * len(scores)) % tuple(scores.tolist())
     return f'{{"scores": [{numbers}], "model": "{name}", "version": "{version}"}}\n'.encode()
 
 

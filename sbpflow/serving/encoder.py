@@ -181,6 +181,7 @@ class Encoder:
         self._places = vocabularies.places_of(names)
         self.id_columns, self._width = _id_columns(self._fields)
         self._keyed = keyed
+        self._counted = [(each["name"], self.id_columns[each["name"]]) for each in keyed]
         self._compiled = None if loops is None else loops.CompiledInput(self)
 
     @property
@@ -255,10 +256,12 @@ class Encoder:
                     keys[column][rows] = _signed_keys(values, 0)
         absent = np.isnan(numbers).sum(0).tolist()
         missing |= {e["name"]: count for e, count in zip(self._dense, absent, strict=True)}
-        at = [self.id_columns[entry["name"]] for entry in self._keyed]
-        names = [entry["name"] for entry in self._keyed]
         for counts, value in ((missing, MISSING_ID), (unknown, RARE_ID)):
-            counts |= dict(zip(names, (ids[:, at] == value).sum(0).tolist(), strict=True))
+            if self._compiled is not None:
+                of_column = self._compiled.counts(ids, value)
+            else:
+                of_column = (ids == value).sum(0).tolist()
+            counts |= {name: of_column[column] for name, column in self._counted}
         return Encoded(ids, dense, bags, missing, unknown, keys)
 
     def _check_finite(self, numbers: NDArray[np.float32], cells: Cells) -> None:

@@ -311,6 +311,49 @@ def look_up(
             ids[row, columns[number]] = found
 
 
+@compiled
+def gather_rows(
+    ids: Array,
+    columns: Array,
+    first: Array,
+    limits: Array,
+    base: Array,
+    slots: Array,
+    extra: Array,
+    out: Array,
+) -> bool:
+    """Write the rows of ``ids`` [n, ids] to ``out`` [n, columns, dim]; return False if an id is not
+    a row of its table.
+
+    ``first`` and ``limits`` are the first row and the number of rows of each column's table.
+    ``slots`` and ``extra`` are the changed rows of a store; ``slots`` is empty without changes.
+    """
+    num_rows, dim = base.shape
+    for row in range(ids.shape[0]):
+        for number in range(columns.size):
+            own = np.int64(ids[row, columns[number]])
+            if own < 0 or own >= limits[number]:
+                return False
+            at = first[number] + own
+            if slots.size:
+                at = np.int64(slots[at])
+            if at < num_rows:
+                for k in range(dim):
+                    out[row, number, k] = base[at, k]
+            else:
+                for k in range(dim):
+                    out[row, number, k] = extra[at - num_rows, k]
+    return True
+
+
+@compiled
+def count_value(ids: Array, value: int, counts: Array) -> None:
+    """Add the number of cells with this value to ``counts`` [columns]."""
+    for row in range(ids.shape[0]):
+        for column in range(ids.shape[1]):
+            counts[column] += ids[row, column] == value
+
+
 class CompiledInput:
     """The arrays that describe an encoder's columns to the loops."""
 
@@ -408,6 +451,12 @@ class CompiledInput:
         found = [self._kinds.get(name, (SKIPPED, 0)) for name in names]
         kinds, targets = zip(*found, strict=True)
         return np.array(kinds, dtype=np.int64), np.array(targets, dtype=np.int64)
+
+    def counts(self, ids: NDArray[np.int32], value: int) -> list[int]:
+        """Return how often ``value`` is in each column of ``ids``."""
+        counts = np.zeros(ids.shape[1], dtype=np.int64)
+        count_value(ids, value, counts)
+        return counts.tolist()
 
     def finish(
         self, numbers: NDArray[np.float32], cells: Cells, ids: NDArray[np.int32]

@@ -1,6 +1,7 @@
 """Plans and runs the lookups of a bundle: one gather per store, and the outputs' vectors."""
 
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,9 +37,13 @@ class Segment(NamedTuple):
 
 
 class Gather:
-    """Reads the rows that the lookups of one store need, with one gather."""
+    """Reads the rows that the lookups of one store need, with one gather.
 
-    def __init__(self, lookups: Sequence[Lookup]) -> None:
+    ``loops`` is the module ``encoder_loops``, or None to use torch.
+    """
+
+    def __init__(self, lookups: Sequence[Lookup], loops: ModuleType | None = None) -> None:
+        self._loops = loops
         fixed = [
             (each, column) for each in lookups if each.columns for column in range(*each.columns)
         ]
@@ -52,6 +57,13 @@ class Gather:
         self, store: Store, ids: Array, encoded: Encoded, policy: str
     ) -> tuple[Tensor, dict[tuple[str, int], Tensor]]:
         """Return the vectors of fixed ids [n, ids, dim], and of ragged features by first row."""
+        arrays = None if self._loops is None or self.ragged else store.arrays
+        if self._loops is not None and arrays is not None and ids.dtype == np.int32:
+            base = arrays[0]
+            out = np.empty((len(ids), len(self.columns), base.shape[1]), dtype=base.dtype)
+            places = self.columns, self._first, self._limit
+            if self._loops.gather_rows(np.ascontiguousarray(ids), *places, *arrays, out):
+                return torch.from_numpy(out), {}
         given = ids[:, self.columns].astype(np.int64)
         rows = _legal(given, self._limit, policy, self._names) + self._first
         if not self.ragged:
@@ -97,7 +109,7 @@ def bag_vectors(lookup: Lookup, vectors: Tensor, encoded: Encoded, dtype: torch.
 
 
 def plan_lookups(
-    content: Mapping[str, Any],
+    content: Mapping[str, Any], loops: ModuleType | None = None
 ) -> tuple[tuple[Gather, ...], dict[str, tuple[Segment, ...]]]:
     """Return the gather of each store, and the segments of each output.
 
@@ -126,7 +138,7 @@ def plan_lookups(
                 else:
                     own.append(segment)
         segments[output["name"]] = tuple(own)
-    return tuple(map(Gather, lookups)), segments
+    return tuple(Gather(own, loops) for own in lookups), segments
 
 
 def _joins(last: Segment, segment: Segment) -> bool:

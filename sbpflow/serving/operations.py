@@ -48,6 +48,17 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "sym_size": _size,
 }
 
+# The same operations through torch's Python bindings, whose calls take 1 to 2 microseconds less
+_FAST: dict[str, Callable[..., Any]] = {
+    "add.Tensor": torch.add,
+    "cat.default": torch.cat,
+    "linear.default": torch.nn.functional.linear,
+    "mul.Tensor": torch.mul,
+    "relu.default": torch.relu,
+    "sigmoid.default": torch.sigmoid,
+    "sub.Tensor": torch.sub,
+}
+
 
 class BundleError(ValueError):
     """A bundle is damaged, or its scores on this machine differ from its sample scores."""
@@ -108,6 +119,8 @@ def _operation(name: str) -> Callable[..., Any]:
         return _PYTHON[base]
     if kind != "aten" or base not in OPERATIONS or "out" in overload:
         raise BundleError(f"model.json: {name} is not an operation that bundles may use")
+    if rest in _FAST:
+        return _FAST[rest]
     packet = getattr(torch.ops.aten, base)
     return cast("Callable[..., Any]", getattr(packet, overload))
 

@@ -3,6 +3,7 @@
 import json
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ class Store:
         self._slots: Tensor | None = None
         self._extra: tuple[Tensor, ...] = tuple(part[:0] for part in base)
         self._versions: weakref.WeakSet[Store] = weakref.WeakSet()
+
+    @cached_property
+    def arrays(self) -> tuple[Array, Array, Array] | None:
+        """Return the rows, the slots (empty without changes), and the changed rows as arrays, or
+        None if rows are converted when they are read."""
+        base = self._base[0]
+        if len(self._base) > 1 or base.dtype != self._dtype or base.dtype == torch.bfloat16:
+            return None
+        slots = torch.empty(0, dtype=torch.int32) if self._slots is None else self._slots
+        return base.numpy(), slots.numpy(), self._extra[0].numpy()
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return rows int64 [n] as [n, dim] of the compute dtype."""

@@ -230,7 +230,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
             "export the run again"
         )
     tensors = Tensors(folder / "model.safetensors")
-    encoder = None
+    encoder, loops = None, _loops()
     if content["input"] is not None:
         words = Tensors(folder / "vocabulary.safetensors")
         vocabularies = Vocabularies(
@@ -239,7 +239,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
             words.array("ids"),
             words.array("checks"),
         )
-        encoder = Encoder(content["input"], vocabularies, _loops(), _crossed(content["hashed"]))
+        encoder = Encoder(content["input"], vocabularies, loops, _crossed(content["hashed"]))
     dtype = getattr(torch, content["dtype"])
     stores = tuple(
         Store([tensors.tensor(*names) for names in store["arrays"]], dtype)
@@ -253,7 +253,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
     bind = Graph(content["graph"]).bind
     if compiled:
         bind = _compiled_part(folder / COMPILED, content) or bind
-    gathers, segments = plan_lookups(content)
+    gathers, segments = plan_lookups(content, loops)
     model = Model(
         version=Version(**content["origin"]),
         sample=_read_json(folder / "sample.json"),

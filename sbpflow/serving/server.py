@@ -163,6 +163,8 @@ def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
     )
     server = uvicorn.Server(config)
     app.stopping = lambda: server.should_exit
+    requests = server.server_state.tasks
+    app.is_alone = lambda: len(requests) == 1
     server.run(sockets=[listener])
 
 

@@ -33,7 +33,7 @@ NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fiel
 NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense.*"}
 NAMES |= {"parallel.storage.*.cache"}
 OTHER_OPTIONS = {
-    *("--model", "--rows", "--part", "key=value"),
+    *("--model", "--rows", "--part", "--engine", "--address", "key=value"),
     *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot", "--keys", "--table"),
     *("--host", "--shadow"),
     *("--planner", "--planners", "--link", "--optimizer"),

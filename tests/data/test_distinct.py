@@ -1,16 +1,43 @@
-"""Tests that counts do not depend on the memory limit and that denser tables find the same ids."""
+"""Tests that counts do not depend on groups and ranges, and that denser tables find the same
+ids.
+"""
 
 import numpy as np
 import polars as pl
 import pytest
 
 from sbpflow.data.format.ids import NarrowIdTable, WideIdTable
-from sbpflow.data.prepare.distinct import count_fields, spilled
-from sbpflow.errors import DataError
+from sbpflow.data.prepare.distinct import (
+    count_group,
+    merge_range,
+    ranges_of,
+    read_merged,
+)
+from sbpflow.data.prepare.workspace import DamagedWork
+
+
+def counted(folder, groups, most, monkeypatch):
+    """Count groups of frames by field, merge ranges of about ``most`` values; return the counts and
+    the numbers of ranges.
+    """
+    monkeypatch.setattr("sbpflow.data.prepare.distinct.RANGE_VALUES", most)
+    monkeypatch.setattr("sbpflow.data.prepare.distinct._SAMPLED", 16)
+    folder.mkdir()
+    files = [folder / f"{number}.counts" for number in range(len(groups))]
+    records = [
+        count_group({name: frame.lazy() for name, frame in group.items()}, 1, file, {})
+        for group, file in zip(groups, files, strict=True)
+    ]
+    ranges = {name: ranges_of(name, records) for name in groups[0]}
+    for name in groups[0]:
+        for keys in ranges[name]:
+            merge_range(keys, folder, files)
+    numbers = {name: len(of) for name, of in ranges.items()}
+    return {name: read_merged(name, numbers[name], folder) for name in groups[0]}, numbers
 
 
 @pytest.mark.parametrize("kind", [np.uint32, np.uint64])
-def test_counts_do_not_depend_on_the_size_of_a_pass(tmp_path, kind):
+def test_counts_do_not_depend_on_groups_and_ranges(tmp_path, kind, monkeypatch):
     rng = np.random.default_rng(3)
     high = np.iinfo(kind).max
     many = pl.Series("key", rng.integers(0, high, 5000, dtype=kind)[rng.integers(0, 5000, 20_000)])
@@ -18,34 +45,45 @@ def test_counts_do_not_depend_on_the_size_of_a_pass(tmp_path, kind):
     few = pl.Series("key", (rng.random(20_000) ** 4 * 50).astype(kind))
     checks = pl.Series("check", (few.to_numpy() % 7 + (np.arange(20_000) % 2)).astype(np.uint32))
     frames = {"many": many.to_frame(), "few": pl.DataFrame([few, checks])}
-    rows = {name: frame.lazy for name, frame in frames.items()}
-    whole = dict(count_fields(rows, 20_000, tmp_path / "a"))
-    parts = dict(count_fields(rows, 20_000, tmp_path / "b", pass_values=700))
-    assert spilled(tmp_path / "a") == []
-    # These are keys and counts of both fields, and the smallest and largest check of one field.
-    assert len(spilled(tmp_path / "b")) == 6
+    thirds = [slice(0, 9000), slice(9000, 9001), slice(9001, None)]
+    groups = [{name: frame[part] for name, frame in frames.items()} for part in thirds]
+    whole, numbers = counted(tmp_path / "a", [frames], 1 << 20, monkeypatch)
+    assert numbers == {"many": 1, "few": 1}
+    parts, numbers = counted(tmp_path / "b", groups, 700, monkeypatch)
+    assert numbers["many"] > 10
     for name, series in (("many", many), ("few", few)):
-        one_pass, by_ranges = whole[name], parts[name]
         keys, counts = np.unique(series.drop_nulls().to_numpy(), return_counts=True)
-        assert np.array_equal(one_pass.keys, keys)
-        assert np.array_equal(one_pass.counts, counts)
-        assert np.array_equal(by_ranges.keys, keys)
-        assert np.array_equal(by_ranges.counts, counts)
-        assert one_pass.missing == by_ranges.missing == series.null_count()
         collisions = 0 if name == "many" else len(keys)
-        assert one_pass.collisions == by_ranges.collisions == collisions
+        for each in (whole[name], parts[name]):
+            assert np.array_equal(each.keys, keys)
+            assert np.array_equal(each.counts, counts)
+            assert each.missing == series.null_count()
+            assert each.collisions == collisions
     assert np.array_equal(whole["few"].checks, parts["few"].checks)
 
 
-def test_sums_of_several_machines_counts_do_not_overflow(tmp_path):
-    def counted(*numbers):
-        lengths = pl.Series(numbers, dtype=pl.UInt32)
-        frame = pl.DataFrame({"key": pl.Series([7, 7], dtype=pl.UInt32), "len": lengths})
-        return dict(count_fields({"C1": frame.lazy}, 2, tmp_path / "s"))["C1"]
+def test_counts_can_exceed_32_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr("sbpflow.data.prepare.distinct.pl.len", lambda: pl.lit(2**32 - 1))
+    group = {"C1": pl.DataFrame({"key": pl.Series([7, 9], dtype=pl.UInt32)})}
+    counts, _ = counted(tmp_path / "a", [group, group], 1 << 20, monkeypatch)
+    assert counts["C1"].counts.tolist() == [2**33 - 2, 2**33 - 2]
 
-    assert counted(2**31, 2**31 - 1).counts.tolist() == [2**32 - 1]
-    with pytest.raises(DataError, match="a value occurs 4294967296 times in train"):
-        counted(2**31, 2**31)
+
+def test_damaged_counts_are_refused(tmp_path, monkeypatch):
+    group = {"C1": pl.DataFrame({"key": pl.Series(range(300), dtype=pl.UInt32)})}
+    counted(tmp_path / "a", [group], 1 << 20, monkeypatch)
+    for name in ("0.counts", "C1.range-000000"):
+        file = tmp_path / "a" / name
+        raw = bytearray(file.read_bytes())
+        raw[-3] ^= 4
+        file.write_bytes(raw)
+    (tmp_path / "a" / "C1.range-000000.json").rename(tmp_path / "record")
+    keys = ranges_of("C1", [{"fields": {"C1": {"values": 300, "sample": []}}}])[0]
+    with pytest.raises(DamagedWork, match=r"0\.counts is damaged"):
+        merge_range(keys, tmp_path / "a", [tmp_path / "a" / "0.counts"])
+    (tmp_path / "record").rename(tmp_path / "a" / "C1.range-000000.json")
+    with pytest.raises(DamagedWork, match=r"C1\.range-000000 is damaged"):
+        read_merged("C1", 1, tmp_path / "a")
 
 
 @pytest.mark.parametrize("table", [NarrowIdTable, WideIdTable])

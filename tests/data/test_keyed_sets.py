@@ -13,7 +13,7 @@ from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, fingerprint_of
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.frames import prepared_set
-from sbpflow.data.prepare.distinct import count_fields
+from sbpflow.data.prepare.distinct import count_group
 from sbpflow.data.profile import profile_set
 from sbpflow.data.read.crosses import hashed_ids
 from sbpflow.data.stats import compute_stats, load_stats
@@ -310,7 +310,7 @@ def test_frames_accept_a_list_of_keys(tmp_path):
 def test_keys_are_not_counted(tmp_path, monkeypatch):
     def counted(rows, *rest):
         assert set(rows) == {"shop", "more"}
-        return count_fields(rows, *rest)
+        return count_group(rows, *rest)
 
-    monkeypatch.setattr("sbpflow.data.prepare.count.count_fields", counted)
+    monkeypatch.setattr("sbpflow.data.prepare.count.count_group", counted)
     prepare_table(tmp_path / "set", write_csv(tmp_path / "t.csv", ROWS), *MIXED)

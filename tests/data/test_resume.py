@@ -39,9 +39,9 @@ def stopped_at(monkeypatch, step, output, source):
     def stop(*_):
         raise Stopped
 
-    def half(staged, tables, fitted, options, work, advance):
-        encode_all(staged, tables, fitted, options, work, advance)
-        for record in sorted((work / "encoded").iterdir())[1::2]:
+    def half(staged, encoding, engine, advance):
+        encode_all(staged, encoding, engine, advance)
+        for record in sorted((encoding.work / "encoded").iterdir())[1::2]:
             record.unlink()  # remove staged files to simulate pieces that are not encoded yet
         raise Stopped
 

@@ -171,6 +171,38 @@ def test_encoding_the_test_rows_gives_identical_files(tmp_path, as_csv):
     assert data_files(load_manifest(tmp_path / "new")) == of_test
 
 
+QUOTED = """\
+columns: [click, text, n]
+label: click
+separator: ","
+quote: '"'
+dense: {n: standardise}
+sparse: {text: string}
+"""
+
+
+def test_a_first_record_may_have_line_ends(tmp_path, capsys):
+    """Without column names, the number of cells of the first record tells if rows have labels."""
+    rows = [f'"a\nb{row % 7}",{row}\n' for row in range(100)]
+    files = {name: tmp_path / name for name in ("old.csv", "new.csv", "schema.yaml", "bad.csv")}
+    files["old.csv"].write_text("".join(f"{row % 2},{text}" for row, text in enumerate(rows)))
+    files["new.csv"].write_text("".join(rows))
+    files["schema.yaml"].write_text(QUOTED)
+    words = ["--input", files["old.csv"], "--schema", files["schema.yaml"]]
+    assert main(["prepare", *map(str, words), "--output", str(tmp_path / "set")]) == 0
+    for name in ("old.csv", "new.csv"):
+        more = ["--like", tmp_path / "set", "--output", tmp_path / f"{name} encoded"]
+        assert main(["encode", "--input", str(files[name]), *map(str, more)]) == 0
+        encoded = load_manifest(tmp_path / f"{name} encoded")
+        assert (encoded.splits["test"], encoded.labelled) == (100, name == "old.csv")
+    files["bad.csv"].write_text('"a,1\n')
+    more = ["--like", tmp_path / "set", "--output", tmp_path / "none"]
+    assert main(["encode", "--input", str(files["bad.csv"]), *map(str, more)]) == 2
+    error = capsys.readouterr().err
+    assert "bad.csv: the first record, '\"a,1', has a quote \" that does not enclose" in error
+    assert "Original error" not in error
+
+
 def shops(first, count):
     """Return rows with shops numbered from ``first``, three rows of each shop."""
     base = table(60, seed=5)
@@ -314,7 +346,7 @@ def _stop(*_, **__):
 
 def _half(*arguments):
     encode_all(*arguments)
-    for record in sorted((arguments[4] / "encoded").iterdir())[1::2]:
+    for record in sorted((arguments[1].work / "encoded").iterdir())[1::2]:
         record.unlink()  # remove staged files to simulate pieces that are not encoded yet
     raise Stopped
 

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import itertools
 import os
 import random
 import subprocess
@@ -444,14 +445,14 @@ def test_a_freed_store_ends_its_thread():
                                     (torch.bfloat16, torch.float64)])  # fmt: skip
 def test_records_keep_every_bit(dtypes):
     row, state = dtypes
-    for width in (1, 3, 8):
+    for width, count in itertools.product((1, 3, 8), (1, 9)):
         values = {
-            WEIGHTS: torch.randn(9, width).to(row),
-            "sum": torch.randn(9, width).to(state),
-            "steps": torch.randn(9).to(state),
+            WEIGHTS: torch.randn(count, width).to(row),
+            "sum": torch.randn(count, width).to(state),
+            "steps": torch.randn(count).to(state),
         }
         layout = RecordLayout({name: value[:0] for name, value in values.items()})
-        records = layout.empty(9)
+        records = layout.empty(count)
         layout.pack(values, records)
         for name, value in values.items():
             assert torch.equal(layout.values(records, name), value)

@@ -421,6 +421,3 @@ def test_models_that_cannot_be_exported_are_refused(tmp_path):
     Odd.plain = lambda self, *, seed: nn.Linear(3, 1)
     with pytest.raises(ConfigError, match=r"plain\(\) of Odd has no parameter mlp\.0\.bias;"):
         make(Odd())
-    (tmp_path / "there").mkdir()
-    with pytest.raises(ConfigError, match="there: already exists"):
-        write_export(tmp_path / "there", None, {}, {}, lambda work: None)

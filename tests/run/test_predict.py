@@ -309,7 +309,7 @@ def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folde
         saved_config(find_checkpoint(run), [], models=MODELS, own_model="a:B")
 
 
-def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys):
+def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys, monkeypatch):
     more = ["--split", "test"]
     base = ["--checkpoint", str(run)]
     assert export([*base, "--output", str(tmp_path / "a"), *more]) == 0
@@ -321,6 +321,9 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int4"])
     with pytest.raises(ConfigError, match="--score: rows in int8 cost some AUC"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
+    monkeypatch.setattr("sbpflow.data.load_manifest", None)
+    with pytest.raises(ConfigError, match="a: already exists; use a new folder"):
+        export([*base, "--output", str(tmp_path / "a")])  # without reading a set
 
 
 def test_a_few_rows_are_scored_without_compilers(run, tmp_path):

@@ -30,7 +30,7 @@ def stream(table: pa.Table, codec: str | None = None) -> bytes:
 def test_text_is_passed_on(kind):
     form = format_of(kind)
     assert form.read(b"1\t2\n3\t4\n", 2) == b"1\t2\n3\t4\n"
-    assert form.write(SCORES, "m", "v") == b"0.10000000149011612\n0.25\n"
+    assert form.write(SCORES, "m", "v") == b"0.100000001\n0.25\n"
 
 
 def test_json_rows_and_columns_are_read():
@@ -40,9 +40,15 @@ def test_json_rows_and_columns_are_read():
     assert form.read(json.dumps({"rows": rows}).encode(), 2) == rows
     columns = {"C1": ["a", "b"], "I1": [None, 2]}
     assert form.read(json.dumps({"columns": columns}).encode(), 2) == columns
-    assert json.loads(form.write(SCORES, "m", "v")) == {
-        "scores": SCORES.tolist(), "model": "m", "version": "v"
-    }  # fmt: skip
+    found = json.loads(form.write(SCORES, "m", "v"))
+    assert np.float32(found.pop("scores")).tolist() == SCORES.tolist()
+    assert found == {"model": "m", "version": "v"}
+
+
+def test_every_bit_of_a_score_is_written():
+    scores = np.random.default_rng(1).random(1000).astype(np.float32) ** 9
+    text = format_of(TEXT).write(scores, "m", "v")
+    assert np.float32(text.split()).tolist() == scores.tolist()
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_server_counts_keys_without_a_row_as_unknown(exported, tmp_path):
     model = load(folder / "wdl/model")
     with serving(f"a={folder / 'wdl/model'}") as server:
         answer = server.request("POST", "/score", text, TEXT)
-        assert [float(line) for line in answer.body.split()] == model.score(text).tolist()
+        assert np.float32(answer.body.split()).tolist() == model.score(text).tolist()
         found = values(server.request("GET", "/metrics").body.decode())
     encoded = model.encode(text)
     for column in ("shop", "city", "tags"):

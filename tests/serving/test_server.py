@@ -57,10 +57,10 @@ def test_json_and_arrow_give_the_scores_of_the_bundle(server, model):
     answer = server.request("POST", "/score", json.dumps(rows), JSON)
     assert answer.status == 200, answer.body
     found = json.loads(answer.body)
-    assert found["scores"] == wanted.tolist()
+    assert np.float32(found["scores"]).tolist() == wanted.tolist()
     assert (found["model"], found["version"]) == ("a", answer.headers["x-model-version"])
     answer = server.request("POST", "/models/b/score", json.dumps({"columns": columns}), JSON)
-    assert json.loads(answer.body)["scores"] == wanted.tolist()
+    assert np.float32(json.loads(answer.body)["scores"]).tolist() == wanted.tolist()
     sink = pa.BufferOutputStream()
     table = pa.table(columns)
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -76,7 +76,7 @@ def test_text_gives_the_scores_of_the_bundle(server, model, tmp_path):
     for kind in (TEXT, ""):
         answer = server.request("POST", "/score", text, kind)
         assert answer.status == 200, answer.body
-        assert [float(line) for line in answer.body.split()] == model.score(text).tolist()
+        assert np.float32(answer.body.split()).tolist() == model.score(text).tolist()
 
 
 def test_rows_of_text_are_limited(server, tmp_path):

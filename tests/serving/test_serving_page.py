@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -34,7 +35,7 @@ def test_three_commands_lead_from_a_run_to_an_answer(exported, tmp_path):
             pytest.skip("curl is not installed")
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     wanted = load(tmp_path / folder).score(text)
-    assert [float(line) for line in done.stdout.split()] == wanted.tolist()
+    assert np.float32(done.stdout.split()).tolist() == wanted.tolist()
 
 
 def test_the_manifest_starts_the_server_with_paths_that_it_has():

@@ -52,7 +52,8 @@ class RecordLayout:
         """Return a tensor of rows [n, ..] from their records."""
         like = self.like[name]
         view = torch.from_numpy(records)[:, self.columns[name]]
-        return view.contiguous().view(like.dtype).view(len(records), *like.shape[1:])
+        # Unlike contiguous(), reshape also drops the stride of a single record, which can be odd.
+        return view.reshape(-1).view(like.dtype).view(len(records), *like.shape[1:])
 
     def pack(self, values: Mapping[str, Tensor], records: Array) -> None:
         """Write tensors of rows into their records."""

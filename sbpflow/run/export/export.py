@@ -39,6 +39,12 @@ class LabelledBatch(Protocol):
     def ids(self) -> Tensor | BatchIds: ...
 
 
+def check_new(folder: Path) -> None:
+    """Raise ConfigError if the output folder of an export exists."""
+    if folder.exists():
+        raise ConfigError(f"--output {folder}: already exists; use a new folder")
+
+
 def write_export(
     folder: Path,
     model: BundleModel,
@@ -49,10 +55,8 @@ def write_export(
     """Write a checked bundle to a new ``folder`` and return the files.
 
     ``finish`` may add files to the bundle. The folder is written under another name and then
-    renamed, so a reader never sees it incomplete. Raises ConfigError if the folder exists.
+    renamed, so a reader never sees it incomplete.
     """
-    if folder.exists():
-        raise ConfigError(f"--output {folder}: already exists; use a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(folder.name + ".partial")
     shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,294 @@
+"""Run one function on many items: in threads, in processes, or as tasks of a Ray or Dask cluster.
+
+A task may run twice at the same time, because a worker can die, or be slow, or be lost and come
+back. Tasks therefore write files under unique names and rename them, with a record as the last
+file, and equal tasks write equal bytes. Results have the order of the items.
+"""
+
+import argparse
+import logging
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from sbpflow import __version__
+from sbpflow.data.engine_backends import ENGINES, Backend
+from sbpflow.errors import ConfigError, DataError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Function = Callable[[Any], Any]
+_LOG = logging.getLogger(__name__)
+_POLL_S = 1.0
+_MAX_ATTEMPTS = 5
+_SLOW_S = 10.0
+_SLOW_RATIO = 4.0
+"""A task is repeated on an idle worker after ``_SLOW_S``, and this many times the median task"""
+_END_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Names an engine; ``address`` is that of a running cluster, or None to start one here."""
+
+    name: str = "threads"
+    address: str | None = None
+    wait_s: float = 1800.0
+    """Maximum time without a finished task in seconds"""
+
+    def check(self) -> None:
+        """Raise ConfigError for an unknown engine, or an address that the engine cannot use."""
+        if self.name not in ENGINES:
+            raise ConfigError(f"--engine: {self.name!r} is unknown; use {', '.join(ENGINES)}")
+        if self.address is not None and not ENGINES[self.name].is_cluster:
+            raise ConfigError(
+                f"--address: {self.address!r} needs a cluster; use, for example, --engine ray"
+            )
+        if not self.wait_s > 0:
+            raise ConfigError(f"--wait: {self.wait_s / 60:g} must be above 0; use, for example, 30")
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Contains what every worker must have: versions, and a file that all machines share."""
+
+    versions: tuple[tuple[str, str], ...]
+    mark: Path
+    text: str
+
+    @staticmethod
+    def of(mark: Path) -> "Home":
+        """Return the home of this process, with the content of the file ``mark``."""
+        return Home(_versions(), mark.absolute(), mark.read_text(encoding="utf-8"))
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    return ("sbpflow", __version__), *((name, version(name)) for name in ("numpy", "polars"))
+
+
+@dataclass(slots=True)
+class _Task:
+    index: int
+    item: Any
+    started: float
+    attempts: int = 1
+
+
+class Engine:
+    """Runs tasks on a backend, and repeats lost and slow tasks. Use ``open_engine``."""
+
+    def __init__(self, options: EngineOptions, backend: Backend) -> None:
+        self._options, self._backend = options, backend
+        self.home: Home | None = None
+        """What workers are checked against before their first task; None to check nothing"""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Return True if items and results are not copied."""
+        return self._backend.shares_memory
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of tasks that run at a time."""
+        return self._backend.num_workers()
+
+    def run(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """Yield ``function(item)`` for every item, in the order of the items.
+
+        Functions and items must be picklable unless ``shares_memory``. Raise the first error of a
+        task, or DataError if workers die repeatedly or no task finishes within the limit.
+        """
+        return _Run(self._backend, self._options, self.home, function).results(items)
+
+
+class _Run:
+    """Holds the tasks of one call of ``Engine.run``."""
+
+    def __init__(
+        self, backend: Backend, options: EngineOptions, home: Home | None, function: Function
+    ) -> None:
+        self._backend, self._options = backend, options
+        self._home, self._function = home, function
+        self._waiting: dict[Future[Any], _Task] = {}
+        self._results: dict[int, Any] = {}
+        self._durations: list[float] = []
+        self._copied: set[int] = set()
+        self._workers = backend.num_workers()
+
+    def results(self, items: Iterable[Any]) -> Iterator[Any]:
+        source, first = enumerate(items), 0
+        is_finished, last = False, time.monotonic()
+        try:
+            while True:
+                while not is_finished and len(self._waiting) < 2 * self._workers:
+                    index, item = next(source, (-1, None))
+                    is_finished = index < 0
+                    if not is_finished:
+                        self._submit(_Task(index, item, time.monotonic()))
+                if not self._waiting:
+                    return
+                done, _ = wait(self._waiting, _POLL_S, FIRST_COMPLETED)
+                if done:
+                    last = time.monotonic()
+                elif self._backend.can_lose and time.monotonic() - last > self._options.wait_s:
+                    raise self._stuck()
+                for future in done:
+                    self._finish(future)
+                if is_finished:
+                    self._repeat_slow()
+                while first in self._results:
+                    yield self._results.pop(first)
+                    first += 1
+        finally:
+            self._backend.cancel(list(self._waiting))
+            wait(self._waiting, _END_S if self._backend.can_lose else None)
+
+    def _submit(self, task: _Task) -> None:
+        self._waiting[self._backend.submit(_call, self._home, self._function, task.item)] = task
+
+    def _finish(self, future: "Future[Any]") -> None:
+        task = self._waiting.pop(future, None)
+        if task is None:
+            return  # a copy of this task finished in the meantime
+        try:
+            result, error = future.result()
+        except self._backend.lost as reason:
+            self._again(task, reason)
+            return
+        if error is not None:
+            raise error
+        self._results[task.index] = result
+        self._durations.append(time.monotonic() - task.started)
+        copies = [f for f, other in self._waiting.items() if other.index == task.index]
+        self._backend.cancel(copies)
+        for copy in copies:
+            del self._waiting[copy]
+
+    def _again(self, task: _Task, reason: BaseException) -> None:
+        if any(other.index == task.index for other in self._waiting.values()):
+            return  # a copy is still running
+        if task.attempts == _MAX_ATTEMPTS:
+            raise DataError(
+                f"--engine {self._options.name}: a worker died in {_MAX_ATTEMPTS} attempts of one "
+                f"task ({type(reason).__name__}); check the memory of its machine, use fewer "
+                "--workers, and rerun this command to resume"
+            ) from reason
+        _LOG.warning("a worker died (%s); its task is repeated", type(reason).__name__)
+        self._submit(_Task(task.index, task.item, time.monotonic(), task.attempts + 1))
+
+    def _repeat_slow(self) -> None:
+        """Run a copy of the slowest task if a worker is idle and others were much faster."""
+        if not self._backend.is_cluster or len(self._waiting) >= self._workers:
+            return
+        if not self._durations:
+            return
+        limit = max(_SLOW_S, _SLOW_RATIO * statistics.median(self._durations))
+        tasks = [task for task in self._waiting.values() if task.index not in self._copied]
+        slowest = min(tasks, key=lambda task: task.started, default=None)
+        if slowest is not None and time.monotonic() - slowest.started > limit:
+            self._copied.add(slowest.index)
+            self._submit(_Task(slowest.index, slowest.item, time.monotonic(), slowest.attempts))
+
+    def _stuck(self) -> DataError:
+        minutes = self._options.wait_s / 60
+        return DataError(
+            f"--engine {self._options.name}: no task has finished for {minutes:g} minutes, and "
+            f"{len(self._waiting)} are waiting ({self._backend.state()}); check the workers, and "
+            "rerun this command to resume. --wait MINUTES sets this limit"
+        )
+
+
+def _call(home: Home | None, function: Function, item: object) -> tuple[object, Exception | None]:
+    """Run a task in a worker; return its result, or an error that the user can fix."""
+    try:
+        if home is not None:
+            _check_home(home)
+        return function(item), None
+    except (ConfigError, DataError, OSError) as error:
+        return None, error
+
+
+@lru_cache(maxsize=4)
+def _check_home(home: Home) -> None:
+    """Raise ConfigError unless this worker has the same versions and sees the shared file."""
+    here = os.uname().nodename
+    for (name, wanted), (_, present) in zip(home.versions, _versions(), strict=True):
+        if wanted != present:
+            raise ConfigError(
+                f"--engine: a worker on {here} has {name} {present}, but this "
+                f"process has {wanted}; install equal versions on all machines"
+            )
+    try:
+        text = home.mark.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output: a worker on {here} cannot read {home.mark} ({error.strerror}); use a "
+            "folder that all machines share under one path"
+        ) from error
+    if text != home.text:
+        raise ConfigError(
+            f"--output: a worker on {here} sees other content in {home.mark}; use a folder that "
+            "all machines share under one path"
+        )
+
+
+@contextmanager
+def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]:
+    """Start the engine, or connect to its cluster. Raise ConfigError if this is not possible.
+
+    At most ``workers`` tasks run at a time; None means all CPUs of this machine or of the cluster.
+    """
+    options.check()
+    backend = ENGINES[options.name](options.address, workers)
+    try:
+        yield Engine(options, backend)
+    finally:
+        backend.close()
+
+
+def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> None:
+    """Add the options of an engine to a command; ``default`` needs no other process."""
+    add = parser.add_argument
+    add("--workers", type=int, metavar="N", help="tasks at a time (default: all CPUs)")
+    text = f"where tasks run: {default} or processes of this machine, or a cluster"
+    names = (default, "processes", "ray", "dask")
+    add("--engine", default=default, choices=names, help=f"{text} (default {default})")
+    add("--address", metavar="A", help="running Ray or Dask cluster, such as auto or "
+        "tcp://head:8786 (default: start workers on this machine)")  # fmt: skip
+    add("--wait", type=float, default=30, metavar="MINUTES", help="maximum time without a finished "
+        "task on an engine other than threads (default %(default)s)")  # fmt: skip
+
+
+def engine_options(args: argparse.Namespace) -> EngineOptions:
+    """Return the engine that the options of a command name."""
+    return EngineOptions(args.engine, args.address, 60.0 * args.wait)
+
+
+class Cached(Generic[Item, Result]):
+    """Keeps the last value of an expensive function of a worker, for all threads of its process."""
+
+    def __init__(self, function: Callable[[Item], Result]) -> None:
+        self._function, self._lock = function, threading.Lock()
+        self._last: tuple[Item, Result] | None = None
+
+    def __call__(self, key: Item) -> Result:
+        """Return the value for ``key``, which is computed once if consecutive keys are equal."""
+        with self._lock:
+            if self._last is None or self._last[0] != key:
+                self._last = None  # free memory first
+                self._last = key, self._function(key)
+            return self._last[1]
+
+    def clear(self) -> None:
+        """Drop the value."""
+        with self._lock:
+            self._last = None

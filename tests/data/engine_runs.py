@@ -1,0 +1,85 @@
+"""Prepares a table on an engine, and kills one of its workers in every phase."""
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from sbpflow.data.engine import Engine, EngineOptions
+from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.schema_file import read_schema
+from sbpflow.data.prepare.split import parse_split
+from tests.data.tables import SCHEMA, table, write_csv
+
+FILES, ROWS = 5, 60
+PHASES = ("_stage", "_count_group", "merge_range", "_build", "_fit_group", "_encode", "_verify")
+
+
+def write_tables(folder: Path) -> Path:
+    """Write five files of unequal lengths with every kind of column, and their schema."""
+    rows = table(FILES * ROWS + 40, seed=3)
+    for number in range(FILES):
+        stop = (number + 1) * ROWS + 40 * (number == FILES - 1)
+        write_csv(folder / f"day_{number}.csv", rows[number * ROWS : stop])
+    (folder / "schema.yaml").write_text(SCHEMA)
+    return folder
+
+
+def options_of(folder: Path, output: Path, engine: str = "threads", **more) -> PrepareOptions:
+    """Return the options to prepare the tables in small pieces."""
+    settings = {"schema": read_schema(folder / "schema.yaml"), "crosses": (), "spare": 0.3}
+    settings |= {"split": parse_split("time:0.7,0.1,0.2"), "keep_strings": True}
+    settings |= {"max_bad_fraction": 0.1, "piece_bytes": 1 << 12}
+    return PrepareOptions(
+        inputs=tuple(sorted(folder.glob("day_*.csv"))),
+        output=output,
+        engine=EngineOptions(engine, wait_s=120.0),
+        **{**settings, **more},
+    )
+
+
+def workers(engine: str) -> list[int]:
+    """Return the processes of an engine's workers that this process started."""
+    listed = subprocess.run(
+        ["ps", "-wweo", "pid=,ppid=,args="], check=True, capture_output=True, text=True
+    )
+    lines = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    parents = {int(pid): int(parent) for pid, parent, *_ in lines}
+
+    def is_ours(pid: int) -> bool:
+        while pid in parents and pid != os.getpid():
+            pid = parents[pid]
+        return pid == os.getpid()
+
+    name = {"processes": "spawn_main", "dask": "spawn_main", "ray": "ray::_apply"}[engine]
+    return [int(pid) for pid, _, *args in lines if args and name in args[0] and is_ours(int(pid))]
+
+
+def kill_in_every_phase(engine: str, monkeypatch) -> list[str]:
+    """Kill a worker in each phase, after its first result; return the list of killed phases."""
+    real, killed = Engine.run, []
+
+    def run(self, function, items):
+        name = function.func.__name__
+        for result in real(self, function, items):
+            if name not in killed and name in PHASES:
+                deadline = time.monotonic() + 2
+                while not (victims := workers(engine)) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                if victims:
+                    os.kill(victims[-1], signal.SIGKILL)
+                    killed.append(name)
+            yield result
+
+    monkeypatch.setattr(Engine, "run", run)
+    # Several groups and ranges, so that these phases have several tasks.
+    monkeypatch.setattr("sbpflow.data.prepare.count._GROUP_ROWS", (40, 40))
+    return killed
+
+
+def deaths(caplog) -> int:
+    """Return how often a lost task was repeated."""
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    return sum("a worker died" in message for message in messages)

@@ -1,0 +1,212 @@
+"""Tests that prepare makes the same bytes on every engine, also if workers die or are stuck."""
+
+import os
+import time
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+
+from sbpflow.data.__main__ import main
+from sbpflow.data.engine import Engine, EngineOptions, Home, open_engine
+from sbpflow.data.prepare.prepare import prepare
+from sbpflow.data.prepare.split import parse_split
+from sbpflow.errors import ConfigError, DataError
+from tests.data.engine_runs import (
+    PHASES,
+    deaths,
+    kill_in_every_phase,
+    options_of,
+    write_tables,
+)
+from tests.data.rows import folder_bytes
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    return write_tables(tmp_path_factory.mktemp("tables"))
+
+
+@pytest.fixture(scope="module")
+def clean(tables, tmp_path_factory):
+    return folder_bytes(prepare(options_of(tables, tmp_path_factory.mktemp("clean") / "set")).path)
+
+
+def test_a_worker_killed_in_every_phase_does_not_change_the_set(
+    tables, clean, tmp_path, monkeypatch, caplog
+):
+    killed = kill_in_every_phase("processes", monkeypatch)
+    prepare(options_of(tables, tmp_path / "set", "processes"))
+    assert killed == list(PHASES)
+    assert deaths(caplog) > 0
+    assert folder_bytes(tmp_path / "set") == clean
+    assert os.listdir(tmp_path) == ["set"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ray", "dask"])
+def test_a_worker_of_a_cluster_killed_in_every_phase_does_not_change_the_set(
+    tables, clean, tmp_path, monkeypatch, engine
+):
+    pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
+    killed = kill_in_every_phase(engine, monkeypatch)
+    prepare(options_of(tables, tmp_path / "set", engine))
+    assert len(killed) >= 5
+    assert {"_stage", "_count_group", "_encode"} <= set(killed)
+    assert folder_bytes(tmp_path / "set") == clean
+    assert os.listdir(tmp_path) == ["set"]
+
+
+@pytest.mark.parametrize("split", ["ratio:0.6,0.2,0.2", "file:val=day_3*,test=day_4*"])
+def test_the_set_does_not_depend_on_workers_and_groups(tables, tmp_path, monkeypatch, split):
+    rule = {"split": parse_split(split)}
+    prepare(options_of(tables, tmp_path / "one", workers=1, **rule))
+    monkeypatch.setattr("sbpflow.data.prepare.count._GROUP_ROWS", (30, 30))
+    monkeypatch.setattr("sbpflow.data.prepare.distinct.RANGE_VALUES", 9)
+    monkeypatch.setattr("sbpflow.data.prepare.distinct._SAMPLED", 2)
+    prepare(options_of(tables, tmp_path / "many", workers=5, **rule))
+    assert folder_bytes(tmp_path / "many") == folder_bytes(tmp_path / "one")
+
+
+def test_a_killed_driver_continues_on_another_engine(tables, clean, tmp_path, monkeypatch):
+    class KilledError(Exception):
+        pass
+
+    real, runs = Engine.run, []
+
+    def run(self, function, items):
+        runs.append(function.func.__name__)
+        for number, result in enumerate(real(self, function, items)):
+            if number == 2 and runs[-1] == "_encode" and runs[0] != "resumed":
+                raise KilledError
+            yield result
+
+    monkeypatch.setattr(Engine, "run", run)
+    with pytest.raises(KilledError):
+        prepare(options_of(tables, tmp_path / "set", workers=1))
+    runs[:] = ["resumed"]
+    prepare(options_of(tables, tmp_path / "set", "processes", workers=2))
+    assert "_count_group" not in runs
+    assert folder_bytes(tmp_path / "set") == clean
+
+
+def test_encoding_and_growing_run_on_processes(tables, tmp_path):
+    prepare(options_of(tables, tmp_path / "old", spare=0.2))
+    for words in (["encode"], ["prepare", "--grow", "--split", "time:1,0,0"]):
+        words += ["--like", tmp_path / "old", "--input", tables / "day_0.csv", tables / "day_4.csv"]
+        words = [*map(str, words), "--max-bad-fraction", "0.1", "--workers", "2", "--output"]
+        for engine in ("threads", "processes"):
+            assert main([*words, str(tmp_path / words[0] / engine), "--engine", engine]) == 0
+        sets = [folder_bytes(tmp_path / words[0] / name) for name in ("threads", "processes")]
+        assert sets[0] == sets[1]
+
+
+def test_a_part_is_refused_with_the_new_way(tmp_path, capsys):
+    words = ["--input", "a.tsv", "--output", str(tmp_path / "set"), "--part", "1/3"]
+    assert main(["prepare", *words]) == 2
+    assert "run one command with --engine ray or --engine dask" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (EngineOptions("spark"), "'spark' is unknown; use threads, processes, ray, dask"),
+        (EngineOptions("threads", "auto"), "needs a cluster; use, for example, --engine ray"),
+        (EngineOptions("threads", wait_s=0), "must be above 0; use, for example, 30"),
+    ],
+)
+def test_invalid_engines_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        options.check()
+
+
+class FakeBackend:
+    """Completes calls as a test decides; ``answers`` maps items to lists of outcomes."""
+
+    shares_memory, is_cluster, can_lose, lost = True, True, True, (ConnectionError,)
+
+    def __init__(self, answers, num_workers=2):
+        self.answers, self.number, self.submitted = answers, num_workers, []
+
+    def num_workers(self):
+        return self.number
+
+    def submit(self, function, *arguments):
+        item, future = arguments[-1], Future()
+        self.submitted.append(item)
+        outcomes = self.answers.get(item, [])
+        outcome = outcomes.pop(0) if outcomes else (item, None)
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        elif outcome != "stuck":
+            future.set_result(outcome)
+        return future
+
+    def cancel(self, futures):
+        for future in futures:
+            future.cancel()
+
+    def state(self):
+        return "2 workers"
+
+
+def run_on(backend, items, wait_s=60.0):
+    return list(Engine(EngineOptions("ray", wait_s=wait_s), backend).run(str, items))
+
+
+def test_lost_tasks_are_repeated_and_results_have_the_order_of_the_items():
+    lost = [ConnectionError(), ConnectionError()]
+    assert run_on(FakeBackend({3: lost}), range(6)) == list(range(6))
+    with pytest.raises(DataError, match="a worker died in 5 attempts of one task"):
+        run_on(FakeBackend({3: [ConnectionError()] * 9}), range(6))
+
+
+def test_a_stuck_cluster_ends_with_a_message(monkeypatch):
+    monkeypatch.setattr("sbpflow.data.engine._POLL_S", 0.01)
+    with pytest.raises(DataError, match=r"no task has finished for 0.001\d* minutes, and 1 are"):
+        run_on(FakeBackend({4: ["stuck", "stuck"]}), range(6), wait_s=0.1)
+
+
+def test_a_straggler_is_repeated_on_an_idle_worker(monkeypatch):
+    monkeypatch.setattr("sbpflow.data.engine._POLL_S", 0.01)
+    monkeypatch.setattr("sbpflow.data.engine._SLOW_S", 0.05)
+    backend = FakeBackend({4: ["stuck"]})
+    assert run_on(backend, range(6)) == list(range(6))
+    assert backend.submitted.count(4) == 2
+
+
+def fails(item):
+    raise DataError(f"item {item}", "second line")
+
+
+def sleeps(item):
+    time.sleep(600)
+
+
+def test_processes_return_errors_and_check_their_home(tmp_path):
+    (tmp_path / "plan").write_text("abc")
+    home = Home.of(tmp_path / "plan")
+    with open_engine(EngineOptions("processes", wait_s=60), 1) as engine:
+        engine.home = home
+        assert list(engine.run(str, [1, 2])) == ["1", "2"]
+        with pytest.raises(DataError, match="item 3\n  second line"):
+            list(engine.run(fails, [3]))
+    (tmp_path / "plan").write_text("other")
+    with open_engine(EngineOptions("threads"), 1) as engine:
+        engine.home = home
+        with pytest.raises(ConfigError, match=r"sees other content in .*plan; use a folder that"):
+            list(engine.run(str, [1]))
+        engine.home = Home((("sbpflow", "0.0.1"), *home.versions[1:]), home.mark, home.text)
+        with pytest.raises(ConfigError, match=r"has sbpflow .*, but this process has 0\.0\.1"):
+            list(engine.run(str, [1]))
+
+
+def test_a_stuck_process_ends_with_a_message(monkeypatch):
+    monkeypatch.setattr("sbpflow.data.engine._END_S", 0.1)
+    began = time.monotonic()
+    with (
+        pytest.raises(DataError, match=r"no task has finished for .* --wait MINUTES"),
+        open_engine(EngineOptions("processes", wait_s=0.5), 1) as engine,
+    ):
+        list(engine.run(partial(sleeps), [1]))
+    assert time.monotonic() - began < 60

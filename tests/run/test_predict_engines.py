@@ -1,0 +1,58 @@
+"""Tests predictions as tasks on engines: files do not depend on workers, kills, or the engine."""
+
+import os
+import signal
+
+import pytest
+
+from sbpflow.commands.predict import predict
+from sbpflow.data.engine import Engine
+from sbpflow.errors import ConfigError
+from tests.data.engine_runs import workers
+from tests.data.rows import folder_bytes
+from tests.run.test_predict import words
+from tests.run.test_score_blocks import BLOCK, check_equal, folder, joined, run
+
+__all__ = ["folder", "run"]  # fixtures
+
+
+def kill_one_scoring(engine, monkeypatch):
+    """Kill a worker after the first scored block; return a list of the killed processes."""
+    real, killed = Engine.run, []
+
+    def run_and_kill(self, function, items):
+        for result in real(self, function, items):
+            if function.func.__name__ == "_score" and not killed:
+                killed.append(workers(engine)[-1])
+                os.kill(killed[0], signal.SIGKILL)
+            yield result
+
+    monkeypatch.setattr(Engine, "run", run_and_kill)
+    return killed
+
+
+def test_tasks_write_the_scores_of_ranks(run, folder, tmp_path):
+    more = (*BLOCK, "--engine", "processes", "--workers", "1")
+    assert predict(words(run, folder / "new", tmp_path / "tasks", *more)) == 0
+    assert predict(words(run, folder / "new", tmp_path / "ranks", *BLOCK)) == 0
+    check_equal(joined(tmp_path / "tasks"), joined(tmp_path / "ranks"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["processes", "ray", "dask"])
+def test_the_files_do_not_depend_on_workers_and_kills(run, folder, tmp_path, monkeypatch, engine):
+    if engine != "processes":
+        pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
+    more = (*BLOCK, "--wait", "3", "--engine")
+    one = words(run, folder / "new", tmp_path / "one", *more, "processes", "--workers", "1")
+    assert predict(one) == 0
+    killed = kill_one_scoring(engine, monkeypatch)
+    two = words(run, folder / "new", tmp_path / "two", *more, engine, "--workers", "2")
+    assert predict(two) == 0
+    assert len(killed) == 1
+    assert folder_bytes(tmp_path / "two") == folder_bytes(tmp_path / "one")
+
+
+def test_a_file_is_refused(run, folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"s\.parquet must be a folder, .* --output .*/s$"):
+        predict(words(run, folder / "new", tmp_path / "s.parquet", "--engine", "processes"))
