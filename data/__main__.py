@@ -20,8 +20,9 @@ from sbpflow.data.format.verify import verify_set
 from sbpflow.data.prepare.remote import input_path, size_of
 from sbpflow.data.prepare.schema_file import parse_crosses, read_schema
 from sbpflow.data.prepare.split import parse_split
-from sbpflow.errors import ConfigError, DataError
+from sbpflow.errors import ConfigError, DataError, StoreError
 from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
 from sbpflow.runtime.processes.launch import ArgumentParser, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)
@@ -219,8 +220,8 @@ def parser() -> ArgumentParser:
     add("--input", nargs="+", type=input_path, required=True, metavar="PATH",
         help="text (.tsv, .txt, .csv, plain or .gz, .zst, .bz2, .xz), Parquet or Arrow files, or "
         "folders of such files, in time order; fsspec URLs such as s3:// also work")  # fmt: skip
-    add("--output", type=local_path, required=True, metavar="DIR",
-        help="folder of the set, which is built in DIR.work first")  # fmt: skip
+    add("--output", type=any_path, required=True, metavar="DIR", help="folder of the set, which is "
+        "built in DIR.work first, or a URL, to which the finished set is uploaded")  # fmt: skip
     add("--split", default="time:0.8,0.1,0.1", help="by row order (time:TRAIN,VAL,TEST), by date "
         "(time:COLUMN<DATE,COLUMN<DATE, the first times of val and test), at random "
         "(ratio:TRAIN,VAL,TEST), or by file (file:val=PATTERN,test=PATTERN) (default %(default)s)",
@@ -236,7 +237,7 @@ def parser() -> ArgumentParser:
     add("--seed", type=int, help="seed of the ids and of a ratio split (default 7)")
     add(
         "--like",
-        type=local_path,
+        type=any_path,
         metavar="SET",
         help="use the ids, schema and constants of this set",
     )
@@ -253,16 +254,16 @@ def parser() -> ArgumentParser:
     schema.set_defaults(run=_schema)
     encode = commands.add_parser("encode", help="encode new test rows with the ids of a set")
     add = encode.add_argument
-    add("--like", type=local_path, required=True, metavar="SET", help="set that provides the ids")
+    add("--like", type=any_path, required=True, metavar="SET", help="set that provides the ids")
     add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="files as in "
         "prepare; labels are optional")  # fmt: skip
-    add("--output", type=local_path, required=True, metavar="DIR")
+    add("--output", type=any_path, required=True, metavar="DIR", help="as in prepare")
     _add_common(encode)
     encode.set_defaults(run=_encode)
     _add_synth(commands.add_parser("synth", help="generate rows with a known best AUC"))
     stats = commands.add_parser("stats", help="describe the splits and tables of a set")
     add = stats.add_argument
-    add("path", type=local_path, metavar="DIR")
+    add("path", type=any_path, metavar="DIR")
     add("--json", action="store_true", help="machine-readable output")
     add("--html", type=local_path, metavar="FILE", help="also write an HTML page")
     add("--picture", type=local_path, metavar="FILE", help="also write the charts as an SVG file")
@@ -270,7 +271,7 @@ def parser() -> ArgumentParser:
     add("--recount", action="store_true", help="count the rows instead of reading the manifest")
     stats.set_defaults(run=_stats)
     verify = commands.add_parser("verify", help="check every file and value of a set")
-    verify.add_argument("path", type=local_path)
+    verify.add_argument("path", type=any_path)
     verify.set_defaults(run=_verify)
     return parser
 
@@ -281,7 +282,7 @@ def _summary(manifest: Manifest) -> str:
     tables = f"{len(manifest.fields) - num_keyed} tables with "
     tables += f"{sum(field.rows for field in manifest.fields):,} rows"
     tables += f", {num_keyed} fields with keys" if num_keyed else ""
-    text = f"{manifest.path}: rows {rows}; {tables}; fingerprint {manifest.fingerprint[:16]}"
+    text = f"{manifest.origin}: rows {rows}; {tables}; fingerprint {manifest.fingerprint[:16]}"
     if manifest.bayes:
         bayes = manifest.bayes
         text += f"\nbest possible on {bayes.split}: AUC {bayes.auc:.4f}, "
@@ -301,8 +302,8 @@ def _size(num_bytes: float) -> str:
 
 def _disk_space(args: argparse.Namespace, number: int) -> str:
     """Return the needed and the free space if the disk is full, or "" for other errors."""
-    output: Path | None = getattr(args, "output", None)
-    if output is None or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    output: AnyPath | None = getattr(args, "output", None)
+    if not isinstance(output, Path) or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
     folder = next((path for path in (output, *output.parents) if path.is_dir()), Path())
     free = f"{_size(shutil.disk_usage(folder).free)} are free in {folder}"
@@ -321,6 +322,18 @@ def main(argv: list[str] | None = None) -> int:
     return until_nobody_reads(partial(_main, argv))
 
 
+def _run(args: argparse.Namespace, words: list[str]) -> Manifest | None:
+    """Run a command, which makes a set for a URL in a local folder."""
+    if not isinstance(getattr(args, "output", None), RemotePath):
+        return args.run(args)
+    from sbpflow.data.remote_output import make_remote
+
+    def make(folder: Path) -> Manifest | None:
+        return args.run(argparse.Namespace(**{**vars(args), "output": folder}))
+
+    return make_remote(args.output, words, args.input, make, overwrite=args.overwrite)
+
+
 def _main(argv: list[str] | None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -333,10 +346,10 @@ def _main(argv: list[str] | None) -> int:
 
         keep_freed_memory()
     try:
-        manifest = args.run(args)
+        manifest = _run(args, sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:  # Let until_nobody_reads handle this OSError.
         raise
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -26,6 +26,7 @@ from sbpflow.data.format.manifest import MANIFEST, Manifest, Shard, load_manifes
 from sbpflow.data.format.npy import read_array
 from sbpflow.data.prepare.remote import input_path, version
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.remote_path import redacted
 
 if TYPE_CHECKING:
     import polars as pl
@@ -68,7 +69,8 @@ class Scoring:
 
         check_exists([path for path in map(input_path, inputs) if isinstance(path, Path)])
         first, prepared = input_path(self._inputs[0]), None
-        if len(self._inputs) == 1 and isinstance(first, Path) and (first / MANIFEST).is_file():
+        is_folder = isinstance(first, Path) or first.is_dir()
+        if len(self._inputs) == 1 and is_folder and (first / MANIFEST).is_file():
             prepared = first
             check_ids(load_manifest(prepared), like)
         self.is_set = prepared is not None
@@ -80,7 +82,7 @@ class Scoring:
         self._labels: list[NDArray[np.float32]] = []
 
     def __str__(self) -> str:
-        return f"{' '.join(self._inputs)} ({self.split})"
+        return f"{redacted(' '.join(self._inputs))} ({self.split})"
 
     def open(self) -> None:
         """Check that the output can be written before any row is scored."""
@@ -110,7 +112,7 @@ class Scoring:
         encode(
             [input_path(text) for text in self._inputs],
             self.rows,
-            like=self.like.path,
+            like=self.like.origin,
             workers=workers,
             max_bad_fraction=max_bad_fraction,
             overwrite=True,
@@ -257,4 +259,4 @@ def _texts(manifest: Manifest, split: str, start: int, stop: int) -> list[str]:
 def _part(manifest: Manifest, shard: Shard, part: str, start: int, stop: int) -> NDArray[Any]:
     kind, file = manifest.part_types[f"row_key_{part}"], shard.parts[f"row_key_{part}"]
     shape = kind.shape(shard.rows, file.count)
-    return read_array(manifest.path / file.file, kind.dtype, shape, start, stop)
+    return read_array(manifest.file(file.file), kind.dtype, shape, start, stop)

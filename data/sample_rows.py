@@ -98,7 +98,7 @@ def encode_sample(rows: Sequence[Mapping[str, Any]], manifest: Manifest, folder:
     encoded = encode(
         [folder / "sample.arrow"],
         folder / "sample",
-        like=manifest.path,
+        like=manifest.origin,
         workers=1,
         max_bad_fraction=0.0,
     )

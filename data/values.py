@@ -17,6 +17,7 @@ from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, Kind
 from sbpflow.data.format.vocabulary import (
     HOW_TO_HAVE_VALUES,
     Vocabulary,
+    fetch_vocabularies,
     open_vocabularies,
     read_vocabulary,
 )
@@ -119,6 +120,7 @@ def _known_values(
             f"one of {', '.join(known) or 'no column here'}"
         )
     entry, rows = vocabulary["fields"][field], manifest.field(field).rows
+    fetch_vocabularies(manifest)
     return _KnownValues(read_vocabulary(manifest.path, field, rows, entry), schema.kind(field))
 
 

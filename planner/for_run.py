@@ -183,8 +183,16 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
         dense=_dense_work(plan),
         accumulate=plan.accumulate,
         lookahead=plan.lookahead,
+        num_hosts=_equal_hosts(plan.topology),
         pinned=pinned,
     )
+
+
+def _equal_hosts(topology: Topology) -> int:
+    """Return the number of hosts, or 1 unless every host has equally many consecutive ranks."""
+    ranks = [rank for host in topology.hosts for rank in host]
+    even = topology.ranks_per_host is not None and ranks == sorted(ranks)
+    return len(topology.hosts) if even else 1
 
 
 def _dense_work(plan: RunPlan) -> DenseWork:

@@ -154,7 +154,8 @@ def _cost(args: Namespace) -> TaskCost:
             f"--measure: --profile {args.profile} describes GPUs, and this machine has no usable "
             "GPU; leave out --measure or --profile"
         )
-    return TaskCost(profile, tables.task(args.world_size, device, device_bytes=limit))
+    task = tables.task(args.world_size, device, device_bytes=limit)
+    return TaskCost(profile, replace(task, num_hosts=profile.link.num_hosts(args.world_size)))
 
 
 def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:

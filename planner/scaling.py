@@ -98,4 +98,5 @@ def _cost(profile: Profile, tables: TablesFile, ranks: int, args: Namespace) -> 
         batch = math.ceil(tables.batch_size * ranks / min(args.ranks))
         tables = replace(tables, batch_size=batch)
     limit = memory_of(args.profile)
-    return TaskCost(profile, tables.task(ranks, profile.device_type, device_bytes=limit))
+    task = tables.task(ranks, profile.device_type, device_bytes=limit)
+    return TaskCost(profile, replace(task, num_hosts=profile.link.num_hosts(ranks)))

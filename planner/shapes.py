@@ -35,6 +35,12 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
         for sbp, parts in exchange.cuts(table.num_rows, table.dim, size)
         if parts[0] in cuts and (can_copy or not exchange.copies)
     )
+    if 1 < task.num_hosts < size and table.growth is None:
+        shapes |= dict.fromkeys(
+            Shape(sbp, exchange.name, parts)
+            for exchange in EXCHANGES
+            for sbp, parts in exchange.host_cuts(task.num_hosts, size)
+        )
     return tuple(sorted(shapes, key=lambda shape: shape.num_shards > 1))
 
 
@@ -61,7 +67,7 @@ def problem_of(
         pinned = task.pinned.get(table.name)
         if pinned is not None:
             option = _option(model, table, pinned.shape)
-            ranks = () if pinned.shape.copied else pinned.ranks
+            ranks = pinned.ranks if option.num_shards else ()
             base += option.home
             base[list(ranks)] += option.shards
             present += [key for key in option.keys(ranks) if key not in present]

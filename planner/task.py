@@ -41,8 +41,9 @@ from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
 class Shape:
     """Describes how a table is split and how its ids and vectors are exchanged, without its ranks.
 
-    ``parts`` is (row parts, column parts). ``B`` with ``local`` is a copy on every rank of the
-    world; ``B`` with ``columns`` is the whole table on one rank.
+    ``parts`` is (row parts, column parts), or (hosts, ranks per host) for ``(S(0), S(0))``. ``B``
+    with ``local`` is a copy on every rank of the world; ``B`` with ``columns`` is the whole table
+    on one rank.
     """
 
     sbp: str
@@ -53,6 +54,11 @@ class Shape:
     def copied(self) -> bool:
         """Return whether every rank stores the whole table."""
         return copies(self.exchange)
+
+    @property
+    def splits_columns(self) -> bool:
+        """Return whether several ranks store different columns of a row."""
+        return "S(1)" in self.sbp and self.parts[1] > 1
 
     @property
     def num_shards(self) -> int:
@@ -153,7 +159,8 @@ class Task:
     features with fewer than ``hotness`` ids to their average. ``device_bytes`` is the memory that
     each rank may fill; ``None`` means no limit. ``batch_size`` is global; a step consists of
     ``accumulate`` batches, and ids are exchanged ``lookahead`` batches in advance. ``pinned``
-    tables keep the given choice.
+    tables keep the given choice. ``num_hosts`` is 1 unless every host has equally many consecutive
+    ranks.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -171,6 +178,7 @@ class Task:
     dense: DenseWork = DenseWork()
     accumulate: int = 1
     lookahead: int = 1
+    num_hosts: int = 1
     pinned: Mapping[str, Choice] = field(default_factory=dict[str, Choice])
 
     def __post_init__(self) -> None:

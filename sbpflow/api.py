@@ -39,6 +39,7 @@ from sbpflow.run.report.data import read_run
 from sbpflow.run.saved.resume import checkpoint_dir
 from sbpflow.run.saved.saved_model import find_checkpoint, saved_config
 from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.files.remote_path import AnyPath, any_path
 from sbpflow.runtime.processes.environment import rank_and_world_size
 from sbpflow.training.evaluate import ScoreOptions, score_split
 from sbpflow.training.report import figures_of
@@ -110,7 +111,7 @@ def load(
     classes are imported only if ``model`` and ``optimizers`` name them as ``package.module:Class``.
     """
     folder = local_path(run_dir)
-    return Run(folder, local_path(checkpoint or folder), model, optimizers)
+    return Run(folder, any_path(checkpoint or folder), model, optimizers)
 
 
 class Run:
@@ -122,7 +123,7 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, saved: Path | None, model: str | None, optimizers: tuple[str, ...]
+        self, folder: Path, saved: AnyPath | None, model: str | None, optimizers: tuple[str, ...]
     ) -> None:
         self.dir = folder
         final = read_run(folder, folder.name).final
@@ -203,7 +204,7 @@ class Run:
             config,
             local_path(output),
             rows=rows,
-            scored=None if score is None else local_path(score),
+            scored=None if score is None else any_path(score),
             split=split,
             pt2=pt2,
             compiled=compiled,
@@ -237,7 +238,7 @@ class Run:
         self, data: "Frame | str | Path", split: str, max_bad_fraction: float
     ) -> "Generator[_Rows]":
         checkpoint, config = self._checkpoint()
-        manifest = load_manifest(data_folder(checkpoint.path))
+        manifest = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
         with TemporaryDirectory(prefix="sbpflow-") as name, closing() as opened:
             folder = Path(name)
             source, output = input_of(data, folder / "rows.arrow"), folder / "scores.parquet"

@@ -55,6 +55,10 @@ class CheckpointError(_OneLineError):
     """A checkpoint cannot be written, or is invalid."""
 
 
+class StoreError(OSError):
+    """Requests to a store of objects fail; the message has no credentials."""
+
+
 class ReplicaError(RuntimeError):
     """Replicas differ although they must be equal; this is a bug in the program."""
 
@@ -90,4 +94,5 @@ MESSAGE_ERRORS = (
     MetricError,
     TrainingError,
     CheckpointError,
+    StoreError,
 )

@@ -26,7 +26,8 @@ def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Ro
         (folder / part.file, kind.dtype, kind.shape(shard.rows, part.count))
         for shard, part in parts
     ]
-    return open_rows(files, limit, UnchangedSet(manifest).check)
+    get = None if manifest.cache is None else manifest.cache.get
+    return open_rows(files, limit, UnchangedSet(manifest).check, get)
 
 
 class SplitPart(MappedRows):

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sbpflow.config.data_folder import HOW_TO_MAKE_DATA, data_folder_problem
 from sbpflow.data.format.content_id import digest, rows_crc32
@@ -32,7 +32,12 @@ from sbpflow.data.format.rebuild import how_to_rebuild
 from sbpflow.data.format.schema import Field
 from sbpflow.errors import DataError
 from sbpflow.runtime.files.json_file import JsonError, read_json
-from sbpflow.runtime.files.local_path import PathError, local_path
+from sbpflow.runtime.files.local_path import PathError
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
+
+if TYPE_CHECKING:
+    from sbpflow.config.data_cache import DataCache
+    from sbpflow.data.format.shard_cache import ShardCache
 
 FORMAT = "sbpflow-prepared"
 VERSION = 2
@@ -92,6 +97,19 @@ class Manifest:
 
     path: Path
     content: Mapping[str, Any]
+    cache: "ShardCache | None" = dataclasses.field(default=None, compare=False, repr=False)
+    """Gets the files of a set at a URL into ``path``, a folder of the cache on this host"""
+
+    @property
+    def origin(self) -> AnyPath:
+        """Return the folder or the URL of the set."""
+        return self.path if self.cache is None else self.cache.url
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file of the set, which exists now."""
+        if self.cache is not None:
+            self.cache.get(self.path / name)
+        return self.path / name
 
     @cached_property
     def dense(self) -> tuple[str, ...]:
@@ -316,16 +334,22 @@ def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
     partial.replace(folder / MANIFEST)
 
 
-def load_manifest(path: str | Path, key: str = "data.path") -> Manifest:
-    """Read and check the manifest of the set in folder ``path``.
+def load_manifest(
+    path: str | AnyPath, key: str = "data.path", cache: "DataCache | None" = None
+) -> Manifest:
+    """Read and check the manifest of the set at ``path``, a folder or URL.
 
-    ``key`` is the option or configuration key of ``path`` for messages. Raise DataError if the
-    manifest is missing or invalid.
+    ``key`` is the option or configuration key of ``path`` for messages. ``cache`` has the settings
+    for a set at a URL (``data.cache``). Raise DataError if the manifest is missing or invalid.
     """
     try:
-        folder = local_path(path)
+        folder = any_path(path)
     except PathError as error:
         raise DataError(f"{key}: {error}") from error
+    if isinstance(folder, RemotePath):
+        from sbpflow.data.format.remote_set import open_remote
+
+        return open_remote(folder, key, cache)
     if problem := data_folder_problem(folder, key):
         raise DataError(problem)
     if not (folder / MANIFEST).is_file():
@@ -334,7 +358,7 @@ def load_manifest(path: str | Path, key: str = "data.path") -> Manifest:
         raw = read_json(folder / MANIFEST)
     except (FileNotFoundError, JsonError) as error:
         raise DataError(f"{error}; restore it, or {HOW_TO_MAKE_DATA}") from error
-    return Manifest(folder, _checked(folder / MANIFEST, raw))
+    return Manifest(folder, checked_content(folder / MANIFEST, raw))
 
 
 def check_unchanged(manifest: Manifest) -> None:
@@ -384,7 +408,8 @@ class UnchangedSet:
             self._seen = now
 
 
-def _checked(file: Path, raw: object) -> Mapping[str, Any]:
+def checked_content(file: AnyPath, raw: object) -> Mapping[str, Any]:
+    """Return the content of a manifest; raise DataError if it is not valid."""
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise DataError(f"{file} is not the manifest of a prepared set; {HOW_TO_MAKE_DATA}")
     content = cast("dict[str, Any]", raw)

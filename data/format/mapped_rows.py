@@ -12,6 +12,7 @@ list of rows. The memory between the maps is not ours, so offsets must lie insid
 """
 
 import bisect
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -23,9 +24,13 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from sbpflow.data.format.npy import check_array, map_array, read_array, touch
+from sbpflow.errors import DataError
 
 Array = NDArray[Any]
 Places = NDArray[np.int64]
+
+Get = Callable[[Path], None]
+_CACHE_TRIES = 5
 
 _SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """Types by item size in bytes that torch can copy by rows"""
@@ -54,33 +59,60 @@ class FileRows:
     """Reads rows of an unmapped file; each slice is read on request.
 
     ``check_set`` is called after each read and raises an error if the set may have been replaced.
+    ``get`` is called before each read of a file in a cache, from which the file may be removed.
     """
 
     def __init__(
-        self, path: Path, dtype: str, shape: tuple[int, ...], check_set: Callable[[], None]
+        self,
+        path: Path,
+        dtype: str,
+        shape: tuple[int, ...],
+        check_set: Callable[[], None],
+        get: Get | None = None,
     ) -> None:
-        check_array(path, dtype, shape)
+        if get is None:
+            check_array(path, dtype, shape)
         self._path, self._dtype, self._shape = path, dtype, shape
-        self._check_set = check_set
+        self._check_set, self._get = check_set, get
 
     def __len__(self) -> int:
         return self._shape[0]
 
     def __getitem__(self, rows: slice) -> Array:
         start, stop, _ = rows.indices(len(self))
+        if self._get is not None:
+            return self._read_cached(self._get, start, stop)
         try:
             return read_array(self._path, self._dtype, self._shape, start, stop)
         finally:  # check even after an error, because a replaced set may be the cause
             self._check_set()
+
+    def _read_cached(self, get: Get, start: int, stop: int) -> Array:
+        for _ in range(_CACHE_TRIES):
+            get(self._path)
+            with contextlib.suppress(DataError):  # another process has just removed the file
+                return read_array(self._path, self._dtype, self._shape, start, stop)
+        raise DataError(
+            f"{self._path}: was removed {_CACHE_TRIES} times before it could be read; use a larger "
+            "data.cache.size"
+        )
 
 
 Rows = Array | FileRows
 
 
 def open_rows(
-    files: Sequence[tuple[Path, str, tuple[int, ...]]], limit: int, check_set: Callable[[], None]
+    files: Sequence[tuple[Path, str, tuple[int, ...]]],
+    limit: int,
+    check_set: Callable[[], None],
+    get: Get | None = None,
 ) -> list[Rows]:
-    """Map the first ``limit`` files (path, dtype, shape), and read other files on request."""
+    """Map the first ``limit`` files (path, dtype, shape), and read other files on request.
+
+    With ``get``, no file is mapped, and each is read after ``get`` has fetched it into a cache.
+    """
+    if get is not None:
+        return [FileRows(*file, check_set, get) for file in files]
     mapped: list[Rows] = [map_array(*file) for file in files[:limit]]
     return [*mapped, *(FileRows(*file, check_set) for file in files[limit:])]
 

@@ -1,30 +1,42 @@
 """Copy a set's manifest and vocabularies, because a run needs both to encode new rows."""
 
 import shutil
-from pathlib import Path
 
 from sbpflow.data.format.manifest import MANIFEST, Manifest
-from sbpflow.data.format.manifest_check import VOCABULARY_FOLDER
+from sbpflow.data.format.vocabulary import fetch_vocabularies, vocabulary_files
 from sbpflow.errors import DataError
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 
-def copy_metadata(manifest: Manifest, target: Path) -> None:
-    """Copy manifest and vocabularies to ``target`` atomically, unless they already exist."""
-    existing = target / MANIFEST
-    if existing.is_file() and existing.read_bytes() == (manifest.path / MANIFEST).read_bytes():
-        return
-    partial = target.with_name(f".{target.name}.partial")
+def copy_metadata(manifest: Manifest, target: AnyPath) -> None:
+    """Copy manifest and vocabularies to ``target``, unless they already exist.
+
+    A local folder appears complete; in a store, the manifest is written last.
+    """
+    raw = (manifest.path / MANIFEST).read_bytes()
     try:
+        existing = target / MANIFEST
+        if existing.is_file() and existing.read_bytes() == raw:
+            return
+        fetch_vocabularies(manifest)
+        if isinstance(target, RemotePath):
+            for name in vocabulary_files(manifest):
+                with (manifest.path / name).open("rb") as file:
+                    (target / name).upload(file.fileno())
+            existing.write_bytes(raw)
+            return
+        partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         shutil.copyfile(manifest.path / MANIFEST, partial / MANIFEST)
-        if (manifest.path / VOCABULARY_FOLDER).is_dir():
-            shutil.copytree(manifest.path / VOCABULARY_FOLDER, partial / VOCABULARY_FOLDER)
+        for name in vocabulary_files(manifest):
+            (partial / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(manifest.path / name, partial / name)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(
-            f"{target}: cannot store the vocabularies of {manifest.path} ({reason}); free some "
+            f"{target}: cannot store the vocabularies of {manifest.origin} ({reason}); free some "
             "space, or set another checkpoint.dir"
         ) from error

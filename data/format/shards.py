@@ -58,6 +58,7 @@ class SplitRows(MappedRows):
                 _word_files(manifest, split),
                 max_maps() if limit is None else limit,
                 UnchangedSet(manifest).check,
+                None if manifest.cache is None else manifest.cache.get,
             )
         finally:  # check even after an error, which a replaced set would explain
             check_unchanged(manifest)
@@ -68,7 +69,7 @@ class SplitRows(MappedRows):
 def check_shards(manifest: Manifest, split: str) -> None:
     """Raise DataError if the set has changed or if the size of a shard of ``split`` is wrong."""
     try:
-        for file in _word_files(manifest, split):
+        for file in _word_files(manifest, split) if manifest.cache is None else ():
             check_array(*file)
     finally:
         check_unchanged(manifest)
@@ -91,7 +92,7 @@ class RowFiles:
         self._shards = [shard for shard in manifest.shards(split) if shard.rows]
         for shard in self._shards:
             for file, _, dtype, shape in shard_files(manifest, shard):
-                check_array(manifest.path / file, dtype, shape)
+                check_array(manifest.file(file), dtype, shape)
         self._starts = [0, *accumulate(shard.rows for shard in self._shards)]
         self.num_rows = self._starts[-1]
         self.num_words = manifest.num_words
@@ -100,7 +101,7 @@ class RowFiles:
         """Return rows [start, stop) as a new int32 array [stop - start, words]."""
         shape = (self.num_words,)
         pieces = [
-            read_array(self._manifest.path / shard.file, _WORD, (shard.rows, *shape), a, b)
+            read_array(self._manifest.file(shard.file), _WORD, (shard.rows, *shape), a, b)
             for shard, a, b in self._inside(start, stop)
         ]
         if len(pieces) == 1:
@@ -109,17 +110,17 @@ class RowFiles:
 
     def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", "NDArray[Any]"]:
         """Return list lengths [stop - start, lists] and values [n] of rows [start, stop)."""
-        types, folder = self._manifest.part_types, self._manifest.path
+        types, path_of = self._manifest.part_types, self._manifest.file
         none = np.empty((0, len(self._manifest.lists)), dtype=types["lengths"].dtype)
         lengths: list[NDArray[Any]] = [none]
         values: list[NDArray[Any]] = [np.empty(0, dtype=types["values"].dtype)]
         for shard, a, b in self._inside(start, stop):
             part, kind = shard.parts["lengths"], types["lengths"]
             shape = kind.shape(shard.rows, None)
-            lengths.append(read_array(folder / part.file, kind.dtype, shape, a, b))
-            starts = folder / shard.parts["starts"].file
+            lengths.append(read_array(path_of(part.file), kind.dtype, shape, a, b))
+            starts = path_of(shard.parts["starts"].file)
             ends = [int(read_array(starts, "<i8", (), row, row + 1)[0]) for row in (a, b)]
-            file = folder / shard.parts["values"].file
+            file = path_of(shard.parts["values"].file)
             values.append(read_array(file, types["values"].dtype, (), ends[0], ends[1]))
         return np.concatenate(lengths), np.concatenate(values)
 
@@ -133,7 +134,7 @@ class RowFiles:
         kind = self._manifest.part_types[name]
         pieces: list[NDArray[Any]] = [np.empty((0, *kind.tail), dtype=kind.dtype)]
         for shard, a, b in self._inside(start, stop):
-            file = self._manifest.path / shard.parts[name].file
+            file = self._manifest.file(shard.parts[name].file)
             pieces.append(read_array(file, kind.dtype, kind.shape(shard.rows, None), a, b))
         return np.concatenate(pieces)
 

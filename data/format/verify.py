@@ -32,13 +32,13 @@ def verify_set(manifest: Manifest, workers: int) -> None:
 def verify_shard(manifest: Manifest, shard: Shard) -> None:
     """Raise DataError if a file of a shard differs from its checksum, or a row is invalid."""
     for file, crc32, dtype, shape in shard_files(manifest, shard):
-        check_file(manifest.path / file, dtype, shape, crc32)
+        check_file(manifest.file(file), dtype, shape, crc32)
     check_rows(manifest, shard)
 
 
 def check_rows(manifest: Manifest, shard: Shard) -> None:
     """Raise DataError for the first row of a shard with an invalid value."""
-    path = manifest.path / shard.file
+    path = manifest.file(shard.file)
     words = read_array(path, "<i4", (shard.rows, manifest.num_words), 0, shard.rows)
     labels, dense = words[:, 0].view(np.float32), words[:, 1 : 1 + len(manifest.dense)]
     fits = (labels == 0) | (labels == 1) if manifest.labelled else np.isnan(labels)
@@ -84,7 +84,7 @@ def check_lists(manifest: Manifest, shard: Shard) -> None:
     def whole(name: str) -> "NDArray[Any]":
         part = shard.parts[name]
         shape = types[name].shape(shard.rows, part.count)
-        return read_array(folder / part.file, types[name].dtype, shape, 0, shape[0])
+        return read_array(manifest.file(part.file), types[name].dtype, shape, 0, shape[0])
 
     lengths, starts, values = whole("lengths"), whole("starts"), whole("values")
     path = folder / shard.parts["starts"].file

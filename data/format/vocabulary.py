@@ -106,10 +106,25 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
             f"{manifest.path}: this set does not store the values of its ids, so new values cannot "
             f"be mapped to them; {HOW_TO_HAVE_VALUES}"
         )
+    fetch_vocabularies(manifest)
     return {
         name: read_vocabulary(manifest.path, name, manifest.field(name).rows, entry)
         for name, entry in content["fields"].items()
     }
+
+
+def vocabulary_files(manifest: Manifest) -> list[str]:
+    """Return the names of the files with vocabularies."""
+    content = manifest.content.get("vocabulary") or {"fields": {}}
+    return [
+        part["file"] for entry in content["fields"].values() for _, part, *_ in array_files(entry)
+    ]
+
+
+def fetch_vocabularies(manifest: Manifest) -> None:
+    """Get all vocabularies of a set at a URL."""
+    if manifest.cache is not None:
+        manifest.cache.get_all(vocabulary_files(manifest))
 
 
 def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, Any]) -> Vocabulary:
@@ -139,7 +154,7 @@ def verify_vocabulary(manifest: Manifest, name: str) -> None:
     """Raise DataError if an array differs from its checksum or an id is not in the table."""
     entry = manifest.content["vocabulary"]["fields"][name]
     for _, part, dtype, shape in array_files(entry):
-        check_file(manifest.path / part["file"], dtype, shape, part["crc32"])
+        check_file(manifest.file(part["file"]), dtype, shape, part["crc32"])
     check_vocabulary(manifest, name, entry)
 
 

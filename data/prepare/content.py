@@ -123,14 +123,14 @@ def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(
-            f"--like {manifest.path}: this set does not store the values of its ids, so new values "
-            f"cannot be mapped to them; {HOW_TO_HAVE_VALUES}"
+            f"--like {manifest.origin}: this set does not store the values of its ids, so new "
+            f"values cannot be mapped to them; {HOW_TO_HAVE_VALUES}"
         )
     saved = content["options"]
     fields = content["vocabulary"]["fields"].values()
     return replace(
         options,
-        like=Path(manifest.path),
+        like=manifest.origin,
         schema=schema_from(content["schema"]),
         crosses=tuple((left, right) for left, right in saved["crosses"]),
         hash_sizes=tuple(saved["hash_sizes"].items()),

@@ -18,7 +18,7 @@ def encode(
     inputs: Sequence[InputPath],
     output: Path,
     *,
-    like: Path,
+    like: InputPath,
     workers: int | None,
     max_bad_fraction: float,
     overwrite: bool = False,

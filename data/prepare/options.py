@@ -42,7 +42,7 @@ class PrepareOptions:
     """Maximum number of tasks at a time; None for all CPUs of the engine"""
     engine: EngineOptions = field(default_factory=EngineOptions)
     """Where the tasks run; the set does not depend on it"""
-    like: Path | None = None
+    like: InputPath | None = None
     """Existing set that provides the ids, transforms and constants of the new set"""
     grow: bool = False
     """Assign new ids to values without an id in ``like``"""

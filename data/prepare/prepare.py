@@ -150,7 +150,7 @@ def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object
     ``states`` contains the results of ``written`` from before reading.
     """
     for source, state in zip(inputs, states, strict=True):
-        if written(source.path) != state or state[0] != source.num_bytes:
+        if written(source.path, again=True) != state or state[0] != source.num_bytes:
             raise DataError(
                 f"{source.path} changed while it was read; rerun this command after the file has "
                 "been written completely"

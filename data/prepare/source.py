@@ -5,6 +5,7 @@ compressed file consists of the next ``size`` bytes and the rest of the last lin
 depend only on the input and ``size``.
 """
 
+import io
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,13 @@ from sbpflow.data.prepare.decompress import (
     decompress_errors,
     decompressed,
 )
-from sbpflow.data.prepare.remote import InputPath, identity, size_of
+from sbpflow.data.prepare.remote import InputPath, RemotePath, identity, size_of
 from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
+_START_BYTES = 1 << 20  # contains a whole block of every compressed format
+_REST_BYTES = 1 << 16  # read after a piece of a remote file, for the rest of its last line
 _MAX_SHOWN = 8
 _COMPRESSION_RATIO = 3
 """Ratio of the size of Criteo's text to the size of its .gz files"""
@@ -83,9 +86,10 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
     files: list[InputPath] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted((p for p in path.iterdir() if _is_data(p)), key=_natural)
+            entries = list(path.iterdir())
+            inside = sorted(filter(_is_data, entries), key=_natural)
             if log:
-                _log_skipped(path, inside)
+                _log_skipped(path, entries, inside)
             if not inside:
                 raise ConfigError(
                     f"--input {path}: this folder contains no file that ends in "
@@ -111,7 +115,11 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
 def check_exists(paths: Sequence[InputPath]) -> None:
     """Raise ConfigError for the first path that does not exist."""
     for path in paths:
-        if not (path.is_file() or path.is_dir()):
+        try:
+            exists = path.is_file() or path.is_dir()
+        except ConfigError as error:  # no package for the URL
+            raise ConfigError(f"--input {error}") from error
+        if not exists:
             raise ConfigError(f"--input {path}: no such file or folder")
 
 
@@ -120,9 +128,11 @@ def _is_data(path: InputPath) -> bool:
     return named and path.is_file() and not path.name.startswith(".")
 
 
-def _log_skipped(folder: InputPath, taken: Sequence[InputPath]) -> None:
+def _log_skipped(
+    folder: InputPath, entries: Sequence[InputPath], taken: Sequence[InputPath]
+) -> None:
     """Log the entries of a folder that are not read, because these files may contain rows."""
-    skipped = sorted(path.name for path in folder.iterdir() if path not in taken)
+    skipped = sorted(path.name for path in entries if path not in taken)
     if skipped:
         more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
         _LOG.warning(
@@ -137,22 +147,29 @@ def _check_start(source: Input) -> None:
     if source.is_table:
         return
     suffix = source.path.suffix.lower()
-    if suffix in _MAGIC:
-        with source.path.open("rb") as raw:
-            start = raw.read(len(_MAGIC[suffix]))
+    with _open_start(source) as raw:
+        start = raw.read(len(_MAGIC.get(suffix, b"")))
         if start and not _MAGIC[suffix].startswith(start):
             raise ConfigError(
                 f"--input {source.path}: the suffix is {suffix}, but this is not a "
                 f"{FORMAT_NAMES[suffix]} file (it starts with {start!r}); rename plain text to "
                 f"{source.path.stem}"
             )
-    with open_text(source.path) as text:
-        start = text.file.read(6)
+        raw.seek(0)
+        with _text_of(source.path, raw) as text:
+            start = text.file.read(6)
     for magic, advice in _FORMATS.items():
         if start.startswith(magic):
             how = " with gunzip" if suffix == ".gz" else ""
             first = f"decompress it{how}; its content " if source.is_compressed else ""
             raise ConfigError(f"--input {source.path}: {first}{advice}")
+
+
+def _open_start(source: Input) -> IO[bytes]:
+    """Open a file to read its start; one request gets the start of a remote file."""
+    if not isinstance(source.path, RemotePath):
+        return source.path.open("rb")
+    return io.BytesIO(source.path.read(0, min(source.num_bytes, _START_BYTES)))
 
 
 def _natural(path: InputPath) -> list[tuple[int, str]]:
@@ -161,11 +178,30 @@ def _natural(path: InputPath) -> list[tuple[int, str]]:
 
 def read_piece(path: InputPath, index: int, size: int) -> bytes:
     """Return the bytes of piece ``index`` of a plain file."""
+    if isinstance(path, RemotePath):
+        return _read_remote_piece(path, index * size, (index + 1) * size)
     with path.open("rb") as file:
         start = _line_start(file, path, index * size)
         stop = _line_start(file, path, (index + 1) * size)
         file.seek(start)
         return file.read(stop - start)
+
+
+def _read_remote_piece(path: RemotePath, start: int, stop: int) -> bytes:
+    """Return the lines that start in [start, stop), usually in one request."""
+    low, end = max(0, start - 1), path.num_bytes
+    high = min(stop + _REST_BYTES, end)
+    data = path.read(low, high)
+    while b"\n" not in data[stop - 1 - low :] and high < end:
+        if len(data) > stop - low + MAX_LINE_BYTES:
+            raise no_line_end(path)
+        more = min(high + MAX_LINE_BYTES, end)
+        data, high = data + path.read(high, more), more
+    first = data.find(b"\n") + 1 if start else 0
+    if start and (not first or low + first >= stop):
+        return b""
+    last = data.find(b"\n", stop - 1 - low) + 1
+    return data[first : last or len(data)]
 
 
 def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
@@ -197,10 +233,15 @@ class Text(NamedTuple):
 @contextmanager
 def open_text(path: InputPath) -> Iterator[Text]:
     """Open the text of a file; decompress the text if the suffix requires this."""
+    with path.open("rb") as raw, _text_of(path, raw) as text:
+        yield text
+
+
+@contextmanager
+def _text_of(path: InputPath, raw: IO[bytes]) -> Iterator[Text]:
     suffix = path.suffix.lower()
     if suffix not in DECOMPRESS:
-        with path.open("rb") as file:
-            yield Text(file, file)
+        yield Text(raw, raw)
         return
-    with decompress_errors(path, suffix), path.open("rb") as raw, decompressed(raw, suffix) as file:
+    with decompress_errors(path, suffix), decompressed(raw, suffix) as file:
         yield Text(file, raw)

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -347,6 +347,10 @@ def open_loader(
             f"device: {device!r} is {type(device).__name__}, not torch.device; use, for example, "
             'device=torch.device("cpu")'
         )
+    if manifest.cache is not None and shuffle != "none":
+        # Each batch has rows of all shards, so all of them are mapped, as those of a local set.
+        manifest.cache.get_split(split)
+        manifest = replace(manifest, cache=None)
     rows = BlockReader(manifest, split, crosses, max_maps)
     loader = RowLoader(
         manifest,

@@ -55,16 +55,25 @@ class Link:
         used at the same time.
         """
         near, far = self._shares(world_size)
-        times = [near / self.within_gb_per_s]
-        if far:
-            times.append(far / self.between_gb_per_s)
-        return 1e-6 * max(times)
+        within, between = self.hop_byte_ms(world_size)
+        return max(near * within, far * between)
+
+    def hop_byte_ms(self, world_size: int) -> tuple[float, float]:
+        """Return the ms per byte within a node and between nodes."""
+        _, far = self._shares(world_size)
+        within = 1e-6 / self.within_gb_per_s
+        return within, 1e-6 / self.between_gb_per_s if far else within
 
     def call_ms(self, world_size: int) -> float:
         """Return the ms of one collective over all ranks, without the time for the bytes."""
         _, far = self._shares(world_size)
         each = self.between_call_ms if far else self.within_call_ms
         return each * partners(world_size)
+
+    def num_hosts(self, world_size: int) -> int:
+        """Return the number of nodes, or 1 if the ranks do not fill all nodes."""
+        hosts, rest = divmod(world_size, self.ranks_per_node or world_size)
+        return 1 if rest else max(hosts, 1)
 
     def _shares(self, world_size: int) -> tuple[float, float]:
         """Return the fractions of a rank's traffic within the rank's node and between nodes."""
@@ -118,8 +127,9 @@ class Profile:
         if world_size == 1:
             return np.stack([work, np.zeros_like(work)], axis=1)
         byte, call = self.link.byte_ms(world_size), self.link.call_ms(world_size)
+        hops = self.link.hop_byte_ms(world_size)
         dense = vector_of({"dense_parameters": DENSE_BYTES * byte, "always": call})
-        return np.stack([work, transfer_ms(byte, call) + dense], axis=1)
+        return np.stack([work, transfer_ms(byte, call, hops) + dense], axis=1)
 
     def as_json(self) -> str:
         """Return the content of a file that ``load`` reads."""

@@ -58,7 +58,7 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     size = task.world_size
     layout, most = _layout(shape, task.device_type, size), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)
-    facts = _facts(task, table)
+    facts = _facts(task, table, shape.parts[0] if exchange.even else size)
     work = work_of(exchange, facts, shape.parts)
     return ShapeCost(*work, _keys(task, table, shape, exchange))
 
@@ -68,7 +68,7 @@ def _layout(shape: Shape, device_type: str, world_size: int) -> Layout:
     return shape.layout(Placement.line(device_type, world_size))
 
 
-def _facts(task: Task, table: TableConfig) -> Facts:
+def _facts(task: Task, table: TableConfig, hosts: int) -> Facts:
     lookups, stats = task.lookups(table), task.stats[table.name]
     vector_item = float((task.comm_dtype or task.dtype).itemsize)
     rule = task.optimizer_of(table)
@@ -82,6 +82,7 @@ def _facts(task: Task, table: TableConfig) -> Facts:
         sent_ids=lookups,
         touched=stats.touched(lookups),
         wanted=stats.touched(lookups / task.world_size),
+        host_wanted=stats.touched(lookups / hosts),
         item=task.dtype.itemsize,
         row_item=task.row_dtype.itemsize,
         vector_item=vector_item,
@@ -104,7 +105,7 @@ def _keys(
         member = Member(
             ranks=ranks,
             grid=shape.parts,
-            columns=(ranks, shape.parts) if shape.parts[1] > 1 else None,
+            columns=(ranks, shape.parts) if shape.splits_columns else None,
             sums=output.sums,
             stored=stored,
         )
@@ -116,7 +117,7 @@ def _keys(
         ]
         if exchange.looks_up_all:
             result.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))
-        if shape.parts[1] > 1 and rule.shares_row_state:
+        if shape.splits_columns and rule.shares_row_state:
             result.append((INDEX["num_squares"], stack))
         # A search looks up keys millions of times, and a string caches its hash.
         return tuple((feature, repr(rest)) for feature, *rest in result)

@@ -5,16 +5,20 @@ thread may save.
 """
 
 import json
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from sbpflow.checkpoint.folder import partial_folder, publish, step_folder
+from sbpflow.checkpoint.folder import (
+    drop_partial,
+    partial_folder,
+    piece_file,
+    publish,
+    step_folder,
+)
 from sbpflow.checkpoint.format import (
     Index,
     Patch,
@@ -30,6 +34,7 @@ from sbpflow.checkpoint.format import (
 )
 from sbpflow.checkpoint.write import named
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.processes.store import TimedStore
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # a small checkpoint takes milliseconds
@@ -79,10 +84,11 @@ class Attempt:
     """Writes the checkpoint of ``step`` in ``folder`` as one of ``size`` ranks.
 
     The hexadecimal ``nonce`` is unique among all attempts in the folder. A delta has ``previous``,
-    whose digest is known on rank 0.
+    whose digest is known on rank 0. ``may_publish`` raises CheckpointError if the folder now
+    belongs to another run.
     """
 
-    folder: Path
+    folder: AnyPath
     nonce: str
     step: int
     run: str
@@ -93,18 +99,19 @@ class Attempt:
     tensors: Mapping[str, TensorSpec]
     documents: Mapping[str, Any]
     previous: Previous | None = None
+    may_publish: Callable[[], None] = lambda: None
 
-    def file(self) -> Path:
+    def file(self) -> AnyPath:
         """Create the folder of the file that this rank writes, and return the file's path."""
         with named(self._partial):
             self._partial.mkdir(exist_ok=True)
-        return self._partial / f"rank-{self.rank}.bin"
+        return piece_file(self._partial, self.rank, self.nonce)
 
     def report(
         self, pieces: Sequence[tuple[str, Piece]], patches: Sequence[tuple[str, Patch]] = ()
     ) -> None:
         """Report that this rank has written ``pieces`` and ``patches`` to disk."""
-        path = self._partial / f"rank-{self.rank}.bin"
+        path = piece_file(self._partial, self.rank, self.nonce)
         with named(path):  # the folder may have been deleted
             size = path.stat().st_size
         listed = [[name, *piece_to_json(piece)] for name, piece in pieces]
@@ -116,7 +123,7 @@ class Attempt:
         """Report that this rank could not write its file."""
         self._post(self._key(self.rank), {"refused": reason})
 
-    def finish(self) -> tuple[Path, str]:
+    def finish(self) -> tuple[AnyPath, str]:
         """Wait until the checkpoint is complete; return its folder, and its digest on rank 0.
 
         Raise CheckpointError on every rank if a rank could not write or did not report in time. The
@@ -129,7 +136,7 @@ class Attempt:
             except CheckpointError as error:
                 reason = str(error)
             if reason:
-                shutil.rmtree(self._partial, ignore_errors=True)
+                drop_partial(self._partial, self.nonce)
             self._post(self._done, {"refused": reason})
         elif self._await([self._done], self.deadline_s + 5.0):
             raise CheckpointError(f"{self._target}: rank 0 did not complete the checkpoint in time")
@@ -167,7 +174,10 @@ class Attempt:
         tensors = {
             name: tensor.saved(pieces[name], patches[name]) for name, tensor in self.tensors.items()
         }
-        files = {f"rank-{rank}.bin": report["size"] for rank, report in enumerate(reports)}
+        files = {
+            piece_file(self._partial, rank, self.nonce).name: report["size"]
+            for rank, report in enumerate(reports)
+        }
         index = Index(
             step=self.step,
             run=self.run,
@@ -176,15 +186,16 @@ class Attempt:
             documents=self.documents,
             previous=self.previous,
         )
+        self.may_publish()
         publish(self.folder, self._partial, index)
         return "", digest_of(index)
 
     @property
-    def _partial(self) -> Path:
+    def _partial(self) -> AnyPath:
         return partial_folder(self.folder, self.step, self.nonce)
 
     @property
-    def _target(self) -> Path:
+    def _target(self) -> AnyPath:
         return step_folder(self.folder, self.step)
 
     def _key(self, rank: int) -> str:

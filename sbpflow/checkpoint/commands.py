@@ -6,7 +6,6 @@ The commands read, rewrite, and remove checkpoints, but do not load them into a 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,16 +22,17 @@ from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.rewrite import row_blocks, unchanged, write_full
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.runtime.files.file_lock import HeldError, hold
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
 
 
-def checkpoint_folder(path: Path) -> Path:
+def checkpoint_folder(path: AnyPath) -> AnyPath:
     """Return ``path`` if it is a folder of checkpoints, else the checkpoint folder of that run."""
     inside = path / CHECKPOINTS_FOLDER
     return inside if inside.is_dir() and not list_checkpoints(path) else path
 
 
-def checkpoints_of(path: Path) -> list[Path]:
+def checkpoints_of(path: AnyPath) -> list[AnyPath]:
     """Return [``path``] if it is a checkpoint, else the checkpoints in the folder, newest first.
 
     The folder can be a run folder. Raise CheckpointError if the folder has no checkpoints.
@@ -48,7 +48,7 @@ def checkpoints_of(path: Path) -> list[Path]:
     return paths
 
 
-def list_text(path: Path) -> str:
+def list_text(path: AnyPath) -> str:
     """Return a line per checkpoint, newest first: step, size, and tensors, or its fault."""
     lines = [f"{'checkpoint':<16} {'written':<16} {'size':>12} {'tensors':>8}  state"]
     for folder in checkpoints_of(path):
@@ -77,9 +77,9 @@ def _describe(checkpoint: Checkpoint) -> str:
     return text
 
 
-def verify_text(path: Path) -> tuple[str, bool]:
+def verify_text(path: AnyPath) -> tuple[str, bool]:
     """Read every byte of every checkpoint; return a line for each and whether all are intact."""
-    faults = dict[Path, str]()
+    faults = dict[AnyPath, str]()
     lines = list[str]()
     folders = checkpoints_of(path)
     for folder in folders:
@@ -91,7 +91,7 @@ def verify_text(path: Path) -> tuple[str, bool]:
     return "\n".join(lines), not any(faults[folder] for folder in folders)
 
 
-def _verified(folder: Path, faults: dict[Path, str]) -> tuple[Checkpoint | None, str]:
+def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint | None, str]:
     """Read every byte of a checkpoint and of what it continues; return its fault, or "".
 
     ``faults`` has the results so far, so that nothing is read twice.
@@ -110,7 +110,7 @@ def _verified(folder: Path, faults: dict[Path, str]) -> tuple[Checkpoint | None,
     return checkpoint, fault
 
 
-def diff_text(left_path: Path, right_path: Path) -> tuple[str, bool]:
+def diff_text(left_path: AnyPath, right_path: AnyPath) -> tuple[str, bool]:
     """Return two checkpoints' differences by tensor and document, and True if there are none."""
     left, right = checked(checkpoints_of(left_path)[0]), checked(checkpoints_of(right_path)[0])
     lines = [f"{left.path} (step {left.step}) and {right.path} (step {right.step})"]
@@ -168,7 +168,7 @@ def _document_diff(key: str, left: object, right: object) -> Iterator[str]:
         yield f"{key}: {texts[0]} -> {texts[1]}"
 
 
-def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
+def prune(path: AnyPath, keep: int, *, dry_run: bool) -> list[str]:
     """Remove all but the best and ``keep`` newest good checkpoints; return a line per checkpoint.
 
     Damaged checkpoints are listed but neither removed nor counted. Raise ConfigError if ``keep`` is
@@ -182,8 +182,11 @@ def prune(path: Path, keep: int, *, dry_run: bool) -> list[str]:
 
 
 @contextmanager
-def held(folder: Path) -> Generator[None]:
-    """Lock a folder of checkpoints; raise ConfigError if a run is saving there."""
+def held(folder: AnyPath) -> Generator[None]:
+    """Lock a local folder of checkpoints; raise ConfigError if a run is saving there."""
+    if isinstance(folder, RemotePath):  # no locks: docs/checkpoints.md
+        yield
+        return
     try:
         file = hold(folder / LOCK_FILE)
     except HeldError as error:
@@ -195,9 +198,9 @@ def held(folder: Path) -> Generator[None]:
         yield
 
 
-def _prune(paths: Sequence[Path], keep: int, *, dry_run: bool) -> list[str]:
-    kept, lines, best = list[Path](), dict[Path, str](), None
-    faults = dict[Path, str]()
+def _prune(paths: Sequence[AnyPath], keep: int, *, dry_run: bool) -> list[str]:
+    kept, lines, best = list[AnyPath](), dict[AnyPath, str](), None
+    faults = dict[AnyPath, str]()
     for path in paths:
         checkpoint, fault = _verified(path, faults)
         if checkpoint is None or fault:
@@ -219,7 +222,7 @@ def _prune(paths: Sequence[Path], keep: int, *, dry_run: bool) -> list[str]:
     return [lines[path] for path in paths]
 
 
-def compact(path: Path) -> str:
+def compact(path: AnyPath) -> str:
     """Replace the newest delta at ``path`` by a full checkpoint; return a line about it.
 
     Raise CheckpointError if another delta continues it.

@@ -1,13 +1,16 @@
 """Manages the folder of a run's checkpoints ``step-N``.
 
-A checkpoint has another name until it is complete. This module lists the checkpoints, finds the
-newest good one, and removes old ones.
+A checkpoint has another name until it is complete. In a store, where nothing can be renamed, its
+files have unique names instead, and it is complete once its index exists. This module lists the
+checkpoints, finds the newest good one, and removes old ones.
 """
 
+import contextlib
 import logging
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +20,8 @@ from sbpflow.checkpoint.read import Checkpoint, open_checkpoint
 from sbpflow.checkpoint.write import failed
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import is_count, is_number
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
+from sbpflow.runtime.files.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -26,30 +31,83 @@ _REPLACED = re.compile(r"\.replaced-(step-\d+)")
 _PARTIAL = re.compile(r"\.step-\d+\.partial-[0-9a-f]+|\.removed-step-\d+|\.run\.json\.new")
 
 
-def step_folder(folder: Path, step: int) -> Path:
+def step_folder(folder: AnyPath, step: int) -> AnyPath:
     """Return the folder of the checkpoint of ``step``."""
     return folder / f"step-{step}"
 
 
-def data_folder(checkpoint: Path) -> Path:
+def data_folder(checkpoint: AnyPath) -> AnyPath:
     """Return the folder next to a checkpoint that has its data's manifest and vocabularies."""
     return checkpoint.parent / DATA_FOLDER
 
 
-def partial_folder(folder: Path, step: int, nonce: str) -> Path:
-    """Return the folder of an incomplete checkpoint; the hexadecimal ``nonce`` makes it unique."""
+def partial_folder(folder: AnyPath, step: int, nonce: str) -> AnyPath:
+    """Return the folder of an incomplete checkpoint; the hexadecimal ``nonce`` makes it unique.
+
+    In a store, this is the final folder, and ``piece_file`` is unique.
+    """
+    if isinstance(folder, RemotePath):
+        return step_folder(folder, step)
     return folder / f".step-{step}.partial-{nonce}"
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders ``step-N`` in ``folder``, complete or damaged, newest first."""
+def piece_file(partial: AnyPath, rank: int, nonce: str) -> AnyPath:
+    """Return the file for the pieces of a rank."""
+    is_remote = isinstance(partial, RemotePath)
+    return partial / (f"rank-{rank}.{nonce}.bin" if is_remote else f"rank-{rank}.bin")
+
+
+def drop_partial(partial: AnyPath, nonce: str) -> None:
+    """Remove the files of an incomplete checkpoint; ignore errors."""
+    if not isinstance(partial, RemotePath):
+        shutil.rmtree(partial, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        for name in partial.sizes():
+            if name.endswith(f".{nonce}.bin"):
+                (partial / name).unlink(missing_ok=True)
+
+
+class Claim:
+    """Marks a folder in a store as used by this start of a run, because a store has no locks.
+
+    If another start claims the folder later, ``check`` of the earlier start raises CheckpointError.
+    """
+
+    def __init__(self, folder: RemotePath) -> None:
+        self._file = folder / LOCK_FILE
+        self._text = uuid.uuid4().hex.encode()
+        self._file.write_bytes(self._text)
+
+    def check(self) -> None:
+        """Raise CheckpointError if another start has claimed the folder."""
+        try:
+            if self._file.read_bytes() == self._text:
+                return
+        except OSError as error:
+            raise failed(self._file, error) from error
+        raise CheckpointError(
+            f"{self._file.parent}: another run saves there now, so this run must not; end one of "
+            "them, or use another checkpoint.dir"
+        )
+
+
+def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
+    """Return the folders ``step-N`` in ``folder``, newest first.
+
+    A folder may be damaged. In a store, a folder without an index is not a checkpoint.
+    """
+    if isinstance(folder, RemotePath):
+        steps = (name.removesuffix(f"/{INDEX_FILE}") for name in folder.sizes())
+        remote = [folder / name for name in steps if _STEP.fullmatch(name)]
+        return sorted(remote, key=step_of, reverse=True)
     if not folder.is_dir():
         return []
     paths = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)]
     return sorted(paths, key=step_of, reverse=True)
 
 
-def good_checkpoints(folder: Path, *, run: str | None = None) -> Iterator[Checkpoint]:
+def good_checkpoints(folder: AnyPath, *, run: str | None = None) -> Iterator[Checkpoint]:
     """Yield the checkpoints with a valid index and complete files, newest first.
 
     Skip checkpoints that are damaged, belong to a run other than ``run``, or have a step that
@@ -63,7 +121,7 @@ def good_checkpoints(folder: Path, *, run: str | None = None) -> Iterator[Checkp
             logger.warning("skipped a checkpoint: %s", error)
 
 
-def checked(path: Path, *, run: str | None = None) -> Checkpoint:
+def checked(path: AnyPath, *, run: str | None = None) -> Checkpoint:
     """Open the checkpoint at ``path``; verify that its step matches its name, and its run."""
     checkpoint = open_checkpoint(path)
     if _STEP.fullmatch(path.name) and step_of(path) != checkpoint.step:
@@ -90,30 +148,44 @@ def best_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return cast("dict[str, Any]", best) if known else None
 
 
-def publish(folder: Path, partial: Path, index: Index) -> Path:
+def publish(folder: AnyPath, partial: AnyPath, index: Index) -> AnyPath:
     """Write the index into ``partial``, whose files are on disk, and rename it to ``step-N``.
 
     A crash leaves either a complete checkpoint or none. An existing checkpoint of the same step is
-    replaced.
+    replaced. In a store, writing the index is enough; other files there are then removed.
     """
     target = step_folder(folder, index.step)
     try:
-        write_synced(partial / INDEX_FILE, to_json(index))
-        sync_folder(partial)
-        if target.exists():
-            aside = folder / f".replaced-step-{index.step}"  # ``tidy`` recognizes it as complete
-            target.rename(aside)
-            partial.rename(target)
-            _remove(aside)
-        else:
-            partial.rename(target)
-        sync_folder(folder)
+        if isinstance(folder, Path) and isinstance(partial, Path) and isinstance(target, Path):
+            _publish_files(folder, partial, target, to_json(index))
+        elif isinstance(target, RemotePath):
+            _publish_objects(target, index)
     except OSError as error:
         raise failed(target, error) from error
     return target
 
 
-def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> None:
+def _publish_files(folder: Path, partial: Path, target: Path, text: str) -> None:
+    write_synced(partial / INDEX_FILE, text)
+    sync_folder(partial)
+    if target.exists():
+        aside = folder / f".replaced-{target.name}"  # ``tidy`` recognizes it as complete
+        target.rename(aside)
+        partial.rename(target)
+        _remove(aside)
+    else:
+        partial.rename(target)
+    sync_folder(folder)
+
+
+def _publish_objects(target: RemotePath, index: Index) -> None:
+    (target / INDEX_FILE).write_bytes(to_json(index).encode("ascii"))
+    for name in target.sizes():
+        if name != INDEX_FILE and name not in index.files:
+            (target / name).unlink(missing_ok=True)
+
+
+def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:
     """Remove checkpoints up to ``step``, but keep the ``newest`` last ones and ``and_step``.
 
     Also keep what these checkpoints need to be read. Deltas are removed before what they need.
@@ -125,12 +197,12 @@ def keep_only(folder: Path, *, newest: int, step: int, and_step: int | None) -> 
             remove_checkpoint(path)
 
 
-def needed_by(paths: Iterable[Path]) -> set[Path]:
+def needed_by(paths: Iterable[AnyPath]) -> set[AnyPath]:
     """Return the paths of checkpoints and of all checkpoints that their deltas continue.
 
     Damaged checkpoints need nothing.
     """
-    needed = set[Path]()
+    needed = set[AnyPath]()
     for path in paths:
         needed.add(path)
         try:
@@ -143,25 +215,33 @@ def needed_by(paths: Iterable[Path]) -> set[Path]:
     return needed
 
 
-def step_of(path: Path) -> int:
+def step_of(path: AnyPath) -> int:
     """Return the step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Rename, then remove, so that a crash does not leave a partial checkpoint at ``path``."""
+def remove_checkpoint(path: AnyPath) -> None:
+    """Rename, then remove, so that a crash does not leave a partial checkpoint at ``path``.
+
+    In a store, the index is removed first.
+    """
+    if isinstance(path, RemotePath):
+        path.remove_tree(first=INDEX_FILE)
+        return
     aside = path.with_name(f".removed-{path.name}")
     _remove(aside)
     path.rename(aside)
     _remove(aside)
 
 
-def tidy(folder: Path) -> list[str]:
+def tidy(folder: AnyPath) -> list[str]:
     """Clean up after a killed run; return the names of the removed entries.
 
     Remove incomplete files, and restore a checkpoint whose replacement was interrupted. A run must
     not be writing to the folder.
     """
+    if isinstance(folder, RemotePath):
+        return _tidy_store(folder)
     removed: list[str] = []
     for path in sorted(folder.iterdir()):
         if match := _REPLACED.fullmatch(path.name):
@@ -173,6 +253,18 @@ def tidy(folder: Path) -> list[str]:
             continue
         _remove(path)
         removed.append(path.name)
+    return removed
+
+
+def _tidy_store(folder: RemotePath) -> list[str]:
+    """Remove the files of checkpoints without an index; return the names of the checkpoints."""
+    removed: list[str] = []
+    names = folder.sizes()
+    for name in sorted(names):
+        step = name.partition("/")[0]
+        if _STEP.fullmatch(step) and f"{step}/{INDEX_FILE}" not in names:
+            (folder / name).unlink(missing_ok=True)
+            removed += [] if step in removed else [step]
     return removed
 
 

@@ -17,13 +17,13 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
 
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import is_count, object_of, parse_json, why_not
+from sbpflow.runtime.files.remote_path import AnyPath
 
 FORMAT = "sbpflow-checkpoint"
 VERSION, DELTA_VERSION = 1, 2
@@ -40,7 +40,7 @@ DTYPES = {
         torch.int32,
     )
 }
-_FILE_NAME = re.compile(r"rank-\d+\.bin")
+_FILE_NAME = re.compile(r"rank-\d+(\.[0-9a-f]+)?\.bin")  # objects also have an attempt's nonce
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -190,7 +190,7 @@ def _content(index: Index) -> dict[str, Any]:
     return content
 
 
-def from_json(text: str, path: Path) -> Index:
+def from_json(text: str, path: AnyPath) -> Index:
     """Parse the text of ``to_json``; for other text, raise CheckpointError with ``path``."""
     try:
         return _parse(text)

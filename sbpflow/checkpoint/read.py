@@ -9,8 +9,7 @@ A checkpoint contains only JSON and bytes; nothing in it is imported or executed
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,18 +28,19 @@ from sbpflow.checkpoint.format import (
     from_json,
 )
 from sbpflow.checkpoint.keys import Addresses, read_by_key
-from sbpflow.errors import CheckpointError
+from sbpflow.errors import CheckpointError, StoreError
 from sbpflow.runtime.files.json_file import JsonError, read_text
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
 
 _KEPT_ROWS = 64  # a table has a patch per rank
 
 
-def open_checkpoint(path: str | Path) -> "Checkpoint":
+def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
     """Open the checkpoint in folder ``path``; check its index and the sizes of its files.
 
     Raise CheckpointError with the name of the file, its fault, and a remedy.
     """
-    folder = Path(path)
+    folder = any_path(path)
     file = folder / INDEX_FILE
     try:
         text = read_text(file)
@@ -62,7 +62,7 @@ def open_checkpoint(path: str | Path) -> "Checkpoint":
     return checkpoint
 
 
-def _open_previous(folder: Path, index: Index, previous: Previous) -> "Checkpoint":
+def _open_previous(folder: AnyPath, index: Index, previous: Previous) -> "Checkpoint":
     parent = folder.parent if folder.name else folder.resolve().parent
     path = parent / f"step-{previous.step}"
     if previous.step >= index.step:
@@ -98,7 +98,7 @@ def _tables(source: "Index | Checkpoint", delta: Index) -> list[object]:
 class Checkpoint:
     """An open checkpoint; ``tensors`` has the logical tensors by their names in ``Job.state``."""
 
-    def __init__(self, path: Path, index: Index, before: "Checkpoint | None" = None) -> None:
+    def __init__(self, path: AnyPath, index: Index, before: "Checkpoint | None" = None) -> None:
         self.path = path
         self.index = index
         self.before = before  # the predecessor of a delta
@@ -265,10 +265,16 @@ class Checkpoint:
 
     def check_files(self) -> None:
         """Raise CheckpointError unless every file exists and has the right size."""
+        try:
+            listed = self.path.sizes() if isinstance(self.path, RemotePath) else None
+        except StoreError:  # does not mean a damaged checkpoint
+            raise
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
         for name, size in self.index.files.items():
             path = self.path / name
             try:
-                actual = path.stat().st_size
+                actual = path.stat().st_size if listed is None else listed.get(name, 0)
             except OSError as error:
                 raise _unreadable(path, error) from error
             if actual != size:
@@ -290,12 +296,11 @@ class Checkpoint:
         path = self.path / piece.file
         buffer = bytearray(min(BLOCK_BYTES, size))
         try:
-            with path.open("rb", buffering=0) as file:
+            with _Blocks(path) as file:
                 for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                     start = block * BLOCK_BYTES
                     data = memoryview(buffer)[: min(BLOCK_BYTES, size - start)]
-                    _read_ahead(file.fileno(), piece.offset + start + len(data))
-                    complete = _read(file.fileno(), data, piece.offset + start)
+                    complete = file.read(data, piece.offset + start)
                     if not complete or crc32(data) != piece.crc32[block]:
                         raise CheckpointError(
                             f"{path}: damaged at bytes {piece.offset + start:,} to "
@@ -303,24 +308,42 @@ class Checkpoint:
                             "not match; use another checkpoint"
                         )
                     yield start // dtype.itemsize, torch.frombuffer(data, dtype=dtype)
+        except StoreError:
+            raise
         except OSError as error:
             raise _unreadable(path, error) from error
 
 
-def _read_ahead(file: int, offset: int) -> None:
-    """Make the system fetch the next block while this one is checked and copied."""
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        os.posix_fadvise(file, offset, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
+class _Blocks:
+    """Reads blocks of a file, in order; a block in a store takes one request."""
 
+    def __init__(self, path: AnyPath) -> None:
+        self._path, self._file = path, -1
 
-def _read(file: int, data: memoryview, offset: int) -> bool:
-    """Fill ``data``; return False if the file ends first."""
-    while data:
-        count = os.preadv(file, [data], offset)
-        if not count:
-            return False
-        data, offset = data[count:], offset + count
-    return True
+    def __enter__(self) -> Self:
+        if not isinstance(self._path, RemotePath):
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def read(self, data: memoryview, offset: int) -> bool:
+        """Fill ``data``; return False if the file ends first."""
+        if isinstance(self._path, RemotePath):
+            data[:] = self._path.read(offset, offset + len(data))
+            return True
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            # Make the system fetch the next block while this one is checked and copied.
+            after = offset + len(data)
+            os.posix_fadvise(self._file, after, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
+        while data:
+            count = os.preadv(self._file, [data], offset)
+            if not count:
+                return False
+            data, offset = data[count:], offset + count
+        return True
 
 
 def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) -> None:
@@ -358,6 +381,6 @@ def _within(part: Place, whole: Place) -> tuple[slice, slice]:
     )
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
+def _unreadable(path: AnyPath, error: OSError) -> CheckpointError:
     reason = (error.strerror or str(error)).lower()
     return CheckpointError(f"{path}: cannot be read ({reason}); use another checkpoint")

@@ -3,18 +3,17 @@
 A tensor is written in portions, so this needs little memory. The new checkpoint is full.
 """
 
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torch import Tensor
 
-from sbpflow.checkpoint.folder import partial_folder, publish, tidy
+from sbpflow.checkpoint.folder import partial_folder, piece_file, publish, tidy
 from sbpflow.checkpoint.format import BLOCK_BYTES, Index, SavedTensor
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.write import PieceFile, PieceWriter, bytes_of, named
-
-_FILE = "rank-0.bin"
+from sbpflow.runtime.files.remote_path import AnyPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +66,24 @@ def row_blocks(saved: SavedTensor, num_blocks: int) -> list[slice]:
     return [slice(start, min(start + step, whole.row_stop)) for start in starts]
 
 
-def write_full(folder: Path, index: Index, tensors: Mapping[str, NewTensor]) -> int:
+def write_full(folder: AnyPath, index: Index, tensors: Mapping[str, NewTensor]) -> int:
     """Write a full checkpoint to ``folder``, replace an existing one, and return its bytes.
 
     ``index`` has its step, run, and documents.
     """
-    partial = partial_folder(folder, index.step, "c0")
+    nonce = uuid.uuid4().hex[:8]
+    partial = partial_folder(folder, index.step, nonce)
     tidy(folder)
     with named(partial):
         partial.mkdir(parents=True)
-    written = _write(partial / _FILE, tensors)
-    size = (partial / _FILE).stat().st_size
-    publish(folder, partial, replace(index, tensors=written, files={_FILE: size}, previous=None))
+    file = piece_file(partial, 0, nonce)
+    written, size = _write(file, tensors), int(file.stat().st_size)
+    new = replace(index, tensors=written, files={file.name: size}, previous=None)
+    publish(folder, partial, new)
     return size
 
 
-def _write(path: Path, tensors: Mapping[str, NewTensor]) -> dict[str, SavedTensor]:
+def _write(path: AnyPath, tensors: Mapping[str, NewTensor]) -> dict[str, SavedTensor]:
     file, written = PieceFile(path), dict[str, SavedTensor]()
     try:
         for name, new in tensors.items():

@@ -8,13 +8,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from sbpflow.checkpoint.folder import sync_folder, write_synced
 from sbpflow.checkpoint.write import failed
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import object_of, parse_json, read_text, why_not
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 RUN_FILE = "run.json"
 FORMAT, VERSION = "sbpflow-run", 2
@@ -32,10 +32,13 @@ class RunFacts:
     status: Status
 
 
-def write_run(folder: Path, facts: RunFacts) -> None:
+def write_run(folder: AnyPath, facts: RunFacts) -> None:
     """Write ``run.json``, replacing it atomically."""
-    new = folder / f".{RUN_FILE}.new"
     try:
+        if isinstance(folder, RemotePath):
+            (folder / RUN_FILE).write_bytes(_to_text(facts).encode("ascii"))
+            return
+        new = folder / f".{RUN_FILE}.new"
         write_synced(new, _to_text(facts))
         new.replace(folder / RUN_FILE)
         sync_folder(folder)
@@ -43,7 +46,7 @@ def write_run(folder: Path, facts: RunFacts) -> None:
         raise failed(folder / RUN_FILE, error) from error
 
 
-def read_run(folder: Path) -> RunFacts | None:
+def read_run(folder: AnyPath) -> RunFacts | None:
     """Read ``run.json``; return ``None`` if the file does not exist.
 
     Raise CheckpointError if the file is damaged.

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from sbpflow.checkpoint.snapshot import SaveCost, Snapshot
 from sbpflow.checkpoint.write import Part, rectangle_place, write_parts
 from sbpflow.embedding.state import LogicalTensor, Values
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.processes.background import in_background
 
 State = Mapping[str, LogicalTensor]
@@ -42,7 +42,7 @@ class Saver:
 
     def __init__(
         self,
-        folder: Path,
+        folder: AnyPath,
         boxing: Boxing,
         state: Callable[[], State],
         *,
@@ -51,6 +51,7 @@ class Saver:
         stores: Stores = tuple,
         num_deltas: int = 0,
         previous: Previous | None = None,
+        may_publish: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self._boxing = boxing
@@ -69,6 +70,7 @@ class Saver:
         self._share: dict[str, list[Place]] = {}
         self._num_deltas = num_deltas
         self._tracker = ChangeTracker(stores) if num_deltas else None
+        self._may_publish = may_publish
         self._previous = previous  # ``number`` is that of the next delta
 
     def close(self) -> None:
@@ -76,7 +78,7 @@ class Saver:
         if self._tracker is not None:
             self._tracker.close()
 
-    def save(self, step: int, documents: Mapping[str, Any]) -> Path:
+    def save(self, step: int, documents: Mapping[str, Any]) -> AnyPath:
         """Save the state after ``step`` steps; return when the checkpoint is complete on all ranks.
 
         Every rank must call this method; the ``documents`` of rank 0 are used. If a rank cannot
@@ -133,7 +135,7 @@ class Saver:
         if self._under_way is not None and self._under_way.done():
             self.wait()
 
-    def _finish(self, attempt: Attempt) -> Path:
+    def _finish(self, attempt: Attempt) -> AnyPath:
         path, digest = attempt.finish()
         number = 1 if attempt.previous is None else attempt.previous.number + 1
         self._previous = Previous(step=attempt.step, sha256=digest, number=number)
@@ -162,6 +164,7 @@ class Saver:
             tensors=self._tensors,
             documents=documents,
             previous=previous,
+            may_publish=self._may_publish,
         )
         keyed = {name: _places(tensor) for name, tensor in state.items() if tensor.by_key}
         parts = parts_of(state, {**self._share, **keyed})

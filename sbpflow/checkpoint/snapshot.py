@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -21,6 +20,7 @@ from sbpflow.embedding.state import StoredRows
 from sbpflow.embedding.storage.live_rows import TrainedRows
 from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
+from sbpflow.runtime.files.remote_path import AnyPath
 
 RANGE_BYTES = BLOCK_BYTES  # bytes copied and written per range of a tensor
 # After each range, the writing thread sleeps REST times as long as the range took, which slows
@@ -116,7 +116,7 @@ class Snapshot:
             logging_s=sum(log.logging_s for log in logs),
         )
 
-    def write(self, path: Path) -> list[tuple[str, Piece]]:
+    def write(self, path: AnyPath) -> list[tuple[str, Piece]]:
         """Write all parts into a new file, and call fsync on it."""
         file, spill = PieceFile(path), SpillFile(path.parent)
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from sbpflow.checkpoint.crc import crc32
 from sbpflow.checkpoint.write import named, write_at
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,15 @@ class Extent:
 class SpillFile:
     """An unnamed file in ``folder``, created by the first ``append`` and removed by ``close``.
 
+    For a folder in a store, it is in the folder for temporary files (TMPDIR).
     Space is not reused, because each row is spilled at most once. An OSError becomes a
     CheckpointError.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: AnyPath) -> None:
         self.num_bytes = 0
-        self._path = folder / "spilled rows"  # for messages, which name this path
+        self._folder = Path(tempfile.gettempdir()) if isinstance(folder, RemotePath) else folder
+        self._path = self._folder / "spilled rows"  # for messages, which name this path
         self._file = -1
 
     def append(self, parts: Sequence[memoryview]) -> Extent:
@@ -37,7 +40,7 @@ class SpillFile:
         with named(self._path):
             if self._file < 0:
                 # The file has no name, so it disappears when the process ends for any reason.
-                with tempfile.TemporaryFile(dir=self._path.parent, buffering=0) as file:
+                with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
                     self._file = os.dup(file.fileno())
             offset, crc = self.num_bytes, 0
             for part in parts:

@@ -5,10 +5,10 @@ This module does not communicate with other ranks.
 """
 
 import os
+import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -18,6 +18,7 @@ from sbpflow.checkpoint.crc import crc32
 from sbpflow.checkpoint.format import BLOCK_BYTES, Piece, Place
 from sbpflow.embedding.state import Rectangle, Values, read_values
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 _STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # earlier pages are on disk and can be dropped
 _advise = getattr(os, "posix_fadvise", None)  # available on Linux and FreeBSD
@@ -55,12 +56,20 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
 
 
 class PieceFile:
-    """Creates a file of pieces. An OSError becomes a CheckpointError that names the file."""
+    """Creates a file of pieces. An OSError becomes a CheckpointError that names the file.
 
-    def __init__(self, path: Path) -> None:
+    A file in a store is an unnamed file in TMPDIR until ``close`` uploads it, because pieces are
+    not written in order.
+    """
+
+    def __init__(self, path: AnyPath) -> None:
         self.path = path
         self.size = 0
         with named(path):
+            if isinstance(path, RemotePath):
+                with tempfile.TemporaryFile(buffering=0) as file:
+                    self._file = os.dup(file.fileno())
+                return
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def reserve(self, num_bytes: int) -> int:
@@ -80,14 +89,17 @@ class PieceFile:
                 _advise(self._file, start, offset + len(data) - start, os.POSIX_FADV_DONTNEED)
 
     def close(self, *, sync: bool = True) -> None:
-        """Close the file; if ``sync``, call fsync first."""
+        """Close the file; if ``sync``, call fsync or upload the file first."""
         file, self._file = self._file, -1
         if file < 0:
             return
         try:
             if sync:
                 with named(self.path):
-                    os.fsync(file)
+                    if isinstance(self.path, RemotePath):
+                        self.path.upload(file)
+                    else:
+                        os.fsync(file)
         finally:
             os.close(file)
 
@@ -125,7 +137,7 @@ class PieceWriter:
         )
 
 
-def write_parts(path: Path, parts: Sequence[Part]) -> list[tuple[str, Piece]]:
+def write_parts(path: AnyPath, parts: Sequence[Part]) -> list[tuple[str, Piece]]:
     """Write all parts into a new file, and call fsync on it."""
     file = PieceFile(path)
     try:
@@ -147,7 +159,7 @@ def write_part(file: PieceFile, part: Part) -> Piece:
 
 
 @contextmanager
-def named(path: Path) -> Generator[None]:
+def named(path: AnyPath) -> Generator[None]:
     """Turn an OSError into a CheckpointError that names the file and a remedy."""
     try:
         yield
@@ -155,7 +167,7 @@ def named(path: Path) -> Generator[None]:
         raise failed(path, error) from error
 
 
-def failed(path: Path, error: OSError) -> CheckpointError:
+def failed(path: AnyPath, error: OSError) -> CheckpointError:
     """Return the error for a file that cannot be written."""
     reason = (error.strerror or str(error)).lower()
     return CheckpointError(

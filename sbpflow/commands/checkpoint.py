@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.files.remote_path import AnyPath, any_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
 if TYPE_CHECKING:
@@ -18,26 +19,26 @@ def checkpoint(argv: Sequence[str]) -> int:
     path_help = "a checkpoint, a folder of checkpoints, or a run folder"
     for name, text in (("ls", "show one line per checkpoint"), ("verify", "check every byte")):
         command = commands.add_parser(name, help=text)
-        command.add_argument("path", type=local_path, help=path_help)
+        command.add_argument("path", type=any_path, help=path_help)
     diff = commands.add_parser("diff", help="show how two checkpoints differ")
-    diff.add_argument("left", type=local_path)
-    diff.add_argument("right", type=local_path)
+    diff.add_argument("left", type=any_path)
+    diff.add_argument("right", type=any_path)
     prune = commands.add_parser("prune", help="remove all but the newest good checkpoints")
-    prune.add_argument("path", type=local_path)
+    prune.add_argument("path", type=any_path)
     prune.add_argument("--keep", type=int, required=True, help="number of checkpoints to keep")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     compact = commands.add_parser("compact", help="turn the newest delta into a full checkpoint")
-    compact.add_argument("path", type=local_path, help=path_help)
+    compact.add_argument("path", type=any_path, help=path_help)
     erase = commands.add_parser("erase", help="rewrite the newest checkpoint without some keys")
-    erase.add_argument("path", type=local_path, help=path_help)
+    erase.add_argument("path", type=any_path, help=path_help)
     erase.add_argument("--field", required=True, help="a growing field")
     erase.add_argument("--keys", type=local_path, required=True, metavar="FILE",
                        help="text file with a value of the field per line")  # fmt: skip
     to_keys = commands.add_parser("to-keys", help="turn fitted fields into growing tables")
-    to_keys.add_argument("path", type=local_path, help=path_help)
-    to_keys.add_argument("--data", type=local_path, required=True, metavar="SET",
+    to_keys.add_argument("path", type=any_path, help=path_help)
+    to_keys.add_argument("--data", type=any_path, required=True, metavar="SET",
                          help="a set with keys, prepared with --keys")  # fmt: skip
-    to_keys.add_argument("--output", type=local_path, required=True, metavar="FOLDER",
+    to_keys.add_argument("--output", type=any_path, required=True, metavar="FOLDER",
                          help="folder for the new checkpoint")  # fmt: skip
     args = parser.parse_args(argv)
 
@@ -64,7 +65,7 @@ def checkpoint(argv: Sequence[str]) -> int:
     return 0 if good else 1
 
 
-def _erase(path: Path, field: str, file: Path) -> str:
+def _erase(path: AnyPath, field: str, file: Path) -> str:
     from sbpflow.checkpoint.commands import checkpoints_of
     from sbpflow.checkpoint.folder import checked
     from sbpflow.data.values import keys_of_values
@@ -76,7 +77,7 @@ def _erase(path: Path, field: str, file: Path) -> str:
     return erase(path, field, keys_of_values(manifest, field, file.read_text().splitlines()))
 
 
-def _to_keys(path: Path, data: Path, output: Path) -> str:
+def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:
     from sbpflow.checkpoint.commands import checkpoints_of
     from sbpflow.checkpoint.folder import checked
     from sbpflow.data.format.manifest import load_manifest
@@ -87,7 +88,7 @@ def _to_keys(path: Path, data: Path, output: Path) -> str:
     values = values_with_keys(_manifest_of(checkpoint.path), keyed)
     # Neither the fingerprint nor the rows are those of the training set, so a run starts an epoch.
     facts = {
-        "path": str(keyed.path),
+        "path": str(keyed.origin),
         "fingerprint": "",
         "content_id": "",
         "vocabulary_digest": keyed.vocabulary_digest,
@@ -96,7 +97,7 @@ def _to_keys(path: Path, data: Path, output: Path) -> str:
     return to_keys(checkpoint, given, facts, output)
 
 
-def _manifest_of(checkpoint: Path) -> "Manifest":
+def _manifest_of(checkpoint: AnyPath) -> "Manifest":
     """Return the manifest of the set that a run was trained on, which is kept with the run."""
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data.format.manifest import load_manifest

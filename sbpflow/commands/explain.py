@@ -34,13 +34,18 @@ def explain(argv: Sequence[str]) -> int:
     from sbpflow.run.planning.explain import check_world_size, describe, format_plan
     from sbpflow.run.planning.explain_caches import rate_lines
     from sbpflow.run.planning.kernels import with_known_kernels
-    from sbpflow.run.planning.summary import format_summary, what_helps
+    from sbpflow.run.planning.summary import (
+        expected_traffic,
+        format_summary,
+        traffic_lines,
+        what_helps,
+    )
     from sbpflow.run.report.data import batches_per_s
     from sbpflow.runtime.ranks.rendezvous import device_type_of
 
     check_world_size(args.world_size)
     config = load_config(args.config, args.overrides, models=MODELS)
-    manifest = load_manifest(data_path(config))
+    manifest = load_manifest(data_path(config), cache=config.data.cache)
     device = config.parallel.device  # keep "cuda", because planning for GPUs does not need a GPU
     device_type = device_type_of(device) if device == "auto" else device
     planned = run_planner(config, manifest, args.world_size, device_type)
@@ -62,14 +67,22 @@ def explain(argv: Sequence[str]) -> int:
     folder = Path(config.run.dir)
     speed = batches_per_s(folder, plan) if rows else None
     if args.json:
-        more = {"growth": growth, "growing": growing, "batches_per_s": speed}
+        more = {
+            "growth": growth,
+            "growing": growing,
+            "batches_per_s": speed,
+            "expected_bytes": expected_traffic(plan, fields),
+        }
         json.dump(facts | more, sys.stdout, indent=1)
         print()
         return 0
     if args.transfers:
         text = format_plan(plan, shards=args.shards, forecast=rows)
     else:
-        helps = what_helps(config, fields, plan, device_type=device_type, planned=rules)
+        helps = [
+            *traffic_lines(expected_traffic(plan, fields)),
+            *what_helps(config, fields, plan, device_type=device_type, planned=rules),
+        ]
         text = format_summary(plan, helps, shards=args.shards, forecast=rows)
     rates = "\n".join(rate_lines(facts["caches"], speed, folder)) if speed else ""
     parts = (text, rates, growth_text(growth), growing_text(growing))

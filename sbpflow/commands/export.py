@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from sbpflow.commands.saved_run import add_model, saved_run
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.files.remote_path import RemotePath, any_path
 from sbpflow.runtime.processes.launch import ArgumentParser
 
 if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
+    from sbpflow.config.data_cache import DataCache
     from sbpflow.config.schema import Config
     from sbpflow.data import Manifest
     from sbpflow.data.bundle_input import Growing, SavedKeys
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sbpflow.run.export.plain_model import Addresses
     from sbpflow.run.export.row_formats import RowFormat
     from sbpflow.run.model.spec import ModelSpec
+    from sbpflow.runtime.files.remote_path import AnyPath
     from sbpflow.serving.scorer import Model
 
 
@@ -33,10 +35,10 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     )
     add_model(parser, required=False)
     add = parser.add_argument
-    add("--output", type=local_path, required=True, metavar="DIR", help="a new folder")
+    add("--output", type=any_path, required=True, metavar="DIR", help="a new folder, or a URL")
     add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
     text = "labelled set to score, also with the original rows (default: the run's set)"
-    add("--score", type=local_path, metavar="SET", help=text)
+    add("--score", type=any_path, metavar="SET", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
     text = "also write model.pt2, the whole model for torch.export.load; needs 3x its memory"
     add("--pt2", action="store_true", help=text)
@@ -44,7 +46,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add("--compile", action="store_true", help=text)
     add("--onnx", action="store_true", help="also write the dense part for ONNX (dense.onnx)")
     text = "export every new checkpoint of this run, as a delta or a new bundle, until the run ends"
-    add("--follow", type=local_path, metavar="RUN", help=text)
+    add("--follow", type=any_path, metavar="RUN", help=text)
     text = "least time between two exports of --follow (default 10)"
     add("--every-seconds", type=float, default=10.0, metavar="S", help=text)
     add("--deltas", type=int, default=24, metavar="N", help="deltas of --follow after each bundle")
@@ -70,20 +72,33 @@ def export(argv: Sequence[str]) -> int:
         return follow(args)
     checkpoint, config = saved_run(args)
     print(weights_text(checkpoint))
-    files = export_model(
-        checkpoint,
-        config,
-        args.output,
-        rows=args.rows,
-        scored=args.score,
-        split=args.split,
-        pt2=args.pt2,
-        compiled=args.compile,
-        onnx=args.onnx,
-    )
+    options: dict[str, Any] = {"rows": args.rows, "scored": args.score, "split": args.split}
+    options |= {"pt2": args.pt2, "compiled": args.compile, "onnx": args.onnx}
+    files: Sequence[AnyPath]
+    if isinstance(args.output, RemotePath):
+        files = export_to(args.output, checkpoint, config, **options)
+    else:
+        files = export_model(checkpoint, config, args.output, **options)
     for file in files:
         print(f"{file}: {file.stat().st_size:,} bytes")
     return 0
+
+
+def export_to(
+    url: "RemotePath",
+    checkpoint: "Checkpoint",
+    config: "Config",
+    **options: Any,  # noqa: ANN401 (of export_model)
+) -> "list[RemotePath]":
+    """Write a saved model to a new folder in a store, ``model.json`` last; return its files."""
+    from sbpflow.runtime.files.upload import upload
+    from sbpflow.serving.deltas import BUNDLE_FILE
+
+    if (url / BUNDLE_FILE).exists():
+        raise ConfigError(f"--output {url}: already exists; use a new folder")
+    with TemporaryDirectory(prefix="sbpflow-") as name:
+        export_model(checkpoint, config, Path(name) / "bundle", **options)
+        return [url / name for name in upload(Path(name) / "bundle", url, last=(BUNDLE_FILE,))]
 
 
 def export_model(
@@ -92,7 +107,7 @@ def export_model(
     output: Path,
     *,
     rows: str = "as_trained",
-    scored: Path | None = None,
+    scored: "AnyPath | None" = None,
     split: str = "test",
     pt2: bool = False,
     compiled: bool = False,
@@ -117,7 +132,7 @@ def export_model(
 
     check_new(output)  # before anything is read or scored
     row_format = parse_rows(rows)
-    like = load_manifest(data_folder(checkpoint.path))
+    like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     fields = fields_of(like)
     config, planned = saved_layouts(checkpoint, config, 1)
     spec, plan = plan_run(
@@ -125,7 +140,7 @@ def export_model(
     )
     manifest = None
     if measured:
-        manifest = _labelled_set(scored or config.data.path, row_format, like)
+        manifest = _labelled_set(scored or config.data.path, row_format, like, config.data.cache)
     keyed = {field.name for field in fields.ids if field.keyed}
     tables = GrowingTables(checkpoint, plan.embeddings, keyed, has_spare_rows=has_spare_rows)
     growing = _saved_keys(tables)
@@ -169,17 +184,17 @@ def export_model(
 
 
 def _labelled_set(
-    path: Path | None, row_format: "RowFormat", like: "Manifest"
+    path: "AnyPath | None", row_format: "RowFormat", like: "Manifest", cache: "DataCache"
 ) -> "Manifest | None":
     """Return the set to score; raise ConfigError if rows of low precision have none."""
     from sbpflow.data import load_manifest
     from sbpflow.data.predictions import check_ids
     from sbpflow.run.export.export import check_unscored
 
-    if path is None or not path.is_dir():
+    if path is None or (isinstance(path, Path) and not path.is_dir()):
         check_unscored(row_format, path)
         return None
-    manifest = load_manifest(path)
+    manifest = load_manifest(path, cache=cache)
     check_ids(manifest, like)
     return manifest
 
@@ -307,5 +322,5 @@ def _score(
     result = score_bundle(bundle, loader.epoch(0))
     loader.close()
     scores = f"AUC {result.auc}, logloss {result.logloss:.6f}"
-    print(f"rows {rows}: {scores} ({result.num_rows} rows, {split} of {manifest.path})")
+    print(f"rows {rows}: {scores} ({result.num_rows} rows, {split} of {manifest.origin})")
     return {"auc": result.auc, "logloss": result.logloss}

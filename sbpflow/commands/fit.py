@@ -44,7 +44,8 @@ def train_ranks(config: Config, ranks: int, folder: Path) -> None:
 @contextmanager
 def _progress(config: Config) -> Generator[None]:
     """Show the progress that ranks in other processes write to their run folder."""
-    rows, size = load_manifest(data_path(config)).splits["train"], config.data.batch_size
+    manifest = load_manifest(data_path(config), cache=config.data.cache)
+    rows, size = manifest.splits["train"], config.data.batch_size
     steps = -(-rows // size) if config.data.tail == "keep" else rows // size
     progress = Progress(
         num_train_steps(config.train, steps), visible=True, bar=config.train.progress

@@ -6,16 +6,20 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sbpflow.commands.saved_run import config_of_run, own_classes
+from sbpflow.runtime.files.remote_path import RemotePath
 
 if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
     from sbpflow.config.schema import Config
+    from sbpflow.run.export.chain import WriteBase
+    from sbpflow.runtime.files.remote_path import AnyPath
 
 LOG_FILE = "export.log"
 _LOG = logging.getLogger(__name__)
@@ -26,10 +30,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORC
 
 def follow(args: Namespace) -> int:
     """Export new checkpoints until the run has finished, or the parent process has ended."""
-    from sbpflow.checkpoint.commands import checkpoint_folder
-    from sbpflow.checkpoint.run_file import read_run
     from sbpflow.commands.export import export_model
-    from sbpflow.run.export.chain import export_newest
     from sbpflow.run.export.export import parse_rows
 
     def write_base(checkpoint: "Checkpoint", target: Path) -> None:
@@ -46,24 +47,59 @@ def follow(args: Namespace) -> int:
         )
 
     parse_rows(args.rows)
+    with exports_in(args.output) as (output, publish):
+        _follow(args, output, publish, write_base)
+    return 0
+
+
+def _follow(
+    args: Namespace, output: Path, publish: Callable[[], None], write_base: "WriteBase"
+) -> None:
+    from sbpflow.checkpoint.commands import checkpoint_folder
+    from sbpflow.checkpoint.run_file import read_run
+    from sbpflow.run.export.chain import export_newest
+
     seen, due = "", time.monotonic()
     while True:
         folder = checkpoint_folder(args.follow)
         facts = read_run(folder)
         is_over = facts is not None and facts.status == "finished"
         if is_over or time.monotonic() >= due:
-            newest, written = export_newest(folder, seen, args.output, args.deltas, write_base)
+            newest, written = export_newest(folder, seen, output, args.deltas, write_base)
             if newest != seen:
                 seen, due = newest, time.monotonic() + args.every_seconds
             if written:
+                publish()
                 print(written, flush=True)
         if is_over or (args.parent is not None and os.getppid() != args.parent):
-            return 0
+            return
         time.sleep(_LOOK_S)
 
 
 @contextmanager
-def exporting(config: "Config", checkpoints: Path, rank: int) -> Generator[None]:
+def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
+    """Return a local folder for exports, and a function to call after each export.
+
+    For a URL, the function copies the exports there. A new process starts with a new bundle.
+    """
+    if not isinstance(output, RemotePath):
+        yield output, lambda: None
+        return
+    from sbpflow.runtime.files.upload import upload
+    from sbpflow.serving.deltas import BUNDLE_FILE, DELTA_FILE
+
+    done: set[str] = set()
+    with TemporaryDirectory(prefix="sbpflow-") as name:
+        folder, last = Path(name), (BUNDLE_FILE, DELTA_FILE)
+
+        def publish() -> None:
+            done.update(upload(folder, output, last=last, done=done))
+
+        yield folder, publish
+
+
+@contextmanager
+def exporting(config: "Config", checkpoints: "AnyPath", rank: int) -> Generator[None]:
     """Export the run's checkpoints in another process, according to the group ``export``."""
     if config.export is None or rank:
         yield
@@ -86,7 +122,7 @@ def exporting(config: "Config", checkpoints: Path, rank: int) -> Generator[None]
         _LOG.error("export.dir: the export ended with exit code %d; see %s", code, log)
 
 
-def _words(config: "Config", checkpoints: Path) -> list[str]:
+def _words(config: "Config", checkpoints: "AnyPath") -> list[str]:
     export = config.export
     if export is None:
         raise RuntimeError("nothing is exported")

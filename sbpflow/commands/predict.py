@@ -65,7 +65,7 @@ def predict(argv: Sequence[str]) -> int:
     if args.block_rows < 1:
         parser.error(f"--block-rows: {args.block_rows} must be 1 or more")
     checkpoint, config = saved_run(args)
-    like = load_manifest(data_folder(checkpoint.path))
+    like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
     if args.engine != "ranks":
         setup_logging(0)

@@ -4,7 +4,7 @@ name."""
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from sbpflow.runtime.files.local_path import local_path
+from sbpflow.runtime.files.remote_path import any_path
 
 if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
@@ -20,7 +20,7 @@ def add_model(
     text = (
         "a checkpoint, or a run folder, which selects its best or else its newest good checkpoint"
     )
-    add(name, type=local_path, metavar="DIR", help=text, **options)
+    add(name, type=any_path, metavar="DIR", help=text, **options)
     which = parser.add_mutually_exclusive_group()
     for name, text in (("best", "best checkpoint by val"), ("last", "newest good checkpoint")):
         which.add_argument(

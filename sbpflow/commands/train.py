@@ -96,7 +96,7 @@ def train_config(
     from sbpflow.runtime.ranks.rendezvous import device_type_of
     from sbpflow.training.trackers import check_trackers
 
-    manifest = load_manifest(data_path(config))
+    manifest = load_manifest(data_path(config), cache=config.data.cache)
     device_type = device_type_of(config.parallel.device)
     check_trackers(config.train.trackers)
 
@@ -115,7 +115,7 @@ def train_config(
     plan, (spec, planned) = plan_for_ranks(config, device_type, make)
     with closing() as opened:
         boxing = join_ranks(
-            config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.path}"
+            config, plan, data_set=f"{manifest.fingerprint[:16]} in {manifest.origin}"
         )
         world = boxing.world
         opened.callback(world.close)
@@ -150,7 +150,7 @@ def facts_of(manifest: "Manifest") -> "DataFacts":
     from sbpflow.run.saved.resume import DataFacts
 
     return DataFacts(
-        path=str(manifest.path),
+        path=str(manifest.origin),
         fingerprint=manifest.fingerprint,
         content_id=manifest.content_id,
         vocabulary_digest=manifest.vocabulary_digest,

@@ -1,13 +1,13 @@
 """Defines the ``checkpoint`` group: where and how often a run is saved, and how it resumes."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from sbpflow.config.metrics import Metric
 from sbpflow.config.parse import Example, PathOr
 from sbpflow.runtime.fields.keys import Key
 from sbpflow.runtime.fields.ranges import Count, Range
+from sbpflow.runtime.files.remote_path import AnyPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +22,12 @@ class CheckpointConfig:
     """
 
     dir: Annotated[
-        Path | None,
+        AnyPath | None,
         Example("runs/train/checkpoints"),
         Key(
             "execution",
-            "Checkpoint folder, shared by all ranks. The default is checkpoints/ in run.dir.",
+            "Checkpoint folder, shared by all ranks, or a URL such as s3://bucket/run. The default "
+            "is checkpoints/ in run.dir.",
         ),
     ] = None
     every: Annotated[
@@ -62,7 +63,7 @@ class CheckpointConfig:
     ] = True
     resume: Annotated[
         str,
-        PathOr(("auto", "never")),
+        PathOr(("auto", "never"), urls=True),
         Key("execution", "Checkpoint to resume from, or auto or never."),
     ] = "auto"
     on_signal: Annotated[
@@ -79,7 +80,9 @@ class ExportConfig:
     """Exports the run's checkpoints during training, as a bundle followed by deltas."""
 
     dir: Annotated[
-        Path, Example("out/model"), Key("execution", "Folder of the bundles and their deltas.")
+        AnyPath,
+        Example("out/model"),
+        Key("execution", "Folder of the bundles and their deltas, or a URL."),
     ]
     every_seconds: Annotated[
         float, Range(low=0), Key("execution", "Minimum time in seconds between two exports.")

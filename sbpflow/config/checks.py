@@ -10,9 +10,11 @@ from sbpflow.config.metrics import METRICS
 from sbpflow.config.parse import show
 from sbpflow.config.schema import Config
 from sbpflow.config.table_layouts import resolve_table_layouts
-from sbpflow.config.table_rules import Schemes, Shape, TableRule
+from sbpflow.config.table_rules import Hosts, Schemes, Shape, TableRule
 from sbpflow.embedding.plan.tables import TableLayout
+from sbpflow.embedding.plan.two_level import is_two_level
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.files.remote_path import AnyPath
 
 
 def check(
@@ -22,10 +24,12 @@ def check(
     world_size: int,
     device_type: str = "cpu",
     planned: Mapping[str, TableRule] | None = None,
+    hosts: Hosts | None = None,
 ) -> dict[str, TableLayout]:
     """Make all checks that need the world size or the tables; return the table layouts.
 
-    ``tables`` maps a name to (rows, dim); ``planned`` contains the rules of ``parallel.plan``.
+    ``tables`` maps a name to (rows, dim); ``planned`` contains the rules of ``parallel.plan``, and
+    ``hosts`` the ranks of each host.
     Every rank must call this before any process group exists. Raises ConfigError.
     """
     parallel = config.parallel
@@ -44,7 +48,16 @@ def check(
                 f"parallel.{key}: {show(value)} on {device_type}, {reason}; remove it, or use "
                 "parallel.device: cuda"
             )
-    return resolve_table_layouts(parallel, tables, schemes, world_size, device_type, planned)
+    layouts = resolve_table_layouts(
+        parallel, tables, schemes, world_size, device_type, planned, hosts
+    )
+    for name, given in layouts.items():
+        if parallel.row_buffer_fraction is not None and is_two_level(given.layout):
+            raise ConfigError(
+                f"parallel.row_buffer_fraction: {parallel.row_buffer_fraction} with {given.layout} "
+                f"of {name}, whose two rounds of ids need exact counts; remove it, or use sbp: S(0)"
+            )
+    return layouts
 
 
 def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> None:
@@ -85,11 +98,12 @@ def writable_folder(key: str, folder: Path, example: str) -> Path:
     return folder
 
 
-def data_path(config: Config) -> Path:
-    """Return ``data.path``; raise ConfigError unless the key is given and names a folder."""
+def data_path(config: Config) -> AnyPath:
+    """Return ``data.path``; raise ConfigError unless the key is given and names a folder
+    or a URL."""
     path = config.data.path
     if path is None:
         raise ConfigError(f"data.path: not given; use data.path=DIR; {HOW_TO_MAKE_DATA}")
-    if problem := data_folder_problem(path):
+    if isinstance(path, Path) and (problem := data_folder_problem(path)):
         raise ConfigError(problem)
     return path

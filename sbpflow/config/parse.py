@@ -25,6 +25,7 @@ from sbpflow.config.renamed import RENAMED
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.files.local_path import PathError, local_path
+from sbpflow.runtime.files.remote_path import RemotePath, any_path
 
 Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
@@ -43,9 +44,10 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class PathOr:
-    """Marks text that is either one of ``words`` or a local path."""
+    """Marks text that is either one of ``words`` or a path, which may be a URL if ``urls``."""
 
     words: tuple[str, ...]
+    urls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
                 f"{mark.count}{_eg(key, example)}"
             )
         if isinstance(mark, PathOr) and parsed not in mark.words:
-            parsed = str(_parse_path(parsed, key, example))
+            parsed = str(_parse_path(parsed, key, example, any_path if mark.urls else local_path))
     return parsed
 
 
@@ -204,7 +206,7 @@ def _tagged(item: object, name: str) -> object:
 
 
 def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:
-    """Parse ``T | None``, ``int | tuple``, ``int | Literal``, or classes selected by ``name``."""
+    """Parse ``T | None``, ``int | tuple``, ``int | Literal``, paths, or classes with a ``name``."""
     kinds = [arg for arg in args if arg is not types.NoneType]
     if value is None and len(kinds) < len(args):
         return None
@@ -215,6 +217,8 @@ def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object
         kinds = [kind for kind in kinds if kind not in words]
     if len(kinds) == 1:
         return parse(value, kinds[0], key, example)
+    if RemotePath in kinds:
+        return _parse_path(value, key, example, any_path)
     if dataclasses.is_dataclass(kinds[0]):
         name = None if example is None else _tag(type(example))
         return _parse_tagged(value, {_tag(kind): kind for kind in kinds}, key, name)
@@ -325,11 +329,13 @@ def _parse_float(value: object, key: str, example: object) -> float:
     _refuse(key, value, _kind_name(float), example)
 
 
-def _parse_path(value: object, key: str, example: object) -> Path:
+def _parse_path(
+    value: object, key: str, example: object, read: Callable[[str], Any] = local_path
+) -> Any:
     if not isinstance(value, str) or not value:
         _refuse(key, value, _kind_name(Path), example)
     try:
-        return local_path(value)
+        return read(value)
     except PathError as error:
         raise ConfigError(f"{key}: {error}") from error
 
@@ -441,7 +447,7 @@ def plain(value: Any) -> Any:
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, Path | RemotePath) else value
 
 
 def show(value: object) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 from sbpflow.config.checkpoint_options import CheckpointConfig, ExportConfig
+from sbpflow.config.data_cache import DataCache
 from sbpflow.config.metrics import Metric
 from sbpflow.config.model_tables import InitialRange
 from sbpflow.config.parse import Example, Tagged, Untagged
@@ -42,6 +43,7 @@ from sbpflow.runtime.fields.ranges import (
     Range,
     Rate,
 )
+from sbpflow.runtime.files.remote_path import AnyPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +65,15 @@ class DataConfig:
     """Selects the prepared set, and how to read it."""
 
     path: Annotated[
-        Path | None,
+        AnyPath | None,
         Example("out/criteo"),
         Key(
             "execution",
-            "Folder of the prepared set. The folder may move, but its rows may not change.",
+            "Folder of the prepared set, or a URL such as s3://bucket/set. The folder may move, "
+            "but its rows may not change.",
         ),
     ] = None
+    cache: DataCache = field(default_factory=DataCache)
     loader: Annotated[
         Literal["auto", "dali", "memmap"],
         Key(

@@ -16,6 +16,15 @@ _CACHE = re.compile(rf"(\d+(?:\.\d+)?)\s*(%|{'|'.join(_UNITS)})")
 _EXAMPLES = 'for example 10% or "4 GB"'
 
 
+def num_bytes_of(key: str, text: str, example: str) -> int:
+    """Return the bytes of a size with a unit; raise ConfigError with ``key`` for other text."""
+    match = _CACHE.fullmatch(text.strip())
+    if match is None or match[2] == "%":
+        units = ", ".join(_UNITS)
+        raise ConfigError(f"{key}: {text!r} is not a size in {units}; use, for example, {example}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageRule:
     """Sets the storage of the tables that a pattern matches."""

@@ -12,6 +12,7 @@ from sbpflow.config.parse import brief
 from sbpflow.config.table_rules import (
     DTYPES,
     CommDtype,
+    Hosts,
     ParallelConfig,
     Scheme,
     Schemes,
@@ -72,10 +73,12 @@ def resolve_table_layouts(
     world_size: int,
     device_type: str = "cpu",
     planned: Mapping[str, TableRule] | None = None,
+    hosts: Hosts | None = None,
 ) -> dict[str, TableLayout]:
     """Return the layout of every table, in the order of ``tables`` (name -> (rows, dim)).
 
-    ``planned`` contains the rules of ``parallel.plan``, which replace the rules of a scheme. Raises
+    ``planned`` contains the rules of ``parallel.plan``, which replace the rules of a scheme.
+    ``hosts`` contains the ranks of each host; by default, all ranks share a host. Raises
     ConfigError if a rule does not fit a table or the world, a pattern matches nothing, or no
     pattern matches a table.
     """
@@ -89,6 +92,7 @@ def resolve_table_layouts(
             device_type,
             world_size,
             parallel.comm_dtype or parallel.dtype,
+            hosts,
         )
         for name, shape in tables.items()
     }
@@ -128,9 +132,10 @@ def _fit(
     device_type: str,
     world_size: int,
     comm_dtype: CommDtype,
+    hosts: Hosts | None,
 ) -> TableLayout:
     """Apply a rule to a table, and check that the rule fits the table and the world."""
-    placement = rule.placement(key, device_type, world_size)
+    placement = rule.placement(key, device_type, world_size, hosts)
     if outside := [rank for rank in placement.ranks if rank >= world_size]:
         table = f" ({name})" if key.startswith("parallel.plan") else ""
         raise ConfigError(
@@ -148,6 +153,8 @@ def _fit(
             f"{key} ({name}): B on ranks {ranks} of {world_size}; B needs all ranks or a single "
             f"one: remove ranks, or use ranks: [{ranks[0]}]"
         )
+    if rule.splits_rows_twice:
+        _check_hosts(f"{key}.ranks ({name})", placement, world_size, hosts)
     layout = Layout(placement, tuple(sbps))
     legal = legal_exchanges(layout, world_size)
     if rule.exchange is not None and rule.exchange not in legal:
@@ -161,6 +168,24 @@ def _fit(
         comm_dtype=DTYPES[rule.comm_dtype or comm_dtype],
         key=key,
     )
+
+
+def _check_hosts(key: str, grid: Placement, world_size: int, hosts: Hosts | None) -> None:
+    """Check that a grid of hosts and their ranks contains all ranks, and that the ranks of a row
+    share a host."""
+    host_of = {rank: number for number, host in enumerate(hosts or ()) for rank in host}
+    shown = [list(host) for host in hosts or ()]
+    if grid.size != world_size:
+        raise ConfigError(
+            f"{key}: {grid} has {grid.size} of {world_size} ranks; (S(0), S(0)) uses all ranks: "
+            "remove ranks to use the hosts of the run"
+        )
+    for row in grid.axis_groups(1):
+        if len({host_of.get(rank) for rank in row}) > 1:
+            raise ConfigError(
+                f"{key}: {grid} has ranks {list(row)} in one row, but they are on different hosts "
+                f"({shown}); remove ranks to use the hosts of the run"
+            )
 
 
 def _fit_axis(

@@ -29,6 +29,7 @@ Dtype = Literal["float32", "float64"]
 RowDtype = Literal["float32", "float64", "float16", "bfloat16"]
 CommDtype = Literal["float32", "float64", "float16", "bfloat16"]
 Shape = tuple[int, int]
+Hosts = tuple[tuple[int, ...], ...]  # the ranks of each host
 Size = Annotated[int, Range(low=0)]
 
 
@@ -37,14 +38,21 @@ class TableRule:
     """Sets the layout of the tables that a pattern matches."""
 
     sbp: Annotated[
-        str, Example("S(0)"), Key("execution", "B, S(0), S(1), or (S(0), S(1)) on a grid of ranks.")
+        str,
+        Example("S(0)"),
+        Key(
+            "execution",
+            "B, S(0), S(1), (S(0), S(1)) on a grid of ranks, or (S(0), S(0)) on hosts and their "
+            "ranks.",
+        ),
     ]
     ranks: Annotated[
         tuple[int | tuple[int, ...], ...] | None,
         Example((0, 1)),
         Key(
             "execution",
-            "List of ranks that store the table, nested for a grid; all ranks by default.",
+            "List of ranks that store the table, nested for a grid; all ranks by default. The "
+            "default grid of (S(0), S(0)) has a row per host.",
         ),
     ] = None
     sizes: Annotated[
@@ -77,6 +85,11 @@ class TableRule:
         placement = self.placement(key, "cpu", 1)
         if self.sizes is None:
             return
+        if self.splits_rows_twice:
+            raise ConfigError(
+                f"{key}.sizes: {self.sbp} splits rows evenly over hosts and ranks; remove sizes, "
+                "or use sbp: S(0)"
+            )
         if not isinstance(sbps[0], Split):
             raise ConfigError(f"{key}.sizes: {sbps[0]} has no parts; remove sizes, or use S(0)")
         if len(sbps) == 1 and any(isinstance(size, tuple) for size in self.sizes):
@@ -97,23 +110,43 @@ class TableRule:
                     f"axis {axis} of {placement}; give one size per rank"
                 )
 
+    @property
+    def splits_rows_twice(self) -> bool:
+        """Return True for (S(0), S(0)), which splits rows over hosts and then over their ranks."""
+        return parse_nd_sbp(self.sbp) == (Split(0), Split(0))
+
     def parsed(self, key: str) -> NdSbp:
-        """Return the sbps: B, S(0) or S(1) on a list of ranks, (S(0), S(1)) on a grid."""
-        accepted = "use B, S(0) or S(1) for a table, or (S(0), S(1)) on a grid of ranks"
+        """Return the sbps: B, S(0) or S(1) on a list of ranks, (S(0), S(1)) or (S(0), S(0)) on a
+        grid."""
+        accepted = "use B, S(0) or S(1) for a table, or (S(0), S(1)) or (S(0), S(0)) on a grid"
         try:
             nd_sbp = parse_nd_sbp(self.sbp)
         except SbpError as error:
             raise ConfigError(
                 f"{key}.sbp: {brief(self.sbp)} is not a layout; {accepted}"
             ) from error
-        if nd_sbp not in ((Broadcast(),), (Split(0),), (Split(1),), (Split(0), Split(1))):
+        grids = ((Split(0), Split(1)), (Split(0), Split(0)))
+        if nd_sbp not in ((Broadcast(),), (Split(0),), (Split(1),), *grids):
             raise ConfigError(f"{key}.sbp: {self.sbp[:100]} is not a table layout; {accepted}")
         return nd_sbp
 
-    def placement(self, key: str, device_type: str, world_size: int) -> Placement:
-        """Return the ranks (by default, all ranks) with as many axes as the sbp."""
+    def placement(
+        self, key: str, device_type: str, world_size: int, hosts: Hosts | None = None
+    ) -> Placement:
+        """Return the ranks (by default, all ranks) with as many axes as the sbp.
+
+        ``hosts`` contains the ranks of each host; by default, all ranks share a host.
+        """
         axes = len(self.parsed(key))
         ranks = self.ranks
+        if ranks is None and self.splits_rows_twice:
+            ranks = hosts or (tuple(range(world_size)),)
+            if len(set(map(len, ranks))) > 1:
+                raise ConfigError(
+                    f"{key}.sbp: {self.sbp} needs equally many ranks on every host, but the hosts "
+                    f"have {', '.join(str(len(host)) for host in ranks)}; use sbp: S(0), or start "
+                    "equally many ranks on every host"
+                )
         if ranks is None and axes == 1:
             return Placement.line(device_type, world_size)
         example = "[0, 1]" if axes == 1 else "[[0, 1], [2, 3]]"

@@ -57,6 +57,10 @@ FEATURES = (
     "counted_bytes",  # bytes of row ids that this rank sends after their counts
     "vector_bytes",  # bytes of vectors that this rank sends
     "gradient_bytes",  # bytes of gradients that this rank sends
+    # The features above count bytes that are sent evenly to all other ranks. In an exchange with
+    # two hops, each hop has a link of its own.
+    "host_bytes",  # bytes that this rank sends within its host
+    "network_bytes",  # bytes that this rank sends to other hosts
     "vector_in_bytes",  # bytes of vectors that this rank receives
     "gradient_in_bytes",  # bytes of gradients that this rank receives
     # The following features are numbers of distinct keys.
@@ -84,10 +88,11 @@ class Facts:
     """Describes one table in one step: all inputs of an exchange's counts except the cut.
 
     The global batch has ``lookups`` ids, ``touched`` of which are distinct. The ids on a single
-    rank include ``wanted`` distinct ids. ``vectors`` is the number of vectors sent per sample. The
-    ``item`` fields are the bytes per element in arithmetic (``item``), in stored rows, and in sent
-    vectors and gradients. ``window`` is the number of batches whose ids are in memory. ``state`` is
-    (numbers per row, numbers per element) of optimizer state.
+    rank include ``wanted`` distinct ids, and the ids on all ranks of a host ``host_wanted``
+    (``wanted`` if a layout does not distinguish hosts). ``vectors`` is the number of vectors sent
+    per sample. The ``item`` fields are the bytes per element in arithmetic (``item``), in stored
+    rows, and in sent vectors and gradients. ``window`` is the number of batches whose ids are in
+    memory. ``state`` is (numbers per row, numbers per element) of optimizer state.
     """
 
     world_size: int
@@ -98,6 +103,7 @@ class Facts:
     lookups: float
     touched: float
     wanted: float
+    host_wanted: float
     sent_ids: float  # ids sent to owners, excluding ids already sent for another table
     item: float = 4.0
     row_item: float = 4.0
@@ -145,10 +151,11 @@ class Facts:
 
 
 class Counted(Protocol):
-    """Defines the part of an exchange's interface that cost estimates use. If ``copies`` is true,
-    there are no parts."""
+    """Defines the part of an exchange's interface that cost estimates use. If ``copies`` or
+    ``even`` is true, there are no parts."""
 
     copies: ClassVar[bool]
+    even: ClassVar[bool]
 
     def home(self, facts: Facts, cut: Cut) -> Counts: ...
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts: ...
@@ -170,7 +177,7 @@ def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floa
     rank.
     """
     home = vector_of(exchange.home(facts, cut))
-    if exchange.copies:
+    if exchange.copies or exchange.even:
         return np.zeros((0, NUM_FEATURES)), np.zeros(0, dtype=np.int64), home
     rows, widths = balanced_sizes(facts.num_rows, cut[0]), balanced_sizes(facts.dim, cut[1])
     sizes = list(product(dict.fromkeys(rows), dict.fromkeys(widths)))

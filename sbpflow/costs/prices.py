@@ -19,11 +19,13 @@ SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
 GROUP_MS, STACK_MS = 2.5, 0.5
 
-SENT = vector_of(
+_SPREAD = vector_of(
     dict.fromkeys(
         ("ids_bytes", "counted_bytes", "vector_bytes", "gradient_bytes", "square_bytes"), 1.0
     )
 )
+_HOST, _NETWORK = vector_of({"host_bytes": 1.0}), vector_of({"network_bytes": 1.0})
+SENT = _SPREAD + _HOST + _NETWORK
 """[F] bytes that a rank sends per count."""
 WORK_NS = vector_of(
     {
@@ -57,29 +59,39 @@ WORK_MS = 1e-6 * WORK_NS + vector_of({**dict.fromkeys(_GROUPS, GROUP_MS), "num_s
 @dataclass(frozen=True, slots=True)
 class Price:
     """Contains the milliseconds of transfers and of the busiest rank's work, and the bytes that a
-    rank sends."""
+    rank sends to all ranks and to other hosts."""
 
     work_ms: float
     transfer_ms: float
     sent_bytes: int
+    network_bytes: int
 
     @property
     def ms(self) -> float:
         return self.work_ms + self.transfer_ms
 
 
-def transfer_ms(byte_ms: float, call_ms: float) -> Floats:
-    """Return the [F] milliseconds per count of a rank's transfers."""
-    return byte_ms * SENT + call_ms * vector_of(CALLS)
+def transfer_ms(
+    byte_ms: float, call_ms: float, hop_byte_ms: tuple[float, float] | None = None
+) -> Floats:
+    """Return the [F] milliseconds per count of a rank's transfers.
+
+    ``byte_ms`` applies to bytes sent evenly to all other ranks, and ``hop_byte_ms`` to bytes sent
+    (within hosts, between hosts); the default is ``byte_ms`` for both.
+    """
+    near, far = hop_byte_ms or (byte_ms, byte_ms)
+    return byte_ms * _SPREAD + near * _HOST + far * _NETWORK + call_ms * vector_of(CALLS)
 
 
-def price_of(totals: Floats, gb_per_s: float, latency_ms: float) -> Price:
+def price_of(totals: Floats, prices: Floats, far: float) -> Price:
     """Return the price of a step from its counts ``totals`` [ranks, F].
 
-    The link transfers ``gb_per_s`` and adds ``latency_ms`` per call.
+    ``prices`` is the result of ``transfer_ms``, and ``far`` is the share of the bytes for all other
+    ranks that goes to other hosts.
     """
     return Price(
         work_ms=float((totals @ WORK_MS).max()),
-        transfer_ms=float((totals @ transfer_ms(1e-6 / gb_per_s, latency_ms)).max()),
+        transfer_ms=float((totals @ prices).max()),
         sent_bytes=int((totals @ SENT).max()),
+        network_bytes=int((totals @ (far * _SPREAD + _NETWORK)).max()),
     )

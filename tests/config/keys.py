@@ -10,8 +10,16 @@ from typing import Any, Literal
 from sbpflow.config.parse import Tagged
 from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
+from sbpflow.runtime.files.remote_path import RemotePath
 
-SCALARS = {Path: "path", str: "text", int: "number", float: "number", bool: "flag"}
+SCALARS = {
+    Path: "path",
+    RemotePath: "path",
+    str: "text",
+    int: "number",
+    float: "number",
+    bool: "flag",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ SET = DataFacts(path="set", fingerprint="a", content_id="b")
 
 # These keys may change when a run resumes.
 EXECUTION = """
-run.dir data.path data.loader
+run.dir data.path data.cache.dir data.cache.size data.loader
 train.epochs train.max_steps train.lookahead train.log_every train.progress train.profile
 train.trackers
 parallel.device parallel.scheme parallel.plan parallel.link_gb_per_s
@@ -50,6 +50,7 @@ RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "comm_dtype", "tables.deep.C1.com
 EVERYTHING = (
     *("data.path=out/set", "train.max_steps=10", "train.profile=[1, 2]", "train.slices=[C1]"),
     *("train.eval_rows=1000", "checkpoint.dir=out/saved", "data.out_of_range=hash"),
+    "data.cache.dir=out/cache",
     "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 1], sizes: [60, 40], exchange: unique}",
     "parallel.tables.deep.C1.comm_dtype=bfloat16",
     "parallel.storage.deep.C1={kind: file, cache: 10%, path: out/rows}",

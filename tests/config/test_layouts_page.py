@@ -32,7 +32,7 @@ def test_the_settings_of_the_page_can_be_planned(tmp_path, text):
 
 
 def test_each_rule_for_one_table_decides_its_layout(tmp_path):
-    (text,) = [text for text in SETTINGS if "tables:" in text]
+    (text,) = [text for text in SETTINGS if "deep.C3" in text]
     tree = yaml.safe_load(text)
     plan = planned(tmp_path, tree)
     assert len(tree["parallel"]["tables"]) == 5
@@ -65,7 +65,7 @@ LAYOUTS = {
     "local": ["B@[0, 1]"],
     "columns": ["S(1)@[0, 1]", "B@[1]"],
     "reduce": ["S(0)@[0, 1]", "(S(0), S(1))@[[0, 1], [2, 3]]"],
-    "unique": ["S(0)@[0, 1]", "S(1)@[0, 1]"],
+    "unique": ["S(0)@[0, 1]", "S(1)@[0, 1]", "(S(0), S(0))@[[0, 1], [2, 3]]"],
 }
 
 

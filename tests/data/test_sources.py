@@ -162,10 +162,10 @@ def test_file_urls_are_local_paths(tmp_path, plain):
 def test_the_version_of_a_remote_file_changes_with_its_content(tmp_path, memory):
     path = RemotePath("memory://clicks/rows.tsv")
     memory.pipe_file("/clicks/rows.tsv", TEXT)
-    before = path.version
-    assert path.version == before
+    before = path.state
+    assert path.fresh().state == before
     memory.pipe_file("/clicks/rows.tsv", TEXT[::-1])
-    assert path.version != before
+    assert path.fresh().state != before
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_the_same_url_twice_is_refused(tmp_path, memory):
         run_prepare(tmp_path / "set", *[input_path("memory://clicks/rows.tsv")] * 2)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
 def test_a_missing_package_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"--input s3://bucket/rows\.tsv: .*s3fs"):
-        run_prepare(tmp_path / "set", input_path("s3://bucket/rows.tsv"))
+    with pytest.raises(ConfigError, match=r"--input gs://bucket/rows\.tsv: .*gcsfs"):
+        run_prepare(tmp_path / "set", input_path("gs://bucket/rows.tsv"))

@@ -54,7 +54,7 @@ class TwoHopGroup(Group[TwoHopInFlight]):
         (self._stack,) = plan.stacks
         self._store = context.make_store(plan, 0, None)
         self._addresses = OwnerAddresses(
-            self._stack, self.world.size, self.world.device, dtype=plan.dtype
+            self._stack, range(self.world.size), self.world.device, dtype=plan.dtype
         )
         self._bases = torch.tensor(self._addresses.bases)
         self._ids, self._vectors, self._gradients = (

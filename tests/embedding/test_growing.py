@@ -204,6 +204,13 @@ def test_layouts_and_ranks_do_not_change_results(ranks, alone, tmp_path, size, l
     check_as_alone(ranks, alone, size, case, tmp_path)
 
 
+@pytest.mark.parametrize("ranks_of_hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3, 4, 5))])
+def test_two_hops_do_not_change_results(ranks, alone, tmp_path, ranks_of_hosts):
+    spec = Spec("(S(0), S(0))", "unique", ranks=ranks_of_hosts)
+    case = replace(CASE, deep=spec, wide=spec, growth=EVICTING, ahead=4, clip=1.0)
+    check_as_alone(ranks, alone, sum(map(len, ranks_of_hosts)), case, tmp_path)
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 4, 16, 64])
 def test_lookahead_does_not_change_a_bit(ranks, alone, tmp_path, ahead):
     case = replace(CASE, growth=EVICTING, ahead=ahead)

@@ -52,6 +52,8 @@ def specs(draw, rows: int, dim: int, world_size: int) -> Spec:
     kinds = ["local", "whole", "reduce", "unique"]
     if dim >= 2 and world_size >= 2:
         kinds += ["columns", *(["grid"] if world_size == 4 else [])]
+    if world_size >= 2:
+        kinds.append("two level")
     kind = draw(st.sampled_from(kinds))
     ranks = draw(st.permutations(range(world_size)))
     if kind == "local":
@@ -60,6 +62,10 @@ def specs(draw, rows: int, dim: int, world_size: int) -> Spec:
         return Spec(draw(st.sampled_from(["B", "S(0)", "S(1)"])), "columns", ranks=(ranks[0],))
     if kind == "grid":
         return Spec("(S(0), S(1))", "reduce", ranks=(tuple(ranks[:2]), tuple(ranks[2:])))
+    if kind == "two level":
+        width = draw(st.sampled_from([n for n in (1, 2, world_size) if world_size % n == 0]))
+        hosts = tuple(tuple(sorted(ranks[n : n + width])) for n in range(0, world_size, width))
+        return Spec("(S(0), S(0))", "unique", ranks=hosts)
     if kind == "columns":
         count = draw(st.integers(2, min(dim, world_size)))
         if count == world_size and draw(st.booleans()):

@@ -92,7 +92,7 @@ def test_owner_addresses_identify_rows(sizes):
     specs = {name: Spec("S(0)", "unique") for name in "bcd"}
     case = make_case(a=Spec("S(0)", "unique", sizes=sizes), **specs)
     stack = stack_of(case, 3, "unique")
-    addresses = OwnerAddresses(stack, 3, CPU)
+    addresses = OwnerAddresses(stack, range(3), CPU)
     where = {}
     for rank in range(3):
         for piece in stack.shards(rank):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.cache.records import file_records
 from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.storage.store import StoreRequest, device_store
@@ -108,6 +109,9 @@ def cases() -> list[tuple[int, Case]]:
             lookahead = draw.choice((1, 2, 5))
             chosen.append((size, Case(scheme, kernel, rule, rows, clipped, None, lookahead)))
     unique = Case("3", "numba", "rowwise_adagrad", tables=UNIQUE_COLUMNS, lookahead=4)
+    hops = {"*": TableRule(sbp="(S(0), S(0))", ranks=((0, 1), (2, 3)))}
+    two_level = Case("3", "numba", "rowwise_adagrad", "bfloat16", True, hops, lookahead=4)
+    chosen.append((4, two_level))
     return [*chosen, (2, unique), (2, replace(unique, kernel="torch", clipped=True))]
 
 

@@ -1,6 +1,7 @@
 """Defines groups that exchange deduplicated single rows, as ``plan/row_exchanges.py`` plans."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,7 +57,7 @@ class RowGroup(Group[RowsInFlight]):
         self._store = context.make_store(plan, 0, self._state.sum_of(0))
         self._addresses = OwnerAddresses(
             self._stack,
-            self.num_parts,
+            self.part_ranks,
             self.world.device,
             dtype=plan.dtype,
             address_dtype=plan.address_dtype(),
@@ -79,8 +80,8 @@ class RowGroup(Group[RowsInFlight]):
 
     @property
     @abstractmethod
-    def num_parts(self) -> int:
-        """Return the number of parts of the address space; each part belongs to one rank."""
+    def part_ranks(self) -> Sequence[int]:
+        """Return the ranks that own the parts of the address space, in the order of the parts."""
 
     @abstractmethod
     def begin_counted(self, batch: RowsInFlight) -> None:
@@ -117,6 +118,11 @@ class RowGroup(Group[RowsInFlight]):
         self.begin_counted(again)
         return again
 
+    def relative(self, addresses: Tensor) -> Tensor:
+        """Return the row numbers of job-wide addresses in the stores of their owners."""
+        owner = torch.searchsorted(self._lasts, addresses)
+        return addresses - self._bases.index_select(0, owner)
+
     def step(self, batch: RowsInFlight, purpose: Purpose) -> ExchangeStep:
         """Return the transfer for ``purpose`` in the current round."""
         for stage in self.plan.stages(batch.batch_size):
@@ -140,7 +146,8 @@ class RowGroup(Group[RowsInFlight]):
         """
         if batch.pending is None or batch.request_counts is None:
             return batch.request_counts
-        return torch.cat([batch.request_counts, self.take(batch, "counts", self.world.size)])
+        size = batch.request_counts.numel()
+        return torch.cat([batch.request_counts, self.take(batch, "counts", size)])
 
     def exchange_ids(self, batch: RowsInFlight) -> None:
         if batch.slots is None:
@@ -158,7 +165,11 @@ class RowGroup(Group[RowsInFlight]):
         return vectors.view(samples, self.plan.width)
 
     def row_gradients(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
-        """Return gradients [unique rows, dim], summed over this rank's samples, in the comm dtype.
+        """Return the result of ``row_sums`` in the comm dtype."""
+        return self.row_sums(batch, grad).to(self.plan.grad_comm_dtype)
+
+    def row_sums(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
+        """Return gradients [unique rows, dim], summed over this rank's samples.
 
         With fixed-size buffers, the gradients are [positions, dim].
         """
@@ -167,9 +178,8 @@ class RowGroup(Group[RowsInFlight]):
         grad = grad.reshape(-1, self._stack.dim)
         if batch.slots is None:
             _, sums = batch.wanted.row_gradients(grad)
-        else:
-            sums = batch.slots.spread(batch.wanted, grad)
-        return sums.to(self.plan.grad_comm_dtype)
+            return sums
+        return batch.slots.spread(batch.wanted, grad)
 
     def receive_ids(self, batch: RowsInFlight) -> None:
         count, ranks = sum(batch.incoming), len(batch.incoming)
@@ -197,8 +207,8 @@ class UniqueGroup(RowGroup):
     """Runs S(0) tables with skewed ids: ranks request unique rows from owners and expand them."""
 
     @property
-    def num_parts(self) -> int:
-        return self.world.size
+    def part_ranks(self) -> Sequence[int]:
+        return range(self.world.size)
 
     def begin_counted(self, batch: RowsInFlight) -> None:
         batch.request_counts = batch.wanted.unique_up_to(self._lasts).diff(
@@ -213,10 +223,7 @@ class UniqueGroup(RowGroup):
 
     def send_ids(self, batch: RowsInFlight) -> None:
         batch.wanted.num_unique = sum(batch.requested)
-        unique = batch.wanted.rows()
-        counts = torch.tensor(batch.requested, device=unique.device)
-        rows = unique - self._bases.repeat_interleave(counts, output_size=unique.numel())
-        step = self.step(batch, "ids")
+        step, rows = self.step(batch, "ids"), self.relative(batch.wanted.rows())
         batch.pending = self._ids.start(step, rows, batch.requested, batch.incoming)
 
     def lookup(self, batch: RowsInFlight) -> None:
@@ -243,8 +250,8 @@ class AllGatherRowsGroup(RowGroup):
     """
 
     @property
-    def num_parts(self) -> int:
-        return 1
+    def part_ranks(self) -> Sequence[int]:
+        return range(1)
 
     def sends_ids(self, batch: RowsInFlight) -> bool:
         """Return True if the other ranks need the addresses of the rows that this rank requests."""

@@ -5,7 +5,7 @@ exchanges of single rows; its addresses also identify the rank that owns the row
 return a ``Lookup``: addresses, the bags they form, and a weight per address for weighted sums.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import ModuleType
 
@@ -209,17 +209,18 @@ class LocalAddresses:
 
 
 class OwnerAddresses:
-    """Converts the ids of a stack's uses to job-wide addresses, in ascending order of owning ranks.
+    """Converts the ids of a stack's uses to job-wide addresses, in the order of the owning
+    ``ranks``.
 
-    Rank r owns the addresses after ``lasts[r - 1]`` up to ``lasts[r]`` and receives them relative
-    to ``bases[r]``. Each rank's addresses are consecutive in the order of its store, and
-    ``num_addresses`` is the number of addresses.
+    The rank ``ranks[n]`` owns the addresses after ``lasts[n - 1]`` up to ``lasts[n]`` and receives
+    them relative to ``bases[n]``. Each rank's addresses are consecutive in the order of its store,
+    and ``num_addresses`` is the number of addresses.
     """
 
     def __init__(
         self,
         stack: TableBatch,
-        world_size: int,
+        ranks: Sequence[int],
         device: torch.device,
         *,
         dtype: torch.dtype = torch.float32,
@@ -227,11 +228,9 @@ class OwnerAddresses:
     ) -> None:
         self.bags = BagShape(stack.uses, device, ragged=stack.ragged, dtype=dtype)
         self._ragged, self._dtype = stack.ragged, address_dtype
-        *self.bases, self.num_addresses = accumulate(
-            map(stack.num_rows, range(world_size)), initial=0
-        )
+        *self.bases, self.num_addresses = accumulate(map(stack.num_rows, ranks), initial=0)
         self.lasts = [stop - 1 for stop in (*self.bases[1:], self.num_addresses)]
-        parts = _row_parts(stack, self.bases)
+        parts = _row_parts(stack, dict(zip(ranks, self.bases, strict=True)))
         most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
         firsts: list[list[int]] = []  # by use: first row of each part after the first part
@@ -312,10 +311,13 @@ class OwnerAddresses:
         return ids + self._totals[part, column]
 
 
-def _row_parts(stack: TableBatch, bases: list[int]) -> dict[str, list[tuple[int, int]]]:
-    """Return (first row, address minus row) of non-empty parts by table, sorted by first row."""
+def _row_parts(stack: TableBatch, bases: Mapping[int, int]) -> dict[str, list[tuple[int, int]]]:
+    """Return (first row, address minus row) of non-empty parts by table, sorted by first row.
+
+    ``bases`` contains the first address of each rank.
+    """
     parts: dict[str, list[tuple[int, int]]] = {table.name: [] for table in stack.tables}
-    for rank, base in enumerate(bases):
+    for rank, base in bases.items():
         for shard in stack.shards(rank):
             parts[shard.table.name].append((shard.row_start, base + shard.shift))
     return {name: sorted(table_parts) for name, table_parts in parts.items()}

@@ -114,7 +114,7 @@ def are_in_range(ids: Array, last: Array) -> bool:
         for u in range(ids.shape[1]):
             value = np.int64(ids[i, u])
             signs |= value | (last[u] - value)  # negative if either term is
-    return signs >= 0
+    return bool(signs >= 0)
 
 
 @compiled

@@ -4,13 +4,15 @@ from sbpflow.embedding.plan.boxed_exchanges import Alone, Columns, DenseAllreduc
 from sbpflow.embedding.plan.group_plan import ALONE, EXCHANGES, Exchange, exchange_of, register
 from sbpflow.embedding.plan.row_exchanges import CopiedRows, Unique, UniqueColumns
 from sbpflow.embedding.plan.tables import TableConfig, TableLayout
+from sbpflow.embedding.plan.two_level import UniqueTwoLevel
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 
 # A planner tries the exchanges in this order, simplest first. Among exchanges with the same name,
 # the first that suits a table is used.
-register(Alone(), DenseAllreduce(), CopiedRows(), Columns(), UniqueColumns(), Unique(), Reduce())
+register(Alone(), DenseAllreduce(), CopiedRows(), Columns(), UniqueColumns(), Unique())
+register(UniqueTwoLevel(), Reduce())
 
 
 def exchange_names() -> tuple[str, ...]:
@@ -58,7 +60,9 @@ def check_exchange(table: TableConfig, config: TableLayout, world: Placement) ->
         )
     legal = legal_exchanges(layout, world.size)
     if config.exchange not in legal:
-        use = f"use {' or '.join(legal)}" if legal else "use B, S(0), S(1), or (S(0), S(1))"
+        use = f"use {' or '.join(legal)}"
+        if not legal:
+            use = "use B, S(0), S(1), (S(0), S(1)), or, on all ranks, (S(0), S(0))"
         raise ConfigError(
             f"table {table.name}: exchange {config.exchange} does not support {layout} in a world "
             f"of {world.size}; {use}"

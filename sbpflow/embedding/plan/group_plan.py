@@ -107,6 +107,7 @@ class Exchange(ABC):
     calls: ClassVar[tuple[str, ...]]
     pools: ClassVar[bool] = False  # a sample's vectors can be summed before sending
     copies: ClassVar[bool] = False  # every rank stores and updates the whole table
+    even: ClassVar[bool] = False  # all ranks do equal work, which ``home`` counts completely
     looks_up_all: ClassVar[bool] = False  # owners look up the global batch and need all of its ids
     adds_terms: ClassVar[bool] = False  # owners compute partial sums, which are then added
     shares_lookups: ClassVar[bool] = False  # an owner reads only its own share of the lookups
@@ -127,6 +128,11 @@ class Exchange(ABC):
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
         """Return the layouts that a planner tries as (sbp, (row parts, column parts))."""
+        return ()
+
+    def host_cuts(self, num_hosts: int, world_size: int) -> Cuts:
+        """Return the layouts that a planner tries in addition if hosts have equally many ranks, as
+        (sbp, (hosts, ranks per host))."""
         return ()
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:

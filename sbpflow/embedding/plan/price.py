@@ -12,7 +12,7 @@ import numpy as np
 
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, Facts, vector_of
 from sbpflow.costs.ids import Floats, IdCurve, IdFrequencies, click_curve
-from sbpflow.costs.prices import Price, price_of
+from sbpflow.costs.prices import Price, price_of, transfer_ms
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import Exchange
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
@@ -33,14 +33,15 @@ def price_plan(
 ) -> Price:
     """Return the price of a step with a global batch of ``batch_size``.
 
-    ``frequencies`` maps features to their id statistics. All transfers involve all ranks, so with
-    several hosts the slower link determines the price. Without a ``topology``, the ranks are
-    assumed to share one host.
+    ``frequencies`` maps features to their id statistics. With several hosts, ranks send to their
+    own host and to other hosts at the same time, and a call has the latency of the slower link.
+    Without a ``topology``, the ranks are assumed to share one host.
     """
-    link = (topology or Topology.one_host(plan.world.size)).link(plan.world.ranks)
-    return price_of(
-        plan_totals(plan, batch_size, frequencies or {}), link.gb_per_s, link.latency_ms
-    )
+    topology = topology or Topology.one_host(plan.world.size)
+    link, far = topology.link(plan.world.ranks), topology.far_share
+    hops = 1e-6 / topology.host_link.gb_per_s, 1e-6 / link.gb_per_s
+    prices = transfer_ms(max((1 - far) * hops[0], far * hops[1]), link.latency_ms, hops)
+    return price_of(plan_totals(plan, batch_size, frequencies or {}), prices, far)
 
 
 def plan_totals(
@@ -64,6 +65,7 @@ def plan_totals(
             for table, layout in zip(stack.tables, stack.layouts, strict=True):
                 curve = curve_of_table(table, frequencies)
                 lookups = sum(ids[name] for name in table.features)
+                hosts = layout.placement.shape[0] if group.kind.even else plan.world.size
                 facts = Facts(
                     world_size=plan.world.size,
                     batch_size=batch_size,
@@ -74,6 +76,7 @@ def plan_totals(
                     sent_ids=sum(ids[name] / max(1, sharing[name]) for name in table.features),
                     touched=min(curve.touched(lookups), table.num_rows),
                     wanted=min(curve.touched(lookups / plan.world.size), table.num_rows),
+                    host_wanted=min(curve.touched(lookups / hosts), table.num_rows),
                     item=plan.dtype.itemsize,
                     row_item=plan.row_dtype.itemsize,
                     vector_item=group.comm_dtype.itemsize,
@@ -103,6 +106,10 @@ def _add_table(
     held: Mapping[int, tuple[int, int]],
     facts: Facts,
 ) -> None:
+    if exchange.even:
+        hosts, width = layout.placement.shape
+        totals += vector_of(exchange.home(facts, (hosts, width)))
+        return
     rows = columns = 1
     for parts, sbp in zip(layout.placement.shape, layout.nd_sbp, strict=True):
         if isinstance(sbp, Split):

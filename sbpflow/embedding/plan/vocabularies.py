@@ -21,6 +21,7 @@ from sbpflow.embedding.plan.tables import (
     TableLayout,
     shards_of,
 )
+from sbpflow.embedding.plan.two_level import is_two_level
 from sbpflow.errors import ConfigError
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
@@ -98,6 +99,10 @@ def aligned(
         if table.growth is None or config is None:
             continue
         layout, nd_sbp = config.layout, list(config.layout.nd_sbp)
+        if is_two_level(layout):
+            split = _split_twice(table, config.key, *layout.placement.shape)
+            result[table.name] = replace(config, layout=replace(layout, nd_sbp=split))
+            continue
         for axis, sbp in enumerate(nd_sbp):
             if not (isinstance(sbp, Split) and sbp.dim == 0):
                 continue
@@ -112,6 +117,27 @@ def aligned(
                 )
         result[table.name] = replace(config, layout=replace(layout, nd_sbp=tuple(nd_sbp)))
     return result
+
+
+def _split_twice(table: TableConfig, key: str, hosts: int, width: int) -> tuple[Split, Split]:
+    """Return the splits of rows over hosts and over the ranks of each host, at bucket boundaries.
+
+    The second split is the same for all hosts, so all buckets need equally many rows, and all hosts
+    equally many buckets. Raise ConfigError if this is not possible.
+    """
+    each, rest = divmod(table.num_rows, NUM_BUCKETS)
+    if rest or NUM_BUCKETS % hosts:
+        use = f"evict.max_rows: {NUM_BUCKETS * (each + 1)}" if rest else "2, 4, 8, .. hosts"
+        raise ConfigError(
+            f"{key or f'table {table.name}'}: (S(0), S(0)) gives each host an equal part of the "
+            f"{NUM_BUCKETS} buckets of keys, but {table.name} has {table.num_rows} rows for "
+            f"{hosts} hosts; use {use}, or sbp: S(0)"
+        )
+    of_host = balanced_sizes(NUM_BUCKETS // hosts, width)
+    return (
+        Split(0, (table.num_rows // hosts,) * hosts),
+        Split(0, tuple(each * buckets for buckets in of_host)),
+    )
 
 
 def plan_vocabularies(

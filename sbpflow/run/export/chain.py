@@ -30,6 +30,7 @@ from sbpflow.run.export.growing_deltas import (
 )
 from sbpflow.run.export.row_formats import RowFormat, to_stored
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
+from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.serving import deltas
 from sbpflow.serving.deltas import BUNDLE_FILE, DeltaHead, DeltaWriter, bundles_in, delta_folder
 
@@ -95,7 +96,7 @@ def _next(last: Exported, base: str) -> Exported | None:
 
 
 def export_newest(
-    run: Path, seen: str, folder: Path, num_deltas: int, write_base: WriteBase
+    run: AnyPath, seen: str, folder: Path, num_deltas: int, write_base: WriteBase
 ) -> tuple[str, str]:
     """Export the newest good checkpoint in ``run`` unless it is ``seen``.
 
@@ -105,8 +106,7 @@ def export_newest(
         checkpoint = next(good_checkpoints(run), None)
         if checkpoint is None:
             return seen, ""
-        file = checkpoint.path / INDEX_FILE
-        newest = f"{file} {file.stat().st_mtime_ns}"
+        newest = digest_of(checkpoint.index)
         written = None
         if newest != seen:
             written = export_next(checkpoint, folder, num_deltas, write_base)

@@ -15,6 +15,7 @@ from sbpflow.costs.prices import Price
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.price import curve_of_table, ids_per_sample, price_plan
 from sbpflow.embedding.plan.tables import FeatureConfig, TableConfig
+from sbpflow.embedding.plan.two_level import SBP as TWO_LEVEL
 from sbpflow.errors import PlanError
 from sbpflow.runtime.ranks.topology import Topology
 
@@ -37,9 +38,12 @@ def candidates(
     world_size: int,
     batch_size: int,
     frequencies: Mapping[str, IdFrequencies] | None = None,
+    *,
+    two_level: bool = False,
 ) -> dict[str, Rules]:
     """Return rules per table for each candidate plan, by name.
 
+    ``two_level`` adds plans that exchange rows within hosts first.
     In some candidates all tables have the same layout, or whole tables are balanced over the ranks.
     The other candidates combine one of these layouts with copies of small tables on every rank.
     """
@@ -65,6 +69,10 @@ def candidates(
             "all S(1)": lambda table: if_wide(columns, table),
             "all S(1), unique": lambda table: if_wide(unique_columns, table),
         }
+    if two_level:
+        hops = TableRule(sbp=TWO_LEVEL, exchange="unique")
+        # The buckets of a growing table do not always split evenly over hosts.
+        alike["all unique, two levels"] = lambda table: hops if table.growth is None else rows
     rules = {
         name: {escape(table.name): rule(table) for table in tables} for name, rule in alike.items()
     }

@@ -232,7 +232,9 @@ def _plan_tables(
     parallel, sparse = config.parallel, config.optimizer.sparse
 
     def resolve(schemes: Schemes) -> dict[str, TableLayout]:
-        return check(config, shapes, schemes, world.size, world.device_type, planned)
+        return check(
+            config, shapes, schemes, world.size, world.device_type, planned, topology.hosts
+        )
 
     outputs = _with_patterns(spec.outputs, config)
     outputs = with_storage(outputs, config, world.size, world.device_type)
@@ -256,7 +258,14 @@ def _plan_tables(
         return layouts, plan(layouts), ()
     frequencies = frequencies_of(fields)
     ranked = rank_candidates(
-        candidates(tables, features, world.size, config.data.batch_size, frequencies),
+        candidates(
+            tables,
+            features,
+            world.size,
+            config.data.batch_size,
+            frequencies,
+            two_level=parallel.row_buffer_fraction is None and _has_equal_hosts(topology),
+        ),
         lambda rules: plan(resolve({"auto": rules})),
         batch_size=config.data.batch_size,
         topology=topology,
@@ -264,6 +273,11 @@ def _plan_tables(
     )
     priced = tuple(PricedPlan(name=each.name, ms=each.price.ms) for each in ranked)
     return resolve({"auto": ranked[0].rules}), ranked[0].plan, priced
+
+
+def _has_equal_hosts(topology: Topology) -> bool:
+    """Return True for several hosts with equally many ranks, two or more on each host."""
+    return len(topology.hosts) > 1 and (topology.ranks_per_host or 1) > 1
 
 
 def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:

@@ -119,6 +119,22 @@ def what_helps(
     return lines or [f"none of {tried} would save 5 % or more"]
 
 
+def expected_traffic(plan: RunPlan, fields: Fields) -> dict[str, int]:
+    """Return the bytes of ids, rows, and gradients of rows that a rank is expected to send in a
+    step, by link."""
+    price = price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies_of(fields))
+    near = price.sent_bytes - price.network_bytes
+    return {"on a host": near, "between hosts": price.network_bytes}
+
+
+def traffic_lines(expected: Mapping[str, int]) -> list[str]:
+    """Describe the result of ``expected_traffic``."""
+    texts = [f"{format_size(size)} {where}" for where, size in expected.items() if size]
+    if not texts:
+        return []
+    return [f"expected from the repetition of ids: a rank sends {' and '.join(texts)} for tables"]
+
+
 def _costs(plan: RunPlan, fields: Fields) -> dict[str, float]:
     facts = describe(plan)
     price = price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies_of(fields))

@@ -4,12 +4,11 @@ import json
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
 from sbpflow.boxing.executor import Boxing
-from sbpflow.checkpoint.folder import checked, keep_only, step_folder, tidy
+from sbpflow.checkpoint.folder import Claim, checked, keep_only, step_folder, tidy
 from sbpflow.checkpoint.format import Previous, digest_of
 from sbpflow.checkpoint.run_file import RunFacts, write_run
 from sbpflow.checkpoint.save import Saver
@@ -24,6 +23,7 @@ from sbpflow.run.saved.coordinated_stop import CoordinatedStop
 from sbpflow.run.saved.resume import Resumed, relevant_facts
 from sbpflow.run.saved.saved_model import load_values
 from sbpflow.runtime.compute.versions import summary as version_summary
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 from sbpflow.runtime.files.run_folder import RunLock
 from sbpflow.runtime.processes.graceful_shutdown import (
     GracefulInterrupt,
@@ -60,7 +60,7 @@ class Checkpoints:
         *,
         resumed: Resumed,
         metrics_bytes: Callable[[], int],
-        keep_set: Callable[[Path], None],
+        keep_set: Callable[[AnyPath], None],
     ) -> None:
         decision, start, data = resumed.decision, resumed.start, resumed.data
         self.step, self.epoch = start.step, start.epoch
@@ -73,7 +73,7 @@ class Checkpoints:
         self._signals: GracefulShutdown | GracefulInterrupt | None = None
         self._stop: CoordinatedStop | None = None
         self._stopping, self._last_saved = False, start.step
-        self._lock: RunLock | None = None
+        self._lock: RunLock | Claim | None = None
         if start.cursor is not None:
             read.load_state_dict(start.cursor)
         if not config.checkpoint.every:
@@ -87,9 +87,7 @@ class Checkpoints:
         check_shared(folder, job.boxing)
         facts = relevant_facts(config, data)
         self._facts = RunFacts(run=decision.run, facts=facts, status="training")
-        self._lock = run_on_all_ranks(
-            job.boxing, lambda: RunLock(folder, rank=self._world.rank, key="checkpoint.dir")
-        )
+        self._lock = run_on_all_ranks(job.boxing, lambda: _lock(folder, self._world.rank))
         if self._world.rank == 0:
             tidy(folder)
             keep_set(folder)
@@ -103,6 +101,7 @@ class Checkpoints:
             stores=job.embeddings.stores,
             num_deltas=config.checkpoint.deltas,
             previous=_continued(folder, resumed),
+            may_publish=self._lock.check if isinstance(self._lock, Claim) else lambda: None,
         )
         if {"save": True, "end": False}[config.checkpoint.on_signal]:
             self._signals = watch_signals()
@@ -177,7 +176,7 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.wait()
             self._saver.close()
-        if self._lock is not None:
+        if isinstance(self._lock, RunLock):
             self._lock.close()
 
     def _end_signals(self) -> None:
@@ -204,7 +203,7 @@ class Checkpoints:
         }
 
 
-def _continued(folder: Path, resumed: Resumed) -> Previous | None:
+def _continued(folder: AnyPath, resumed: Resumed) -> Previous | None:
     """Return the base of the first delta: the checkpoint from which the run was resumed."""
     if not resumed.decision.resumes or not resumed.start.step:
         return None
@@ -213,11 +212,25 @@ def _continued(folder: Path, resumed: Resumed) -> Previous | None:
     return Previous(step=checkpoint.step, sha256=digest_of(checkpoint.index), number=number)
 
 
-def _folder(folder: Path) -> Path:
+def _folder(folder: AnyPath) -> AnyPath:
+    if isinstance(folder, RemotePath):
+        return folder
     return writable_folder("checkpoint.dir", folder, "checkpoint.dir=runs/train/checkpoints")
 
 
-def check_shared(folder: Path, boxing: Boxing) -> None:
+def _lock(folder: AnyPath, rank: int) -> RunLock | Claim | None:
+    """Lock a folder on rank 0, or claim a folder in a store."""
+    if not isinstance(folder, RemotePath):
+        return RunLock(folder, rank=rank, key="checkpoint.dir")
+    try:
+        return Claim(folder) if rank == 0 else None
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.dir: {error}; use a URL to which you can write, or a local folder"
+        ) from error
+
+
+def check_shared(folder: AnyPath, boxing: Boxing) -> None:
     """Raise ConfigError on every rank if some ranks do not see rank 0's folder, and name these
     ranks.
 
@@ -227,10 +240,10 @@ def check_shared(folder: Path, boxing: Boxing) -> None:
         return
     file, number = folder / ".seen-by-all", uuid.uuid4().hex
     if boxing.world.rank == 0:
-        file.write_text(number, encoding="ascii")
+        file.write_bytes(number.encode())
     written = gather_facts(boxing, {"number": number})[0]["number"]
     try:
-        seen = file.read_text(encoding="ascii") == written
+        seen = file.read_bytes() == written.encode()
     except OSError:
         seen = False
     everyone = gather_facts(boxing, {"seen": "yes" if seen else ""})

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from sbpflow.embedding.plan.vocabularies import VocabularyPlan
 from sbpflow.embedding.storage.live_rows import NO_TIME
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.planning.plan_file import plan_from_json
+from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.random.streams import mix
 from sbpflow.serving.cells import RARE_ID
 
@@ -52,7 +52,7 @@ def check_grows(checkpoint: Checkpoint, field: str) -> VocabularyPlan:
     raise ConfigError(f"--field {field}: does not grow in {checkpoint.path}; use {names}")
 
 
-def erase(path: Path, field: str, keys: Tensor) -> str:
+def erase(path: AnyPath, field: str, keys: Tensor) -> str:
     """Write the newest checkpoint at ``path`` again, without keys of a field; return the result.
 
     The checkpoint loses the rows, optimizer state, last uses, and counts of ``keys`` int64 [n].
@@ -93,7 +93,7 @@ def erase(path: Path, field: str, keys: Tensor) -> str:
 
 
 def to_keys(
-    checkpoint: Checkpoint, values: Mapping[str, Values], data: Mapping[str, Any], output: Path
+    checkpoint: Checkpoint, values: Mapping[str, Values], data: Mapping[str, Any], output: AnyPath
 ) -> str:
     """Write ``checkpoint`` to the folder ``output`` with growing tables for the fields ``values``.
 

@@ -9,7 +9,6 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from sbpflow.boxing.agreement import gather_facts, run_on_all_ranks
@@ -31,6 +30,7 @@ from sbpflow.config.schema import Config
 from sbpflow.errors import CheckpointError, ConfigError
 from sbpflow.run.execution.job import Job
 from sbpflow.run.saved.saved_documents import check_loop, check_start, saved_set
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
 from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, set_aside
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,9 @@ class Decision:
     another run's checkpoint.
     """
 
-    folder: Path
+    folder: AnyPath
     run: str
-    newest: Path | None = None
+    newest: AnyPath | None = None
     resumes: bool = False
 
 
@@ -103,7 +103,7 @@ class Resumed:
     data: DataFacts
 
 
-def checkpoint_dir(config: Config) -> Path:
+def checkpoint_dir(config: Config) -> AnyPath:
     """Return the folder of a run's checkpoints without creating it."""
     return config.checkpoint.dir or config.run.dir / CHECKPOINTS_FOLDER
 
@@ -139,16 +139,16 @@ def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
     return Decision(
         folder=folder,
         run=facts["run"],
-        newest=Path(facts["newest"]) if facts["newest"] else None,
+        newest=any_path(facts["newest"]) if facts["newest"] else None,
         resumes=bool(facts["resumes"]),
     )
 
 
-def _decide(config: Config, data: DataFacts, folder: Path) -> Decision:
+def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
     resume = config.checkpoint.resume
     new_run = Decision(folder=folder, run=uuid.uuid4().hex[:12])
     if resume not in ("auto", "never"):
-        newest = _checkpoint_at(Path(resume))
+        newest = _checkpoint_at(any_path(resume))
         if newest.parent.resolve() == folder.resolve():
             raise ConfigError(
                 f"checkpoint.resume: {resume} is in checkpoint.dir, {folder}, but a new run moves "
@@ -180,7 +180,7 @@ def _decide(config: Config, data: DataFacts, folder: Path) -> Decision:
     return Decision(folder=folder, run=saved.run, newest=newest.path, resumes=True)
 
 
-def _check_no_checkpoints(folder: Path) -> None:
+def _check_no_checkpoints(folder: AnyPath) -> None:
     """Raise ConfigError if the folder contains checkpoints but no run.json, which identifies their
     run."""
     if checkpoints := list_checkpoints(folder):
@@ -192,7 +192,7 @@ def _check_no_checkpoints(folder: Path) -> None:
         )
 
 
-def _checkpoint_at(path: Path) -> Path:
+def _checkpoint_at(path: AnyPath) -> AnyPath:
     """Return the checkpoint at ``path``, or a folder's newest good checkpoint."""
     if not list_checkpoints(path):
         return checked(path).path
@@ -201,7 +201,7 @@ def _checkpoint_at(path: Path) -> Path:
     raise CheckpointError(f"{path}: contains no usable checkpoint (see the warnings above)")
 
 
-def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: Path) -> None:
+def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: AnyPath) -> None:
     current = relevant_facts(config, data)
     saved = {current_key(key): value for key, value in saved.items()}
     if saved.get(_SET) == data.fingerprint[:16]:  # earlier versions saved the set's fingerprint
@@ -223,6 +223,14 @@ def _move_aside(config: Config) -> None:
     """Move another run's files in checkpoint.dir aside; ``training/report.py`` does the same in
     run.dir."""
     folder = checkpoint_dir(config)
+    if isinstance(folder, RemotePath):
+        if list_checkpoints(folder):
+            raise ConfigError(
+                f"checkpoint.dir: {folder} contains the checkpoints of an earlier run, which "
+                f"cannot be moved aside in a store; use, for example, checkpoint.dir={folder}-2, "
+                "or remove them"
+            )
+        return
     if not folder.is_dir():
         return
     tidy(folder)
@@ -255,7 +263,7 @@ def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start
     return start
 
 
-def _restore(path: Path, job: Job, data: DataFacts) -> str:
+def _restore(path: AnyPath, job: Job, data: DataFacts) -> str:
     """Restore the job; return the reason if this rank failed, or "" on success."""
     try:
         checkpoint = open_checkpoint(path)
@@ -280,14 +288,14 @@ def _first(boxing: Boxing, text: str) -> str:
     return next(filter(None, texts), "")
 
 
-def _previous(decision: Decision, newest: Path, boxing: Boxing) -> Path | None:
+def _previous(decision: Decision, newest: AnyPath, boxing: Boxing) -> AnyPath | None:
     """Return the newest good checkpoint before ``newest``, as found by rank 0."""
     path = ""
     if boxing.world.rank == 0:
         good = good_checkpoints(decision.folder, run=decision.run)
         path = next((str(each.path) for each in good if each.step < step_of(newest)), "")
     path = _first(boxing, path)
-    return Path(path) if path else None
+    return any_path(path) if path else None
 
 
 def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from glob import escape
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -37,9 +36,10 @@ from sbpflow.run.execution.job import Job
 from sbpflow.run.model.spec import ModelSpec
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.plan_file import plan_from_json
+from sbpflow.runtime.files.remote_path import AnyPath
 
 
-def find_checkpoint(path: Path, which: Literal["best", "last"] | None = None) -> Checkpoint:
+def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None) -> Checkpoint:
     """Return the checkpoint at ``path``, or the best or newest good checkpoint in that folder.
 
     Without ``which``, return the best checkpoint if the run kept its best weights. Damaged
@@ -145,6 +145,8 @@ def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
     if rule.ranks is None:
         return rule.sizes is not None and len(rule.sizes) != world_size
     ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]
+    if rule.splits_rows_twice:  # needs all ranks
+        return len(ranks) != world_size
     return max(ranks) >= world_size
 
 

@@ -9,8 +9,10 @@ import json
 import math
 import os
 import re
-from pathlib import Path
 from typing import Any, NoReturn, cast
+
+from sbpflow.errors import StoreError
+from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 MAX_BYTES = 2**30
 MAX_DEPTH = 64
@@ -24,27 +26,30 @@ class JsonError(ValueError):
     """Raised if a file cannot be read, or if text is not JSON or exceeds a limit."""
 
 
-def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> object:
+def read_json(path: AnyPath, *, max_bytes: int = MAX_BYTES) -> object:
     """Return the JSON value in a file. Raises FileNotFoundError, or JsonError with the file
     name."""
     return parse_json(read_text(path, max_bytes=max_bytes), str(path))
 
 
-def read_text(path: Path, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = False) -> str:
+def read_text(path: AnyPath, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool = False) -> str:
     """Return the UTF-8 text of a file of at most ``max_bytes``.
 
     Raises the same errors as ``read_json``. With ``keep_bad_bytes``, invalid bytes become
     characters that ``parse_json`` rejects, so that the other lines remain usable.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            raw = file.read(max_bytes + 1) if size <= max_bytes else b""
+        if isinstance(path, RemotePath):
+            size, raw = 0, path.read_bytes()
+        else:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                raw = file.read(max_bytes + 1) if size <= max_bytes else b""
         size = max(size, len(raw))
         if size > max_bytes:
             raise JsonError(f"{path}: has {size:,} bytes; at most {max_bytes:,} are supported")
         return raw.decode("utf-8", "surrogateescape" if keep_bad_bytes else "strict")
-    except FileNotFoundError:
+    except (FileNotFoundError, StoreError):  # a store that fails does not mean a damaged file
         raise
     except NotADirectoryError as error:  # a parent in the path is a file, not a folder
         raise FileNotFoundError(*error.args) from error

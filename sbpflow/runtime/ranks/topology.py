@@ -88,6 +88,12 @@ class Topology:
         """Return the largest number of ranks on a host."""
         return max(map(len, self.hosts))
 
+    @property
+    def far_share(self) -> float:
+        """Return the share of the other ranks that are on other hosts, for the rank where this
+        share is largest."""
+        return (self.size - min(map(len, self.hosts))) / max(1, self.size - 1)
+
     def host_of(self, rank: int) -> int:
         """Return the index of a rank's host in ``hosts``."""
         return next(index for index, host in enumerate(self.hosts) if rank in host)

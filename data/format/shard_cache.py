@@ -1,0 +1,243 @@
+"""Keep files of sets at URLs on this host, within a size limit, for all ranks and runs.
+
+``DIR/FINGERPRINT/`` contains the manifest and some files of a set. A file appears there complete,
+with a verified checksum. File locks, which end with their process, decide who downloads a file and
+who makes room. The files that were used least recently are removed first, except for splits that
+are mapped by a process.
+"""
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeVar
+
+from sbpflow.data.format.npy import file_crc32
+from sbpflow.errors import ConfigError, DataError, StoreError
+from sbpflow.runtime.files.file_lock import HeldError, hold
+from sbpflow.runtime.files.remote_path import RemotePath
+
+Result = TypeVar("Result")
+_PARTIAL, _PIN = ".partial", ".pin"
+_NUM_LOCKS = 256
+_DOWNLOADS = 8
+_TRIES = 3  # downloads of a file whose bytes differ from its checksum
+_WAIT_S = 0.05
+_AHEAD = 4  # files of a split that are downloaded before they are read
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimit:
+    """The folder of the cache on this host, and its maximum size."""
+
+    folder: Path
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a set, as its manifest describes it."""
+
+    crc32: int
+    num_bytes: int
+
+
+class ShardCache:
+    """Gets the files of one set; ``files`` has all of them, and ``order`` the files by split."""
+
+    def __init__(
+        self,
+        url: RemotePath,
+        folder: Path,
+        limit: CacheLimit,
+        files: Mapping[str, RemoteFile],
+        order: Mapping[str, Sequence[Sequence[str]]],
+    ) -> None:
+        self.url, self.folder = url, folder
+        self._limit, self._files = limit, files
+        self._locks = limit.folder / "locks"
+        self._locks.mkdir(parents=True, exist_ok=True)
+        self._next = {
+            name: [name for later in shards[k + 1 : k + 1 + _AHEAD] for name in later]
+            for shards in order.values()
+            for k, names in enumerate(shards)
+            for name in names
+        }
+        self._order = order
+        self._pins: list[IO[str]] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: dict[str, Future[None]] = {}
+        self._guard = threading.Lock()
+
+    def get(self, path: Path) -> None:
+        """Make sure that the file at ``path``, in ``folder``, exists now; fetch the next files.
+
+        Raises DataError if the file cannot be downloaded, or ConfigError without room for it.
+        """
+        name = str(path.relative_to(self.folder))
+        self._get(name)
+        self._fetch_ahead(self._next.get(name, ()))
+
+    def get_all(self, names: Iterable[str]) -> None:
+        """Download files in parallel; files that another process is downloading come last."""
+        with ThreadPoolExecutor(_DOWNLOADS) as pool:
+            waiting = [name for name, done in _each(pool, self._get_free, names) if not done]
+            for _ in _each(pool, self._get, waiting):
+                pass
+
+    def get_split(self, split: str) -> None:
+        """Download all files of a split, and keep them while this process runs.
+
+        Raises ConfigError if the cache is too small.
+        """
+        names = [name for shard in self._order[split] for name in shard]
+        need = sum(self._files[name].num_bytes for name in names)
+        if need > self._limit.num_bytes:
+            raise ConfigError(
+                f"data.cache.size: {self._limit.num_bytes / 1e9:g} GB, but every batch of a "
+                f"shuffled epoch reads from all {need / 1e9:.3g} GB of {split}; use at least "
+                f"data.cache.size='{need / 1e9 * 1.05:.3g} GB', or data.shuffle=none"
+            )
+        pin = (self.folder / f"{split}{_PIN}").open("a", encoding="ascii")
+        fcntl.flock(pin, fcntl.LOCK_SH)
+        self._pins.append(pin)
+        # Each process starts elsewhere, so that the processes of a host share the work.
+        start = os.getpid() % max(1, len(names))
+        self.get_all([*names[start:], *names[:start]])
+
+    def _fetch_ahead(self, names: Iterable[str]) -> None:
+        with self._guard:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(2, thread_name_prefix="fetch-ahead")
+            self._ahead = {name: each for name, each in self._ahead.items() if not each.done()}
+            room = self._limit.num_bytes // 2
+            for name in names:
+                room -= self._files[name].num_bytes
+                if room < 0:
+                    break
+                if name not in self._ahead and not (self.folder / name).exists():
+                    self._ahead[name] = self._pool.submit(self._try, name)
+
+    def _try(self, name: str) -> None:
+        # The read of the file raises the error again, if it still occurs.
+        with contextlib.suppress(DataError, ConfigError, OSError):
+            self._get(name)
+
+    def _get_free(self, name: str) -> bool:
+        """Get a file unless another process is getting it."""
+        try:
+            self._get(name, wait=False)
+        except HeldError:
+            return False
+        return True
+
+    def _get(self, name: str, *, wait: bool = True) -> None:
+        path = self.folder / name
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            pass
+        else:
+            return
+        with hold(self._lock_of(path), wait=wait):
+            if not path.exists():
+                self._download(name, path)
+
+    def _download(self, name: str, path: Path) -> None:
+        file, partial = self._files[name], path.with_name(path.name + _PARTIAL)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._reserve(partial, file.num_bytes)
+        try:
+            for number in range(1, _TRIES + 1):
+                (self.url / name).download(partial)
+                if partial.stat().st_size == file.num_bytes and file_crc32(partial) == file.crc32:
+                    partial.replace(path)
+                    return
+                if number == _TRIES:
+                    raise DataError(
+                        f"{self.url / name}: differs from the manifest in {_TRIES} downloads; "
+                        "prepare the set again"
+                    )
+        except (FileNotFoundError, StoreError) as error:
+            reason = str(error) if isinstance(error, StoreError) else f"{self.url / name}: missing"
+            raise DataError(f"{reason}; check the store, and start again") from None
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _reserve(self, partial: Path, num_bytes: int) -> None:
+        """Make room for a file, and create it with its final size, which other processes count.
+
+        Wait while other downloads need the room.
+        """
+        while (excess := self._try_reserve(partial, num_bytes)) and self._is_downloading():
+            time.sleep(_WAIT_S)
+        if excess:
+            limit, folder = self._limit.num_bytes, self._limit.folder
+            raise ConfigError(
+                f"data.cache.size: {limit / 1e9:g} GB in {folder} have no room for "
+                f"{num_bytes / 1e9:.3g} GB, because the other files there are in use; use, for "
+                f"example, data.cache.size='{(limit + excess) / 1e9 * 1.05:.3g} GB'"
+            )
+
+    def _try_reserve(self, partial: Path, num_bytes: int) -> int:
+        """Remove files to make room; return the number of bytes that are missing."""
+        with hold(self._limit.folder / "room.lock", wait=True):
+            files = sorted(_files_in(self._limit.folder))
+            excess = sum(size for _, size, _ in files) + num_bytes - self._limit.num_bytes
+            for _, size, path in files:
+                if excess <= 0:
+                    break
+                if self._remove(path):
+                    excess -= size
+            if excess <= 0:
+                with partial.open("wb") as file:
+                    file.truncate(num_bytes)
+            return max(0, excess)
+
+    def _is_downloading(self) -> bool:
+        """Return whether a process is downloading a file."""
+        paths = [path for *_, path in _files_in(self._limit.folder) if path.suffix == _PARTIAL]
+        return any(not self._remove(path) for path in paths)
+
+    def _remove(self, path: Path) -> bool:
+        """Remove a file of any set, unless it is mapped or being downloaded."""
+        name = path.name.removesuffix(_PARTIAL)
+        lock = self._lock_of(path.with_name(name))
+        if path.name.endswith(_PARTIAL):
+            lock_needed = lock
+        else:
+            lock_needed = path.parent / f"{name.partition('-')[0]}{_PIN}"
+            if not lock_needed.exists():
+                path.unlink(missing_ok=True)
+                return True
+        try:
+            with hold(lock_needed):
+                path.unlink(missing_ok=True)
+        except HeldError:
+            return False
+        return True
+
+    def _lock_of(self, path: Path) -> Path:
+        name = str(path.relative_to(self._limit.folder)).encode()
+        return self._locks / str(zlib.crc32(name) % _NUM_LOCKS)
+
+
+def _each(
+    pool: ThreadPoolExecutor, function: Callable[[str], Result], names: Iterable[str]
+) -> Iterator[tuple[str, Result]]:
+    names = list(names)
+    return zip(names, pool.map(function, names), strict=True)
+
+
+def _files_in(folder: Path) -> Iterable[tuple[float, int, Path]]:
+    """Yield time of last use, size, and path of the files of all sets."""
+    for path in folder.glob("*/**/*.npy*"):
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.stat()
+            yield facts.st_mtime, facts.st_size, path

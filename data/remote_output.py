@@ -1,0 +1,83 @@
+"""Make a prepared set at a URL: prepare it in a local folder, and then upload it.
+
+The local folder depends only on the URL, so the same command continues a killed run or upload. It
+is removed at the end.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sbpflow.data.format.manifest import MANIFEST, Manifest, load_manifest
+from sbpflow.data.prepare.remote import InputPath
+from sbpflow.data.prepare.source import find_inputs
+from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.files.cache_dir import cache_dir, make_private
+from sbpflow.runtime.files.json_file import parse_json
+from sbpflow.runtime.files.remote_path import RemotePath
+from sbpflow.runtime.files.upload import upload
+
+_LOG = logging.getLogger(__name__)
+_JOURNAL = "uploaded"
+
+
+def make_remote(
+    url: RemotePath,
+    words: Sequence[str],
+    inputs: Sequence[InputPath],
+    make: Callable[[Path], Manifest | None],
+    *,
+    overwrite: bool,
+) -> Manifest:
+    """Make the set at ``url`` and return its manifest.
+
+    ``make`` makes the set in a local folder. ``words`` are the arguments of the command, which
+    continues the upload of a local set only if arguments and inputs are the same. Raises
+    ConfigError if there is a set at the URL, unless ``overwrite``.
+    """
+    if (url / MANIFEST).exists() and not overwrite:
+        raise ConfigError(f"--output {url}: a set already exists; use --overwrite to replace it")
+    name = f"{url.name}-{hashlib.sha256(url.url.encode()).hexdigest()[:12]}"
+    folder = cache_dir() / "prepare" / name
+    make_private(folder)
+    local, journal = folder / "set", folder / _JOURNAL
+    done = _uploaded(local, journal, words, inputs)
+    if done is None:
+        shutil.rmtree(local, ignore_errors=True)
+        journal.unlink(missing_ok=True)
+        make(local)
+        journal.write_text(json.dumps(list(words)) + "\n", encoding="ascii")
+        done = []
+    else:
+        _LOG.info("continuing the upload of the set in %s", local)
+    _LOG.info("uploading %s to %s", local, url)
+    lock = threading.Lock()
+    with journal.open("a", encoding="ascii") as file:
+
+        def on_file(name: str) -> None:
+            with lock:
+                file.write(json.dumps(name) + "\n")
+                file.flush()
+
+        upload(local, url, last=(MANIFEST,), done=done, on_file=on_file)
+    shutil.rmtree(folder)
+    return load_manifest(url, "--output")
+
+
+def _uploaded(
+    local: Path, journal: Path, words: Sequence[str], inputs: Sequence[InputPath]
+) -> list[str] | None:
+    """Return the uploaded files of a complete local set, or None if there is no such set."""
+    try:
+        lines = journal.read_text(encoding="ascii").splitlines()
+        manifest = load_manifest(local, "--output")
+        given, *done = [parse_json(line) for line in lines]
+    except (FileNotFoundError, DataError, ValueError):
+        return None
+    now = [{"name": each.path.name, "bytes": each.num_bytes} for each in find_inputs(inputs)]
+    same = given == list(words) and manifest.content.get("inputs") == now
+    return list(map(str, done)) if same else None

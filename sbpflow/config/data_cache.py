@@ -1,0 +1,39 @@
+"""Defines the group ``data.cache``: files of sets at URLs on each host."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from sbpflow.config.parse import Example
+from sbpflow.config.storage_rules import num_bytes_of
+from sbpflow.errors import ConfigError
+from sbpflow.runtime.fields.keys import Key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataCache:
+    """Keeps files of sets at URLs on each host."""
+
+    dir: Annotated[
+        Path | None,
+        Example("/scratch/sets"),
+        Key(
+            "execution",
+            "Folder for files of sets at URLs, on a local disk of each host. The default is "
+            "sbpflow/sets in the user's cache folder.",
+        ),
+    ] = None
+    size: Annotated[
+        str, Key("execution", "Maximum size of this folder, such as 500 GB or 2 TB.")
+    ] = "50 GB"
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 1:
+            raise ConfigError(
+                f"data.cache.size: {self.size!r} must be above 0; use, for example, size: 500 GB"
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the maximum size in bytes."""
+        return num_bytes_of("data.cache.size", self.size, "size: 500 GB")

@@ -1,0 +1,149 @@
+"""Defines the exchange of row-split tables in two hops: within hosts, then between hosts.
+
+A rank sends each id to the rank of its own host that has the owner's position within its host. This
+rank removes the duplicates of its host, so an id crosses the link between hosts once per host. Rows
+return the same way, and gradients are summed within the host before they cross the link.
+``exchange/two_level.py`` runs the exchange.
+"""
+
+from collections.abc import Hashable
+from typing import Literal
+
+import torch
+
+from sbpflow.costs.counts import Counts, Cut, Facts
+from sbpflow.embedding.plan.group_plan import (
+    Cuts,
+    Exchange,
+    ExchangeStep,
+    GroupPlan,
+    Member,
+    Purpose,
+    Stage,
+)
+from sbpflow.embedding.plan.tables import TableConfig
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split
+
+SBP = "(S(0), S(0))"
+HOST, NETWORK = 0, 1  # the rounds of ids: within hosts, between hosts
+Level = Literal[0, 1]
+
+
+def is_two_level(layout: Layout) -> bool:
+    """Return True if the layout splits rows over hosts and then over the ranks of each host."""
+    axes = layout.nd_sbp
+    return len(axes) == 2 and all(isinstance(sbp, Split) and sbp.dim == 0 for sbp in axes)
+
+
+def groups_of(grid: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return the ranks of each host, and the ranks of all hosts that have the same position."""
+    positions = tuple(tuple(sorted(ranks)) for ranks in grid.axis_groups(0))
+    return grid.axis_groups(1), positions
+
+
+class UniqueTwoLevel(Exchange):
+    """Handles ``(S(0), S(0))`` tables on a grid of all ranks, with one row of the grid per host."""
+
+    name = "unique"
+    runs = "sbpflow.embedding.exchange.two_level:TwoLevelGroup"
+    calls = ("num_row_transfers", "num_row_transfers")
+    even = True
+
+    def accepts(self, layout: Layout, world_size: int) -> bool:
+        return is_two_level(layout) and layout.placement.size == world_size
+
+    def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
+        hosts = layout.placement.axis_groups(1)
+        if all(list(ranks) == sorted(ranks) for ranks in hosts):
+            return ""
+        ordered = [sorted(ranks) for ranks in hosts]
+        return f"lists the ranks of a host out of order; use ascending ranks: {ordered}"
+
+    def host_cuts(self, num_hosts: int, world_size: int) -> Cuts:
+        return [(SBP, (num_hosts, world_size // num_hosts))]
+
+    def group_key(self, member: Member) -> tuple[Hashable, ...]:
+        return (member.ranks, member.grid, *member.stack_key)
+
+    def stages(self, group: GroupPlan, batch_size: int) -> tuple[Stage, ...]:
+        dim, lookups = group.stacks[0].dim, group.stacks[0].lookups()
+        hosts, width = group.stacks[0].layouts[0].placement.shape
+        own, rows = -(-batch_size // group.world.size) * lookups, batch_size * lookups
+        host = min(rows, own * width)  # all requests of a host
+        ids, item, sent = group.address_dtype(), group.dtype, group.comm_dtype
+
+        def stage(
+            purpose: Purpose, level: Level, dtype: torch.dtype, most: int, total: int, what: str
+        ) -> Stage:
+            direction = "bwd" if purpose == "gradients" else "fwd"
+            step = ExchangeStep(
+                id=f"{group.name}/{direction}/{purpose}.{('host', 'network')[level]}",
+                collective="all_to_all",
+                groups=groups_of(group.stacks[0].layouts[0].placement)[level],
+                dtype=dtype,
+                bound_bytes=most * dtype.itemsize,
+                total_bound_bytes=total * dtype.itemsize,
+                what=what,
+            )
+            return Stage(purpose=purpose, steps=(step,), round=level)
+
+        def counts(level: Level, ranks: int) -> Stage:
+            others = ranks - 1
+            size = group.world.size
+            return stage("counts", level, torch.int64, others, size * others, "row counts")
+
+        asked, back = "each host's unique rows", "the rows that others requested"
+        return (
+            counts(HOST, width),
+            stage("ids", HOST, ids, own, rows, "each rank's unique rows"),
+            counts(NETWORK, hosts),
+            stage("ids", NETWORK, ids, host, rows, asked),
+            stage("vectors", NETWORK, sent, rows * dim, rows * dim, back),
+            stage("vectors", HOST, sent, host * dim, rows * dim, back),
+            # Gradients keep the precision of the arithmetic until they are summed within a host.
+            stage("gradients", HOST, item, own * dim, rows * dim, "unique rows' gradients"),
+            stage(
+                "gradients",
+                NETWORK,
+                group.grad_comm_dtype,
+                host * dim,
+                rows * dim,
+                "sums of each host's gradients",
+            ),
+        )
+
+    def home(self, facts: Facts, cut: Cut) -> Counts:
+        """Return all work of a rank, because every rank stores an equal part.
+
+        A rank requests ``wanted`` rows within its host. The ``merged`` distinct rows of these
+        requests cross the link between hosts, unless the host owns them.
+        """
+        hosts, width = cut
+        wanted, dim = facts.wanted, facts.dim
+        merged, touched = facts.host_wanted / width, facts.touched / facts.world_size
+        near, far = wanted * (width - 1) / width, merged * (hosts - 1) / hosts
+        summed = facts.local_lookups + wanted  # rows expanded, and gradients summed
+        return {
+            "memory_bytes": facts.stored(facts.num_rows / facts.world_size, dim),
+            "buffer_bytes": facts.window * 24 * (facts.local_lookups + wanted)
+            + (wanted + merged) * (12 + dim * (facts.both_ways + 2 * facts.item))
+            + 3 * facts.item * dim * facts.samples * facts.vectors,
+            "home_sort": summed,
+            "home_unique": wanted + merged,
+            "expand_rows": summed,
+            "expand_elements": summed * dim,
+            "read_rows": merged,
+            "read_elements": merged * dim,
+            "read_touched": touched * dim,
+            "update_ids": merged,
+            "update_elements": merged * dim,
+            **facts.steps(touched, dim),
+            "copied_bytes": dim * (wanted * (facts.vector_item + facts.item))
+            + dim * merged * facts.both_ways,
+            "host_bytes": near * (4.0 + dim * (facts.vector_item + facts.item)),
+            "network_bytes": far * (4.0 + dim * facts.both_ways),
+            "vector_in_bytes": (near + far) * dim * facts.vector_item,
+            "gradient_in_bytes": dim * (near * facts.item + far * facts.gradient_item),
+        }

@@ -1,0 +1,1 @@
+"""Tests with files and objects at URLs."""

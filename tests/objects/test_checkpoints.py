@@ -1,0 +1,164 @@
+"""Tests checkpoints in stores: kills between objects, failing saves, and two runs in one folder."""
+
+import json
+
+import pytest
+import torch
+
+from sbpflow.checkpoint.commands import compact, list_text, verify_text
+from sbpflow.checkpoint.folder import (
+    Claim,
+    keep_only,
+    list_checkpoints,
+    piece_file,
+    publish,
+    remove_checkpoint,
+    step_folder,
+    tidy,
+)
+from sbpflow.checkpoint.format import INDEX_FILE, Index, SavedTensor, whole_of
+from sbpflow.checkpoint.read import open_checkpoint
+from sbpflow.checkpoint.run_file import RunFacts, read_run, write_run
+from sbpflow.checkpoint.write import Part, write_parts
+from sbpflow.errors import CheckpointError, StoreError
+from sbpflow.runtime.files import remote_path
+from sbpflow.runtime.files.remote_path import RemotePath, any_path
+
+NAME = "tables/t"
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(remote_path, "_FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture(params=["memory", "s3"])
+def folder(request):
+    """Return an empty folder in a store."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        yield any_path("s3://bucket/run")
+        return
+    pytest.importorskip("fsspec")
+    yield any_path("memory://bucket/run")
+    RemotePath("memory://bucket").remove_tree()
+
+
+def save(folder, step, value, nonce="a1", *, only_files=False):
+    """Save a tensor of one value, as one rank would."""
+    values = torch.full((3_000_000,), float(value))
+    file = piece_file(step_folder(folder, step), 0, nonce)
+    place = whole_of(tuple(values.shape))
+    ((_, piece),) = write_parts(file, [Part(name=NAME, place=place, values=values)])
+    if only_files:
+        return None
+    tensor = SavedTensor(shape=(3_000_000,), dtype=values.dtype, pieces=(piece,))
+    size = file.stat().st_size
+    index = Index(step=step, run="0" * 12, tensors={NAME: tensor}, files={file.name: size})
+    return publish(folder, step_folder(folder, step), index)
+
+
+def value_of(folder, step):
+    return float(open_checkpoint(step_folder(folder, step)).tensor(NAME, slice(-1, None)))
+
+
+def test_checkpoints_are_saved_listed_and_removed(folder):
+    for step in (2, 4, 10):
+        save(folder, step, step)
+    assert [path.name for path in list_checkpoints(folder)] == ["step-10", "step-4", "step-2"]
+    assert value_of(folder, 4) == 4.0
+    assert "step-10" in list_text(folder)
+    assert verify_text(folder)[1]
+    assert "full checkpoint already" in compact(folder)
+    keep_only(folder, newest=1, step=10, and_step=2)
+    assert [path.name for path in list_checkpoints(folder)] == ["step-10", "step-2"]
+    remove_checkpoint(folder / "step-2")
+    assert folder.sizes().keys() == {"step-10/index.json", "step-10/rank-0.a1.bin"}
+
+
+def test_a_checkpoint_without_an_index_does_not_exist(folder):
+    save(folder, 2, 2)
+    save(folder, 4, 4, only_files=True)
+    assert [path.name for path in list_checkpoints(folder)] == ["step-2"]
+    assert tidy(folder) == ["step-4"]
+    assert folder.sizes().keys() == {"step-2/index.json", "step-2/rank-0.a1.bin"}
+
+
+def test_a_saved_step_is_valid_until_its_new_index_is_written(folder):
+    save(folder, 2, 2)
+    save(folder, 2, 3, "b2", only_files=True)  # and the run is killed
+    assert value_of(folder, 2) == 2.0
+    save(folder, 2, 3, "c3")
+    assert value_of(folder, 2) == 3.0
+    assert (folder / "step-2").sizes().keys() == {INDEX_FILE, "rank-0.c3.bin"}
+
+
+def test_damage_is_found(folder):
+    save(folder, 2, 2)
+    file = folder / "step-2/rank-0.a1.bin"
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-4] + b"abcd")
+    with pytest.raises(CheckpointError, match="checksum does not match"):
+        value_of(folder, 2)
+    assert not verify_text(folder)[1]
+    file.write_bytes(raw[:-4])
+    with pytest.raises(CheckpointError, match="bytes instead of"):
+        open_checkpoint(folder / "step-2")
+    file.unlink()
+    with pytest.raises(CheckpointError, match="has 0 bytes instead of"):
+        open_checkpoint(folder / "step-2")
+
+
+def test_run_files_are_replaced_whole(folder):
+    assert read_run(folder) is None
+    for status in ("training", "finished"):
+        write_run(folder, RunFacts(run="0" * 12, facts={"a": "b"}, status=status))
+        assert read_run(folder).status == status
+    (folder / "run.json").write_bytes(b"{")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        read_run(folder)
+
+
+def test_a_later_run_takes_the_folder(folder):
+    first = Claim(folder)
+    first.check()
+    second = Claim(folder)
+    second.check()
+    with pytest.raises(CheckpointError, match="another run saves there now"):
+        first.check()
+
+
+def test_a_failing_upload_leaves_no_checkpoint(s3, quick):
+    folder = any_path("s3://bucket/run")
+    s3.fault = lambda request: "503" if "index.json" in request.path else ""
+    with pytest.raises(CheckpointError, match=r"step-2: cannot be written \(.* \(5 tries"):
+        save(folder, 2, 2)
+    s3.clear()
+    assert list_checkpoints(folder) == []
+
+
+def test_reads_that_fail_for_a_moment_are_repeated(s3, quick):
+    folder = any_path("s3://bucket/run")
+    save(folder, 2, 2)
+    seen: dict[str, int] = {}
+
+    def fault(request):
+        seen[request.path] = seen.get(request.path, 0) + 1
+        return ("503", "cut", "drop", "")[min(seen[request.path], 4) - 1]
+
+    s3.fault = fault
+    assert value_of(folder, 2) == 2.0
+    s3.fault = lambda request: "503"
+    with pytest.raises((CheckpointError, StoreError), match="5 tries"):
+        list_checkpoints(folder)
+
+
+def test_reading_takes_a_request_per_block(s3):
+    folder = any_path("s3://bucket/run")
+    save(folder, 2, 2)
+    s3.clear()
+    open_checkpoint(folder / "step-2").tensor(NAME)  # 12 MB, in 2 blocks
+    ranges = [r.range for r in s3.requests if "rank-0" in r.path]
+    assert ranges == ["bytes=0-8388607", "bytes=8388608-11999999"]
+    assert len(s3.requests) == 5  # with size and content of the index, and a listing
+    assert json.loads((folder / "step-2" / INDEX_FILE).read_bytes())["version"] == 1

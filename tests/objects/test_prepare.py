@@ -1,0 +1,111 @@
+"""Tests prepare with inputs and outputs in a store: number of requests, kills, and changes."""
+
+import re
+
+import pytest
+
+from sbpflow.data import load_manifest
+from sbpflow.data.__main__ import main
+from sbpflow.data.prepare.source import find_inputs, read_piece
+from sbpflow.runtime.files import remote_path
+from sbpflow.runtime.files.remote_path import RemotePath
+from tests.data.rows import run_prepare, text_rows, write_rows
+
+IN, SET = RemotePath("s3://bucket/in"), RemotePath("s3://bucket/set")
+
+
+@pytest.fixture
+def inputs(s3, tmp_path, monkeypatch):
+    """Put 6 files, one of them compressed, into the store; return equal local files."""
+    monkeypatch.setattr(remote_path, "_FIRST_PAUSE_S", 0.001)
+    for number in range(6):
+        name = f"day_{number}.tsv" + (".gz" if number == 5 else "")
+        file = write_rows(tmp_path / name, text_rows(300, seed=number))
+        (IN / name).write_bytes(file.read_bytes())
+    s3.clear()
+    return sorted(tmp_path.glob("day_*"))
+
+
+def test_two_requests_per_file_in_addition_to_its_rows(s3, inputs, tmp_path):
+    sources = find_inputs([IN])
+    assert [source.path.name for source in sources] == [file.name for file in inputs]
+    assert len(s3.requests) <= 3 + len(inputs), "the folder's listing, and the start of each file"
+    s3.clear()
+    remote = run_prepare(tmp_path / "set", IN, piece_bytes=1 << 20)
+    local = run_prepare(tmp_path / "local", *inputs, piece_bytes=1 << 20)
+    assert remote.fingerprint == local.fingerprint
+    # one request per file for its start, one for its rows, and one to see that it is unchanged
+    assert len(s3.requests) <= 3 + 3 * len(inputs)
+
+
+@pytest.mark.parametrize("size", [40, 64, 1000, 1 << 20])
+def test_pieces_of_remote_files_equal_local_pieces(tmp_path, size, monkeypatch):
+    monkeypatch.setattr("sbpflow.data.prepare.source._REST_BYTES", 7)
+    text = b"\n".join(b"x" * (n * 37 % 90) for n in range(60))
+    for end in (b"", b"\n", b"\n\n"):
+        (tmp_path / "f.tsv").write_bytes(text + end)
+        remote, local = RemotePath("memory://pieces/f.tsv"), tmp_path / "f.tsv"
+        remote.write_bytes(text + end)
+        pieces = range(-(-len(text + end) // size))
+        assert [read_piece(remote, k, size) for k in pieces] == [
+            read_piece(local, k, size) for k in pieces
+        ]
+        assert b"".join(read_piece(remote, k, size) for k in pieces) == text + end
+
+
+def command(*more):
+    return main(["prepare", "--input", str(IN), "--output", str(SET), "--workers", "2", *more])
+
+
+def test_an_interrupted_upload_continues(s3, inputs, cache, tmp_path, capsys):
+    def fault(request):
+        return "503" if request.method == "PUT" and "/set/val" in request.path else ""
+
+    s3.fault = fault
+    assert command() == 2
+    message = capsys.readouterr().err
+    assert re.search(r"s3://bucket/set/val-\d+\.npy: cannot be written \(5 tries", message)
+    assert "manifest.json" not in SET.sizes()
+    first = {r.path for r in s3.requests if r.method == "PUT"}
+    done = set(SET.sizes())
+    assert done
+    s3.clear()
+    assert command() == 0
+    puts = [r.path for r in s3.requests if r.method == "PUT"]
+    assert puts[-1] == "/bucket/set/manifest.json"
+    assert not {f"/bucket/set/{name}" for name in done} & set(puts), "uploaded twice"
+    assert first
+    assert not any((cache / "prepare").iterdir())
+    local = run_prepare(tmp_path / "set", *inputs, piece_bytes=32 << 20, max_bad_fraction=0.001)
+    assert load_manifest(SET).fingerprint == local.fingerprint
+    assert main(["verify", str(SET)]) == 0
+
+
+def test_an_existing_set_is_replaced_only_on_request(s3, inputs, cache, capsys):
+    assert command() == 0
+    assert command() == 2
+    assert "use --overwrite to replace it" in capsys.readouterr().err
+    (IN / "day_0.tsv").unlink()
+    s3.clear()
+    assert command("--overwrite") == 0
+    changes = [r for r in s3.requests if r.method in ("PUT", "DELETE") and "/set/" in r.path]
+    assert (changes[0].method, changes[0].path) == ("DELETE", "/bucket/set/manifest.json")
+    names = [entry["name"] for entry in load_manifest(SET).content["inputs"]]
+    assert names == [f"day_{k}.tsv" for k in range(1, 5)] + ["day_5.tsv.gz"]
+    assert main(["verify", str(SET)]) == 0
+
+
+def test_a_file_that_changes_while_it_is_read_is_reported(s3, inputs, tmp_path, capsys):
+    changed = []
+
+    def fault(request):
+        if request.method == "HEAD" and "day_3" in request.path and not changed:
+            changed.append(request)
+            s3.fault = lambda request: ""
+            (IN / "day_3.tsv").write_bytes(inputs[3].read_bytes() + b"\n")
+        return ""
+
+    s3.fault = fault
+    words = ["prepare", "--input", str(IN), "--output", str(tmp_path / "set")]
+    assert main(words) == 2
+    assert "day_3.tsv changed while it was read" in capsys.readouterr().err
