@@ -58,7 +58,13 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
         has = ", ".join(columns[:_SHOWN_COLUMNS]) + (
             ", ..." if len(columns) > _SHOWN_COLUMNS else ""
         )
-        advice = _how_to_find(absent[0], columns, schema, is_fixed=may_lack_labels)
+        advice = _how_to_find(
+            absent[0],
+            columns,
+            schema,
+            is_fixed=may_lack_labels,
+            is_text=not source.is_table,
+        )
         raise DataError(
             f"{source.path}: no column{'s' if len(absent) > 1 else ''} {shown}; it has {has}; "
             f"{advice}"
@@ -66,13 +72,15 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     return columns
 
 
-def _how_to_find(name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool) -> str:
+def _how_to_find(
+    name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool, is_text: bool
+) -> str:
     """Return advice for a missing column: change the schema or, if the schema is fixed, the
     rows."""
     near = get_close_matches(name, columns, 1)
     if is_fixed:
         rule = "new rows need all columns of the training set except the labels"
-        if schema.header:
+        if is_text and schema.header:
             rule += f", separated by {json.dumps(schema.separator)} as in the training set"
         return f"rename {near[0]!r} to {name!r}; {rule}" if near else rule
     for mark in SEPARATORS:

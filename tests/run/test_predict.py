@@ -182,6 +182,7 @@ def test_a_missing_column_is_named_with_its_file(run, tmp_path, suffix):
     assert "'price'" in str(error.value)
     assert "new rows need all columns of the training set except the labels" in str(error.value)
     assert "--schema" not in str(error.value)
+    assert ("separated by" in str(error.value)) == (suffix == "csv")
 
 
 def test_a_renamed_column_and_a_missing_file_are_named(run, tmp_path):
