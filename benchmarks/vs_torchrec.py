@@ -6,9 +6,10 @@ Losses are compared first. Then the two systems run alternately, and medians are
 creates its own plan, and the result is from the faster of TorchRec's plain and pipelined loops.
 ``--link`` puts each rank into its own network namespace, connected by a link of that rate (2 ranks,
 needs root). ``--shape`` and ``--hot`` select other tables, widths, and numbers of ids. ``--ddp``
-also times plain torch: EmbeddingBag(sparse=True) in DistributedDataParallel. ``--model dlrm`` and
-``dcnv2`` train TorchRec's own models and also time only the dense part, because both systems spend
-this time and it dilutes the ratio.
+also times plain torch: EmbeddingBag(sparse=True) in DistributedDataParallel, and the same model in
+one process with a thread per rank, which trains the global batches while the other ranks wait.
+``--model dlrm`` and ``dcnv2`` train TorchRec's own models and also time only the dense part,
+because both systems spend this time and it dilutes the ratio.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def work(args: argparse.Namespace) -> None:
     alternately.
     """
     from benchmarks.click_trainer import ClickTrainer
-    from benchmarks.peer_ddp import DdpPeer
+    from benchmarks.peer_ddp import DdpPeer, OneProcess
     from benchmarks.peer_torchrec import TorchRecPeer
     from sbpflow.embedding.plan.tables import INITIAL_RANGE
 
@@ -71,18 +72,18 @@ def work(args: argparse.Namespace) -> None:
         }
         ours = made.pop(args.layout)
         ddp = DdpPeer(shape, batches, seed=SEED, bound=INITIAL_RANGE) if args.ddp else None
+        alone = None
+        if args.ddp and world.rank == 0:
+            alone = OneProcess(shape, world.size, seed=SEED, bound=INITIAL_RANGE)
         mean = _mean_over_ranks(peer.plain(LOSS_STEPS))
         mine = ours.pipelined(LOSS_STEPS)
         apart = max(abs(a - b) for a, b in zip(mean, mine, strict=True))
         if apart > LOSS_TOLERANCE[args.wire]:
             raise SystemExit(f"losses differ by {apart}: TorchRec {mean}, sbpflow {mine}")
         if ddp is not None:
-            plain = _mean_over_ranks(ddp.plain(LOSS_STEPS))
-            if (
-                max(abs(a - b) for a, b in zip(plain, mine, strict=True))
-                > LOSS_TOLERANCE[args.wire]
-            ):
-                raise SystemExit(f"losses differ: plain torch {plain}, sbpflow {mine}")
+            _check_losses(_mean_over_ranks(ddp.plain(LOSS_STEPS)), mine, args.wire)
+        if alone is not None:
+            _check_losses(alone.plain(LOSS_STEPS), mine, args.wire)
         loops: dict[str, Callable[[int], object]] = {
             "torchrec plain": peer.plain,
             "torchrec pipelined": peer.pipelined,
@@ -92,6 +93,7 @@ def work(args: argparse.Namespace) -> None:
         loops |= {f"sbpflow, {layout}": trainer.pipelined for layout, trainer in made.items()}
         if ddp is not None:
             loops["plain torch, DDP"] = ddp.plain
+            loops["plain torch, one process"] = (lambda _: None) if alone is None else alone.plain
         if args.model != "wdl":
             loops["torchrec, dense part alone"] = peer.dense_alone
             loops["sbpflow, dense part alone"] = ours.dense_alone
@@ -120,6 +122,12 @@ def _in_turns(
                 times[name].append(1e3 * (time.perf_counter() - start) / steps)
                 cpu[name].append(1e3 * (time.process_time() - busy) / steps)
     return times, cpu
+
+
+def _check_losses(plain: list[float], mine: list[float], wire: str) -> None:
+    """Stop if the losses of plain torch and of sbpflow differ."""
+    if max(abs(a - b) for a, b in zip(plain, mine, strict=True)) > LOSS_TOLERANCE[wire]:
+        raise SystemExit(f"losses differ: plain torch {plain}, sbpflow {mine}")
 
 
 def _mean_over_ranks(losses: list[float]) -> list[float]:
@@ -188,7 +196,8 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         predicted_ms=record["predicted_ms"],
         beside={
             name: _times_faster(record["times"][name], record["times"]["sbpflow"])
-            for name in (f"sbpflow, {layout}" for layout in args.compare)
+            for name in record["times"]
+            if name.startswith(("sbpflow, ", "plain torch")) and not name.endswith("alone")
         },
         load=load,
     )

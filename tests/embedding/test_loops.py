@@ -29,9 +29,11 @@ FEATURES = (
 )
 
 
-def make_plan(size, exchange, *, weighted=True, pooling="sum", policy="error"):
+def make_plan(size, exchange, *, weighted=True, pooling="sum", policy="error", ragged=True):
     features = [f if weighted else FeatureConfig(name=f.name, hotness=f.hotness, ragged=True)
                 for f in FEATURES]  # fmt: skip
+    if not ragged:
+        features = [FeatureConfig(name=f.name, hotness=f.hotness) for f in FEATURES]
     # One table is looked up by lists and by a matrix: the ids of b become lists of two ids.
     tables = [
         TableConfig(name="t.a", features=("a", "b"), num_rows=ROWS[0], dim=4, pooling=pooling),
@@ -100,6 +102,32 @@ def test_compiled_addresses_equal_torch(monkeypatch, size, pooling, weighted):
             slow = without_loops(monkeypatch, local)
             for pooled in (False, True):
                 equal(local().make_lookup(ids, pooled=pooled), slow.make_lookup(ids, pooled=pooled))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 40])
+def test_compiled_addresses_of_a_matrix_equal_torch(monkeypatch, size):
+    plan = make_plan(size, "unique", ragged=False)
+    ids = IdReader(plan, 0, CPU).read(make_ids(plan, size, high=40))
+    ((stack,),) = (group.stacks for group in plan.groups)
+    for kind in (torch.int32, torch.int64):
+        own = partial(OwnerAddresses, stack, size, CPU, address_dtype=kind)
+        equal(own().make_lookup(ids), without_loops(monkeypatch, own).make_lookup(ids))
+
+
+@pytest.mark.parametrize("column", [0, -1])
+@pytest.mark.parametrize("bad", [-1, "limit"])
+def test_bad_id_in_a_matrix_is_found_by_the_loop(monkeypatch, column, bad):
+    plan = make_plan(2, "unique", ragged=False)
+    ids = torch.zeros(SAMPLES, plan.ids.num_columns, dtype=plan.ids_dtype)
+    fast = IdReader(plan, 0, CPU)
+    slow = without_loops(monkeypatch, lambda: IdReader(plan, 0, CPU))
+    limit = ROWS[column]
+    ids[3, column] = limit - 1
+    assert fast.read(ids).matrix is ids
+    ids[3, column] = limit if bad == "limit" else bad
+    for reads in (fast, slow):
+        with pytest.raises(DataError, match=f"id {int(ids[3, column])} in row 3"):
+            reads.read(ids)
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -1,7 +1,9 @@
 """Defines groups that run the exchanges of known sizes in ``plan/boxed_exchanges.py``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -197,7 +199,11 @@ class BoxedGroup(AddressedGroup):
         super().__init__(plan, boxing, context)
         order = plan.column_order()  # maps rank order to group order
         self._in_order = order == tuple(range(len(order)))
-        self._order = torch.tensor(order, dtype=torch.int64, device=self.world.device)
+        # Columns move in blocks, usually the vector of a table: copying single columns takes
+        # longer.
+        self._block = block_width(order)
+        blocks = [column // self._block for column in order[:: self._block]]
+        self._order = torch.tensor(blocks, dtype=torch.int64, device=self.world.device)
         self._inverse = torch.argsort(self._order)
 
     def lookup(self, batch: GroupInFlight) -> None:
@@ -214,12 +220,17 @@ class BoxedGroup(AddressedGroup):
 
     def gather_outputs(self, batch: GroupInFlight) -> Tensor:
         out = self.arrived(self.plan.conversion(batch.batch_size, "vectors"), batch.take_pending())
-        return out if self._in_order else out.index_select(1, self._inverse)
+        return out if self._in_order else self._reordered(out, self._inverse)
 
     def send_grads(self, batch: GroupInFlight, grad: Tensor) -> None:
         steps = self.plan.conversion(batch.batch_size, "gradients")
-        ordered = grad if self._in_order else grad.index_select(1, self._order)
+        ordered = grad if self._in_order else self._reordered(grad, self._order)
         batch.pending = self.start(steps, ordered, GRADIENTS)
+
+    def _reordered(self, columns: Tensor, order: Tensor) -> Tensor:
+        """Return ``columns`` [samples, width] with their blocks in ``order``."""
+        blocks = columns.reshape(columns.shape[0], order.numel(), self._block)
+        return blocks.index_select(1, order).view(columns.shape)
 
     def receive_grads(self, batch: GroupInFlight) -> None:
         pending = batch.take_pending()
@@ -229,3 +240,11 @@ class BoxedGroup(AddressedGroup):
             return
         grad = self.arrived(self.plan.conversion(batch.batch_size, "gradients"), pending)
         self.keep(batch, batch.lookups, self.split(grad))
+
+
+def block_width(order: Sequence[int]) -> int:
+    """Return the largest width of equal blocks that ``order``, a permutation, moves as wholes."""
+    breaks = [place for place in range(1, len(order)) if order[place] != order[place - 1] + 1]
+    # A block starts at a multiple of the width, both before and after the permutation.
+    starts = [*breaks, *(order[place] for place in (0, *breaks) if order), len(order)]
+    return gcd(*starts) or 1

@@ -194,7 +194,9 @@ class RowGroup(Group[RowsInFlight]):
     def receive_ids(self, batch: RowsInFlight) -> None:
         count, ranks = sum(batch.incoming), len(batch.incoming)
         if batch.slots is None:
-            batch.lookups = [Lookup(self.take(batch, "ids", count))]
+            lookup = Lookup(self.take(batch, "ids", count))
+            lookup.ascending = tuple(batch.incoming)  # each rank sent its unique rows in order
+            batch.lookups = [lookup]
             return
         buffers = self.take(batch, "ids", ranks + count).view(ranks, -1)
         batch.lookups = [Lookup(buffers[:, 1:].reshape(-1))]

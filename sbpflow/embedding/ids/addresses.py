@@ -254,13 +254,13 @@ class OwnerAddresses:
         self._firsts, self._steps = by_part(firsts).contiguous(), by_part(steps).contiguous()
         levels = torch.cat([self._shift.unsqueeze(0), self._steps])
         self._totals = levels.cumsum(0, dtype=address_dtype)
-        self._loops = find_loops(device) if stack.ragged else None
+        self._loops = find_loops(device)
         self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
     def make_lookup(self, ids: BatchIds) -> Lookup:
         """Return a lookup with one bag per (sample, use), with addresses in the address dtype."""
         bags = self.bags
-        if self._loops is not None:
+        if self._loops is not None and self._ragged:
             return self._by_loop(self._loops, bags.lists(ids))
         if self._ragged:
             lists = bags.lists(ids)
@@ -268,8 +268,14 @@ class OwnerAddresses:
             offsets = bags.list_offsets(lists, pooled=False)
             return Lookup(addresses, offsets, bags.list_weights(lists))
         wanted = bags.matrix(ids)
-        addresses = self._address(wanted, None).reshape(-1)
-        samples = wanted.shape[0]
+        if self._loops is not None and self._firsts.shape[0] < _MOST_COMPARED:
+            addresses = torch.empty(wanted.shape, dtype=self._dtype)
+            tables = (self._shift, self._firsts, self._steps)
+            arrays = (wanted.contiguous(), *tables, addresses)
+            self._loops.matrix_addresses(*(array.numpy() for array in arrays))
+        else:
+            addresses = self._address(wanted, None)
+        addresses, samples = addresses.reshape(-1), wanted.shape[0]
         return Lookup(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
 
     def _by_loop(self, loops: ModuleType, lists: Lists) -> Lookup:

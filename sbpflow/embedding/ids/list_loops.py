@@ -1,4 +1,4 @@
-"""Selects compiled loops for lists of ids on CPU, if numba is installed."""
+"""Selects compiled loops for ids on CPU, if numba is installed."""
 
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,6 +19,9 @@ def find_loops(device: torch.device) -> ModuleType | None:
 
 def warm_up_loops(plan: EmbeddingPlan, device: torch.device) -> None:
     """Compile the loops that a plan needs, or load them from the cache, before the first step."""
-    if plan.ids.lists and (loops := find_loops(device)) is not None:
-        for kind in {group.address_dtype() for group in plan.groups}:
+    if (loops := find_loops(device)) is None:
+        return
+    for kind in {group.address_dtype() for group in plan.groups}:
+        loops.warm_up_matrix(plan.ids_dtype, kind)
+        if plan.ids.lists:
             loops.warm_up(plan.ids_dtype, kind, plan.dtype)

@@ -107,6 +107,32 @@ def owner_addresses(
 
 
 @compiled
+def are_in_range(ids: Array, last: Array) -> bool:
+    """Return True if every id of ``ids`` [samples, columns] is in ``range(last[column] + 1)``."""
+    signs = np.int64(0)
+    for i in range(ids.shape[0]):
+        for u in range(ids.shape[1]):
+            value = np.int64(ids[i, u])
+            signs |= value | (last[u] - value)  # negative if either term is
+    return bool(signs >= 0)
+
+
+@compiled
+def matrix_addresses(ids: Array, shift: Array, firsts: Array, steps: Array, out: Array) -> None:
+    """Write the addresses of ``ids`` [samples, columns] to ``out``, in its dtype.
+
+    An address is the id plus ``shift[column]`` plus ``steps[part, column]`` for each part with
+    ``firsts[part, column]`` up to the id.
+    """
+    for i in range(ids.shape[0]):
+        for u in range(ids.shape[1]):
+            out[i, u] = ids[i, u] + shift[u]
+        for part in range(firsts.shape[0]):
+            for u in range(ids.shape[1]):
+                out[i, u] += steps[part, u] if ids[i, u] >= firsts[part, u] else 0
+
+
+@compiled
 def local_addresses(
     values: Array,
     lengths: Array,
@@ -150,8 +176,16 @@ def local_addresses(
     return count
 
 
+def warm_up_matrix(ids_dtype: torch.dtype, address_dtype: torch.dtype) -> None:
+    """Compile the loops over a matrix, or load them from the cache, before the first step."""
+    ids = torch.zeros(1, 1, dtype=ids_dtype).numpy()
+    one = torch.zeros(1, 1, dtype=address_dtype).numpy()
+    are_in_range(ids, np.zeros(1, np.int64))
+    matrix_addresses(ids, one[0], one, one, one.copy())
+
+
 def warm_up(ids_dtype: torch.dtype, address_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Compile the loops for these dtypes, or load them from the cache, before the first step."""
+    """Compile the loops over lists, or load them from the cache, before the first step."""
     ids = torch.zeros(1, dtype=ids_dtype).numpy()
     weights, none = torch.zeros(1, dtype=dtype).numpy(), torch.zeros(0, dtype=dtype).numpy()
     lengths = np.ones((1, 1), np.int32)

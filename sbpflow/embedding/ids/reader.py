@@ -73,7 +73,9 @@ class IdReader:
         self._least = tensor([min(limit, top) for limit in limits], plan.ids_dtype)
         self._list_limits = tensor([rows[n] for n in plan.ids.lists])
         self._list_most = tensor([plan.features[n].hotness for n in plan.ids.lists])
-        self._loops = find_loops(device) if plan.ids.lists else None
+        self._last = self._least.to(torch.int64) - 1
+        self._matrix_loops = find_loops(device)
+        self._loops = self._matrix_loops if plan.ids.lists else None
         self._known: IdBounds | None = None
         self._known_to_fit = False
         self.out_of_range = torch.zeros(len(plan.features), dtype=torch.int64, device=device)
@@ -315,8 +317,13 @@ class IdReader:
         if matrix.numel() == 0:
             return matrix.to(self._plan.ids_dtype)
         if matrix.dtype == self._plan.ids_dtype and not matrix.is_cuda:
-            low, high = matrix.aminmax(dim=0)
-            if bool(((low >= 0) & (high < self._least)).all()):
+            if self._matrix_loops is not None:
+                ids = matrix.contiguous().numpy()
+                fits = bool(self._matrix_loops.are_in_range(ids, self._last.numpy()))
+            else:
+                low, high = matrix.aminmax(dim=0)
+                fits = bool(((low >= 0) & (high < self._least)).all())
+            if fits:
                 return matrix
         wide = matrix.to(torch.int64)
         bad = ((wide < 0) | (wide >= self._limits)) & (self._limits < ANY_ID)

@@ -8,9 +8,12 @@ compiled on first use for its argument types and cached in the user's cache dire
 """
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.core.types import void
 from numba.extending import intrinsic
 
 from sbpflow.runtime.compute.compiled import Array, compiled
@@ -19,6 +22,7 @@ from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 U64 = np.uint64
 GAMMA_64, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
 _DIGIT_BITS, _DIGITS = 11, 1 << 11
+AHEAD = 16  # a loop prefetches this many rows ahead: a read from memory takes as long as these rows
 
 
 class _Builder(Protocol):
@@ -40,6 +44,43 @@ def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> o
 
 # ``fma`` returns a * b + c in the arguments' floating-point type and rounds once.
 fma = cast("Callable[[float, float, float], float]", intrinsic(_type_of_fma))
+
+
+def _type_of_prefetch(_: object, array: Any, row: Any) -> object:  # noqa: ANN401 (types of numba)
+    """Return the signature and the code generator of ``prefetch``, as numba requires."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> object:  # noqa: ANN401
+        kind = signature.args[0]
+        place = [values[1], *[context.get_constant(signature.args[1], 0)] * (kind.ndim - 1)]
+        view = context.make_array(kind)(context, builder, values[0])
+        # numba's own helpers, because the element's address must not be read
+        pointer = cast(Any, cgutils).get_item_pointer(context, builder, kind, view, place)
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        call = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cast(Any, cgutils).get_or_insert_function(
+            builder.module, call, "llvm.prefetch.p0"
+        )
+        # the arguments of llvm.prefetch: a read, of data that stays in all caches
+        hints = [ir.Constant(number, hint) for hint in (0, 3, 1)]
+        builder.call(function, [builder.bitcast(pointer, byte), *hints])
+        return context.get_dummy_value()
+
+    return void(array, row), generate
+
+
+# ``prefetch(array, row)`` starts to load the beginning of ``array[row]``, with ``row`` an intp.
+prefetch = cast("Callable[[Array, np.intp], None]", intrinsic(_type_of_prefetch))
+
+
+@compiled
+def take_rows(block: Array, at: Array, out: Array) -> None:
+    """Copy the rows ``at`` [n] of ``block`` to ``out`` [n, width]."""
+    for i in range(at.size):
+        if i + AHEAD < at.size:
+            prefetch(block, np.intp(at[i + AHEAD]))
+        row = np.uintp(at[i])  # an unsigned index: numba need not handle negative ones
+        for k in range(out.shape[1]):
+            out[i, k] = block[row, k]
 
 
 @compiled
@@ -136,12 +177,41 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
 
 
 @compiled
+def index_lists(addresses: Array, starts: Array, rows: Array, inverse: Array) -> int:
+    """Do the same as ``index_by_bits`` for one or more ascending lists of unique addresses.
+
+    List l is ``addresses[starts[l] : starts[l + 1]]``. The time is proportional to the number of
+    lists.
+    """
+    num_lists = starts.size - 1
+    place, none = starts[:-1].copy(), np.iinfo(np.int64).max
+    first = np.empty(num_lists, np.int64)
+    for part in range(num_lists):
+        first[part] = addresses[place[part]] if place[part] < starts[part + 1] else none
+    count = 0
+    while True:
+        lowest = first.min()
+        if lowest == none:
+            return count
+        rows[count] = lowest
+        for part in range(num_lists):
+            if first[part] == lowest:
+                inverse[place[part]] = count
+                place[part] += 1
+                at = place[part]
+                first[part] = addresses[at] if at < starts[part + 1] else none
+        count += 1
+
+
+@compiled
 def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
     """Sum ``grads`` [n, width] by row, in order, into ``sums`` [unique, width]."""
     sums[:] = 0
     width = grads.shape[1]
     for i in range(inverse.size):
-        j = inverse[i]
+        if i + AHEAD < inverse.size:
+            prefetch(sums, np.intp(inverse[i + AHEAD]))
+        j = np.uintp(inverse[i])
         for k in range(width):
             sums[j, k] += grads[i, k]
 

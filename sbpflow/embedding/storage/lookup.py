@@ -29,6 +29,8 @@ class Lookup:
         self.placed: Tensor | None = None  # [n] from ``RowStore.admit``; ``None``: slots equal rows
         self.graph: Tensor | None = None  # TBE output; its backward is the fused update
         self.num_unique: int | None = None
+        # lengths of the ascending lists of unique addresses that make up ``addresses``, if known
+        self.ascending: tuple[int, ...] | None = None
         self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._runs: SortedSegments | None = None
 
@@ -164,6 +166,10 @@ class Lookup:
             self._runs = SortedSegments.of(self.addresses)
         return self._runs
 
+    def take(self, rows: Tensor, at: Tensor) -> Tensor:
+        """Return ``rows[at]`` [n, width]."""
+        return rows.index_select(0, at)
+
     def _segment_sums(self, grads: Tensor, order: Tensor, starts: Tensor) -> Tensor:
         weights = None if self.weights is None else self.weights.index_select(0, order)
         # On CPU, embedding_bag is 5 to 10 times faster than index_add_, and the results are
@@ -198,7 +204,7 @@ def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> T
     """
     at = lookup.slots if positions is None else positions
     if lookup.offsets is None:
-        bags = rows.index_select(0, at)
+        bags = lookup.take(rows, at)
         return bags if lookup.weights is None else bags * lookup.weights.unsqueeze(1)
     if at.numel() == 0:
         return rows.new_zeros(lookup.num_bags, rows.shape[1])

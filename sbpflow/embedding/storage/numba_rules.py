@@ -17,7 +17,7 @@ from sbpflow.embedding.rules.base import SparseOptimizer, StepNumbers
 from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.lazy_adam import LazyAdam
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
-from sbpflow.embedding.storage.compiled import fma
+from sbpflow.embedding.storage.compiled import AHEAD, fma, prefetch
 from sbpflow.runtime.compute.compiled import Array, compiled
 
 
@@ -37,6 +37,8 @@ class RowArrays(NamedTuple):
 @compiled
 def _step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -> None:
     for j in range(at.size):
+        if j + AHEAD < at.size:
+            prefetch(weights, np.intp(at[j + AHEAD]))
         a = at[j]
         for k in range(grads.shape[1]):
             weights[a, k] = fma(grads[j, k], -lr, weights[a, k] * keep)
@@ -58,6 +60,9 @@ def _step_adagrad(
     keep: float,
 ) -> None:
     for j in range(at.size):
+        if j + AHEAD < at.size:
+            prefetch(weights, np.intp(at[j + AHEAD]))
+            prefetch(total, np.intp(rows[j + AHEAD]))
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             state = fma(grads[j, k], grads[j, k], total[r, k])
@@ -86,6 +91,9 @@ def _step_rowwise_adagrad(
 ) -> None:
     one = lr / lr
     for j in range(at.size):
+        if j + AHEAD < at.size:
+            prefetch(weights, np.intp(at[j + AHEAD]))
+            prefetch(total, np.intp(rows[j + AHEAD]))
         a, r = at[j], rows[j]
         state = total[r] + squares[j]
         total[r] = state
@@ -122,6 +130,10 @@ def _step_lazy_adam(
     """
     half, one = take / (take + take), take / take
     for j in range(at.size):
+        if j + AHEAD < at.size:
+            prefetch(weights, np.intp(at[j + AHEAD]))
+            prefetch(mean, np.intp(rows[j + AHEAD]))
+            prefetch(square, np.intp(rows[j + AHEAD]))
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, m = grads[j, k], mean[r, k]
@@ -170,6 +182,10 @@ def _step_ftrl(
     l2: float,
 ) -> None:
     for j in range(at.size):
+        if j + AHEAD < at.size:
+            prefetch(weights, np.intp(at[j + AHEAD]))
+            prefetch(total, np.intp(rows[j + AHEAD]))
+            prefetch(linear, np.intp(rows[j + AHEAD]))
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, before, w = grads[j, k], total[r, k], weights[a, k]
