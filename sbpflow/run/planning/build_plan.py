@@ -102,18 +102,7 @@ def plan_run(
     one host like this machine. If not ``traced``, the plan omits the steps of the dense part, which
     a single rank does not need.
     """
-    spec = cast("ModelConfig", config.model).spec(fields)
-    parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
-    if missing := [part for part in parts if not hasattr(spec, part)]:
-        raise SbpError(
-            f"model {config.model.name}: spec(fields) returned a {type(spec).__name__}, which "
-            f"lacks {', '.join(missing)}; use a TorchModel, or the spec shown in docs/embeddings.md"
-        )
-    if not spec.outputs:
-        raise ConfigError(
-            f"model {config.model.name}: its spec has no embedding outputs; give at least one, "
-            'such as embedding_output("fields", fields.sparse, dim=8)'
-        )
+    spec = _checked_spec(config, fields)
     _check_table_rules(config.model, fields, spec)
     _check_event_time(fields, spec.outputs)
     world = Placement.line(device_type, world_size)
@@ -165,6 +154,23 @@ def plan_run(
         priced=priced,
         skew=_skew(embeddings, fields, config.data.batch_size),
     )
+
+
+def _checked_spec(config: Config, fields: Fields) -> ModelSpec:
+    """Return the model's shapes; raise SbpError or ConfigError if parts of them are missing."""
+    spec = cast("ModelConfig", config.model).spec(fields)
+    parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
+    if missing := [part for part in parts if not hasattr(spec, part)]:
+        raise SbpError(
+            f"model {config.model.name}: spec(fields) returned a {type(spec).__name__}, which "
+            f"lacks {', '.join(missing)}; use a TorchModel, or the spec shown in docs/embeddings.md"
+        )
+    if not spec.outputs:
+        raise ConfigError(
+            f"model {config.model.name}: its spec has no embedding outputs; give at least one, "
+            'such as embedding_output("fields", fields.sparse, dim=8)'
+        )
+    return spec
 
 
 def given_topology(config: Config, world_size: int) -> Topology | None:
