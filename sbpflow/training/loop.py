@@ -96,8 +96,7 @@ class Pace:
         # steps, rows, seconds, seconds waiting for data, seconds waiting for transfers
         self._interval = [0, 0, 0.0, 0.0, 0.0]
         self._waits = world.waits if world.size > 1 else None
-        self._waited = world.waits.seconds
-        self._begin = time.perf_counter()
+        self._restart(time.perf_counter())
         self._data_seconds = 0.0
         self._warm = False
 
