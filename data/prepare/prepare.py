@@ -31,6 +31,7 @@ from sbpflow.data.format.manifest import (
 )
 from sbpflow.data.format.verify import verify_shard
 from sbpflow.data.format.vocabulary import (
+    fetch_vocabularies,
     verify_vocabulary,
     vocabulary_content,
     vocabulary_names,
