@@ -31,6 +31,7 @@ from sbpflow.data.format.manifest import (
 )
 from sbpflow.data.format.verify import verify_shard
 from sbpflow.data.format.vocabulary import (
+    fetch_vocabularies,
     verify_vocabulary,
     vocabulary_content,
     vocabulary_names,
@@ -70,6 +71,8 @@ def prepare(options: PrepareOptions) -> Manifest:
     """
     options.check()
     like = None if options.like is None else load_manifest(options.like, "--like")
+    if like is not None:
+        fetch_vocabularies(like)
     inputs = find_inputs(options.inputs)
     options = options.sized_for(sum(source.text_bytes for source in inputs))
     options.split.check_files([source.path.name for source in inputs])
