@@ -232,8 +232,8 @@ def _early_share(group: Mapping[str, Any]) -> str:
     early, critical = group["early_bytes"], group["critical_bytes"]
     share = f"{100 * early / max(early + critical, 1):.0f} %"
     return (
-        f"about {format_size(early)} ({share}) are sent one batch ahead, and "
-        f"{format_size(critical)} in the step that uses them (expected, over all ranks)"
+        f"{format_size(early)} ({share}) are sent a batch ahead, {format_size(critical)} in the step "
+        "(expected)"
     )
 
 
