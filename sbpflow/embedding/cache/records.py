@@ -53,8 +53,10 @@ class RecordLayout:
         """Return a tensor of rows [n, ..] from their records."""
         like = self.like[name]
         view = torch.from_numpy(records)[:, self.columns[name]]
-        # Unlike contiguous(), reshape also drops the stride of a single record, which can be odd.
-        return view.reshape(-1).view(like.dtype).view(len(records), *like.shape[1:])
+        # contiguous() keeps the stride of a single record, and reshape() that of single words, but
+        # the last stride must be 1 for a view with another dtype.
+        words = view.clone(memory_format=torch.contiguous_format)
+        return words.view(like.dtype).view(len(records), *like.shape[1:])
 
     def pack(self, values: Mapping[str, Tensor], records: Array) -> None:
         """Write tensors of rows into their records."""

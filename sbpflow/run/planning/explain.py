@@ -231,10 +231,8 @@ def early_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 def _early_share(group: Mapping[str, Any]) -> str:
     early, critical = group["early_bytes"], group["critical_bytes"]
     share = f"{100 * early / max(early + critical, 1):.0f} %"
-    return (
-        f"about {format_size(early)} ({share}) are sent one batch ahead, and "
-        f"{format_size(critical)} in the step that uses them (expected, over all ranks)"
-    )
+    ahead, in_step = format_size(early), format_size(critical)
+    return f"{ahead} ({share}) are sent a batch ahead, {in_step} in the step (expected)"
 
 
 def topology_lines(topology: Mapping[str, Any]) -> list[str]:
