@@ -1,11 +1,11 @@
 """Evaluates a whole split: every rank predicts its rows, and rank 0 computes the metrics.
 
 If the split has at most ``exact_rows`` rows, rank 0 gathers all predictions first, so the metrics
-do not depend on the number of ranks. For larger splits, all ranks add up their counts and sums.
+do not depend on the number of ranks. For larger splits, all ranks add up their counts and sums. The
+ranks then exchange the rows by group for GAUC and slices, which stay exact.
 """
 
 import difflib
-import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,12 +22,12 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
 from sbpflow.training.batch import Batch, Loader
+from sbpflow.training.grouped_metrics import GroupSums
 from sbpflow.training.histogram_auc import ScoreHistogram
 from sbpflow.training.metrics import Evaluation, Slice, evaluate, slice_by
 from sbpflow.training.trainer import Trainer
 
 CHANNEL = "control"
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +47,15 @@ class ScoreOptions:
 @dataclass(slots=True)
 class _Rows:
     """Collects this rank's rows and all ranks' sizes; if there are too many rows, a histogram
-    replaces the rows."""
+    replaces the rows, and rows with groups or slices are also kept on the host."""
 
     boxing: Boxing
     options: ScoreOptions
     scores: list[Tensor] = field(default_factory=list[Tensor])  # [rows, 2]: logits, labels
     keys: list[Tensor] = field(default_factory=list[Tensor])  # [rows, group and slices] int64
+    kept: list[Tensor] = field(
+        default_factory=list[Tensor]
+    )  # scores beyond exact_rows, on the host
     sizes: list[int] = field(default_factory=list[int])
     total: int = 0
     grouped: bool = False
@@ -61,17 +64,19 @@ class _Rows:
     def add(self, logits: Tensor, batch: Batch) -> None:
         self.total += batch.batch_size
         self.scores.append(torch.stack([logits, batch.labels.to(logits)], 1))
+        if keys := self._keys_of(batch):
+            self.keys.append(torch.stack(keys, 1))
         if self.histogram is None:
-            if keys := self._keys_of(batch):
-                self.keys.append(torch.stack(keys, 1))
             own = balanced_sizes(batch.batch_size, self.boxing.world.size)
             self.sizes = [a + b for a, b in zip(self.sizes or [0] * len(own), own, strict=True)]
         if self.total > self.options.exact_rows:
             if self.histogram is None:
                 self.histogram = ScoreHistogram(self.boxing.world.device)
-                self.keys = []
             for part in self.scores:
                 self.histogram.add(*part.unbind(1))
+            if self.keys:
+                self.kept += [part.cpu() for part in self.scores]
+                self.keys = [part.cpu() for part in self.keys]
             self.scores = []
 
     def _keys_of(self, batch: Batch) -> list[Tensor]:
@@ -99,16 +104,20 @@ class _Rows:
 
     def _from_histogram(self, histogram: ScoreHistogram) -> Evaluation | None:
         histogram.over_ranks(self.boxing)
+        gauc, slices = self._by_group() if self.kept and histogram.is_valid else (None, ())
         if self.boxing.world.rank != 0:
             return None
-        if self.grouped or self.options.slices:
-            logger.warning(
-                "GAUC and slices are omitted: they need gathered rows, and %d rows exceed "
-                "train.exact_auc_rows %d",
-                self.total,
-                self.options.exact_rows,
-            )
-        return histogram.evaluation()
+        return replace(histogram.evaluation(), gauc=gauc, slices=slices)
+
+    def _by_group(self) -> tuple[float | None, tuple[Slice, ...]]:
+        """Return GAUC and slices; every rank must call this."""
+        rows, columns = torch.cat(self.kept), list(torch.cat(self.keys).unbind(1))
+        gauc, slices = None, list[Slice]()
+        if self.grouped:
+            gauc, _ = GroupSums(self.boxing, "group", columns.pop(0), rows).gauc()
+        for name, values in zip(self.options.slices, columns, strict=True):
+            slices += GroupSums(self.boxing, name, values, rows).slices()
+        return gauc, tuple(slices)
 
 
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:

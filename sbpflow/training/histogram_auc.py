@@ -53,6 +53,11 @@ class ScoreHistogram:
         self.counts = combine_parts(boxing, self.counts, Partial(), "evaluate/fwd/counts")
         self.sums = combine_parts(boxing, self.sums, Partial(), "evaluate/fwd/sums")
 
+    @property
+    def is_valid(self) -> bool:
+        """Return False if a prediction is NaN or a label is not 0 or 1."""
+        return not bool(self.counts[-2:].any())
+
     def evaluation(self) -> Evaluation:
         """Return the metrics; raise MetricError for NaN, labels other than 0 and 1, or no rows."""
         counts, (nans, wrong) = self.counts[:-2].cpu().view(2, -1), self.counts[-2:].tolist()

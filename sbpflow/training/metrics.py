@@ -125,21 +125,18 @@ def slice_by(
     slices: list[Slice] = []
     for place in np.argsort(-counts, kind="stable")[:most]:
         rows = ids == unique[place]
-        scored = evaluate(predictions[rows], classes[rows])
-        slices.append(
-            Slice(
-                column,
-                scored.num_rows,
-                scored.auc,
-                int(unique[place]),
-                scored.logloss,
-                scored.calibration_ratio,
-            )
-        )
-    is_positive, at = _labels(classes), np.searchsorted(unique, ids)
-    positives = np.bincount(at, weights=is_positive, minlength=len(unique))
-    both = int(counts[(positives > 0) & (positives < counts)].sum())
-    return (Slice(column, both, _gauc(predictions, classes, ids)), *slices)
+        slices.append(slice_of(column, int(unique[place]), predictions[rows], classes[rows]))
+    terms, num_rows = group_terms(predictions, classes, ids)
+    mean = math.fsum(terms.tolist()) / num_rows if num_rows else None
+    return (Slice(column, num_rows, mean), *slices)
+
+
+def slice_of(column: str, value: int, logits: Values, labels: Values) -> Slice:
+    """Return the metrics of the rows with one ``value`` of a column."""
+    scored = evaluate(logits, labels)
+    return Slice(
+        column, scored.num_rows, scored.auc, value, scored.logloss, scored.calibration_ratio
+    )
 
 
 def calibration_groups(
@@ -208,6 +205,14 @@ def gauc(scores: Values, labels: Values, groups: Values) -> float:
 
 
 def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
+    terms, num_rows = group_terms(scores, labels, groups)
+    return math.fsum(terms.tolist()) / num_rows if num_rows else None
+
+
+def group_terms(scores: Values, labels: Values, groups: Values) -> tuple[NDArray[np.float64], int]:
+    """Return rows times AUC of each group with both classes, and the number of these rows."""
+    if not len(_flat(groups)) and not len(_flat(labels)):
+        return np.empty(0), 0
     values, is_positive, group = _scores(scores, labels), _labels(labels), _flat(groups)
     if len(group) != len(values):
         raise MetricError(f"{len(values)} predictions for {len(group)} groups")
@@ -227,10 +232,7 @@ def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
     of_class_1 = np.add.reduceat(is_positive, first, dtype=np.int64)
     pairs = of_class_1 * (rows - of_class_1)
     both = pairs > 0
-    if not both.any():
-        return None
-    terms = rows[both] * (in_order[both] / (2 * pairs[both]))
-    return math.fsum(terms.tolist()) / int(rows[both].sum())
+    return rows[both] * (in_order[both] / (2 * pairs[both])), int(rows[both].sum())
 
 
 def logloss(logits: Values, labels: Values) -> float:

@@ -100,7 +100,7 @@ MESSAGES = set(
     "sbpflow/runtime/processes/exit_messages.py sbpflow/runtime/processes/startup.py "
     "sbpflow/runtime/ranks/hosts.py sbpflow/boxing/agreement.py "
     "sbpflow/checkpoint/attempt.py sbpflow/checkpoint/save.py sbpflow/run/saved/checkpoints.py "
-    "planner/calibration/measure.py".split()
+    "planner/calibration/measure.py sbpflow/training/grouped_metrics.py".split()
 )
 
 

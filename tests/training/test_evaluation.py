@@ -5,18 +5,24 @@ The oracles are loops over rows and pairs, which share no code with the product.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import ConfigError, MetricError
 from sbpflow.runtime.ranks.world import World
-from sbpflow.training.evaluate import ScoreOptions, score_split, slice_columns
+from sbpflow.sbp.sbp import balanced_sizes
+from sbpflow.training.evaluate import ScoreOptions, _Rows, score_split, slice_columns
+from sbpflow.training.grouped_metrics import exponent_sums
 from sbpflow.training.histogram_auc import ScoreHistogram, auc_of_counts
-from sbpflow.training.metrics import Evaluation, calibration_groups, evaluate, slice_by
+from sbpflow.training.metrics import Evaluation, calibration_groups, evaluate, gauc, slice_by
 from sbpflow.training.report import describe_evaluation, figures_of
 from tests.training.test_health import Split
 from tests.training.wdl_case import make_batches, make_config, make_job
@@ -186,6 +192,54 @@ def test_score_options_do_not_depend_on_the_number_of_ranks(ranks):
             assert one.auc_error == pytest.approx(other.auc_error, abs=1e-9)
             assert one.logloss == pytest.approx(other.logloss, abs=1e-12)
             assert [s.num_rows for s in one.slices] == [s.num_rows for s in other.slices]
+
+
+def groups_of(world: World, seed: int) -> Evaluation | None:
+    """Evaluate rows with groups and two id columns beyond the limit of exact rows."""
+    rows = _Rows(Boxing(world), ScoreOptions(exact_rows=0, slices={"C1": 0, "C2": 1}))
+    for batch, logits in made_up_batches(seed, world.size, world.rank):
+        rows.add(logits, batch)
+    return rows.evaluation()
+
+
+def made_up_batches(seed: int, size: int, rank: int) -> Iterator[tuple[Any, torch.Tensor]]:
+    rng = np.random.default_rng(seed)
+    for number in range(4):
+        rows = 1 if number == 3 else 97  # the last batch leaves some ranks without rows
+        logits = torch.from_numpy(rng.normal(size=rows).round(1).astype(np.float32))
+        labels = torch.from_numpy((rng.random(rows) < 0.4).astype(np.float32))
+        groups = torch.from_numpy(rng.integers(-(2**62), 2**62, 20)[rng.integers(0, 20, rows)])
+        ids = torch.from_numpy(rng.integers(0, 30, (rows, 2)) ** 2 // 60)
+        own = balanced_sizes(rows, size)
+        part = slice(sum(own[:rank]), sum(own[: rank + 1]))
+        batch = SimpleNamespace(
+            batch_size=rows, labels=labels[part], ids=ids[part], columns={"group": groups[part]}
+        )
+        yield batch, logits[part]
+
+
+def test_gauc_and_slices_beyond_the_limit_equal_gathered_rows_bit_for_bit(ranks):
+    whole = list(made_up_batches(5, 1, 0))
+    logits = torch.cat([logits for _, logits in whole])
+    labels = torch.cat([batch.labels for batch, _ in whole])
+    groups = torch.cat([batch.columns["group"] for batch, _ in whole])
+    ids = torch.cat([batch.ids for batch, _ in whole])
+    want = (*slice_by(logits, labels, ids[:, 0], "C1"), *slice_by(logits, labels, ids[:, 1], "C2"))
+    for size in (1, 2, 3):
+        first, *others = ranks(size, groups_of, 5)
+        assert first.gauc == gauc(logits, labels, groups)
+        assert first.slices == want
+        assert first.auc_error is not None
+        assert others == [None] * (size - 1)
+
+
+def test_exact_sums_equal_fsum():
+    rng = np.random.default_rng(1)
+    terms = rng.random(1000) * 2.0 ** rng.integers(-60, 40, 1000)
+    high, low = (part.astype(object) for part in exponent_sums(terms))
+    powers = [Fraction(2) ** (place - 80 - 53) for place in range(len(low))]
+    total = sum((h * 2**26 + n) * p for h, n, p in zip(high, low, powers, strict=True))
+    assert float(total) == math.fsum(terms.tolist())
 
 
 def test_unknown_slices_are_refused_with_the_valid_ones(ranks):

@@ -1,0 +1,119 @@
+"""Computes GAUC and slices of any number of rows: all rows of a group move to one rank.
+
+The results have the same bits as those of gathered rows, because every group is evaluated on one
+rank, and the sum over the groups is exact.
+"""
+
+import json
+from dataclasses import asdict
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sbpflow.boxing.agreement import combine_parts, gather_texts
+from sbpflow.boxing.executor import Boxing
+from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
+from sbpflow.embedding.plan.group_plan import ExchangeStep
+from sbpflow.sbp.sbp import Partial
+from sbpflow.training.metrics import Slice, group_terms, slice_of
+
+_CHANNEL = "control"
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64; the product spreads close keys
+_MANTISSA_BITS, _HALF_BITS = 53, 26
+_MIN_EXPONENT, _NUM_EXPONENTS = -80, 160
+_CHUNK = 1 << 26
+
+
+class GroupSums:
+    """Contains the rows of some of the groups of a column, with all rows of each group."""
+
+    def __init__(self, boxing: Boxing, column: str, keys: Tensor, rows: Tensor) -> None:
+        """Exchange this rank's ``keys`` int64 [n] and ``rows`` [n, 2] (logits and labels)."""
+        self._boxing, self._column = boxing, column
+        packed = torch.stack([keys, *rows.to(torch.float64).view(torch.int64).unbind(1)], 1)
+        packed = exchange(boxing, f"evaluate/{column}", packed, owners(keys, boxing.world.size))
+        self._keys = packed[:, 0].numpy()
+        values = packed[:, 1:].contiguous().view(torch.float64)
+        self._logits, self._labels = values[:, 0].numpy(), values[:, 1].numpy()
+
+    def gauc(self) -> tuple[float | None, int]:
+        """Return the GAUC, and the number of rows of groups with both classes, on all ranks."""
+        terms, num_rows = group_terms(self._logits, self._labels, self._keys)
+        parts = exponent_sums(terms)
+        parts = np.concatenate([parts.reshape(-1), [num_rows]])
+        device = self._boxing.world.device
+        id = f"evaluate/{self._column}/sums"
+        total = combine_parts(self._boxing, torch.from_numpy(parts).to(device), Partial(), id)
+        *sums, num_rows = total.tolist()
+        if not num_rows:
+            return None, 0
+        whole = Fraction(0)
+        for place, value in enumerate(sums):
+            half, exponent = divmod(place, _NUM_EXPONENTS)
+            power = exponent + _MIN_EXPONENT - _MANTISSA_BITS + (0 if half else _HALF_BITS)
+            whole += value * Fraction(2) ** power
+        return float(whole) / num_rows, num_rows
+
+    def slices(self, most: int = 10) -> tuple[Slice, ...]:
+        """Return the column's summary, then slices of the ``most`` most frequent values."""
+        area, num_rows = self.gauc()
+        values, counts = np.unique(self._keys, return_counts=True)
+        order = np.argsort(-counts, kind="stable")[:most]
+        mine = [(-int(counts[place]), int(values[place])) for place in order]
+        texts = gather_texts(self._boxing, json.dumps(mine))
+        chosen = sorted(tuple(pair) for text in texts for pair in json.loads(text))[:most]
+        own = [value for _, value in chosen if value in {value for _, value in mine}]
+        found = [self._slice(value) for value in own]
+        texts = gather_texts(self._boxing, json.dumps([asdict(each) for each in found]))
+        by_value = {each["value"]: Slice(**each) for text in texts for each in json.loads(text)}
+        summary = Slice(self._column, num_rows, area)
+        return (summary, *(by_value[value] for _, value in chosen))
+
+    def _slice(self, value: int) -> Slice:
+        rows = self._keys == value
+        return slice_of(self._column, value, self._logits[rows], self._labels[rows])
+
+
+def owners(keys: Tensor, num_ranks: int) -> Tensor:
+    """Return the rank [n] that evaluates each key."""
+    return ((keys * _GOLDEN) >> 33).remainder(num_ranks)
+
+
+def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
+    """Send each of ``rows`` int64 [n, columns] to its ``owner`` [n]; return the rows of this rank
+    on the host."""
+    world = boxing.world
+    if world.size == 1:
+        return rows
+    counts = torch.bincount(owner, minlength=world.size)
+    rows = rows[torch.argsort(owner, stable=True)]
+    everyone = (tuple(range(world.size)),)
+    bound = rows.numel() * rows.itemsize
+    step = ExchangeStep(
+        id=id, collective="all_to_all", groups=everyone, dtype=torch.int64, bound_bytes=bound,
+        total_bound_bytes=bound * world.size, what="rows of groups",
+    )  # fmt: skip
+    transfer = RowTransfer(world, _CHANNEL)
+    into = received(step, transfer.start_counts(step, counts.to(world.device)), world.size).tolist()
+    pending = transfer.start(step, rows.to(world.device), counts.tolist(), into)
+    return received(step, pending, sum(into)).cpu()
+
+
+def exponent_sums(terms: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return exact sums [2, exponents] of non-negative ``terms`` [n]: of the upper and the lower
+    halves of the 53-bit mantissas, by exponent.
+
+    Floats add up integers of 27 bits without rounding, for up to 2^26 terms at a time.
+    """
+    sums = np.zeros((2, _NUM_EXPONENTS), dtype=np.int64)
+    for start in range(0, len(terms), _CHUNK):
+        mantissas, exponents = np.frexp(terms[start : start + _CHUNK])
+        whole = np.ldexp(mantissas, _MANTISSA_BITS).astype(np.int64)
+        place = exponents.astype(np.int64) - _MIN_EXPONENT
+        for half, part in enumerate((whole >> _HALF_BITS, whole & ((1 << _HALF_BITS) - 1))):
+            weights = part.astype(np.float64)
+            sums[half] += np.bincount(place, weights, _NUM_EXPONENTS).astype(np.int64)
+    return sums
