@@ -52,10 +52,8 @@ class RecordLayout:
     def values(self, records: Array, name: str) -> Tensor:
         """Return a tensor of rows [n, ..] from their records."""
         like = self.like[name]
-        view = torch.from_numpy(records)[:, self.columns[name]]
-        # contiguous() keeps the stride of a single record, and reshape() that of single words, but
-        # the last stride must be 1 for a view with another dtype.
-        words = view.clone(memory_format=torch.contiguous_format)
+        # Unlike contiguous(), a copy has no stride of a single record or word, which can be odd.
+        words = torch.from_numpy(records[:, self.columns[name]].copy())
         return words.view(like.dtype).view(len(records), *like.shape[1:])
 
     def pack(self, values: Mapping[str, Tensor], records: Array) -> None:
