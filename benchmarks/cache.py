@@ -5,10 +5,11 @@
     python -m benchmarks.cache planning   CPU time of slot planning, and on which thread it runs
     python -m benchmarks.cache store      training on a storage of limited rate
     python -m benchmarks.cache limit      a model of four times a limit on memory, on 2 ranks
+    python -m benchmarks.cache servers    training with rows on servers, in network namespaces
     python -m benchmarks.cache matrix     cached tables equal uncached ones, over 1, 2, 4 ranks
 
-Values are compared before timing. ``fetches`` and ``store`` also use genuine rows, from ``--input
-train.txt`` or the file named by SBPFLOW_CRITEO_ROWS.
+Values are compared before timing. ``fetches``, ``store``, and ``servers`` use genuine rows, from
+``--input train.txt`` or the file named by SBPFLOW_CRITEO_ROWS; ``fetches`` also generates rows.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks import cache_limit, cache_matrix, cache_store
+from benchmarks import cache_limit, cache_matrix, cache_servers, cache_store
 from benchmarks.cache_policies import Array, Fetches, Trace, bagpipe, belady, lfu, lru, planned
 from benchmarks.click_model import Shape, zipf_ids
 from benchmarks.record import Results
@@ -217,7 +218,9 @@ def _planning_threads(folder: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument(
-        "question", nargs="?", choices=("fetches", "planning", "store", "limit", "matrix")
+        "question",
+        nargs="?",
+        choices=("fetches", "planning", "store", "servers", "limit", "matrix"),
     )
     parser.add_argument(
         "--input", default=os.environ.get("SBPFLOW_CRITEO_ROWS"), help="rows, or a prepared set"
@@ -239,6 +242,12 @@ def main() -> None:
                 return
             for part in (args.part,) if args.part else cache_store.PARTS:
                 cache_store.measure(Results("cache_store", part), folder, part)
+    elif args.question == "servers":
+        with prepared(args.input) as folder:
+            if folder is None:
+                print("skipped: no genuine rows; use --input or set SBPFLOW_CRITEO_ROWS")
+                return
+            cache_servers.measure(folder)
     elif args.question == "limit":
         cache_limit.measure(Results("cache_limit"), args.folder)
     elif args.question == "matrix":

@@ -14,7 +14,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,14 @@ class Measured:
     write_ms: float
 
 
-class Stores:
-    """Creates the stores of a setup."""
+RecordsOf = Callable[[int, RecordLayout], RecordStore]
 
-    def __init__(self, setup: Setup, folder: Path) -> None:
-        self._setup, self._folder = setup, folder
+
+class Stores:
+    """Creates the stores of a setup; ``own`` creates records that are not paced."""
+
+    def __init__(self, setup: Setup, folder: Path, own: RecordsOf | None = None) -> None:
+        self._setup, self._folder, self._own = setup, folder, own
         self.made: list[CachedStore | DemandStore] = []
         self.links: list[PacedRecords] = []
 
@@ -96,6 +99,8 @@ class Stores:
             return device_store(request)
 
         def records(num_rows: int, layout: RecordLayout) -> RecordStore:
+            if self._own is not None:
+                return self._own(num_rows, layout)
             return file_records(num_rows, layout, self._folder, "benchmark")
 
         store: CachedStore | DemandStore
@@ -110,8 +115,10 @@ class Stores:
         self.made.append(store)
         return store
 
-    def _paced(self, inner: RecordStore, layout: RecordLayout) -> PacedRecords:
+    def _paced(self, inner: RecordStore, layout: RecordLayout) -> RecordStore:
         setup = self._setup
+        if self._own is not None:
+            return inner
         link = PacedRecords(
             inner, layout.num_bytes, setup.rate * MBIT, duplex=setup.duplex, buffered=setup.buffered
         )
@@ -130,7 +137,9 @@ class Stores:
         return 1e3 * waits, fetched, 1e3 * read, 1e3 * write
 
 
-def make_job(world: World, fields: Fields, setup: Setup, folder: Path) -> tuple[Job, Stores]:
+def make_job(
+    world: World, fields: Fields, setup: Setup, folder: Path, own: RecordsOf | None = None
+) -> tuple[Job, Stores]:
     """Create a Wide & Deep job with 16 columns and lazy Adam: 192 bytes per row of the deep
     tables.
     """
@@ -145,7 +154,7 @@ def make_job(world: World, fields: Fields, setup: Setup, folder: Path) -> tuple[
     lookahead = 1 if setup.system == "device" else setup.lookahead
     config = replace(config, train=replace(config.train, lookahead=lookahead))
     spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")
-    stores = Stores(setup, folder)
+    stores = Stores(setup, folder, own)
     return build_job(config, spec, plan, Boxing(world), stores=stores), stores
 
 

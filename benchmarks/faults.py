@@ -4,6 +4,8 @@
     python -m benchmarks.faults --kills 8       one of each kind
     python -m benchmarks.faults --storage file --kills 20
                                 tables in files, compared with an uninterrupted run without
+    python -m benchmarks.faults --storage servers --kills 40
+                                tables on embedding servers; half of the kills are of servers
     python -m benchmarks.faults --deltas 4 --kills 20
                                 each full checkpoint is followed by 4 deltas
     python -m benchmarks.faults --keys --deltas 4 --kills 20
@@ -16,7 +18,9 @@ is loaded, while the first rows are read, or at any moment of the start (imports
 SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
 must be bit-identical to the losses and scores of an uninterrupted run. No complete checkpoint may
 be lost, every rank must exit, and a finished run must leave neither processes nor temporary files.
-Each start uses a different ``train.lookahead`` and, with ``--storage file``, a different cache.
+Each start uses a different ``train.lookahead`` and, with ``--storage file`` or ``servers``, a
+different cache. With ``--storage servers``, three servers run throughout; each start uses one, two,
+or three of them, and servers are killed while rows are trained, loaded, read, or saved.
 """
 
 import argparse
@@ -31,17 +35,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.record import Results
+from benchmarks.server_processes import ServerProcesses
 from sbpflow.checkpoint.folder import checked, list_checkpoints, step_of
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
+# Kinds of kills with embedding servers; "server_KIND" kills a server at the moment of KIND.
+SERVER_KINDS = (
+    *("server_one", "one", "server_load", "all", "server_save"),
+    *("save", "server_one", "load", "server_read", "start"),
+)
+NUM_SERVERS = 3
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
-LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16)}
+LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16), "servers": (2, 4, 16)}
 CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches need up to 20%
 # The limits are low: a key loses its row after two steps without use.
 GROWING = (
@@ -200,6 +212,8 @@ class Campaign:
     storage: str = "device"
     deltas: int = 0
     keys: bool = False
+    servers: ServerProcesses | None = None
+    used: list[int] = field(default_factory=list[int])  # servers of the last start
     killed: Counter[str] = field(default_factory=Counter[str])
     leaving_s: list[float] = field(default_factory=list[float])
 
@@ -215,6 +229,10 @@ class Campaign:
         if self.storage == "file":
             cache = self.chance.choice(CACHES)
             more.append(f'parallel.storage={{"deep.*": {{kind: file, cache: {cache}}}}}')
+        if self.servers is not None:
+            self.used = self.chance.sample(range(NUM_SERVERS), self.chance.randint(1, NUM_SERVERS))
+            rule = self.servers.rule(self.chance.choice(CACHES), self.used)
+            more.append(f'parallel.storage={{"deep.*": {rule}}}')
         return start(self.data, self.folder, self.log, self.size, *more)
 
     def saved(self) -> int:
@@ -229,22 +247,36 @@ class Campaign:
     def kill(self, kind: str) -> None:
         """Start the run and kill it once; a run that ends first does not count."""
         before, saved = steps_done(self.folder), self.saved()
-        if kind in ("load", "read") and not saved:
-            kind = "one"  # there is nothing to load yet
+        if kind.endswith(("load", "read")) and not saved:
+            kind = kind.replace("load", "one").replace("read", "one")  # nothing to load yet
         said = self._told_to_go_on()
         ranks = self._start()
-        if not self._came(kind, ranks, before, said):
+        if not self._came(kind.removeprefix("server_"), ranks, before, said):
             ranks.signal(signal.SIGKILL)
             ranks.codes(END_S)
             return
         gentle = {"term": signal.SIGTERM, "interrupt": signal.SIGINT}
         one = (self.chance.randrange(self.size),) if kind == "one" else ()
         at = time.monotonic()
-        ranks.signal(gentle.get(kind, signal.SIGKILL), *one)
+        if kind.startswith("server_") and self.servers is not None:
+            server = self.chance.choice(self.used)
+            self.servers.kill(server)
+            self._check_lost(server, ranks)
+            self.servers.start(server)
+        else:
+            ranks.signal(gentle.get(kind, signal.SIGKILL), *one)
         codes = ranks.codes(END_S)
         self.leaving_s.append(time.monotonic() - at)
         self._check(kind, codes, saved)
         self.killed[kind] += 1
+
+    def _check_lost(self, server: int, ranks: Ranks) -> None:
+        """Wait until the ranks have exited, and check that they name the server that was killed."""
+        codes = ranks.codes(END_S)
+        name = f"embedding server {self.used.index(server)} of {len(self.used)} at "
+        last = self.log.read_text()[-3000:]
+        if codes != [3] * self.size or f"error: {name}" not in last:
+            raise RuntimeError(f"{name}: was killed; exit codes {codes}:\n{last}")
 
     def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
         """Wait for a moment of this kind; return whether the moment came while the ranks were
@@ -330,6 +362,22 @@ def uninterrupted(
 def one_run(base: Path, number: int, args: argparse.Namespace) -> dict[str, object]:
     """Kill one run several times; raise SystemExit if it differs from the uninterrupted run."""
     expected = uninterrupted(base / "set", base / "whole", args.ranks, keys=args.keys)
+    with ExitStack() as opened:
+        servers = None
+        if args.storage == "servers":
+            servers = ServerProcesses.on_loopback(base, NUM_SERVERS)
+            opened.callback(servers.close)
+        return _killed_and_finished(base, number, args, expected, servers)
+
+
+def _killed_and_finished(
+    base: Path,
+    number: int,
+    args: argparse.Namespace,
+    expected: list[dict[str, object]],
+    servers: ServerProcesses | None,
+) -> dict[str, object]:
+    kinds = KINDS if servers is None else SERVER_KINDS
     run = Campaign(
         base / "set",
         base / f"run{number}",
@@ -338,9 +386,10 @@ def one_run(base: Path, number: int, args: argparse.Namespace) -> dict[str, obje
         args.storage,
         args.deltas,
         args.keys,
+        servers,
     )
     for place in range(KILLS_OF_A_RUN):
-        run.kill(KINDS[(KILLS_OF_A_RUN * number + place) % len(KINDS)])
+        run.kill(kinds[(KILLS_OF_A_RUN * number + place) % len(kinds)])
     run.finish()
     same, left = events(run.folder) == expected, run.left_over()
     sys.stderr.write(f"run {number}: {dict(run.killed)}, equal: {same}, left: {left}\n")
@@ -366,7 +415,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     begin = time.monotonic()
-    least, name = {"device": (50, "faults"), "file": (20, "cache_faults")}[args.storage]
+    least, name = {
+        "device": (50, "faults"),
+        "file": (20, "cache_faults"),
+        "servers": (40, "server_faults"),
+    }[args.storage]
     results = Results(name, recorded=args.kills >= least and not (args.deltas or args.keys))
     with tempfile.TemporaryDirectory() as scratch:
         base: Path = args.folder or Path(scratch)

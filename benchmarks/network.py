@@ -40,6 +40,40 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
         _take_down()
 
 
+@contextmanager
+def switched_hosts(rates: Sequence[str]) -> Iterator[tuple[list[list[str]], list[str]]]:
+    """Yield command prefixes and addresses of hosts that are connected to one switch.
+
+    ``rates`` limits the link of each host in both directions, in tc's notation.
+    """
+    names = [f"sbp{os.getpid()}-h{number}" for number in range(len(rates))]
+    switch = f"sbp{os.getpid()}-switch"
+    addresses = [f"10.77.0.{number + 1}" for number in range(len(rates))]
+    try:
+        for name in (switch, *names):
+            _run("ip", "netns", "add", name)
+        inside = ("ip", "netns", "exec", switch)
+        _run(*inside, "ip", "link", "add", "bridge", "type", "bridge")
+        _run(*inside, "ip", "link", "set", "bridge", "up")
+        for number, (name, rate) in enumerate(zip(names, rates, strict=True)):
+            port = f"port{number}"
+            _run(
+                *inside, "ip", "link", "add", port, "type", "veth", "peer", INTERFACE, "netns", name
+            )
+            _run(*inside, "ip", "link", "set", port, "master", "bridge", "up")
+            host = ("ip", "netns", "exec", name)
+            _run(*host, "ip", "addr", "add", f"{addresses[number]}/24", "dev", INTERFACE)
+            for device in (INTERFACE, "lo"):
+                _run(*host, "ip", "link", "set", device, "up")
+            for place, device in ((inside, port), (host, INTERFACE)):
+                shape = ("tc", "qdisc", "add", "dev", device, "root", "tbf")
+                _run(*place, *shape, "rate", rate, "burst", "256kb", "latency", "50ms")
+        yield [["ip", "netns", "exec", name] for name in names], addresses
+    finally:
+        for name in (*names, switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
 def start_ranks(
     module: str,
     world_size: int,

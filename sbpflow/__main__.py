@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     **{name: _own(name) for name in ("train", "explain")},
     **{name: _of_planner(name) for name in ("calibrate", "plan", "compare", "measure", "clusters")},
     "explain-plan": _of_planner("explain"),
+    "embedding-server": _own("embedding_server"),
     **{name: _own(name) for name in ("predict", "export", "serve", "embeddings")},
     **{name: _own(name) for name in ("checkpoint", "report", "doctor")},
 }

@@ -67,6 +67,10 @@ class AbsentError(RuntimeError):
     """Some ranks did not join at startup; the message names these ranks."""
 
 
+class ServerLostError(AbsentError):
+    """An embedding server died, does not answer, or serves another launch; the message names it."""
+
+
 class PeerLostError(RuntimeError):
     """A collective or a store operation failed because its peer is gone or does not respond."""
 

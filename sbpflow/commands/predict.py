@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sbpflow.run.execution.job import Job
     from sbpflow.run.model.spec import ModelSpec
     from sbpflow.run.planning.plan import RunPlan
+    from sbpflow.runtime.files.remote_path import AnyPath
     from sbpflow.runtime.ranks.topology import Topology
 
 _BLOCK_ROWS = 1_000_000
@@ -144,8 +145,8 @@ def _predict_as_tasks(
 class _ModelOnWorker:
     """Names everything that a worker needs to score blocks; all paths are on shared folders."""
 
-    checkpoint: Path
-    rows: Path
+    checkpoint: "AnyPath"
+    rows: "AnyPath"
     split: str
     output: Path
     block_rows: int
@@ -174,7 +175,7 @@ def _load(model: _ModelOnWorker) -> _Loaded:
         overrides=list(model.overrides), model=model.model, optimizer=list(model.optimizer)
     )
     config = config_of_run(names, checkpoint)
-    like = load_manifest(data_folder(checkpoint.path))
+    like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     rows = Scoring([str(model.rows)], model.output, model.split, like, overwrite=True)
     job, loader = open_rows(checkpoint, config, rows, ExitStack(), bad=0.0)
     return _Loaded(job, loader, blocks_of(rows, model.block_rows, checkpoint, config), rows)

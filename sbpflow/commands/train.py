@@ -32,10 +32,18 @@ def train(argv: Sequence[str]) -> int:
     parser = config_parser("sbpflow train", _DESCRIPTION)
     ranks_help = "number of processes to start on this machine (default: one, or torchrun's)"
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help=ranks_help)
+    servers_help = "embedding servers to start on this machine (parallel.storage, kind: servers)"
+    parser.add_argument("--servers", type=int, metavar="M", help=servers_help)
     args = parser.parse_intermixed_args(argv)
+    words = ["train", "--config", str(args.config)]
+    if args.servers is not None:
+        from sbpflow.commands.local_servers import local_servers
+
+        with local_servers(args.config, args.overrides, args.servers) as overrides:
+            return start_ranks([*words, *overrides], args.ranks or 1, "-n")
     if args.ranks is None:
         return run_rank(args.config, args.overrides)
-    return start_ranks(["train", "--config", str(args.config), *args.overrides], args.ranks, "-n")
+    return start_ranks([*words, *args.overrides], args.ranks, "-n")
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "sbpflow train") -> int:

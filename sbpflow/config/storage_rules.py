@@ -2,9 +2,10 @@
 memory."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from sbpflow.config.parse import Example
 from sbpflow.embedding.plan.row_storage import Outside
@@ -33,7 +34,9 @@ class StorageRule:
         Literal["device", Outside],
         Example("file"),
         Key(
-            "execution", "Where all rows are stored. With a GPU, host is the memory of the machine."
+            "execution",
+            "Where all rows are stored. With a GPU, host is the memory of the machine. servers are "
+            "separate processes (`sbpflow embedding-server`).",
         ),
     ]
     cache: Annotated[
@@ -51,8 +54,24 @@ class StorageRule:
         Key("execution", "Folder of the file. The default is run.dir."),
     ] = None
 
+    addresses: Annotated[
+        tuple[str, ...] | None,
+        Example(("10.0.0.1:7070", "10.0.0.2:7070")),
+        Key(
+            "execution",
+            "host:port of each embedding server. `sbpflow train --servers N` starts servers and "
+            "sets this key.",
+        ),
+    ] = None
+    secret_file: Annotated[
+        Path | None,
+        Example("/etc/sbpflow/secret"),
+        Key("execution", "File with the secret of the embedding servers and the ranks."),
+    ] = None
+
     def check(self, key: str) -> None:
         """Raise ConfigError if the keys contradict each other."""
+        self._check_servers(key)
         if self.path is not None and self.kind != "file":
             raise ConfigError(f"{key}.path: {self.path} with kind: {self.kind}; use kind: file")
         if self.kind == "device":
@@ -70,6 +89,25 @@ class StorageRule:
                 f"{key}.cache: {self.cache} must be above 0 and at most 100%; {_EXAMPLES}"
             )
 
+    def _check_servers(self, key: str) -> None:
+        for name, value in (("addresses", self.addresses), ("secret_file", self.secret_file)):
+            if value is not None and self.kind != "servers":
+                raise ConfigError(f"{key}.{name}: given with kind: {self.kind}; use kind: servers")
+        if self.addresses is None:
+            return
+        if not self.addresses or len(set(self.addresses)) < len(self.addresses):
+            raise ConfigError(
+                f"{key}.addresses: {list(self.addresses)}; list one or more addresses, each once, "
+                "such as [10.0.0.1:7070, 10.0.0.2:7070]"
+            )
+        for address in self.addresses:
+            split_address(address, f"{key}.addresses")
+        if self.secret_file is None:
+            raise ConfigError(
+                f"{key}.secret_file: not given for addresses; use a file with the secret of the "
+                "servers, such as /etc/sbpflow/secret"
+            )
+
     def share(self, key: str, num_bytes: float) -> float:
         """Return the fraction of rows that the slots can contain; ``num_bytes`` is the size of all
         rows of a rank."""
@@ -84,3 +122,55 @@ class StorageRule:
                 f"{key}.cache: {self.cache!r} is not a share or a size in {units}; {_EXAMPLES}"
             )
         return float(match[1]), match[2]
+
+
+def split_address(address: str, key: str) -> tuple[str, int]:
+    """Return the host and the port of ``host:port``; an IPv6 address may be in brackets."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"{key}: {address!r} is not host:port; use, for example, 10.0.0.1:7070")
+    return host, int(port)
+
+
+def server_rule(rules: Mapping[str, StorageRule]) -> tuple[str, StorageRule] | None:
+    """Return the key and the rule that name the embedding servers, or None without such a rule.
+
+    All rules with ``kind: servers`` must name the same servers.
+    """
+    found = [(f"parallel.storage.{p}", rule) for p, rule in rules.items() if rule.kind == "servers"]
+    for key, rule in found[1:]:
+        first_key, first = found[0]
+        for name in ("addresses", "secret_file"):
+            if getattr(rule, name) != getattr(first, name):
+                raise ConfigError(
+                    f"{key}.{name}: differs from {first_key}.{name}; all tables use the same "
+                    "servers, so give the same value"
+                )
+    return found[0] if found else None
+
+
+class NamedServers(NamedTuple):
+    """Contains the servers of a configuration; ``key`` is the key of their rule."""
+
+    key: str
+    addresses: tuple[tuple[str, int], ...]
+    secret_file: Path
+
+
+def named_servers(rules: Mapping[str, StorageRule]) -> NamedServers:
+    """Return the servers of the rules; raise ConfigError if no rule lists servers."""
+    found = server_rule(rules)
+    if found is None:
+        raise ConfigError(
+            "parallel.storage: no rule has kind: servers; add, for example, "
+            '"*.C1": {kind: servers, cache: 10%, addresses: [10.0.0.1:7070], secret_file: FILE}'
+        )
+    key, rule = found
+    if rule.addresses is None or rule.secret_file is None:
+        raise ConfigError(
+            f"{key}.addresses: not given for kind: servers; list the servers, such as "
+            "[10.0.0.1:7070], or start servers with `sbpflow train -n 2 --servers 2`"
+        )
+    places = tuple(split_address(address, f"{key}.addresses") for address in rule.addresses)
+    return NamedServers(key, places, rule.secret_file)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import torch
 
 from sbpflow.config.parse import Aliases, Example, PathOr, brief
-from sbpflow.config.storage_rules import StorageRule
+from sbpflow.config.storage_rules import StorageRule, server_rule
 from sbpflow.embedding.plan.exchanges import exchange_names
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.rules.base import KernelRequest
@@ -317,6 +317,7 @@ class ParallelConfig:
             rule.check(f"parallel.tables.{pattern}")
         for pattern, rule in self.storage.items():
             rule.check(f"parallel.storage.{pattern}")
+        server_rule(self.storage)
         if self.plan is not None and self.scheme is not None:
             raise ConfigError(
                 f"parallel.plan: {self.plan} with parallel.scheme: {self.scheme}; both lay out all "

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sbpflow.embedding.cache.remote_records import RemoteRecords, Servers
 from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
 from sbpflow.embedding.plan.row_storage import Outside
 from sbpflow.errors import ConfigError
@@ -51,9 +52,9 @@ class RecordLayout:
     def values(self, records: Array, name: str) -> Tensor:
         """Return a tensor of rows [n, ..] from their records."""
         like = self.like[name]
-        view = torch.from_numpy(records)[:, self.columns[name]]
-        # Unlike contiguous(), reshape also drops the stride of a single record, which can be odd.
-        return view.reshape(-1).view(like.dtype).view(len(records), *like.shape[1:])
+        # Unlike contiguous(), a copy has no stride of a single record or word, which can be odd.
+        words = torch.from_numpy(records[:, self.columns[name]].copy())
+        return words.view(like.dtype).view(len(records), *like.shape[1:])
 
     def pack(self, values: Mapping[str, Tensor], records: Array) -> None:
         """Write tensors of rows into their records."""
@@ -132,7 +133,9 @@ def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) ->
 class RecordRequest(NamedTuple):
     """The arguments for creating the records of a table on this rank.
 
-    ``folder`` is for files, and ``key`` is the configuration key of the storage rule.
+    ``folder`` is for files, and ``key`` is the configuration key of the storage rule. Each request
+    of a rank has another ``number``. ``servers`` is None for a job that only predicts, which must
+    not disturb a run that uses the servers, so its records are in a file.
     """
 
     num_rows: int
@@ -140,11 +143,20 @@ class RecordRequest(NamedTuple):
     folder: Path
     key: str
     device: torch.device
+    number: int
+    servers: Servers | None
+
+
+def _on_servers(new: RecordRequest) -> RecordStore:
+    if new.servers is None:
+        return file_records(new.num_rows, new.layout, new.folder, new.key)
+    return RemoteRecords(new.servers, new.number, new.num_rows, new.layout.empty(0))
 
 
 RECORDS: dict[Outside, Callable[[RecordRequest], RecordStore]] = {
     "host": lambda new: host_records(new.num_rows, new.layout, pinned=new.device.type == "cuda"),
     "file": lambda new: file_records(new.num_rows, new.layout, new.folder, new.key),
+    "servers": _on_servers,
 }
 
 

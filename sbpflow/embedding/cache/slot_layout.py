@@ -28,9 +28,10 @@ def find_loops(*, compiled: bool | None = None) -> Any:  # noqa: ANN401 (a modul
     return import_module(f"sbpflow.embedding.cache.{'slot_loops' if compiled else 'slot_arrays'}")
 
 
-def warm_up_copies(*blocks: Array) -> None:
-    """Compile ``take`` and ``put`` for the types of ``blocks`` [rows, words] before training."""
-    loops, none = find_loops(), np.empty(0, np.int32)
+def warm_up_copies(*blocks: Array, rows: Array | None = None) -> None:
+    """Compile ``take`` and ``put`` before training, for the types of ``blocks`` [rows, words] and
+    of ``rows``, by default int32."""
+    loops, none = find_loops(), np.empty(0, np.int32) if rows is None else rows
     for block in blocks:
         loops.take(block, none, np.empty_like(block[:0]), 0)
         loops.put(block, none, np.empty_like(block[:0]), 0)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Outside = Literal["host", "file"]
+Outside = Literal["host", "file", "servers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.state import LogicalTensor
 from sbpflow.embedding.storage.store import StoreFactory
 from sbpflow.errors import ConfigError, SbpError
+from sbpflow.run.execution.servers import join_servers
 from sbpflow.run.execution.warm_up import warm_up
 from sbpflow.run.model.spec import Fields, ModelSpec
 from sbpflow.run.planning.build_plan import plan_run
@@ -102,7 +103,7 @@ def build_job(
         seed=seed,
         kernel=plan.kernels,
         row_buffer_fraction=config.parallel.row_buffer_fraction,
-        stores=stores or stores_of(partial(_row_folder, config), boxing.world.device),
+        stores=stores or _stores(config, plan, boxing, training),
         initialize=training,
     )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
@@ -142,6 +143,11 @@ def build_job(
     if boxing.world.rank == 0:
         _log_fixed_sizes(config, trainer, embeddings)
     return Job(trainer, model, embeddings, plan, boxing)
+
+
+def _stores(config: Config, plan: RunPlan, boxing: Boxing, training: bool) -> StoreFactory:
+    servers = join_servers(config, plan, boxing) if training else None
+    return stores_of(partial(_row_folder, config), boxing.world.device, servers)
 
 
 def _row_folder(config: Config, key: str) -> Path:

@@ -60,6 +60,9 @@ def cache_lines(caches: Sequence[Mapping[str, Any]]) -> list[str]:
         rows.append((str(cache["rank"]), name, *counts, *sizes, outside))
         if "rows_per_step" in cache:
             lines.append(_forecast_line(cache, name))
+    on_servers = sum(cache["outside_bytes"] for cache in caches if cache["kind"] == "servers")
+    if on_servers:
+        lines.append(f"embedding servers: {format_size(on_servers)} in all, in equal shares")
     return ["", *columns(rows), *lines]
 
 

@@ -99,6 +99,8 @@ class RemotePath:
         """Return this path: URLs are absolute."""
         return self
 
+    absolute = resolve
+
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing: a folder exists while it contains objects."""
 

@@ -1,0 +1,84 @@
+"""``sbpflow embedding-server``: keep the rows of cached tables in memory for the ranks of a run."""
+
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+
+from sbpflow.errors import ConfigError
+
+_INDEX = re.compile(r"(\d{1,5})/(\d{1,5})")
+_BACKLOG = 1024
+
+
+def embedding_server(argv: Sequence[str]) -> int:
+    """Serve one of the addresses of ``parallel.storage`` until the process is stopped."""
+    from sbpflow.commands.train import config_parser
+
+    parser = config_parser(
+        "sbpflow embedding-server", "Keep rows of cached tables in memory for the ranks of a run."
+    )
+    add = parser.add_argument
+    add("--index", required=True, metavar="K/N", help="this is server K of N; K starts at 0")
+    add("--memory-gb", type=float, help="limit for all rows (default: the memory of the machine)")
+    add("--listener", type=int, metavar="FD", help="inherited socket to use; ends with stdin")
+    args = parser.parse_intermixed_args(argv)
+    from sbpflow.config.load import load_config
+    from sbpflow.config.storage_rules import named_servers
+    from sbpflow.models.registry import MODELS
+    from sbpflow.run.execution.servers import make_server
+    from sbpflow.runtime.compute.devices import memory_bytes
+
+    config = load_config(args.config, args.overrides, models=MODELS)
+    named = named_servers(config.parallel.storage)
+    key, addresses, _ = named
+    index = _index_of(args.index, len(addresses), key)
+    if args.memory_gb is not None and not args.memory_gb > 0:
+        raise ConfigError(f"--memory-gb: {args.memory_gb} is not above 0; use, for example, 64")
+    limit = memory_bytes("cpu") or sys.maxsize if args.memory_gb is None else args.memory_gb * 1e9
+    server = make_server(named, int(limit))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s embedding server: %(message)s")
+    if args.listener is None:
+        listener = _listen(addresses[index], f"{key}.addresses")
+    else:
+        listener = socket.socket(fileno=args.listener)
+        threading.Thread(target=_exit_after_stdin, daemon=True).start()
+    with listener:
+        logging.info("server %s listens on %s:%d", args.index, *listener.getsockname()[:2])
+        server.serve(listener)
+    return 0
+
+
+def _index_of(text: str, count: int, key: str) -> int:
+    match = _INDEX.fullmatch(text)
+    if match is None or int(match[2]) != count or int(match[1]) >= count:
+        raise ConfigError(
+            f"--index: {text!r} is not K/{count} with K below {count}, for the {count} addresses "
+            f"of {key}.addresses; use, for example, 0/{count}"
+        )
+    return int(match[1])
+
+
+def _listen(address: tuple[str, int], key: str) -> socket.socket:
+    """Listen on exactly this address."""
+    try:
+        family, kind, *_, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: cannot listen on {address[0]}:{address[1]} ({error.strerror}); use an address "
+            "of this machine and a free port"
+        ) from error
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _exit_after_stdin() -> None:
+    """End the process when the launcher ends, which closes the pipe to stdin."""
+    sys.stdin.buffer.read()
+    os._exit(0)

@@ -1,0 +1,387 @@
+"""Keeps the records of a rank's stores on embedding servers.
+
+Row r of a store is on server r % n, at place r // n, so every server has an equal share of every
+table, also of tables that assign row numbers in the order of first use. Reads wait for the answers
+of all servers. Writes are copied and sent by a thread per server; until the server has confirmed a
+write, reads take its rows from the copy. So reads and writes use separate connections and both
+directions of a link, and a read never overtakes a write of the same row.
+"""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sbpflow.embedding.cache.server_protocol import (
+    BEGIN,
+    MAX_ROWS,
+    OK,
+    OPEN,
+    READ,
+    REFUSED,
+    WRITE,
+    ProtocolError,
+    Purpose,
+    SecretError,
+    greet_server,
+    receive_array,
+    receive_header,
+    receive_reason,
+    send_array,
+    send_header,
+    send_purpose,
+)
+from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
+from sbpflow.errors import ConfigError, ServerLostError
+from sbpflow.runtime.processes.store import first_line
+
+# Requests for reads in flight per server. A server that sends an answer does not read requests, so
+# the requests must fit in the buffers of the sockets: 3 requests have at most 48 KiB.
+READS_IN_FLIGHT = 3
+WRITES_IN_FLIGHT = 4  # writes of a store that are not yet confirmed
+_PAUSE_S = 0.2  # between attempts to connect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """Describes the servers of a run, as one rank uses them.
+
+    ``session`` identifies the launch of the ranks. ``limit_s`` limits the wait for a server.
+    ``key`` is the configuration key of the storage rule.
+    """
+
+    key: str
+    addresses: tuple[tuple[str, int], ...]
+    secret: bytes
+    session: bytes
+    rank: int
+    machine: str
+    limit_s: float
+
+    def begin(self) -> None:
+        """Begin the session on every server; one rank must do this before any rank connects."""
+        for index in range(len(self.addresses)):
+            self.connect(index, BEGIN).close()
+
+    def connect(
+        self, index: int, purpose: int, *, store: int = 0, num_rows: int = 0, record_bytes: int = 0
+    ) -> socket.socket:
+        """Return a connection to a server; wait up to ``limit_s`` until the server listens.
+
+        Raises ConfigError for a wrong secret or version, and ServerLostError otherwise.
+        """
+        end, name = time.monotonic() + self.limit_s, self.name(index)
+        while True:
+            try:
+                sock = socket.create_connection(
+                    self.addresses[index], max(0.01, end - time.monotonic())
+                )
+                break
+            except OSError as error:
+                if time.monotonic() + _PAUSE_S >= end:
+                    raise ServerLostError(
+                        f"{name} does not answer within {self.limit_s:g} s "
+                        f"({first_line(error)}); {self.advice(index)}"
+                    ) from error
+            time.sleep(_PAUSE_S)
+        sock.settimeout(self.limit_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.ExitStack() as opened:
+            opened.callback(sock.close)
+            try:
+                greet_server(sock, self.secret)
+                send_purpose(
+                    sock,
+                    Purpose(
+                        purpose=purpose,
+                        session=self.session,
+                        name=f"rank {self.rank} on {self.machine}",
+                        rank=self.rank,
+                        store=store,
+                        num_rows=num_rows,
+                        record_bytes=record_bytes,
+                    ),
+                )
+                self._confirm(sock, index)
+            except SecretError as error:
+                raise ConfigError(
+                    f"{self.key}.secret_file: {name} has another secret; use the same file for all "
+                    "servers and ranks"
+                ) from error
+            except ProtocolError as error:
+                raise ConfigError(
+                    f"{self.key}.addresses: {name} is not an embedding server of this version "
+                    f"({error}); use the same version of sbpflow everywhere"
+                ) from error
+            except (EOFError, OSError) as error:
+                raise self.lost(index, error) from error
+            opened.pop_all()
+        return sock
+
+    def _confirm(self, sock: socket.socket, index: int, expected: int = 0) -> None:
+        """Receive the start of a reply; raise ServerLostError if the request was refused."""
+        reply, count = receive_header(sock)
+        if reply == REFUSED:
+            raise ServerLostError(f"{self.name(index)} refused: {receive_reason(sock, count)}")
+        if (reply, count) != (OK, expected):
+            raise ProtocolError(f"reply {reply} for {count} rows")
+
+    def confirm(self, sock: socket.socket, index: int, expected: int) -> None:
+        """Receive the start of the reply to a request for ``expected`` rows."""
+        try:
+            self._confirm(sock, index, expected)
+        except (EOFError, OSError, ProtocolError) as error:
+            raise self.lost(index, error) from error
+
+    def lost(self, index: int, error: BaseException) -> ServerLostError:
+        """Return the error for a connection that failed."""
+        name = self.name(index)
+        if isinstance(error, TimeoutError):
+            return ServerLostError(
+                f"{name} does not answer within {self.limit_s:g} s; check whether it hangs, and "
+                "the network between"
+            )
+        reason = "it closed the connection" if isinstance(error, EOFError) else first_line(error)
+        return ServerLostError(f"{name} died or cannot be reached ({reason}); {self.advice(index)}")
+
+    def name(self, index: int) -> str:
+        host, port = self.addresses[index]
+        return f"embedding server {index} of {len(self.addresses)} at {host}:{port}"
+
+    def advice(self, index: int) -> str:
+        place = f"{index}/{len(self.addresses)}"
+        return (
+            f"start it with `sbpflow embedding-server --config FILE --index {place}`, and "
+            "repeat the command of the ranks, which resume from the last checkpoint"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """Contains the rows of a call of ``write``, in the order of the servers."""
+
+    rows: Array  # sorted
+    order: Array  # place in ``records`` of each of ``rows``
+    records: Array
+    unconfirmed: int  # number of servers
+
+
+class _Writes:
+    """Contains the writes that servers have not confirmed, oldest first, and the first failure."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._writes: deque[_Write] = deque()
+        self._failure: Exception | None = None
+
+    def add(self, write: _Write) -> None:
+        """Add a write; wait while too many are unconfirmed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._writes) < WRITES_IN_FLIGHT or self._failure is not None
+            )
+            self._check()
+            self._writes.append(write)
+
+    def confirm(self, write: _Write) -> None:
+        """Note that one more server has the rows of a write."""
+        with self._changed:
+            write.unconfirmed -= 1
+            if not write.unconfirmed:
+                self._writes.remove(write)
+                self._changed.notify_all()
+
+    def newest_first(self) -> Sequence[_Write]:
+        with self._changed:
+            self._check()
+            return tuple(reversed(self._writes))
+
+    def fail(self, error: Exception) -> None:
+        """Make every later call raise ``error``."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+class _Writer:
+    """Sends writes to one server, in a thread that has no reference to ``RemoteRecords``."""
+
+    def __init__(self, servers: Servers, index: int, sock: socket.socket, writes: _Writes) -> None:
+        self._servers, self._index, self._sock, self._writes = servers, index, sock, writes
+        # (write, rows on the server, records)
+        self.tasks: queue.SimpleQueue[tuple[_Write, Array, Array] | None] = queue.SimpleQueue()
+        self._sent: deque[tuple[_Write, list[int]]] = deque()
+        threading.Thread(target=self._run, name="row writer", daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.closing(self._sock):
+            try:
+                self._work()
+            except (EOFError, OSError) as error:
+                self._writes.fail(self._servers.lost(self._index, error))
+            except Exception as error:  # noqa: BLE001  (raised by the next read or write)
+                self._writes.fail(error)
+
+    def _work(self) -> None:
+        """Send all queued writes before waiting for a confirmation."""
+        while True:
+            if self._sent and self.tasks.empty():
+                self._receive()
+            elif (task := self.tasks.get()) is None:
+                return
+            else:
+                self._send(*task)
+
+    def _send(self, write: _Write, rows: Array, records: Array) -> None:
+        counts: list[int] = []
+        for start in range(0, rows.size, MAX_ROWS):
+            part = slice(start, min(start + MAX_ROWS, rows.size))
+            counts.append(part.stop - start)
+            send_header(self._sock, WRITE, counts[-1], more=True)
+            send_array(self._sock, rows[part], more=True)
+            send_array(self._sock, records[part])
+        self._sent.append((write, counts))
+
+    def _receive(self) -> None:
+        write, counts = self._sent.popleft()
+        for count in counts:
+            self._servers.confirm(self._sock, self._index, count)
+        self._writes.confirm(write)
+
+
+class RemoteRecords:
+    """Implements ``RecordStore`` with records like those of ``like`` [any, words] on ``servers``.
+
+    ``store`` numbers the stores of this rank.
+    """
+
+    num_bytes = 0  # in the memory of this process
+
+    def __init__(self, servers: Servers, store: int, num_rows: int, like: Array) -> None:
+        self._servers, self._num = servers, len(servers.addresses)
+        self._word, self._length = like.dtype, like.shape[1]
+        record_bytes = self._word.itemsize * self._length
+        self._loops = find_loops()
+        warm_up_copies(np.empty((0, self._length), self._word), rows=np.empty(0, np.int64))
+        self._writes = _Writes()
+        self._lock = threading.Lock()  # one read at a time
+        self._buffer = np.empty((0, self._length), self._word)
+        self._readers: list[socket.socket] = []
+        self._writers: list[_Writer] = []
+        for index in range(self._num):
+            rows = len(range(index, num_rows, self._num))
+            both = [
+                servers.connect(index, OPEN, store=store, num_rows=rows, record_bytes=record_bytes)
+                for _ in range(2)
+            ]
+            self._readers.append(both[0])
+            self._writers.append(_Writer(servers, index, both[1], self._writes))
+        weakref.finalize(self, _close, self._readers, self._writers)
+
+    def read(self, rows: Array, out: Array) -> None:
+        """See ``RecordStore.read``; raise ServerLostError if a server does not answer."""
+        with self._lock:
+            left = self._read_unconfirmed(rows, out)
+            wanted = rows if left is None else rows[left]
+            if not wanted.size:
+                return
+            if left is None and self._num == 1:
+                self._fetch([wanted.astype("<i4")], out)
+                return
+            order, parts = self._split(wanted)
+            if len(self._buffer) < wanted.size:
+                self._buffer = np.empty((wanted.size * 5 // 4, self._length), self._word)
+            found = self._buffer[: wanted.size]
+            self._fetch(parts, found)
+            self._loops.put(out, order if left is None else left[order], found, 0)
+
+    def write(self, rows: Array, records: Array) -> None:
+        """See ``RecordStore.write``; return before the servers have the records."""
+        if not rows.size:
+            return
+        order, parts = self._split(rows)
+        sent = np.empty((rows.size, self._length), self._word)
+        self._loops.take(records, order, sent, 0)
+        by_server = rows[order]
+        by_row = by_server.argsort()
+        write = _Write(by_server[by_row], by_row, sent, sum(part.size > 0 for part in parts))
+        self._writes.add(write)
+        start = 0
+        for writer, part in zip(self._writers, parts, strict=True):
+            if part.size:
+                writer.tasks.put((write, part, sent[start : start + part.size]))
+            start += part.size
+
+    def _split(self, rows: Array) -> tuple[Array, list[Array]]:
+        """Return the order of rows by server, and each server's rows as its own numbers."""
+        where = (rows % self._num).astype(np.uint16)  # numpy sorts 16 bits in linear time
+        order = where.argsort(kind="stable")
+        ends = np.bincount(where, minlength=self._num).cumsum()
+        return order, np.split((rows[order] // self._num).astype("<i4"), ends[:-1])
+
+    def _read_unconfirmed(self, rows: Array, out: Array) -> Array | None:
+        """Copy the rows of unconfirmed writes to ``out``; return the places of the other rows.
+
+        ``None`` means all places.
+        """
+        left: Array | None = None
+        for write in self._writes.newest_first():
+            left = np.arange(rows.size) if left is None else left
+            place = np.searchsorted(write.rows, rows[left]).clip(max=write.rows.size - 1)
+            found = write.rows[place] == rows[left]
+            if found.any():
+                self._loops.put(out, left[found], write.records[write.order[place[found]]], 0)
+                left = left[~found]
+        return left
+
+    def _fetch(self, parts: Sequence[Array], out: Array) -> None:
+        """Read each server's rows into consecutive parts of ``out``."""
+        starts = np.cumsum([0, *(part.size for part in parts)])
+        chunks = [
+            slice(start, start + MAX_ROWS)
+            for start in range(0, max(part.size for part in parts), MAX_ROWS)
+        ]
+        requested = 0
+        for number, chunk in enumerate(chunks):
+            while requested < min(len(chunks), number + READS_IN_FLIGHT):
+                for index, rows in enumerate(parts):
+                    self._request(index, rows[chunks[requested]])
+                requested += 1
+            for index, rows in enumerate(parts):
+                self._receive(index, out[starts[index] : starts[index] + rows.size][chunk])
+
+    def _request(self, index: int, rows: Array) -> None:
+        if not rows.size:
+            return
+        try:
+            send_header(self._readers[index], READ, rows.size, more=True)
+            send_array(self._readers[index], rows)
+        except OSError as error:
+            raise self._servers.lost(index, error) from error
+
+    def _receive(self, index: int, out: Array) -> None:
+        if not len(out):
+            return
+        self._servers.confirm(self._readers[index], index, len(out))
+        try:
+            receive_array(self._readers[index], out)
+        except (EOFError, OSError) as error:
+            raise self._servers.lost(index, error) from error
+
+
+def _close(readers: Sequence[socket.socket], writers: Sequence[_Writer]) -> None:
+    for writer in writers:
+        writer.tasks.put(None)
+    for reader in readers:
+        reader.close()

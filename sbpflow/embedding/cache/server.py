@@ -1,0 +1,207 @@
+"""Serves the records of cached tables to the ranks of a run, over TCP.
+
+A server holds rows only for the current session, which is one launch of the ranks. A new session
+drops all earlier rows; connections of earlier sessions are then refused. Nothing is stored on disk,
+because the ranks of a new launch load the last checkpoint and send the rows again.
+
+Each connection has a thread. A read and a write of the same row can run at the same time only if
+the rank sends them so, and ranks never do (``remote_records``).
+"""
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from sbpflow.embedding.cache.records import MappedRecords
+from sbpflow.embedding.cache.server_protocol import (
+    BEGIN,
+    MAX_ROWS,
+    OK,
+    READ,
+    WRITE,
+    ProtocolError,
+    Purpose,
+    SecretError,
+    greet_rank,
+    receive_array,
+    receive_header,
+    receive_purpose,
+    refuse,
+    send_array,
+    send_header,
+    words_of,
+)
+
+logger = logging.getLogger(__name__)
+
+GREET_S = 10.0  # time limit for a handshake
+MAX_CONNECTIONS = 2048
+_UNKNOWN = "it serves another launch of the ranks, or was restarted"
+_NO_FILES_S = 0.5  # pause while this process has too many open files
+# An idle connection whose peer's machine has disappeared ends after about a minute.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+_SEND_S = 60  # limit for a peer to acknowledge sent bytes
+
+
+class _Block(NamedTuple):
+    """Contains the records of one store of one rank."""
+
+    num_rows: int
+    record_bytes: int
+    records: MappedRecords
+
+
+class _Session:
+    """Contains the records of one launch."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.blocks: dict[tuple[int, int], _Block] = {}
+        self.num_bytes = 0
+
+
+class EmbeddingServer:
+    """Holds records for the ranks that know ``secret``, up to ``memory_bytes``."""
+
+    def __init__(self, secret: bytes, memory_bytes: int) -> None:
+        self._secret, self._memory_bytes = secret, memory_bytes
+        self._lock = threading.Lock()  # guards the sessions and their blocks
+        self._sessions: dict[bytes, _Session] = {}  # at most one, the current session
+        self._ended: set[bytes] = set()
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accept connections until the listener is closed or the process ends."""
+        while True:
+            try:
+                sock, address = listener.accept()
+            except ConnectionError:  # the peer has already gone
+                continue
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                logger.warning("no connection can be accepted: %s", error.strerror)
+                time.sleep(_NO_FILES_S)
+                continue
+            if not self._slots.acquire(blocking=False):
+                logger.warning("%s: refused, %d connections are open", address[0], MAX_CONNECTIONS)
+                sock.close()
+                continue
+            threading.Thread(target=self._run, args=(sock, address[0]), daemon=True).start()
+
+    def _run(self, sock: socket.socket, address: str) -> None:
+        """Serve one connection, and log why it ended unless the peer closed it."""
+        with contextlib.closing(sock):
+            try:
+                self._serve(sock)
+            except SecretError:
+                logger.warning("%s: refused, its secret differs", address)
+            except ProtocolError as error:
+                logger.warning("%s: refused, %s", address, error)
+            except (EOFError, OSError) as error:
+                logger.debug("%s: closed (%s)", address, error)
+            finally:
+                self._slots.release()
+
+    def _serve(self, sock: socket.socket) -> None:
+        sock.settimeout(GREET_S)
+        greet_rank(sock, self._secret)
+        purpose = receive_purpose(sock)
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SEND_S)
+        for option, value in _KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        if reason := self._begin(purpose) if purpose.purpose == BEGIN else self._open(purpose):
+            _refuse(sock, reason)
+            return
+        send_header(sock, OK, 0)
+        if purpose.purpose != BEGIN:
+            self._answer(sock, purpose)
+
+    def _begin(self, purpose: Purpose) -> str:
+        """Start a session, which ends the previous session; return why not, or ""."""
+        with self._lock:
+            if purpose.session in self._ended:
+                return _UNKNOWN
+            if purpose.session not in self._sessions:
+                self._ended |= set(self._sessions)
+                for session in self._sessions.values():
+                    session.blocks.clear()
+                self._sessions = {purpose.session: _Session(purpose.name)}
+                logger.info("a run begins (%s); all earlier rows are dropped", purpose.name)
+        return ""
+
+    def _open(self, purpose: Purpose) -> str:
+        """Allocate the records of a store at its first connection; return why not, or ""."""
+        key, p = (purpose.rank, purpose.store), purpose
+        with self._lock:
+            session = self._sessions.get(p.session)
+            if session is None:
+                return _UNKNOWN
+            if (block := session.blocks.get(key)) is not None:
+                if block[:2] != (p.num_rows, p.record_bytes):
+                    return f"store {p.store} of rank {p.rank} has another size"
+                return ""
+            needed = session.num_bytes + p.num_rows * p.record_bytes
+            if needed > self._memory_bytes:
+                return (
+                    f"its rows need {needed / 1e9:.2f} GB, and it has a limit of "
+                    f"{self._memory_bytes / 1e9:.2f} GB; use more servers, or --memory-gb"
+                )
+            word, length = words_of(p.record_bytes)
+            # The system allocates each page when it is first written.
+            try:
+                records = MappedRecords(np.empty((p.num_rows, length), word))
+            except MemoryError:
+                return f"it has no memory for {p.num_rows * p.record_bytes / 1e9:.2f} GB"
+            session.blocks[key] = _Block(p.num_rows, p.record_bytes, records)
+            session.num_bytes = needed
+        return ""
+
+    def _answer(self, sock: socket.socket, purpose: Purpose) -> None:
+        """Answer the requests of a connection."""
+        word, length = words_of(purpose.record_bytes)
+        numbers, records = np.empty(MAX_ROWS, "<i4"), np.empty((MAX_ROWS, length), word)
+        while True:
+            request, count = receive_header(sock)
+            if request not in (READ, WRITE) or not 0 < count <= MAX_ROWS:
+                raise ProtocolError(f"request {request} for {count} rows")
+            rows, found = numbers[:count], records[:count]
+            receive_array(sock, rows)
+            if request == WRITE:
+                receive_array(sock, found)
+            # The lookup per request keeps no rows of an ended session in memory.
+            session = self._sessions.get(purpose.session)
+            block = session and session.blocks.get((purpose.rank, purpose.store))
+            if block is None:
+                _refuse(sock, _UNKNOWN)
+                return
+            if rows.min() < 0 or rows.max() >= block.num_rows:
+                raise ProtocolError(f"rows {rows.min()} to {rows.max()} of {block.num_rows}")
+            if request == READ:
+                block.records.read(rows, found)
+                send_header(sock, OK, count, more=True)
+                send_array(sock, found)
+            else:
+                block.records.write(rows, found)
+                send_header(sock, OK, count)
+
+
+def _refuse(sock: socket.socket, reason: str) -> None:
+    """Send the reason, and wait until the peer closes the connection.
+
+    Closing a socket with unread requests would discard the reason.
+    """
+    refuse(sock, reason)
+    sock.shutdown(socket.SHUT_WR)
+    sock.settimeout(GREET_S)
+    while sock.recv(1 << 16):
+        pass

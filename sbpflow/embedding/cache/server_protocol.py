@@ -1,0 +1,215 @@
+"""Defines the messages between the ranks of a run and embedding servers.
+
+A connection starts with a handshake: the server sends its hello, the rank answers with a hello and
+a proof that it knows the secret, and the server answers with its own proof. The rank then names its
+session, the launch that it belongs to, and what the connection is for. A connection for records
+carries requests, each with a number of rows, and a reply to each of them, in order. The receiver
+derives all sizes from the counts, which are checked before any allocation. Numbers and records are
+in little-endian byte order.
+"""
+
+import hashlib
+import hmac
+import math
+import secrets
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sbpflow.embedding.cache.slot_layout import Array
+from sbpflow.errors import ConfigError
+
+PROTOCOL = 1  # version of all messages; ranks and servers must have equal versions
+MAGIC = b"sbprows\n"
+MIN_SECRET_BYTES = 16
+MAX_ROWS = 4096  # of a request
+MAX_TEXT_BYTES = 1024
+MAX_RECORD_BYTES = 1 << 16
+MAX_ROW_NUMBER = 2**31 - 1
+
+BEGIN, OPEN = 1, 2  # purposes of a connection: begin a session, or move the records of a store
+READ, WRITE = 1, 2  # requests
+OK, REFUSED = 0, 1  # replies; the count of REFUSED is the length of an explanation
+
+# Linux waits for more data before it sends a packet.
+_MORE: int = getattr(socket, "MSG_MORE", 0)
+_HELLO = struct.Struct("<8sI32s")  # magic, protocol, nonce
+_NAME_BYTES = 64
+# purpose, session, rank, number of the store, rows, bytes of a record, name of the rank
+_PURPOSE = struct.Struct(f"<B16sIIQI{_NAME_BYTES}s")
+_HEADER = struct.Struct("<BxxxI")  # request or reply, count
+
+
+class ProtocolError(Exception):
+    """The peer sent something else than the protocol allows."""
+
+
+class SecretError(Exception):
+    """The peer does not know the secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purpose:
+    """Describes what a connection is for. For BEGIN, only ``session`` and ``name`` are used."""
+
+    purpose: int
+    session: bytes
+    name: str  # of the rank and its machine, for messages
+    rank: int = 0
+    store: int = 0  # each store of a rank has a different number
+    num_rows: int = 0  # of the store's rows on this server
+    record_bytes: int = 0
+
+
+def read_secret(path: Path, key: str) -> bytes:
+    """Return the content of a secret file without surrounding white space."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        reason = (error.strerror or "cannot be read").lower()
+        raise ConfigError(
+            f"{key}.secret_file: {path} cannot be read ({reason}); create it with `(umask 077; "
+            f"head -c 32 /dev/urandom | base64 > {path})` and copy it to all machines"
+        ) from error
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{key}.secret_file: {path} contains {len(secret)} bytes; use {MIN_SECRET_BYTES} or "
+            f"more, such as the output of `head -c 32 /dev/urandom | base64`"
+        )
+    return secret
+
+
+def words_of(record_bytes: int) -> tuple[np.dtype[Any], int]:
+    """Return the largest integer type that divides a record, and the record's length in words."""
+    word = math.gcd(8, record_bytes)
+    return np.dtype(f"<i{word}"), record_bytes // word
+
+
+# Handshake
+
+
+def greet_rank(sock: socket.socket, secret: bytes) -> None:
+    """Authenticate a rank, as the server; raise SecretError or ProtocolError."""
+    nonce = secrets.token_bytes(32)
+    sock.sendall(_HELLO.pack(MAGIC, PROTOCOL, nonce))
+    magic, protocol, other = _HELLO.unpack(receive(sock, _HELLO.size))
+    _check_hello(magic, protocol)
+    proof = receive(sock, 32)
+    if not hmac.compare_digest(proof, _proof(secret, b"rank", nonce, other)):
+        send_header(sock, REFUSED, 0)
+        raise SecretError
+    send_header(sock, OK, 0)
+    sock.sendall(_proof(secret, b"server", nonce, other))
+
+
+def greet_server(sock: socket.socket, secret: bytes) -> None:
+    """Authenticate a server, as a rank; raise SecretError or ProtocolError."""
+    magic, protocol, other = _HELLO.unpack(receive(sock, _HELLO.size))
+    nonce = secrets.token_bytes(32)
+    sock.sendall(_HELLO.pack(MAGIC, PROTOCOL, nonce))
+    _check_hello(magic, protocol)
+    sock.sendall(_proof(secret, b"rank", other, nonce))
+    reply, _ = receive_header(sock)
+    if reply == REFUSED:
+        raise SecretError
+    if not hmac.compare_digest(receive(sock, 32), _proof(secret, b"server", other, nonce)):
+        raise SecretError
+
+
+def _check_hello(magic: bytes, protocol: int) -> None:
+    if magic != MAGIC:
+        raise ProtocolError(f"the first bytes are {magic!r}, not those of sbpflow")
+    if protocol != PROTOCOL:
+        raise ProtocolError(f"the other side has protocol {protocol}, this side has {PROTOCOL}")
+
+
+def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
+    """Return a MAC of both nonces; the role keeps a proof from being sent back to its author."""
+    return hmac.digest(secret, b"".join((role, *nonces)), hashlib.sha256)
+
+
+def send_purpose(sock: socket.socket, purpose: Purpose) -> None:
+    """State what the connection is for; the server answers with OK or REFUSED."""
+    p = purpose
+    name = p.name.encode()[:_NAME_BYTES]
+    sock.sendall(
+        _PURPOSE.pack(p.purpose, p.session, p.rank, p.store, p.num_rows, p.record_bytes, name)
+    )
+
+
+def receive_purpose(sock: socket.socket) -> Purpose:
+    """Receive and check what the connection is for."""
+    kind, session, rank, store, num_rows, record_bytes, name = _PURPOSE.unpack(
+        receive(sock, _PURPOSE.size)
+    )
+    if kind not in (BEGIN, OPEN):
+        raise ProtocolError(f"a connection for purpose {kind}")
+    if kind == OPEN and not (num_rows <= MAX_ROW_NUMBER and 0 < record_bytes <= MAX_RECORD_BYTES):
+        raise ProtocolError(f"{num_rows} rows of {record_bytes} bytes")
+    text = name.rstrip(b"\0").decode(errors="replace")
+    return Purpose(
+        purpose=kind,
+        session=session,
+        name="".join(c if c.isprintable() else "?" for c in text),
+        rank=rank,
+        store=store,
+        num_rows=num_rows,
+        record_bytes=record_bytes,
+    )
+
+
+# Requests and replies
+
+
+def send_header(sock: socket.socket, kind: int, count: int, *, more: bool = False) -> None:
+    """Send the start of a request or a reply; with ``more``, the kernel waits for the rest."""
+    sock.sendall(_HEADER.pack(kind, count), _MORE if more else 0)
+
+
+def receive_header(sock: socket.socket) -> tuple[int, int]:
+    """Return the kind of a request or a reply, and its count."""
+    return _HEADER.unpack(receive(sock, _HEADER.size))
+
+
+def refuse(sock: socket.socket, reason: str) -> None:
+    """Send a reply with an explanation."""
+    text = reason.encode()[:MAX_TEXT_BYTES]
+    send_header(sock, REFUSED, len(text), more=True)
+    sock.sendall(text)
+
+
+def receive_reason(sock: socket.socket, count: int) -> str:
+    """Return the explanation of a reply REFUSED."""
+    if count > MAX_TEXT_BYTES:
+        raise ProtocolError(f"an explanation of {count} bytes")
+    text = receive(sock, count).decode(errors="replace")
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def send_array(sock: socket.socket, array: Array, *, more: bool = False) -> None:
+    """Send a contiguous array; each part that is sent restarts the socket's time limit."""
+    view, flags = array.data.cast("B"), _MORE if more else 0
+    while view:
+        view = view[sock.send(view, flags) :]
+
+
+def receive_array(sock: socket.socket, out: Array) -> None:
+    """Fill a contiguous array; each received part restarts the socket's time limit."""
+    view = out.data.cast("B")
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+
+
+def receive(sock: socket.socket, count: int) -> bytes:
+    """Receive exactly ``count`` bytes; raise EOFError if the peer closes the connection."""
+    data = np.empty(count, np.uint8)
+    if count:
+        receive_array(sock, data)
+    return data.tobytes()

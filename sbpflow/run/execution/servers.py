@@ -1,0 +1,45 @@
+"""Creates embedding servers, and connects the ranks of a run to them."""
+
+import uuid
+
+from sbpflow.boxing.agreement import gather_texts, run_on_all_ranks
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.schema import Config
+from sbpflow.config.storage_rules import NamedServers, named_servers
+from sbpflow.embedding.cache.remote_records import Servers
+from sbpflow.embedding.cache.server import EmbeddingServer
+from sbpflow.embedding.cache.server_protocol import read_secret
+from sbpflow.run.planning.cache_forecast import cached_stacks
+from sbpflow.run.planning.plan import RunPlan
+from sbpflow.runtime.processes.environment import machine_name
+
+# A rank reports a server before the other ranks report this rank.
+_SHARE_OF_TIMEOUT = 0.6
+
+
+def make_server(named: NamedServers, memory_bytes: int) -> EmbeddingServer:
+    """Return a server for the ranks that know the secret; raise ConfigError without a secret."""
+    return EmbeddingServer(read_secret(named.secret_file, named.key), memory_bytes)
+
+
+def join_servers(config: Config, plan: RunPlan, boxing: Boxing) -> Servers | None:
+    """Begin a session on the servers of the run, if any; every rank must call this.
+
+    Servers drop the rows of all earlier sessions. Raises ConfigError for a wrong secret or version,
+    and ServerLostError if a server does not answer.
+    """
+    if all(stored.kind != "servers" for _, stored in cached_stacks(plan)):
+        return None
+    named, world = named_servers(config.parallel.storage), boxing.world
+    secret = run_on_all_ranks(boxing, lambda: read_secret(named.secret_file, named.key))
+    servers = Servers(
+        key=named.key,
+        addresses=named.addresses,
+        secret=secret,
+        session=bytes.fromhex(gather_texts(boxing, uuid.uuid4().hex)[0]),
+        rank=world.rank,
+        machine=machine_name(),
+        limit_s=_SHARE_OF_TIMEOUT * config.parallel.timeout_s,
+    )
+    run_on_all_ranks(boxing, lambda: servers.begin() if world.rank == 0 else None)
+    return servers
