@@ -95,7 +95,7 @@ def test_compiled_addresses_equal_torch(monkeypatch, size, pooling, weighted):
         ids = IdReader(plan, 0, CPU).read(make_ids(plan, size, high=5))
         (stack,) = (stack for group in plan.groups for stack in group.stacks if stack.ragged)
         for kind in (torch.int32, torch.int64):
-            own = partial(OwnerAddresses, stack, size, CPU, address_dtype=kind)
+            own = partial(OwnerAddresses, stack, range(size), CPU, address_dtype=kind)
             equal(own().make_lookup(ids), without_loops(monkeypatch, own).make_lookup(ids))
         for rank in range(min(size, 4)):
             local = partial(LocalAddresses, stack, rank, CPU)
@@ -110,7 +110,7 @@ def test_compiled_addresses_of_a_matrix_equal_torch(monkeypatch, size):
     ids = IdReader(plan, 0, CPU).read(make_ids(plan, size, high=40))
     ((stack,),) = (group.stacks for group in plan.groups)
     for kind in (torch.int32, torch.int64):
-        own = partial(OwnerAddresses, stack, size, CPU, address_dtype=kind)
+        own = partial(OwnerAddresses, stack, range(size), CPU, address_dtype=kind)
         equal(own().make_lookup(ids), without_loops(monkeypatch, own).make_lookup(ids))
 
 
