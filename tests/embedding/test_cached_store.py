@@ -445,7 +445,7 @@ def test_a_freed_store_ends_its_thread():
                                     (torch.bfloat16, torch.float64)])  # fmt: skip
 def test_records_keep_every_bit(dtypes):
     row, state = dtypes
-    for width, count in itertools.product((1, 3, 8), (1, 9)):
+    for width, count in itertools.product((1, 3, 4, 8), (1, 2, 9)):
         values = {
             WEIGHTS: torch.randn(count, width).to(row),
             "sum": torch.randn(count, width).to(state),

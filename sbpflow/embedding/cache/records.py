@@ -52,9 +52,9 @@ class RecordLayout:
     def values(self, records: Array, name: str) -> Tensor:
         """Return a tensor of rows [n, ..] from their records."""
         like = self.like[name]
-        view = torch.from_numpy(records)[:, self.columns[name]]
-        # Unlike contiguous(), reshape also drops the stride of a single record, which can be odd.
-        return view.reshape(-1).view(like.dtype).view(len(records), *like.shape[1:])
+        # Unlike contiguous(), a copy has no stride of a single record or word, which can be odd.
+        words = torch.from_numpy(records[:, self.columns[name]].copy())
+        return words.view(like.dtype).view(len(records), *like.shape[1:])
 
     def pack(self, values: Mapping[str, Tensor], records: Array) -> None:
         """Write tensors of rows into their records."""
