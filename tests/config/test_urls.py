@@ -50,11 +50,16 @@ STORE_KEYS = {"data.path", "checkpoint.dir", "checkpoint.resume", "export.dir"}
 # The values of these keys and options are not paths, but names, numbers and patterns.
 NAMES = {"model.wide.columns", "model.wide.crosses", "train.slices", "model.fields.*.table"}
 NAMES |= {"parallel.tables.*.sbp", "parallel.tables.*.exchange", "parallel.dense.*"}
-NAMES |= {"parallel.storage.*.cache", "data.cache.size", "train.prometheus.host"}
+NAMES |= {
+    "parallel.storage.*.addresses",
+    "parallel.storage.*.cache",
+    "data.cache.size",
+    "train.prometheus.host",
+}
 OTHER_OPTIONS = {
     *("--model", "--rows", "--part", "--engine", "--address", "key=value"),
     *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot", "--keys", "--table"),
-    *("--host", "--shadow"),
+    *("--host", "--shadow", "--index"),
     *("--planner", "--planners", "--link", "--optimizer"),
 }
 COMMANDS: dict[str, Callable[[list[str]], Any]] = {
@@ -178,7 +183,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
         assert message.startswith(f"{name}: {url!r} is a "), message
         refused.add(name)
     paths = {"run.dir", "data.cache.dir", "parallel.plan", "parallel.topology"}
-    paths |= {"parallel.storage.*.path"}
+    paths |= {"parallel.storage.*.path", "parallel.storage.*.secret_file"}
     assert refused - STORE_KEYS == paths
     assert NAMES < set(KEYS)
     assert list(tmp_path.iterdir()) == []

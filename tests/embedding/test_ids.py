@@ -243,7 +243,12 @@ def test_invalid_plans_are_rejected():
         ("B", (0,), "local", "use columns"),
         ("S(0)", (0, 1), "local", "use reduce or unique"),
         ("S(1)", (1,), "unique", "use columns"),
-        ("(S(1), S(0))", ((0, 1), (2, 3)), "reduce", "use B, S(0), S(1), or (S(0), S(1))"),
+        (
+            "(S(1), S(0))",
+            ((0, 1), (2, 3)),
+            "reduce",
+            "use B, S(0), S(1), (S(0), S(1)), or, on all ranks, (S(0), S(0))",
+        ),
     ],
 )
 def test_exchange_that_does_not_support_the_layout_is_rejected(sbp, ranks, exchange, use):

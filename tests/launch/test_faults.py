@@ -161,10 +161,15 @@ def script(folder: Path, source: str, *words: str) -> subprocess.CompletedProces
 
 
 def test_no_wait_depends_on_the_clock_of_the_day():
-    """Setting the system clock during a run must not affect deadlines."""
+    """Setting the system clock during a run must not affect deadlines.
+
+    Only reports of the clock itself may read it.
+    """
+    reports = {"run/execution/node_checks.py", "training/prometheus.py"}
     asked = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in sorted((ROOT / "sbpflow").rglob("*.py"))
+        if str(path.relative_to(ROOT / "sbpflow")) not in reports
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)

@@ -53,7 +53,9 @@ clusters --tables tables.json --profile h100-dgx --ranks 8
 
 
 def test_every_subcommand_is_run():
-    assert {step.split()[0] for step in STEPS} | {"measure", "serve"} == set(COMMANDS)
+    assert {step.split()[0] for step in STEPS} | {"measure", "serve", "embedding-server"} == set(
+        COMMANDS
+    )
 
 
 @pytest.fixture(scope="module")

@@ -308,20 +308,25 @@ class _Reader(io.RawIOBase):
         self._path, self._at = path, 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position and return it; no request is made."""
         starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._path.num_bytes}
         self._at = starts[whence] + offset
         return self._at
 
     def tell(self) -> int:
+        """Return the position in bytes."""
         return self._at
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401
+        """Read the next bytes with one request, and return their number."""
         stop = min(self._at + len(buffer), self._path.num_bytes)
         data = self._path.read(self._at, stop)
         buffer[: len(data)] = data
