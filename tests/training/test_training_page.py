@@ -36,7 +36,7 @@ def test_the_keys_in_the_text_are_known(tmp_path, words):
 
 
 def test_the_checks_cover_something():
-    assert len(SETTINGS) == 4
+    assert len(SETTINGS) >= 4
     assert len(INLINE) >= 2
 
 
