@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,8 @@ def events(run: Path, event: str) -> list[dict]:
 def test_two_ray_workers_train_like_one_process(synth_set, tmp_path):
     run, expected = tmp_path / "run", tmp_path / "expected"
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    env |= {"RAY_RESULTS": str(tmp_path / "ray"), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    # Ray starts workers with niceness 15, so on a busy machine they would not get to train.
+    env |= {"RAY_RESULTS": str(tmp_path / "ray"), "RAY_worker_niceness": "0"}
     process = subprocess.Popen(
         [sys.executable, str(EXAMPLE), "--workers=2", "--cpus=0.5", *words(synth_set, run)],
         cwd=ROOT,
@@ -47,7 +50,11 @@ def test_two_ray_workers_train_like_one_process(synth_set, tmp_path):
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    output = output_of(process, 300)
+    try:
+        output = output_of(process, 300)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the processes of the local Ray
     assert process.returncode == 0, output[-6000:]
     (final,) = events(run, "final")
     assert final["steps"] == STEPS
