@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.click_model import SHAPES, Shape, make_batches, zipf_ids
 from benchmarks.click_trainer import ClickTrainer
+from benchmarks.gate_worker import keep_freed_memory
 from benchmarks.network import INTERFACE, start_ranks
 from benchmarks.record import Results
 from sbpflow.runtime.ranks.world import World
@@ -55,6 +56,7 @@ def sent_bytes() -> int:
 def work(args: argparse.Namespace) -> None:
     """Train both layouts in turns on one rank; rank 0 records the results of a link."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     (link,) = args.links
     rate = float(link.removesuffix("mbit")) * MBIT if "mbit" in link else 1e3 * MBIT
     with World.start("cpu") as world:

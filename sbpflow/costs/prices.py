@@ -17,6 +17,9 @@ INDEX_NS = 4.0  # price of finding an id among the unique ids
 READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
+# price of waiting for a hop within the host; from a step at 1 Gbit/s (``benchmarks.two_level``, 2
+# cores for 4 ranks, AMD EPYC, 2026-11)
+HOP_NS_PER_BYTE = 2.5
 GROUP_MS, STACK_MS = 2.5, 0.5
 
 _SPREAD = vector_of(
@@ -40,6 +43,7 @@ WORK_NS = vector_of(
         "step_rows": 8.0,  # price of reading, updating, and writing a row
         "step_passes": 0.6,
         "copied_bytes": COPY_NS_PER_BYTE,
+        "host_bytes": HOP_NS_PER_BYTE,
     }
 )
 CALLS = {  # cost per transfer of a group, a round of rows, or a stack

@@ -293,9 +293,9 @@ def test_prices_count_distinct_ids_of_ranks_and_hosts():
 
 
 def test_auto_chooses_two_hops_only_for_a_slow_link():
-    config = make_config(None, "rowwise_adagrad", dtype="float32", dim=128, batch_size=8192)
+    config = make_config(None, "rowwise_adagrad", dtype="float32", dim=128, batch_size=65_536)
     config = replace(config, parallel=replace(config.parallel, scheme="auto"))
-    sparse = tuple(replace(field, rows=2_000_000) for field in FIELDS.sparse)
+    sparse = tuple(replace(field, rows=200_000) for field in FIELDS.sparse)
     fields = replace(FIELDS, sparse=sparse)
     for name, topology in {"slow": SLOW, "fast": HOSTS, "one host": Topology.one_host(4)}.items():
         _, plan = plan_run(
