@@ -24,6 +24,7 @@ or three of them, and servers are killed while rows are trained, loaded, read, o
 """
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -426,6 +427,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         base: Path = args.folder or Path(scratch)
         base.mkdir(parents=True, exist_ok=True)
+        in_use = (base / "lock").open("w")  # campaigns replace each other's servers and secret
+        try:
+            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"--folder {base}: another campaign uses it; use another") from None
         done = base / "runs.jsonl"
         if not (base / "set").exists():
             make_set(base / "set", keys=args.keys)

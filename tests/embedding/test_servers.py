@@ -327,3 +327,18 @@ def test_malformed_requests_end_only_their_connection(name):
         out = np.empty((10, 1), np.int64)
         records.read(np.arange(10), out)
         assert (out[:, 0] == np.arange(10)).all()
+
+
+def test_a_rank_never_connects_to_itself(monkeypatch):
+    """TCP allows it if nobody listens on a port and the rank's end gets the same port."""
+    with running(1) as servers:
+        pass
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()
+    connect = socket.create_connection
+    monkeypatch.setattr(
+        socket, "create_connection", lambda to, limit: connect(to, limit, source_address=to)
+    )
+    with pytest.raises(ServerLostError, match="nobody listens"):
+        replace(servers, addresses=(address,), limit_s=0.1).begin()

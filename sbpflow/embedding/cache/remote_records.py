@@ -80,9 +80,7 @@ class Servers:
         end, name = time.monotonic() + self.limit_s, self.name(index)
         while True:
             try:
-                sock = socket.create_connection(
-                    self.addresses[index], max(0.01, end - time.monotonic())
-                )
+                sock = _connect(self.addresses[index], max(0.01, end - time.monotonic()))
                 break
             except OSError as error:
                 if time.monotonic() + _PAUSE_S >= end:
@@ -161,6 +159,17 @@ class Servers:
             f"start it with `sbpflow embedding-server --config FILE --index {place}`, and "
             "repeat the command of the ranks, which resume from the last checkpoint"
         )
+
+
+def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
+    """Return a connection; raise OSError if nobody listens."""
+    sock = socket.create_connection(address, limit_s)
+    # If nobody listens on a port of this host, TCP can choose the same port for this end. Then the
+    # socket is connected to itself, keeps the port from the server, and answers its own greeting.
+    if sock.getsockname() == sock.getpeername():
+        sock.close()
+        raise ConnectionRefusedError("connection refused: nobody listens")
+    return sock
 
 
 @dataclass(slots=True, eq=False)
