@@ -24,7 +24,7 @@ from sbpflow.runtime.files.file_lock import HeldError, hold
 from sbpflow.runtime.files.remote_path import RemotePath
 
 Result = TypeVar("Result")
-_PARTIAL, _PIN = ".partial", ".pin"
+_PARTIAL, _RESERVED, _PIN = ".partial", ".reserved", ".pin"
 _NUM_LOCKS = 256
 _DOWNLOADS = 8
 _TRIES = 3  # downloads of a file whose bytes differ from its checksum
@@ -61,7 +61,7 @@ class ShardCache:
     ) -> None:
         self.url, self.folder = url, folder
         self._limit, self._files = limit, files
-        self._locks = limit.folder / "locks"
+        self._locks, self._room = limit.folder / "locks", limit.folder / "room.lock"
         self._locks.mkdir(parents=True, exist_ok=True)
         self._next = {
             name: [name for later in shards[k + 1 : k + 1 + _AHEAD] for name in later]
@@ -151,13 +151,17 @@ class ShardCache:
 
     def _download(self, name: str, path: Path) -> None:
         file, partial = self._files[name], path.with_name(path.name + _PARTIAL)
+        reserved = path.with_name(path.name + _RESERVED)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._reserve(partial, file.num_bytes)
+        self._reserve(reserved, file.num_bytes)
         try:
             for number in range(1, _TRIES + 1):
                 (self.url / name).download(partial)
                 if partial.stat().st_size == file.num_bytes and file_crc32(partial) == file.crc32:
-                    partial.replace(path)
+                    # With the lock, a process that is counting sees exactly one of the names.
+                    with hold(self._room, wait=True):
+                        partial.replace(path)
+                        reserved.unlink()
                     return
                 if number == _TRIES:
                     raise DataError(
@@ -169,15 +173,23 @@ class ShardCache:
             raise DataError(f"{reason}; check the store, and start again") from None
         finally:
             partial.unlink(missing_ok=True)
+            reserved.unlink(missing_ok=True)
 
-    def _reserve(self, partial: Path, num_bytes: int) -> None:
-        """Make room for a file, and create it with its final size, which other processes count.
+    def _reserve(self, reserved: Path, num_bytes: int) -> None:
+        """Make room for a file; ``reserved`` then has the file's size, for others to count.
 
+        The download itself cannot show the size, because a store's client truncates it first.
         Wait while other downloads need the room.
         """
-        while (excess := self._try_reserve(partial, num_bytes)) and self._is_downloading():
-            time.sleep(_WAIT_S)
-        if excess:
+        while True:
+            # A download that ends after this line has made room for the next attempt.
+            downloading = self._is_downloading()
+            excess = self._try_reserve(reserved, num_bytes)
+            if not excess:
+                return
+            if downloading:
+                time.sleep(_WAIT_S)
+                continue
             limit, folder = self._limit.num_bytes, self._limit.folder
             raise ConfigError(
                 f"data.cache.size: {limit / 1e9:g} GB in {folder} have no room for "
@@ -185,9 +197,9 @@ class ShardCache:
                 f"example, data.cache.size='{(limit + excess) / 1e9 * 1.05:.3g} GB'"
             )
 
-    def _try_reserve(self, partial: Path, num_bytes: int) -> int:
+    def _try_reserve(self, reserved: Path, num_bytes: int) -> int:
         """Remove files to make room; return the number of bytes that are missing."""
-        with hold(self._limit.folder / "room.lock", wait=True):
+        with hold(self._room, wait=True):
             files = sorted(_files_in(self._limit.folder))
             excess = sum(size for _, size, _ in files) + num_bytes - self._limit.num_bytes
             for _, size, path in files:
@@ -196,21 +208,21 @@ class ShardCache:
                 if self._remove(path):
                     excess -= size
             if excess <= 0:
-                with partial.open("wb") as file:
+                with reserved.open("wb") as file:
                     file.truncate(num_bytes)
             return max(0, excess)
 
     def _is_downloading(self) -> bool:
         """Return whether a process is downloading a file."""
-        paths = [path for *_, path in _files_in(self._limit.folder) if path.suffix == _PARTIAL]
+        paths = [path for *_, path in _files_in(self._limit.folder) if path.suffix == _RESERVED]
         return any(not self._remove(path) for path in paths)
 
     def _remove(self, path: Path) -> bool:
         """Remove a file of any set, unless it is mapped or being downloaded."""
-        name = path.name.removesuffix(_PARTIAL)
-        lock = self._lock_of(path.with_name(name))
-        if path.name.endswith(_PARTIAL):
-            lock_needed = lock
+        name = path.name.removesuffix(_RESERVED)
+        partial = path.with_name(name + _PARTIAL)
+        if path.suffix == _RESERVED:
+            lock_needed = self._lock_of(path.with_name(name))
         else:
             lock_needed = path.parent / f"{name.partition('-')[0]}{_PIN}"
             if not lock_needed.exists():
@@ -218,6 +230,8 @@ class ShardCache:
                 return True
         try:
             with hold(lock_needed):
+                if path.suffix == _RESERVED:
+                    partial.unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
         except HeldError:
             return False
@@ -236,8 +250,9 @@ def _each(
 
 
 def _files_in(folder: Path) -> Iterable[tuple[float, int, Path]]:
-    """Yield time of last use, size, and path of the files of all sets."""
-    for path in folder.glob("*/**/*.npy*"):
-        with contextlib.suppress(FileNotFoundError):
-            facts = path.stat()
-            yield facts.st_mtime, facts.st_size, path
+    """Yield time of last use, size, and path of the files and reservations of all sets."""
+    for pattern in ("*/**/*.npy", f"*/**/*.npy{_RESERVED}"):
+        for path in folder.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                facts = path.stat()
+                yield facts.st_mtime, facts.st_size, path

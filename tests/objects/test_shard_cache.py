@@ -1,10 +1,12 @@
 """Tests the cache of shards: its limit, damaged downloads, several processes, and kills."""
 
+import contextlib
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +60,12 @@ def shard_requests(server, split):
     return [match[1] for r in server.requests if (match := pattern.match(r.path))]
 
 
+def sizes_in(folder):
+    for path in [*folder.glob("*/*.npy"), *folder.glob("*/*.npy.partial")]:
+        with contextlib.suppress(FileNotFoundError):  # renamed or removed by another thread
+            yield path.stat().st_size
+
+
 def size_of(manifest, split):
     return sum((manifest.path / shard.file).stat().st_size for shard in manifest.shards(split))
 
@@ -84,9 +92,36 @@ def test_a_small_cache_streams_rows_in_order(remote, local, tmp_path):
     expected = open_loader(local, batch_size=300, backend="memmap", shuffle="none")
     for batch, other in zip(loader.epoch(0), expected.epoch(0), strict=True):
         assert np.array_equal(batch.ids.numpy(), other.ids.numpy())
-        used = sum(p.stat().st_size for p in (tmp_path / "sets").glob("*/*.npy*"))
-        assert used <= limit
+        assert sum(sizes_in(tmp_path / "sets")) <= limit
     loader.close()
+
+
+def test_an_unfinished_download_keeps_its_room(remote, local, tmp_path, monkeypatch):
+    first, second = (shard.file for shard in local.shards("train")[:2])
+    limit = max((local.path / name).stat().st_size for name in (first, second)) * 1.5
+    cache = load_manifest(SET, cache=options(tmp_path, limit)).cache
+    cache.get_all(())  # the manifest's own files are there
+    download, started, goes_on = RemotePath.download, [], threading.Event()
+
+    def slow_download(self, target):
+        target.write_bytes(b"")  # as a store's client begins
+        started.append(self.name)
+        assert goes_on.wait(60)
+        download(self, target)
+
+    monkeypatch.setattr(RemotePath, "download", slow_download)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(cache.get_all, [first])
+        deadline = Deadline(60)
+        while not started and not deadline.over():
+            time.sleep(0.01)
+        other = pool.submit(cache.get_all, [second])
+        time.sleep(0.3)
+        assert started == [first]
+        goes_on.set()
+        one.result(60), other.result(60)
+    assert started == [first, second]
+    assert sum(sizes_in(tmp_path)) <= limit
 
 
 def test_a_shuffled_split_must_fit_into_the_cache(remote, local, tmp_path):
@@ -112,7 +147,7 @@ def test_a_damaged_download_is_repeated_and_then_reported(remote, local, tmp_pat
     manifest = load_manifest(SET, cache=options(tmp_path))
     with pytest.raises(DataError, match=rf"{SET / name}: differs from the manifest in 3 downloads"):
         rows_of(manifest)
-    assert not list(tmp_path.glob("*/*.partial"))
+    assert not [*tmp_path.glob("*/*.partial"), *tmp_path.glob("*/*.reserved")]
     (SET / name).unlink()
     with pytest.raises(DataError, match=rf"{SET / name}: missing"):
         rows_of(manifest)
@@ -140,12 +175,13 @@ def test_verify_reads_the_whole_set(remote, local, tmp_path):
 def test_threads_share_downloads_and_leftovers_of_kills_are_replaced(remote, local, tmp_path):
     caches = [load_manifest(SET, cache=options(tmp_path)).cache for _ in range(2)]
     name = local.shards("train")[0].file
-    (caches[0].folder / f"{name}.partial").write_bytes(b"of a killed process")
+    for suffix in ("partial", "reserved"):
+        (caches[0].folder / f"{name}.{suffix}").write_bytes(b"of a killed process")
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda cache: cache.get_split("train"), caches))
     gets = [r.path for r in remote.requests if r.method == "GET" and "/train-" in r.path]
     assert sorted(gets) == sorted(f"/bucket/set/{shard.file}" for shard in local.shards("train"))
-    assert not list(tmp_path.glob("*/*.partial"))
+    assert not [*tmp_path.glob("*/*.partial"), *tmp_path.glob("*/*.reserved")]
 
 
 def _read(folder, start):
