@@ -58,10 +58,10 @@ def test_tables_that_cannot_be_cached_are_refused_with_a_reason():
     with pytest.raises(ConfigError, match=rf"{key}\.kind: host is not .* cpu, .* use kind: file"):
         plan_of({"deep.*": {"kind": "host", "cache": "10%"}})
     copied = {"deep.C2": TableRule(sbp="B")}
-    with pytest.raises(ConfigError, match=rf"{key}: table deep.C2 is B on 2 ranks, .* use S\(0\)"):
+    with pytest.raises(ConfigError, match=rf"{key}: table deep.C2 is .* on 2 ranks.* use S\(0\)"):
         plan_of({"deep.*": FILE}, tables=copied)
     plan_of({"deep.*": FILE}, tables=copied, size=1)
-    text = r"storage\.wide\.\*: a row of table wide\.C1xC2 has 16 bytes, but planning its slots"
+    text = r"storage\.wide\.\*: a row of table wide\.C1xC2 has 16 bytes"
     with pytest.raises(ConfigError, match=text):
         plan_of({"wide.*": FILE})
     with pytest.raises(ConfigError, match=r"parallel\.storage\.deep\.X9: matches no table"):

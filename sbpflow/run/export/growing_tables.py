@@ -1,9 +1,8 @@
 """Presents the growing tables of a checkpoint as tables of fitted fields, for bundles.
 
 In a bundle, a growing field has the ids of a fitted field: 0 is a missing value, 1 a key without a
-row, and 2 + n the n-th saved key. So row 0 of its tables is the row of the missing values' key, row
-1 the shared row, and the rows of the keys follow in the order of the checkpoint. Spare rows have
-zeros.
+row, and 2 + n the n-th saved key. So row 0 of its tables is the row for missing values, row 1 is
+the shared row, and the rows of the keys follow in checkpoint order. Spare rows contain zeros.
 """
 
 from collections.abc import Collection
@@ -22,10 +21,9 @@ _LEAST_SPARE = 1024
 
 
 class GrowingTables:
-    """The tables of a checkpoint, with the rows of growing tables as in a bundle.
-
-    ``plan`` is the run's plan with fitted tables instead of growing ones, and ``keyed`` are the
-    fields that have keys in the data. If ``has_spare_rows``, deltas can add keys.
+    """The tables of a checkpoint, with the rows of growing tables arranged as in a bundle. ``plan``
+    is the run's plan with growing tables replaced by fitted ones, and ``keyed`` lists the fields
+    that have keys in the data. If ``has_spare_rows``, deltas can add keys.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class GrowingTables:
     ) -> None:
         self._checkpoint, self.keyed = checkpoint, frozenset(keyed)
         self.vocabularies = {each.name: each.features for each in plan.vocabularies}
-        self._missing: dict[str, int] = {}  # the saved row of missing values by tensor
+        self._missing: dict[str, int] = {}  # the saved row for missing values, by tensor
         self._spare: dict[str, int] = {}
         for each in plan.vocabularies:
             place = (self.keys(each.name) == MISSING_KEY).nonzero()
