@@ -1,4 +1,4 @@
-"""Defines the group ``data.cache``: files of sets at URLs on each host."""
+"""Defines the group ``data.cache``: a local cache, on each host, for sets at URLs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCache:
-    """Keeps files of sets at URLs on each host."""
+    """Caches the files of sets at URLs on each host."""
 
     dir: Annotated[
         Path | None,

@@ -1,5 +1,4 @@
-"""Defines the rules of ``parallel.storage``, for tables that do not keep all rows in device
-memory."""
+"""Defines the rules of ``parallel.storage``, for tables whose rows are not all in device memory."""
 
 import re
 from collections.abc import Mapping
@@ -109,8 +108,9 @@ class StorageRule:
             )
 
     def share(self, key: str, num_bytes: float) -> float:
-        """Return the fraction of rows that the slots can contain; ``num_bytes`` is the size of all
-        rows of a rank."""
+        """Return the fraction of rows that fit in the cache; ``num_bytes`` is the size of all rows
+        of a rank.
+        """
         number, unit = self._parsed(key)
         return number / 100 if unit == "%" else min(1.0, number * _UNITS[unit] / num_bytes)
 
@@ -119,7 +119,8 @@ class StorageRule:
         if match is None:
             units = ", ".join(_UNITS)
             raise ConfigError(
-                f"{key}.cache: {self.cache!r} is not a share or a size in {units}; {_EXAMPLES}"
+                f"{key}.cache: {self.cache!r} is neither a percentage nor a size in {units}; "
+                f"{_EXAMPLES}"
             )
         return float(match[1]), match[2]
 
@@ -151,7 +152,7 @@ def server_rule(rules: Mapping[str, StorageRule]) -> tuple[str, StorageRule] | N
 
 
 class NamedServers(NamedTuple):
-    """Contains the servers of a configuration; ``key`` is the key of their rule."""
+    """The embedding servers of a configuration; ``key`` is the key of their rule."""
 
     key: str
     addresses: tuple[tuple[str, int], ...]
