@@ -427,7 +427,7 @@ def test_a_prepared_set_is_used_as_it_is(run, tmp_path):
     assert here.evaluate(tmp_path / "set", split="val")["auc"] == pytest.approx(
         here.result["val_auc"], abs=1e-6
     )
-    with pytest.raises(ConfigError, match=r"^prepare: .* is already prepared; leave prepare out"):
+    with pytest.raises(ConfigError, match=r"^prepare: .* is already prepared; omit prepare"):
         sbpflow.fit(CONFIG, data=tmp_path / "set", prepare={"min_count": 1})
 
 

@@ -346,7 +346,11 @@ def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, ol
     [
         ("[NA, ", "[1.5, ", "missing_values is [1.5, '?']; write a list of cells in quotes"),
         ('decimal: ","', "decimal: ;", "dense prix (\u20ac): decimal is ';'; write '.' or ','"),
-        ("transform: identity", "kind: integer", "integers have no decimal comma; remove decimal"),
+        (
+            "transform: identity",
+            "kind: integer",
+            "integers cannot have a decimal comma; remove decimal",
+        ),
         ('"%d/%m/%Y"', "day", 'must be one of date, integer, "%d/%m/%Y"'),
         ("note vendeur", "note, vendeur", "must not contain any of / "),
         ("note vendeur", "n" * 101, "may have up to 100 characters"),

@@ -43,7 +43,10 @@ def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
         ({"kind": "file"}, r"cache: not given for kind: file; for example 10% or \"4 GB\""),
         ({"kind": "file", "cache": "0%"}, r"cache: 0% must be above 0 and at most 100%"),
         ({"kind": "file", "cache": "120%"}, r"cache: 120% must be above 0 and at most 100%"),
-        ({"kind": "file", "cache": "4 gigabytes"}, r"cache: '4 gigabytes' is not a share or a si"),
+        (
+            {"kind": "file", "cache": "4 gigabytes"},
+            r"cache: '4 gigabytes' is neither a percentage nor a si",
+        ),
         ({"kind": "device", "cache": "10%"}, r"cache: 10% with kind: device, which stores all row"),
         ({"kind": "host", "cache": "10%", "path": "x"}, r"path: x with kind: host; use kind: fil"),
     ],
