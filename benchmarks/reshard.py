@@ -166,7 +166,7 @@ _MODELS = {
 
 @dataclass
 class Rows:
-    """Contains one rank's part of a batch."""
+    """One rank's part of a batch."""
 
     labels: Tensor
     dense: Tensor

@@ -49,7 +49,7 @@ _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Contains the text of a proposed schema."""
+    """The text of a proposed schema."""
 
     text: str
     has_label: bool

@@ -1,4 +1,6 @@
-"""Tests the file format of an export's deltas: what is written is read, and damage is refused."""
+"""Tests the file format of an export's deltas: what was written can be read, and damage is
+rejected.
+"""
 
 import json
 from pathlib import Path
@@ -114,7 +116,7 @@ def test_every_damaged_byte_is_noticed(bundle: Path, file: str):
             read_delta(bundle, 1, base=base, previous=base)
         except DataError:
             continue
-        # Spaces between the values of a JSON file have no meaning.
+        # Changing whitespace between JSON values has no effect.
         assert file == DELTA_FILE
         assert whole[place : place + 1].isspace(), place
     path.write_bytes(whole[:-2])

@@ -76,7 +76,7 @@ def test_a_persistently_slow_rank_is_named_once_with_its_host(ranks):
 
 
 class Sleepy(Split):
-    """Makes reading of one rank slow."""
+    """Slows down reading on one rank."""
 
     def epoch(self, epoch):
         for batch in super().epoch(epoch):

@@ -118,7 +118,7 @@ def test_gauc_without_groups_is_refused_at_the_start(name):
 
 
 class Quiet:
-    """Implements a reporter that records its calls."""
+    """A reporter that records its calls."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []

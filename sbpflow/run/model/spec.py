@@ -43,7 +43,7 @@ from sbpflow.training.dense_part import DensePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdField:
-    """Describes a column of ids below ``rows``; see ``FeatureConfig`` for ``hotness``.
+    """A column of ids below ``rows``; see ``FeatureConfig`` for ``hotness``.
 
     If ``keyed``, the ids are arbitrary 64-bit keys, and ``rows`` is 0. Fields with the same
     ``vocabulary`` map a value to the same id; "" means a private vocabulary. ``frequencies``
@@ -68,7 +68,7 @@ class IdField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Describes a data set's columns; a batch contains the ids of ``sparse``, then of ``crosses``.
+    """A data set's columns; a batch contains the ids of ``sparse``, then of ``crosses``.
 
     ``grouped`` is True if rows belong to groups, which GAUC requires. ``timed`` is True if rows
     have event times, which ``evict.idle_time`` requires.
@@ -101,7 +101,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashedColumn:
-    """Describes a column that the loader computes by hashing ids of other columns together."""
+    """A column that the loader computes by hashing ids of other columns together."""
 
     columns: tuple[str, ...]
     rows: int
@@ -118,8 +118,7 @@ class HashedColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """Describes a dense parameter by its shape and its initial values: U(-bound, bound) or
-    ``value``.
+    """A dense parameter by its shape and its initial values: U(-bound, bound) or ``value``.
 
     Raises ConfigError if both are given, or if ``bound`` is given for more than 2 dims.
     """
@@ -142,7 +141,7 @@ class ParameterSpec:
 
 
 class ModelSpec(Protocol):
-    """Describes the shapes of a model for given fields before any memory is allocated."""
+    """The shapes of a model for given fields before any memory is allocated."""
 
     @property
     def outputs(self) -> tuple[OutputConfig, ...]:

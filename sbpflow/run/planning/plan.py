@@ -68,7 +68,7 @@ class EarlyRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Contains all static properties of a run.
+    """All static properties of a run.
 
     ``dense_conversions`` are the conversions of the dense part for a batch of ``batch_size`` rows;
     ``dense_forward`` and ``dense_backward`` list the steps of these conversions that communicate,

@@ -248,7 +248,7 @@ def check_shared(folder: AnyPath, boxing: Boxing) -> None:
         file.unlink(missing_ok=True)
     if blind := [rank for rank, facts in enumerate(everyone) if not facts["seen"]]:
         raise ConfigError(
-            f"checkpoint.dir: {folder} is not the same folder on ranks {blind} as on rank 0; "
-            "use a folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "
+            f"checkpoint.dir: {folder} on ranks {blind} is not the folder that rank 0 uses; use a "
+            "folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "
             "checkpoint.every=0 to save nothing"
         )

@@ -80,7 +80,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Describes the position at which a run starts; ``training/loop.py`` defines the fields."""
+    """The position at which a run starts; ``training/loop.py`` defines the fields."""
 
     step: int = 0
     epoch: int = 0
