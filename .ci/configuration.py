@@ -25,18 +25,17 @@ HEAD = """# Configuration: every key
 Set a key in the YAML file or after the command, as in `train.stop.patience=3`. PATTERN stands for a
 pattern of names, such as `"*.C1"`. If several patterns match a name, the last pattern wins.
 
-The last column shows whether an unfinished run may resume with another value
-(`checkpoint.resume: auto`):
-* **results**: the key affects losses, so the value must stay the same.
+The last column states what a key affects, and thus whether an unfinished run may resume with a
+different value (`checkpoint.resume: auto`):
+* **results**: the key affects losses, so the value must not change.
 * **scores**: the key affects only evaluations. The value may change unless `train.stop` or
   `train.plateau` is set.
-* **execution**: the key affects where, how, or how long a run executes, but losses change only by
-  rounding. The value may change.
+* **execution**: the key affects where, how, or for how long a run executes. The value may change;
+  losses then change only by rounding.
 
-The fields of a custom model or sparse optimizer are also keys, and affect results
-([embeddings.md](embeddings.md)).
+The fields of a [custom model or sparse optimizer](embeddings.md) are also keys, and affect results.
 
-`PYTHONPATH=. python .ci/configuration.py` rewrites this page.
+`PYTHONPATH=. python .ci/configuration.py` generates this page from the code.
 """
 TABLE = "\n| key | value | default | description | affects |\n|---|---|---|---|---|\n"
 SCALARS = {
