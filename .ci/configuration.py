@@ -5,6 +5,7 @@ PYTHONPATH=. python .ci/configuration.py
 
 import dataclasses
 import inspect
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ SCALARS = {
     Path: "path",
     RemotePath: "URL",
     str: "text",
-    int: "whole number",
+    int: "integer",
     float: "number",
     bool: "true, false",
 }
@@ -196,7 +197,7 @@ def value_of(hint: object) -> str:
 def _marked(text: str, marks: tuple[Any, ...]) -> str:
     for mark in marks:
         if isinstance(mark, Range):
-            text += f" {mark}"
+            text += f" {_range_text(mark)}"
         if isinstance(mark, Aliases):
             text += "".join(f"; `{word}` is `{value}`" for word, value in mark.words.items())
         if isinstance(mark, MaxEntries):
@@ -204,6 +205,17 @@ def _marked(text: str, marks: tuple[Any, ...]) -> str:
         if isinstance(mark, PathOr):
             text = f"{', '.join(f'`{word}`' for word in mark.words)}, or a path"
     return text
+
+
+def _range_text(mark: Range) -> str:
+    """Return a range with large powers of two as 2^n."""
+    parts = [(">=", mark.low), (">", mark.above), ("<=", mark.high), ("<", mark.below)]
+    return " and ".join(f"{sign} {_bound(bound)}" for sign, bound in parts if bound is not None)
+
+
+def _bound(bound: float) -> str:
+    power = math.frexp(bound)
+    return f"2^{power[1] - 1}" if bound >= 2**20 and power[0] == 0.5 else f"{bound:,.15g}"
 
 
 def default_value(field: "dataclasses.Field[Any]") -> object:

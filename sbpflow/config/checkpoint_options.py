@@ -16,7 +16,7 @@ class CheckpointConfig:
     resumes.
 
     ``resume: auto`` resumes from the newest valid checkpoint of an unfinished run in ``dir`` if all
-    keys that affect results are equal; otherwise, the run is refused. ``never`` starts from the
+    keys that affect results are equal; otherwise, the run fails. ``never`` starts from the
     beginning and moves existing checkpoints aside. A path resumes from the checkpoint at that path,
     even if another run wrote it.
     """
