@@ -12,7 +12,7 @@ from sbpflow.runtime.fields.ranges import Accumulator, NonNegative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ftrl(SparseOptimizer):
-    """FTRL-Proximal, an optimizer that gives sparse weights.
+    """Implements FTRL-Proximal, which produces sparse weights.
 
     A row keeps its initial values until it is touched, as in TensorFlow's Ftrl.
     """
