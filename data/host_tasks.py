@@ -123,7 +123,7 @@ class HostTasks:
         self._local.close()
         self._closed.set()
         for tasks in self._tasks.values():
-            tasks.send(())
+            tasks.send((-1, None, ()))
         shares = ", ".join(f"rank {rank}: {number}" for rank, number in self._assigned.items())
         _LOG.info("tasks on %d hosts: %s", len(self._assigned), shares)
 
@@ -163,12 +163,12 @@ def run_tasks(store_of: StoreOf, secret: str, rank: int, num_workers: int) -> No
     with ThreadPoolExecutor(num_workers) as pool:
         while is_open or running:
             message = tasks.receive() if is_open else None
-            if message == ():
-                is_open = False
-            elif message is not None:
+            if message is not None:
                 number, function, arguments = message
-                running[pool.submit(function, *arguments)] = number
-                continue
+                is_open = function is not None
+                if is_open:
+                    running[pool.submit(function, *arguments)] = number
+                    continue
             for future in [future for future in running if future.done()]:
                 error = future.exception()
                 results.send((running.pop(future), None if error else future.result(), error))
