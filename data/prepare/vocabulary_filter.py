@@ -120,8 +120,8 @@ def _with_strings(
         frame = pl.read_ipc(file)
         piece_keys = frame["key"].to_numpy()
         place = np.minimum(np.searchsorted(keys, piece_keys), len(keys) - 1)
-        found = (keys[place] == piece_keys) & (checks[place] == frame["check"].to_numpy())
-        strings[place[found]] = frame["text"].filter(pl.Series(found)).to_list()
+        has_id = (keys[place] == piece_keys) & (checks[place] == frame["check"].to_numpy())
+        strings[place[has_id]] = frame["text"].filter(pl.Series(has_id)).to_list()
     return vocabulary.with_strings(strings.tolist())
 
 

@@ -89,15 +89,15 @@ class Inserter:
         Options with a key in ``avoid`` are omitted unless no other option remains.
         """
         options, now = self.problem.options[table], _Sums.of(state)
-        found: list[Insertion] = []
+        insertions: list[Insertion] = []
         for tried in self._tried[table]:
-            found += self._priced(state, now, options, tried)
+            insertions += self._priced(state, now, options, tried)
         if avoid:
-            keys = (options[i.move.option].keys(i.move.ranks) for i in found)
-            free = [i for i, mine in zip(found, keys, strict=True) if avoid.isdisjoint(mine)]
-            found = free or found
-        found.sort(key=lambda insertion: insertion.goal)
-        return found
+            keys = (options[i.move.option].keys(i.move.ranks) for i in insertions)
+            free = [i for i, mine in zip(insertions, keys, strict=True) if avoid.isdisjoint(mine)]
+            insertions = free or insertions
+        insertions.sort(key=lambda insertion: insertion.goal)
+        return insertions
 
     def best(self, state: State, table: int, avoid: frozenset[object] = frozenset()) -> Insertion:
         return self.ranked(state, table, avoid)[0]

@@ -92,8 +92,8 @@ def source_of(
     from sbpflow.run.saved.saved_model import keys_of, table_of
 
     manifest = load_manifest(data_folder(checkpoint.path))
-    found = table_of(cast("ModelConfig", config.model).spec(fields_of(manifest)), table)
-    return manifest, found.features[0], keys_of(checkpoint, found)
+    table_config = table_of(cast("ModelConfig", config.model).spec(fields_of(manifest)), table)
+    return manifest, table_config.features[0], keys_of(checkpoint, table_config)
 
 
 def _frame(

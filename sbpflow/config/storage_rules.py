@@ -139,16 +139,18 @@ def server_rule(rules: Mapping[str, StorageRule]) -> tuple[str, StorageRule] | N
 
     All rules with ``kind: servers`` must name the same servers.
     """
-    found = [(f"parallel.storage.{p}", rule) for p, rule in rules.items() if rule.kind == "servers"]
-    for key, rule in found[1:]:
-        first_key, first = found[0]
+    server_rules = [
+        (f"parallel.storage.{p}", rule) for p, rule in rules.items() if rule.kind == "servers"
+    ]
+    for key, rule in server_rules[1:]:
+        first_key, first = server_rules[0]
         for name in ("addresses", "secret_file"):
             if getattr(rule, name) != getattr(first, name):
                 raise ConfigError(
                     f"{key}.{name}: differs from {first_key}.{name}; all tables use the same "
                     "servers, so give the same value"
                 )
-    return found[0] if found else None
+    return server_rules[0] if server_rules else None
 
 
 class NamedServers(NamedTuple):
@@ -161,13 +163,13 @@ class NamedServers(NamedTuple):
 
 def named_servers(rules: Mapping[str, StorageRule]) -> NamedServers:
     """Return the servers of the rules; raise ConfigError if no rule lists servers."""
-    found = server_rule(rules)
-    if found is None:
+    keyed_rule = server_rule(rules)
+    if keyed_rule is None:
         raise ConfigError(
             "parallel.storage: no rule has kind: servers; add, for example, "
             '"*.C1": {kind: servers, cache: 10%, addresses: [10.0.0.1:7070], secret_file: FILE}'
         )
-    key, rule = found
+    key, rule = keyed_rule
     if rule.addresses is None or rule.secret_file is None:
         raise ConfigError(
             f"{key}.addresses: not given for kind: servers; list the servers, such as "

@@ -228,8 +228,8 @@ def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
     if isinstance(element, Mapping):
         value, weight = element.values()
         return value, weight
-    value, found, weight = str(element).rpartition(mark)
-    return (value, weight) if found else (element, None)
+    value, separator, weight = str(element).rpartition(mark)
+    return (value, weight) if separator else (element, None)
 
 
 def read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:

@@ -232,8 +232,8 @@ def transform_numbers(
             absent = np.isnan(value)
             if code == BUCKET:
                 first = 0 if column == 0 else ends[column - 1]
-                found = np.searchsorted(bounds[first : ends[column]], value, side="right")
-                ids[row, place] = 0 if absent else 2 + found
+                bucket = np.searchsorted(bounds[first : ends[column]], value, side="right")
+                ids[row, place] = 0 if absent else 2 + bucket
                 continue
             out = np.float32(0)
             if not absent:
@@ -288,25 +288,25 @@ def look_up(
                 else:
                     key = (key * _FACTOR) ^ (other + (key >> U64(29)))
             start, size, first_check, salt = where[number]
-            found = 0
+            value_id = 0
             if absent:
-                found = 0
+                value_id = 0
             elif start < 0:
                 mixed = key ^ U64(salt)
                 mixed = (mixed ^ (mixed >> U64(33))) * _MIX_1
                 mixed = (mixed ^ (mixed >> U64(33))) * _MIX_2
                 mixed ^= mixed >> U64(33)
-                found = np.int64(mixed % U64(size - 2)) + 2
+                value_id = np.int64(mixed % U64(size - 2)) + 2
             else:
                 slot = np.int64((((key * _FACTOR) >> U64(32)) * U64(size)) >> U64(32))
                 while words[start + slot] != key and slot_ids[start + slot] != 1:
                     slot += 1
                     if slot == size:
                         slot = 0
-                found = np.int64(slot_ids[start + slot])
-                if first_check >= 0 and known_checks[first_check + found] != check:
-                    found = 1
-            ids[row, columns[number]] = found
+                value_id = np.int64(slot_ids[start + slot])
+                if first_check >= 0 and known_checks[first_check + value_id] != check:
+                    value_id = 1
+            ids[row, columns[number]] = value_id
 
 
 @compiled
@@ -445,8 +445,8 @@ class CompiledInput:
         return cells if fits else None
 
     def _targets(self, names: Sequence[str]) -> tuple[Array, Array]:
-        found = [self._kinds.get(name, (SKIPPED, 0)) for name in names]
-        kinds, targets = zip(*found, strict=True)
+        cells = [self._kinds.get(name, (SKIPPED, 0)) for name in names]
+        kinds, targets = zip(*cells, strict=True)
         return np.array(kinds, dtype=np.int64), np.array(targets, dtype=np.int64)
 
     def counts(self, ids: NDArray[np.int32], value: int) -> list[int]:

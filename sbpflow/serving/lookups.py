@@ -75,10 +75,10 @@ class Gather:
             parts.append(_legal(values, lookup.rows, policy, lookup.feature) + lookup.first)
         vectors = store.gather(torch.from_numpy(np.concatenate(parts)))
         first, *others = vectors.split([len(part) for part in parts])
-        found = {
+        ragged = {
             (each.feature, each.first): own for each, own in zip(self.ragged, others, strict=True)
         }
-        return first.view(*rows.shape, vectors.shape[-1]), found
+        return first.view(*rows.shape, vectors.shape[-1]), ragged
 
 
 def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:

@@ -141,10 +141,10 @@ def _filled(value: Any, values: Mapping[str, Any]) -> Any:
     if "ref" in value:
         return values[value["ref"]]
     if "torch" in value:
-        found = getattr(torch, value["torch"], None)
-        if not isinstance(found, torch.dtype | torch.memory_format):
+        constant = getattr(torch, value["torch"], None)
+        if not isinstance(constant, torch.dtype | torch.memory_format):
             raise BundleError(f"model.json: {value['torch']} is not a dtype or a memory format")
-        return found
+        return constant
     if "number" in value:  # JSON has no inf, -inf, or nan
         return float(value["number"])
     return {name: _filled(each, values) for name, each in value.items()}

@@ -97,7 +97,7 @@ class Model:
         """Return the logits [n] of encoded rows."""
         dtype = getattr(torch, self.content["dtype"])
         ids, policy = self._with_hashed(encoded), self.content["out_of_range"]
-        found = [
+        gathered = [
             gather(store, ids, encoded, policy)
             for gather, store in zip(self.gathers, self.stores, strict=True)
         ]
@@ -105,7 +105,7 @@ class Model:
         for output in self.content["outputs"]:
             parts: list[Tensor] = []
             for segment in self.segments[output["name"]]:
-                fixed, ragged = found[segment.store]
+                fixed, ragged = gathered[segment.store]
                 if segment.lookup.columns is None:
                     parts.append(
                         bag_vectors(segment.lookup, ragged[segment.lookup[:2]], encoded, dtype)

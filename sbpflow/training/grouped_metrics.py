@@ -66,8 +66,8 @@ class GroupSums:
         texts = gather_texts(self._boxing, json.dumps(mine))
         chosen = sorted(tuple(pair) for text in texts for pair in json.loads(text))[:most]
         own = [value for _, value in chosen if value in {value for _, value in mine}]
-        found = [self._slice(value) for value in own]
-        texts = gather_texts(self._boxing, json.dumps([asdict(each) for each in found]))
+        own_slices = [self._slice(value) for value in own]
+        texts = gather_texts(self._boxing, json.dumps([asdict(each) for each in own_slices]))
         by_value = {each["value"]: Slice(**each) for text in texts for each in json.loads(text)}
         summary = Slice(self._column, num_rows, area)
         return (summary, *(by_value[value] for _, value in chosen))

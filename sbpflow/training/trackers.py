@@ -109,16 +109,16 @@ class _MLflow:
         tags = {_RUN_TAG: run, "sbpflow.version": SBPFLOW_VERSION}
         try:
             query = f"tags.`{_RUN_TAG}` = '{run}'"
-            found = (
+            runs = (
                 self._mlflow.search_runs(filter_string=query, output_format="list")
                 if resumed
                 else []
             )
             # nested: sbpflow's run becomes a child of any run that the calling program has started
-            if found:
-                active = self._mlflow.start_run(found[0].info.run_id, nested=True)
+            if runs:
+                active = self._mlflow.start_run(runs[0].info.run_id, nested=True)
                 client = self._mlflow.MlflowClient()
-                for key in found[0].data.metrics:
+                for key in runs[0].data.metrics:
                     history = client.get_metric_history(active.info.run_id, key)
                     self._logged |= {(key, metric.step) for metric in history}
             else:

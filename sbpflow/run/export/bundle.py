@@ -159,8 +159,8 @@ def _stores(model: BundleModel) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     stores: dict[tuple[object, ...], dict[str, Any]] = {}
     tables: dict[str, Any] = {}
     for table in model.tables:
-        one = model.read(f"tables/{table.name}", slice(0, 1))
-        parts = to_stored(table.name, one, 0, model.row_format)
+        first_row = model.read(f"tables/{table.name}", slice(0, 1))
+        parts = to_stored(table.name, first_row, 0, model.row_format)
         kinds = {suffix: (_DTYPES[v.dtype], list(v.shape[1:])) for suffix, v in parts.items()}
         key = (table.dim, *(dtype for dtype, _ in kinds.values()))
         number = list(stores).index(key) if key in stores else len(stores)

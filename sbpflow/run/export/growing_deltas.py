@@ -67,13 +67,13 @@ def key_delta(
     """
     newest = members[-1]
     changes = {table: key_changes(members, table) for table in tables}
-    one, first = next(iter(changes.values())), next(iter(tables))
+    key_change, first = next(iter(changes.values())), next(iter(tables))
     name = newest.saved(f"tables/{first}").keys
     if name is None:
         raise TypeError(f"{first}: does not grow")
     saved = newest.tensor(name)
-    removed = one.removed.numpy()
-    added = saved[one.rows[one.is_added] - 1].numpy()
+    removed = key_change.removed.numpy()
+    added = saved[key_change.rows[key_change.is_added] - 1].numpy()
     used = served[1][~np.isin(served[0], removed)]
     free = np.setdiff1d(np.arange(NUM_RESERVED_IDS, min(tables.values()), dtype=np.int32), used)
     if len(free) < len(added):

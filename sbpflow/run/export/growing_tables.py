@@ -70,10 +70,12 @@ class GrowingTables:
 
     def addresses(self) -> Addresses:
         """Return the ascending addresses of the keys of each growing field."""
-        found = {features: mix(self.keys(name)) for name, features in self.vocabularies.items()}
-        used = {name for features in found for name in features}
+        by_features = {
+            features: mix(self.keys(name)) for name, features in self.vocabularies.items()
+        }
+        used = {name for features in by_features for name in features}
         none = torch.empty(0, dtype=torch.int64)
-        return found | {(name,): none for name in self.keyed - used}
+        return by_features | {(name,): none for name in self.keyed - used}
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Return a logical tensor, or some of its rows, like ``Checkpoint.tensor``."""
@@ -86,8 +88,8 @@ class GrowingTables:
             parts.append(self._checkpoint.tensor(name, slice(missing, missing + 1)))
         if stop > max(start, 1):
             parts.append(self._checkpoint.tensor(name, slice(max(start, 1) - 1, stop - 1)))
-        found = torch.cat(parts)
-        return torch.cat([found, found.new_zeros(stop - start - len(found), found.shape[1])])
+        saved = torch.cat(parts)
+        return torch.cat([saved, saved.new_zeros(stop - start - len(saved), saved.shape[1])])
 
     def _rows(self, name: str) -> int:
         saved = self._checkpoint.saved(name).shape[0]

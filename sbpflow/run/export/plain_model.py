@@ -161,8 +161,8 @@ class PlainModel(nn.Module):
             addresses = self.get_buffer(self._addresses[name])
             wanted = mix(ids).contiguous()
             at = torch.searchsorted(addresses, wanted)
-            found = (addresses[at] == wanted) & (at < addresses.shape[0] - 1)
-            return torch.where(found, at + NUM_RESERVED_IDS, RARE_ID)
+            is_known = (addresses[at] == wanted) & (at < addresses.shape[0] - 1)
+            return torch.where(is_known, at + NUM_RESERVED_IDS, RARE_ID)
         if self._out_of_range == "error":  # the lookup raises the error
             return ids
         return SUBSTITUTES[self._out_of_range](ids, num_rows)

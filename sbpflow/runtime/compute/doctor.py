@@ -204,10 +204,10 @@ def _nccl() -> Finding:
 
 def _trackers() -> Finding:
     names = ("tensorboard", "mlflow", "wandb")
-    found = [f"{name} {version}" for name in names if (version := dist_version(name))]
-    if not found:
+    installed = [f"{name} {version}" for name in names if (version := dist_version(name))]
+    if not installed:
         return Finding("trackers", "absent", f"train.trackers needs {', '.join(names)}")
-    return Finding("trackers", "ok", ", ".join(found))
+    return Finding("trackers", "ok", ", ".join(installed))
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
