@@ -198,7 +198,7 @@ class Schema:
 
     @property
     def _exclusive(self) -> tuple[str, ...]:
-        """Return the columns used where a column may occur only once; duplicates appear twice."""
+        """Return all uses of columns that may be used only once; duplicates are errors."""
         weights = (column.weights for column in self.many if column.weights)
         weight = (self.weight,) if self.weight else ()
         return (self.label, *self.features, *weight, *self.labels, *weights)

@@ -189,7 +189,7 @@ class Report:
 
     @property
     def metrics_bytes(self) -> int:
-        """Return the current length of metrics.jsonl in bytes, which checkpoints save."""
+        """Return the current length of metrics.jsonl in bytes, for checkpoints."""
         return self._metrics.length
 
     def keep(self, name: str, text: str) -> None:

@@ -55,7 +55,7 @@ class Checkpoints(Protocol):
 
     @property
     def stops(self) -> bool:
-        """Return whether the last ``is_due`` call decided to stop the run, equal on all ranks."""
+        """Return whether the last ``is_due`` call stopped the run. All ranks agree."""
         ...
 
     def leave(self) -> None:

@@ -42,7 +42,7 @@ def disk(tmp_path: Path) -> Iterator["Disk"]:
 
 
 class Disk:
-    """Mounts a file system in memory."""
+    """A mounted in-memory file system."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -66,7 +66,7 @@ class PlainModel(nn.Module):
         self._addresses: dict[str, str] = {}
         for number, (names, each) in enumerate(addresses.items()):
             self._addresses |= dict.fromkeys(names, f"addresses_{number}")
-            # The extra last element is found by searches for an address above all others.
+            # A search for an address larger than all others returns this extra element.
             end = torch.full((1,), torch.iinfo(torch.int64).max)
             self.register_buffer(f"addresses_{number}", torch.cat([each, end]))
         self._hashed = {

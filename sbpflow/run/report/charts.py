@@ -78,7 +78,7 @@ def line_chart(title: str, x_label: str, series: Sequence[Series], *, zero: bool
 
 
 def calibration_chart(title: str, series: Sequence[Series]) -> str:
-    """Draw points (predicted, observed rate) and the diagonal of perfect calibration."""
+    """Draw observed rates over predicted probabilities, and the diagonal of perfect calibration."""
     drawn = [line for line in series if line.points]
     if not drawn:
         return ""
