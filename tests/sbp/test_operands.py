@@ -10,7 +10,7 @@ from sbpflow.tensor import ops
 from tests.sbp.test_mistakes import dry, wrong
 
 PLAIN = torch.ones(5, 7)
-LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
+LAY_OUT = "make a global tensor first: GlobalTensor.from_full(x, layout, boxing)"
 
 
 @pytest.mark.parametrize(
