@@ -1,4 +1,4 @@
-"""Lists the tensors of tables that several ranks hold identically."""
+"""Lists the tensors of tables of which several ranks have equal copies."""
 
 from dataclasses import dataclass
 

@@ -256,7 +256,7 @@ def test_every_row_without_a_slot_stops_its_batch():
         planner.admit = lose
         store.announce(0, batch)
         count = int((batch == row).sum())
-        text = f"table t: {count} ids of batch 0, the first of row {row}, have no slot"
+        text = f"table t: {count} ids of batch 0, starting with row {row}, have no slot"
         for _ in range(2):
             with pytest.raises(RuntimeError, match=text):
                 store.admit(0)

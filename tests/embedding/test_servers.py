@@ -209,9 +209,9 @@ def test_sizes_are_checked_before_rows_are_allocated():
     with running(1, memory=1000) as servers:
         servers.begin()
         RemoteRecords(servers, 0, 100, records_like(1))
-        with pytest.raises(ServerLostError, match=r"has a limit of 0.00 GB; use more servers"):
+        with pytest.raises(ServerLostError, match="limit is 0.00 GB; use more servers"):
             RemoteRecords(servers, 1, 100, records_like(1))
-        with pytest.raises(ServerLostError, match="store 0 of rank 0 has another size"):
+        with pytest.raises(ServerLostError, match="store 0 of rank 0 already exists"):
             RemoteRecords(servers, 0, 50, records_like(1))
         with pytest.raises(ServerLostError, match="died or cannot be reached"):
             servers.connect(0, OPEN, num_rows=2**40, record_bytes=1)
@@ -220,7 +220,7 @@ def test_sizes_are_checked_before_rows_are_allocated():
 def test_a_wrong_secret_is_named_on_both_sides(caplog):
     with running(1, secret=b"another secret, with 16 bytes") as servers:
         with pytest.raises(
-            ConfigError, match=r"secret_file: embedding server 0 of 1 .* has another secret"
+            ConfigError, match=r"secret_file: embedding server 0 of 1 .* has a different secret"
         ):
             servers.begin()
         end = time.monotonic() + 10
@@ -330,7 +330,7 @@ def test_malformed_requests_end_only_their_connection(name):
 
 
 def test_a_rank_never_connects_to_itself(monkeypatch):
-    """TCP allows it if nobody listens on a port and the rank's end gets the same port."""
+    """TCP allows it if nothing listens on a port and the rank's end gets the same port."""
     with running(1) as servers:
         pass
     with socket.socket() as free:
@@ -340,5 +340,5 @@ def test_a_rank_never_connects_to_itself(monkeypatch):
     monkeypatch.setattr(
         socket, "create_connection", lambda to, limit: connect(to, limit, source_address=to)
     )
-    with pytest.raises(ServerLostError, match="nobody listens"):
+    with pytest.raises(ServerLostError, match="nothing listens"):
         replace(servers, addresses=(address,), limit_s=0.1).begin()

@@ -259,7 +259,10 @@ def test_placement_groups():
             lambda: Layout(Placement.line("cpu", 2), (S0, B)),
             "2 entries, but the placement has 1 axes",
         ),
-        (lambda: Layout(Placement.of("cpu", [[0, 1]]), (P, Partial("max"))), "mixes different reductions"),
+        (
+            lambda: Layout(Placement.of("cpu", [[0, 1]]), (P, Partial("max"))),
+            "mixes different reductions",
+        ),
         (
             lambda: line_layout("cpu", 2, Split(0, (1, 2))).part_shape((4,), 0),
             "sum to 3, but the length of the dim is 4",

@@ -231,21 +231,24 @@ F64, I64 = torch.float64, torch.int64
             "add: operands have dtypes float32, float64, but must all have the same dtype",
             lambda: ops.add(dry(5), dry(5, dtype=F64)),
         ),
-        wrong("mul: operands are float32, int64, but", lambda: ops.mul(dry(5), dry(5, dtype=I64))),
         wrong(
-            "matmul: operands are float64, float32, but",
+            "mul: operands have dtypes float32, int64, but must",
+            lambda: ops.mul(dry(5), dry(5, dtype=I64)),
+        ),
+        wrong(
+            "matmul: operands have dtypes float64, float32, but must",
             lambda: ops.matmul(dry(5, 7, dtype=F64), dry(7, 5)),
         ),
         wrong(
-            "linear: operands are float32, float32, float64, but",
+            "linear: operands have dtypes float32, float32, float64, but must",
             lambda: ops.linear(dry(5, 7), dry(6, 7), dry(6, dtype=F64)),
         ),
         wrong(
-            "bias_add: operands are float32, float64, but",
+            "bias_add: operands have dtypes float32, float64, but must",
             lambda: ops.bias_add(dry(5, 7), dry(7, dtype=F64)),
         ),
         wrong(
-            "concat: operands are float32, float64, float32, but",
+            "concat: operands have dtypes float32, float64, float32, but must",
             lambda: ops.concat([dry(5), dry(5, dtype=F64), dry(5)], 0),
         ),
         wrong(

@@ -1,4 +1,4 @@
-"""Plans slots and copies rows in numpy, for machines without numba; see ``slot_loops``."""
+"""Plans slots and copies rows with numpy, for machines without numba; see ``slot_loops``."""
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def announce(
     candidates: Array,
     num_candidates: Array,
 ) -> tuple[int, int]:
-    """Do the same as ``slot_loops.announce``, but list all rows or none."""
+    """Like ``slot_loops.announce``, but list either all rows or none."""
     ring, num_rows = rows.shape[0], records.shape[0] - 1
     at = batch % ring
     _, first = np.unique(addresses, return_index=True)
@@ -101,7 +101,9 @@ def _victims(
     queue: Array,
     state: Array,
 ) -> Array:
-    """Return ``count`` rows to evict: unused rows, oldest first, and then those used furthest."""
+    """Return ``count`` rows to evict: first unused rows, oldest first, then rows whose next use is
+    furthest away.
+    """
     found: list[Array] = [np.empty(0, np.int32)]
     while count and state[HEAD] < state[TAIL]:
         head = int(state[HEAD])
