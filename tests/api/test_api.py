@@ -457,7 +457,7 @@ def test_ranks_of_a_launcher_are_refused(run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for call in (lambda: fit(run.dir), lambda: run.predict(rows(1))):
-        with pytest.raises(ConfigError, match="^this process is rank 1 of 2; do not use"):
+        with pytest.raises(ConfigError, match=r"^this process is rank 1 of 2; do not use"):
             call()
 
 

@@ -332,7 +332,7 @@ def test_a_failure_of_the_mover_ends_training_with_its_reason(fail_at):
     store = make_store(40, seed=0, fail_at=fail_at)
     expected = initial(torch.arange(ROWS))[WEIGHTS]
     with pytest.raises(
-        TrainingError, match=r"parallel\.storage\.t: the rows of table t .*No space"
+        TrainingError, match=r"parallel\.storage\.t: moving rows of table t failed: .*No space"
     ):
         train(store, batches(4, 60), 3, expected)
     for call in (lambda: store.read(slice(0, 3)), lambda: store.announce(99, batches(4)[0])):
@@ -379,7 +379,7 @@ def test_a_batch_that_does_not_fit_names_a_size_that_does():
     given = batches(6, 10)
     need = max(len(batch.unique()) for batch in given)
     store = make_store(need - 1)
-    text = rf"parallel\.storage\.t\.cache: {need - 1} rows of table t .* a batch needs {need}; use"
+    text = rf"parallel\.storage\.t\.cache: {need - 1} slots for the rows of table t .* a batch needs {need}; use"
     with pytest.raises(ConfigError, match=text) as caught:
         train(store, given, 3, initial(torch.arange(ROWS))[WEIGHTS])
     share = float(str(caught.value).split("use ")[1].split("%")[0])
