@@ -3,8 +3,8 @@
 A batch is processed in moves (``start_id_exchange``, ``exchange_ids``, ``receive_ids``, ``lookup``,
 ``gather_outputs``, ``send_grads``, ``receive_grads``, ``update``), so that a schedule can run other
 work between them. ``forward`` and ``apply_gradients`` run all moves in sequence. The first three
-moves depend only on ids, so they can run any number of batches ahead. Outputs have layout S(0):
-each rank gets the vectors of its own samples.
+moves depend only on ids, so they can run any number of batches ahead. Outputs are S(0) over the
+batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,8 +109,7 @@ class EmbeddingCollection:
         self._reader = IdReader(plan, world.rank, world.device)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
-        # Id checks of the batches looked up since the last update.
-        self._flagged: list[IdCheck] = []
+        self._flagged: list[IdCheck] = []  # checks of batches looked up since the last update
         self._assembly = {out.name: Assembly(plan, out, world.device) for out in plan.outputs}
         for stored in self.stored() if initialize else ():
             fill_shard(stored, seed=seed)
@@ -128,10 +127,9 @@ class EmbeddingCollection:
 
         ``ids`` may have any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
         DataError for malformed ids. Out-of-range ids of a training batch raise DataError later,
-        before any row changes: in ``lookup`` or, on CUDA, in the next ``update``. The last two
-        arguments are for growing tables. ``begins_step`` is False for a batch that is accumulated
-        with the previous one, so that the keys of both keep their rows. ``event_time`` is the
-        latest time of this rank's samples.
+        before any row changes: in ``lookup`` or, on CUDA, in the next ``update``. For growing
+        tables, ``begins_step`` is False for a batch accumulated with the previous one (keys of both
+        keep their rows), and ``event_time`` is the latest time of this rank's samples.
         """
         check = IdCheck() if training else None
         with self._stream.section(ids):
@@ -167,17 +165,15 @@ class EmbeddingCollection:
                 self._exchange_ids(batch)
 
     def _exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        # In every move, all groups start their transfers before any group waits, so that the
-        # transfers overlap. All ranks start them in the same order, because collectives match by
-        # order.
+        # In every move, all groups start their transfers before any group waits, so that they
+        # overlap. Collectives require that all ranks start them in the same order.
         batch.counts.finish()
         batch.ids.exchange_ids()
         for group, part in self._parts(batch):
             group.exchange_ids(part)
         batch.ids_exchanged = True
         if self._stream.exists:
-            # Only the id stream waits for the ids and sorts them; the host and the main stream go
-            # on.
+            # Only the id stream waits for the ids and sorts them; the host goes on.
             self._receive_ids(batch)
             for group, part in self._parts(batch):
                 if part.training:
@@ -233,9 +229,7 @@ class EmbeddingCollection:
                 group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Discard a batch that was started. Every rank must cancel this batch and all later
-        ones.
-        """
+        """Discard a batch. Every rank must also cancel all later ones."""
         self.receive_ids(batch)
         for group, part in self._parts(batch):
             group.cancel(part)
@@ -243,14 +237,12 @@ class EmbeddingCollection:
             self.growing.cancel()
 
     def mark_early(self, batch: EmbeddingsInFlight) -> None:
-        """Find the rows whose values are already final. Call this once all earlier batches have
-        their ids.
-        """
+        """Find the rows whose values are final, once all earlier batches have their ids."""
         for group, part in self._parts(batch):
             group.mark_early(part)
 
     def send_early(self, batch: EmbeddingsInFlight) -> None:
-        """Start sending the rows found by ``mark_early``. Until ``lookup``, only updates may change
+        """Start sending the rows that ``mark_early`` found. Until ``lookup``, only updates change
         rows.
         """
         for group, part in self._parts(batch):
@@ -270,9 +262,7 @@ class EmbeddingCollection:
             self._flagged.append(batch.check)
 
     def read_ahead(self, batch: EmbeddingsInFlight) -> None:
-        """Start reading the cached rows of a prediction batch. No update may run before its
-        ``lookup``.
-        """
+        """Start reading cached rows for a prediction. No update may run before its ``lookup``."""
         self.arrive(batch)
         for group, part in self._parts(batch):
             for lookup, (_, store) in zip(part.lookups, group.stores(), strict=False):
@@ -316,8 +306,8 @@ class EmbeddingCollection:
         """Take one optimizer step with all collected gradients.
 
         ``step`` is the training step, counted from 1 over the whole job; lower values raise
-        SbpError. A row touched by several collected batches takes a single step with the sum of its
-        gradients.
+        SbpError. A row touched by several collected batches takes one step with its summed
+        gradient.
         """
         if step < 1:
             raise SbpError(f"update: step {step}; use 1 or more, because steps are counted from 1")
@@ -373,8 +363,8 @@ class EmbeddingCollection:
             group.scale_gradients(factor)
 
     def forward(self, ids: Ids, batch_size: int, *, training: bool) -> dict[str, Tensor]:
-        """Look up the ids of this rank's samples, in one call; return the result of
-        ``gather_outputs``.
+        """Run all moves up to ``gather_outputs`` on the ids of this rank's samples; return its
+        result.
 
         Raise SbpError if ``apply_gradients`` has not been called since the previous training batch.
         """
@@ -392,8 +382,7 @@ class EmbeddingCollection:
         return outputs
 
     def apply_gradients(self, step: int) -> None:
-        """Update the rows touched by the last training ``forward``, using the ``.grad`` of its
-        outputs.
+        """Update the rows of the last training ``forward``, using the ``.grad`` of its outputs.
 
         ``step`` is as in ``update``.
         """
@@ -408,9 +397,7 @@ class EmbeddingCollection:
 
     @property
     def out_of_range(self) -> Tensor:
-        """Return how many ids of each feature clamp or hash has replaced on this rank so far:
-        [features] int64.
-        """
+        """Return how many ids clamp or hash has replaced on this rank so far: [features] int64."""
         self._stream.join()
         return self._reader.out_of_range
 
@@ -420,9 +407,7 @@ class EmbeddingCollection:
             yield from (StoredShard(shard, store) for shard in shards)
 
     def stores(self) -> list[tuple[RowStore, tuple[Shard, ...]]]:
-        """Return every store of this rank with its shards. The rows of a shard start at its
-        ``base``.
-        """
+        """Return every store of this rank with its shards, whose rows start at their ``base``."""
         return [(store, stack.shards(self._world.rank)) for stack, store in self._stores()]
 
     def state(self) -> dict[str, LogicalTensor]:
@@ -438,11 +423,9 @@ class EmbeddingCollection:
         return {} if self.growing is None else self.growing.counts()
 
     def copies(self) -> list[Copies]:
-        """Return the state of which several ranks have equal copies, in the same order on all
-        ranks.
+        """Return the state that several ranks have copies of, in the same order on all ranks.
 
-        These are B tables with their optimizer state, and the row state of tables whose columns are
-        split over ranks.
+        These are B tables with their optimizer state, and row state of column-split tables.
         """
         return copies_of(self.plan, list(self.stored()))
 

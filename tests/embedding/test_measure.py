@@ -106,7 +106,7 @@ def test_unwritable_cache_logs_a_warning(tmp_path, caplog):
     (record,) = caplog.records
     assert "not cached" in record.message
     assert str(tmp_path / "file") in record.message
-    assert "set XDG_CACHE_HOME to a writable folder" in record.message
+    assert "set XDG_CACHE_HOME to a folder that you can write to" in record.message
 
 
 def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]:

@@ -3,29 +3,37 @@
 """Triton kernels: pooled lookup, and a fused segment sum, optimizer step, and rounding.
 
 Import this module only if Triton is installed. Each kernel is launched once per step, with a size
-that depends only on the batch's shape, so the host counts and deduplicates nothing.
-``docs/decisions/gpu.md`` has the bytes that each kernel moves.
+that depends only on the shape of the batch, so the host counts and deduplicates nothing.
+``docs/decisions/gpu.md`` lists the bytes that each kernel moves.
 """
 
 import triton
 import triton.language as tl
 
-# A program handles BLOCK positions and sums up to SPLIT gradient rows of a run sequentially. If a
-# run is longer, ``sum_long_runs`` first sums its remaining rows in other programs.
+# A program handles BLOCK positions, and sums at most SPLIT gradient rows of a run sequentially. If
+# a run is longer (a very frequent id), ``sum_long_runs`` first sums the rest of it in other
+# programs.
 BLOCK = 32
 SPLIT = 64
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
-# Signatures are packed: one line per argument would double the length of this file.
-# fmt: off
+# Several arguments per line: one line per argument would double the length of this file. fmt: off
 @triton.jit
 def _sum_rows(
-    grads, source, scale, first, count, column, width,
-    HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    grads,
+    source,
+    scale,
+    first,
+    count,
+    column,
+    width,
+    HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Sum ``count`` rows from sorted position ``first``, in order, to [BLOCK, COLUMNS] float32."""
+    """Sum ``count`` rows from sorted position ``first`` on, in order: [BLOCK, COLUMNS] float32."""
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     longest = tl.max(count, 0)
     step = longest * 0
@@ -44,8 +52,16 @@ def _sum_rows(
 
 @triton.jit
 def lookup(
-    table, addresses, offsets, weights, out, bags, width,
-    HAS_OFFSETS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    table,
+    addresses,
+    offsets,
+    weights,
+    out,
+    bags,
+    width,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write each bag's weighted sum of rows of ``table`` to out [bags, width] float32."""
@@ -67,14 +83,23 @@ def lookup(
 
 @triton.jit
 def sum_long_runs(
-    start, stop, source, scale, grads, partial, n, width,
-    HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    start,
+    stop,
+    source,
+    scale,
+    grads,
+    partial,
+    n,
+    width,
+    HAS_SCALE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Sum every chunk of SPLIT positions of a run except the first to partial [n // SPLIT + 1,
-    width].
+    """Sum each chunk of SPLIT positions of a run, except the first chunk, to ``partial``.
 
-    These chunks begin at least SPLIT positions apart, so the first position divided by SPLIT
-    identifies a chunk.
+    ``partial`` is [n // SPLIT + 1, width]. These chunks begin at least SPLIT positions apart, so
+    the first position of a chunk, divided by SPLIT, identifies the chunk.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -90,8 +115,20 @@ def sum_long_runs(
 
 @triton.jit
 def _sum_run(
-    start, stop, source, scale, grads, partial, at, inside, column, width,
-    HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    start,
+    stop,
+    source,
+    scale,
+    grads,
+    partial,
+    at,
+    inside,
+    column,
+    width,
+    HAS_SCALE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Return a mask of positions where a run begins, and the sum of each run."""
     begin = tl.load(start + at, mask=inside, other=-1)
@@ -113,16 +150,39 @@ def _sum_run(
 
 @triton.jit
 def sum_runs(
-    start, stop, source, scale, grads, partial, out, n, width,
-    HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    start,
+    stop,
+    source,
+    scale,
+    grads,
+    partial,
+    out,
+    n,
+    width,
+    HAS_SCALE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Write each run's sum to its first position in out [n, width], and zeros elsewhere."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     column = tl.arange(0, COLUMNS)
     _, total = _sum_run(
-        start, stop, source, scale, grads, partial, at, inside, column, width,
-        HAS_SCALE, SPLIT, BLOCK, COLUMNS,
+        start,
+        stop,
+        source,
+        scale,
+        grads,
+        partial,
+        at,
+        inside,
+        column,
+        width,
+        HAS_SCALE,
+        SPLIT,
+        BLOCK,
+        COLUMNS,
     )
     shown = inside[:, None] & (column < width)[None, :]
     tl.store(out + at.to(tl.int64)[:, None] * width + column[None, :], total, mask=shown)
@@ -138,8 +198,15 @@ def _mixed(z):
 
 @triton.jit
 def _noise(
-    keys, bases, shift, row, column, words_per_row, first_column,
-    SHARDS: tl.constexpr, HALVINGS: tl.constexpr,
+    keys,
+    bases,
+    shift,
+    row,
+    column,
+    words_per_row,
+    first_column,
+    SHARDS: tl.constexpr,
+    HALVINGS: tl.constexpr,
 ):
     """Return the same noise as ``RowNoise.draw``: [BLOCK, COLUMNS] int32 in 0..65535."""
     low = row * 0
@@ -173,20 +240,54 @@ def _rounded(value, noise, ROWS_AS: tl.constexpr):
 
 @triton.jit
 def update(
-    keys, slots, start, stop, source, scale, grads, partial, squares, table, state_a, state_b,
-    noise_keys, noise_bases, noise_shift, numbers, n, num_rows, width, rate, decay, correction,
-    a, b, c, d, squares_factor, words_per_row, first_column,
-    STEP: tl.constexpr, ROWWISE: tl.constexpr, ROWS_AS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    HAS_SUMS: tl.constexpr, IN_SLOTS: tl.constexpr, ON_DEVICE: tl.constexpr,
-    SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    keys,
+    slots,
+    start,
+    stop,
+    source,
+    scale,
+    grads,
+    partial,
+    squares,
+    table,
+    state_a,
+    state_b,
+    noise_keys,
+    noise_bases,
+    noise_shift,
+    numbers,
+    n,
+    num_rows,
+    width,
+    rate,
+    decay,
+    correction,
+    a,
+    b,
+    c,
+    d,
+    squares_factor,
+    words_per_row,
+    first_column,
+    STEP: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    ROWS_AS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    IN_SLOTS: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+    SHARDS: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Take one optimizer step on each row of ``keys`` (sorted), at the first position of its run.
 
-    With ``HAS_SUMS``, ``grads`` [n, width] already has the sums of the runs, and ``squares`` [n] is
-    set. Keys of ``num_rows`` and above are not rows. ``STEP`` is a function of ``triton_rules``
-    with the constants ``a`` to ``d``. With ``IN_SLOTS``, ``slots`` [n] has the slots of the rows.
-    With ``ON_DEVICE``, the step-dependent ``rate``, ``decay``, and ``correction`` are in
+    With ``HAS_SUMS``, ``grads`` [n, width] already contains the sums of the runs, and ``squares``
+    [n] is set. Keys of ``num_rows`` and above are not rows and are skipped. ``STEP`` is a function
+    of ``triton_rules``, with constants ``a`` to ``d``. With ``IN_SLOTS``, ``slots`` [n] contains
+    the slots of the rows. With ``ON_DEVICE``, ``rate``, ``decay``, and ``correction`` are read from
     ``numbers`` [3] float64. With ``ROWWISE``, the optimizer has row state.
     """
     if ON_DEVICE:
@@ -204,8 +305,20 @@ def update(
         grad = tl.load(grads + place, mask=seen, other=0.0)
     else:
         heads, grad = _sum_run(
-            start, stop, source, scale, grads, partial, at, inside, column, width,
-            HAS_SCALE, SPLIT, BLOCK, COLUMNS,
+            start,
+            stop,
+            source,
+            scale,
+            grads,
+            partial,
+            at,
+            inside,
+            column,
+            width,
+            HAS_SCALE,
+            SPLIT,
+            BLOCK,
+            COLUMNS,
         )
     heads = heads & (row < num_rows)
     shown = heads[:, None] & (column < width)[None, :]
@@ -221,13 +334,33 @@ def update(
         else:
             square = tl.sum(grad * grad, 1) * squares_factor
     weight = STEP(
-        weight, grad, square, state_a, state_b, place, shown, slot, heads, rate, correction,
-        a, b, c, d,
+        weight,
+        grad,
+        square,
+        state_a,
+        state_b,
+        place,
+        shown,
+        slot,
+        heads,
+        rate,
+        correction,
+        a,
+        b,
+        c,
+        d,
     )
     if ROWS_AS != 0:
         noise = _noise(
-            noise_keys, noise_bases, noise_shift, row, column, words_per_row, first_column,
-            SHARDS, HALVINGS,
+            noise_keys,
+            noise_bases,
+            noise_shift,
+            row,
+            column,
+            words_per_row,
+            first_column,
+            SHARDS,
+            HALVINGS,
         )
         weight = _rounded(weight, noise, ROWS_AS)
     tl.store(table + place, weight, mask=shown)
