@@ -18,7 +18,8 @@ class _OneLineError(ValueError):
         self._lines = (message, *details)
 
     def __reduce__(self) -> tuple[type["_OneLineError"], tuple[str, ...]]:
-        return type(self), self._lines  # pickle the lines, because the text escapes newlines
+        # Pickle the original lines, because newlines are escaped in the text.
+        return type(self), self._lines
 
 
 def _printable(text: str) -> str:

@@ -142,7 +142,8 @@ def read_rows(
 class _Rows(NamedTuple):
     """Rows [n] of a checkpoint, and their indices [n] in the result.
 
-    ``addresses`` are those of their keys, which are in tensor ``keys``; the shared row has none.
+    ``addresses`` are the addresses of the rows' keys, which are in tensor ``keys``. The shared row
+    has no key.
     """
 
     keys: str

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[Any]  # of int32 or int64
+Rows = NDArray[Any]  # dtype int32 or int64
 TakeMarked = Callable[[Rows, NDArray[np.bool], NDArray[np.int64]], int]
 
 

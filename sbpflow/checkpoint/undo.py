@@ -197,7 +197,8 @@ class RowLog:
         for _ in range(new):
             segment = self._new_segment(self._segment_rows)
             for tensor in (segment.rows, *segment.values.values()):
-                tensor.zero_()  # maps the pages
+                # Touches the pages, so that they are mapped before training needs them.
+                tensor.zero_()
             self._release(segment)
         for segment in full:
             self._sort_in(segment, spill)

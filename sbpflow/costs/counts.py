@@ -144,7 +144,8 @@ class Facts:
         return self.vector_item + self.gradient_item
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
-        """Return the counts of summing squared gradients over the ranks that share ``rows``.
+        """Return the bytes that are sent to sum squared gradients over the ranks that share
+        ``rows``.
 
         In a ring of N ranks, each rank sends (N - 1) / N of the 4-byte values twice.
         """

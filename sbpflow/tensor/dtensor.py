@@ -1,4 +1,4 @@
-"""Convert to and from torch's DTensor and DeviceMesh.
+"""Converts to and from torch's DTensor and DeviceMesh.
 
 Placement <-> DeviceMesh, S(i) <-> Shard(i), B <-> Replicate, P <-> Partial. DTensor splits a dim
 like ``torch.chunk``, whereas S(i) is balanced. If the splits differ, ``to_dtensor`` boxes the

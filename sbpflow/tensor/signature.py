@@ -2,7 +2,8 @@
 
 As in einsum, a rule names the dims of each operand by letters. It lists 1-D signatures, which
 assign a letter (split along that dim), B, or P to each operand. On n-D placements, each axis uses
-its own signature, so there is a candidate for every combination. This module handles no tensors.
+its own signature, so every combination of signatures is a candidate. This module handles no
+tensors.
 """
 
 from collections.abc import Iterator, Sequence

@@ -195,7 +195,7 @@ def test_a_new_session_drops_rows_and_refuses_earlier_connections():
         new.begin()  # harmless
         RemoteRecords(new, 0, 7, records_like(3))
         with pytest.raises(
-            ServerLostError, match=r"embedding server 0 of 2 at 127.* refused: it se"
+            ServerLostError, match=r"embedding server 0 of 2 at 127.* refused: it is serving"
         ):
             old.read(np.arange(10), np.empty((10, 1), np.int64))
         with pytest.raises(ServerLostError, match="refused: it is serving another launch"):

@@ -81,15 +81,17 @@ class SlotBlock:
             for name, words in self._words.items():
                 self._loops.put(words.numpy(), slots, records, self.layout.columns[name].start)
         elif slots.size:
-            found = self.to_device(torch.from_numpy(records))
+            on_device = self.to_device(torch.from_numpy(records))
             columns = self.layout.columns.items()
-            self._put(slots, [(self._words[name], found[:, at]) for name, at in columns])
+            self._put(slots, [(self._words[name], on_device[:, at]) for name, at in columns])
 
     def put_values(self, slots: Array, values: Mapping[str, Tensor]) -> None:
         """Write values by name to their slots."""
         if self._is_cuda:
-            found = [(self._tensors[name], self.to_device(value)) for name, value in values.items()]
-            self._put(slots, found)
+            on_device = [
+                (self._tensors[name], self.to_device(value)) for name, value in values.items()
+            ]
+            self._put(slots, on_device)
         elif slots.size:
             for name, value in values.items():
                 words = self.layout.words(value.contiguous()).numpy()

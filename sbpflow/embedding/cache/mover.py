@@ -119,7 +119,7 @@ class Mover:
         self.counts.wait_s += time.perf_counter() - start
         self.check()
         if flight.slots is None:
-            raise RuntimeError(f"batch {number} has no slots")
+            raise RuntimeError(f"batch {number} was admitted, but has no slots; this is a bug")
         self._block.wait(flight.placed, flight.slots)
         return flight.slots
 
@@ -171,9 +171,9 @@ class Mover:
         """
         for start in range(0, rows.size, AT_ONCE):
             part = slice(start, min(start + AT_ONCE, rows.size))
-            found = self.read(rows[part])
+            records = self.read(rows[part])
             for name, target in into.items():
-                target[part].copy_(self.layout.values(found, name))
+                target[part].copy_(self.layout.values(records, name))
 
     def read(self, rows: Array) -> Array:
         """Return the newest records of ``rows``, wherever they are. Any thread can call this."""
@@ -198,13 +198,13 @@ class Mover:
         # Outside the lock, these rows can be fetched into slots and updated. Their listeners are
         # then given the old values first, so the undo log stays correct.
         if away.size:
-            found = self.layout.empty(away.size)
-            self.records.read(rows[away], found)
-            out[away] = found
+            stored = self.layout.empty(away.size)
+            self.records.read(rows[away], stored)
+            out[away] = stored
         if is_new.any():
-            found = self.layout.empty(int(is_new.sum()))
-            self.layout.pack(self._initial_values(rows[is_new]), found)
-            out[is_new] = found
+            initial = self.layout.empty(int(is_new.sum()))
+            self.layout.pack(self._initial_values(rows[is_new]), initial)
+            out[is_new] = initial
         return out
 
     def write(self, rows: Array, values: Mapping[str, Tensor]) -> None:
@@ -218,20 +218,20 @@ class Mover:
             away = np.flatnonzero(slots < 0)
             if not away.size:
                 return
-            found = self.layout.empty(away.size)
+            records = self.layout.empty(away.size)
             is_new = slots[away] == NEW
             if not is_new.all():
                 kept = self.layout.empty(int((~is_new).sum()))
                 self.records.read(rows[away[~is_new]], kept)
-                found[~is_new] = kept
+                records[~is_new] = kept
             if is_new.any():
                 first = self.layout.empty(int(is_new.sum()))
                 self.layout.pack(self._initial_values(rows[away[is_new]]), first)
-                found[is_new] = first
-            before = found.copy()
-            self.layout.pack({name: value[away] for name, value in values.items()}, found)
-            changed = ~is_new | (before != found).any(1)
-            self.records.write(rows[away[changed]], found[changed])
+                records[is_new] = first
+            before = records.copy()
+            self.layout.pack({name: value[away] for name, value in values.items()}, records)
+            changed = ~is_new | (before != records).any(1)
+            self.records.write(rows[away[changed]], records[changed])
             self.planner.records[rows[away[changed]], SLOT] = STORED
 
     # Methods called by the mover's thread
@@ -286,12 +286,12 @@ class Mover:
     def _admit(self, batch: int) -> bool:
         flight = self._by_batch[batch]
         with self._lock:
-            found = self.planner.admit()
-            if isinstance(found, int):
+            admission = self.planner.admit()
+            if isinstance(admission, int):
                 if batch > self._demanded:
                     return False
-                raise ConfigError(self._capacity_message(batch, found))
-            self._take_out(found)
+                raise ConfigError(self._capacity_message(batch, admission))
+            self._take_out(admission)
         slots = torch.empty_like(flight.addresses)
         if misses := self.planner.translate(flight.addresses.numpy(), slots.numpy()):
             row = int(flight.addresses[slots < 0][0])
@@ -299,7 +299,7 @@ class Mover:
                 f"{self._name}: {misses} ids of batch {batch}, starting with row {row}, have no "
                 "slot although the batch was admitted"
             )
-        self._fill(found)
+        self._fill(admission)
         flight.slots = self._block.to_device(slots)
         flight.placed = self._block.mark()
         flight.ready.set()
@@ -307,30 +307,30 @@ class Mover:
             self.records.write(self._leaving, self._leaving_records)
             with self._lock:
                 self._leaving = self._leaving[:0]
-        self.counts.fetched += found.missing.size
-        self.counts.new += int(found.is_new.sum())
-        self.counts.written += found.evicted.size
+        self.counts.fetched += admission.missing.size
+        self.counts.new += int(admission.is_new.sum())
+        self.counts.written += admission.evicted.size
         return True
 
-    def _take_out(self, found: Admission) -> None:
+    def _take_out(self, admission: Admission) -> None:
         """Copy the evicted rows from their slots to a buffer."""
-        self._leaving = found.evicted
-        self._leaving_records = self._buffer(0, found.evicted.size)
-        self._block.take(found.evicted_slots, self._leaving_records)
-        self._pending[found.slots] = np.where(found.is_new, _STARTING, _READING)
+        self._leaving = admission.evicted
+        self._leaving_records = self._buffer(0, admission.evicted.size)
+        self._block.take(admission.evicted_slots, self._leaving_records)
+        self._pending[admission.slots] = np.where(admission.is_new, _STARTING, _READING)
 
-    def _fill(self, found: Admission) -> None:
+    def _fill(self, admission: Admission) -> None:
         """Read or compute the missing rows, and write them to their slots."""
-        is_old = ~found.is_new
-        old, new = found.missing[is_old], found.missing[found.is_new]
+        is_old = ~admission.is_new
+        old, new = admission.missing[is_old], admission.missing[admission.is_new]
         records = self._buffer(1, old.size)
         if old.size:
             self.records.read(old, records)
         values = self._initial_values(new) if new.size else {}
         with self._lock:
-            self._block.put(found.slots[is_old], records)
-            self._block.put_values(found.slots[found.is_new], values)
-            self._pending[found.slots] = _FILLED
+            self._block.put(admission.slots[is_old], records)
+            self._block.put_values(admission.slots[admission.is_new], values)
+            self._pending[admission.slots] = _FILLED
 
     def _initial_values(self, rows: Array) -> Mapping[str, Tensor]:
         return self._initial(torch.from_numpy(rows).to(torch.int64))

@@ -311,9 +311,9 @@ class RemoteRecords:
             order, parts = self._split(wanted)
             if len(self._buffer) < wanted.size:
                 self._buffer = np.empty((wanted.size * 5 // 4, self._length), self._word)
-            found = self._buffer[: wanted.size]
-            self._fetch(parts, found)
-            self._loops.put(out, order if left is None else left[order], found, 0)
+            received = self._buffer[: wanted.size]
+            self._fetch(parts, received)
+            self._loops.put(out, order if left is None else left[order], received, 0)
 
     def write(self, rows: Array, records: Array) -> None:
         """See ``RecordStore.write``; return before the servers have the records."""
@@ -352,10 +352,10 @@ class RemoteRecords:
         for write in self._writes.newest_first():
             left = np.arange(rows.size) if left is None else left
             place = np.searchsorted(write.rows, rows[left]).clip(max=write.rows.size - 1)
-            found = write.rows[place] == rows[left]
-            if found.any():
-                self._loops.put(out, left[found], write.records[write.order[place[found]]], 0)
-                left = left[~found]
+            matches = write.rows[place] == rows[left]
+            if matches.any():
+                self._loops.put(out, left[matches], write.records[write.order[place[matches]]], 0)
+                left = left[~matches]
         return left
 
     def _fetch(self, parts: Sequence[Array], out: Array) -> None:

@@ -178,10 +178,10 @@ class EmbeddingServer:
             request, count = receive_header(sock)
             if request not in (READ, WRITE) or not 0 < count <= MAX_ROWS:
                 raise ProtocolError(f"request {request} for {count} rows")
-            rows, found = numbers[:count], records[:count]
+            rows, payload = numbers[:count], records[:count]
             receive_array(sock, rows)
             if request == WRITE:
-                receive_array(sock, found)
+                receive_array(sock, payload)
             # Look up the block for every request: a reference kept here would keep the rows of an
             # ended session in memory.
             session = self._sessions.get(purpose.session)
@@ -192,11 +192,11 @@ class EmbeddingServer:
             if rows.min() < 0 or rows.max() >= block.num_rows:
                 raise ProtocolError(f"rows {rows.min()} to {rows.max()} of {block.num_rows}")
             if request == READ:
-                block.records.read(rows, found)
+                block.records.read(rows, payload)
                 send_header(sock, OK, count, more=True)
-                send_array(sock, found)
+                send_array(sock, payload)
             else:
-                block.records.write(rows, found)
+                block.records.write(rows, payload)
                 send_header(sock, OK, count)
 
 

@@ -149,7 +149,7 @@ def receive_purpose(sock: socket.socket) -> Purpose:
         receive(sock, _PURPOSE.size)
     )
     if kind not in (BEGIN, OPEN):
-        raise ProtocolError(f"a connection for purpose {kind}")
+        raise ProtocolError(f"unknown purpose {kind} of a connection")
     if kind == OPEN and not (num_rows <= MAX_ROW_NUMBER and 0 < record_bytes <= MAX_RECORD_BYTES):
         raise ProtocolError(f"{num_rows} rows of {record_bytes} bytes")
     text = name.rstrip(b"\0").decode(errors="replace")

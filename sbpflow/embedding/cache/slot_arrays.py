@@ -104,13 +104,13 @@ def _victims(
     """Return ``count`` rows to evict: first unused rows, oldest first, then rows whose next use is
     furthest away.
     """
-    found: list[Array] = [np.empty(0, np.int32)]
+    victims: list[Array] = [np.empty(0, np.int32)]
     while count and state[HEAD] < state[TAIL]:
         head = int(state[HEAD])
         stop = min(head + 2 * count, int(state[TAIL]))
         entries = queue[head:stop]
         valid = np.flatnonzero(_is_idle(records, entries))[:count]
-        found.append(entries[valid, 0])
+        victims.append(entries[valid, 0])
         count -= valid.size
         state[HEAD] = stop if count else head + int(valid[-1]) + 1
     for use in range(newest, batch, -1):
@@ -120,10 +120,10 @@ def _victims(
         rows = candidates[at, : num_candidates[at]]
         valid = np.flatnonzero((records[rows, SLOT] >= 0) & (records[rows, NEXT] == use))[::-1]
         valid = valid[:count]
-        found.append(rows[valid])
+        victims.append(rows[valid])
         count -= valid.size
         num_candidates[at] = valid[-1] if not count else 0
-    return np.concatenate(found)
+    return np.concatenate(victims)
 
 
 def release(

@@ -236,7 +236,9 @@ def _owners(
 def _row_owners(
     table: TableConfig, layouts: Mapping[str, TableLayout]
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return (first rank, first bucket, last bucket) of each row part of a table."""
+    """Return (first rank that stores it, first bucket, last bucket) for each row part of a
+    table.
+    """
     parts: dict[int, tuple[int, int, int]] = {}
     for shard in shards_of(table, layouts[table.name].layout):
         first, last = (

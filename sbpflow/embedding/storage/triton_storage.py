@@ -22,7 +22,8 @@ from sbpflow.runtime.random.streams import step_keys
 
 # Any, because the type stubs do not know ``function[grid]`` of jitted functions.
 _launch: Any = kernels
-MOST_CONSTANTS, MOST_STATES = 4, 2  # limits of a step function, see ``triton_rules``
+# A step function supports at most this many, see ``triton_rules``.
+MOST_CONSTANTS, MOST_STATES = 4, 2
 _ROWS_AS = {
     torch.float32: kernels.FLOAT32,
     torch.bfloat16: kernels.BFLOAT16,

@@ -100,16 +100,16 @@ def observe(
 
 @compiled
 def resolve(
-    state: Array, found: Array, counts: Array, places: Array, out: Array, sizes: Array
+    state: Array, contents: Array, counts: Array, places: Array, out: Array, sizes: Array
 ) -> None:
     """Write the rows of keys to ``places`` of ``out``, or 0 for keys without a row.
 
-    ``found`` is the result of ``find_all``. The numbers of occurrences of pending keys and of
+    ``contents`` is the result of ``find_all``. The numbers of occurrences of pending keys and of
     refused keys are written to ``sizes``.
     """
     num_pending = num_refused = 0
     for j in range(places.size):
-        i, content = places[j], found[j]
+        i, content = places[j], contents[j]
         out[i] = content - 1 + state[FIRST_ROW] if content > 0 else 0
         if content < 0:
             count = counts[i] if counts.size else 1

@@ -143,9 +143,9 @@ class Vocabulary:
         eviction_loops.decide(t, candidates, removed, removed_counts, new_rows, admitted, sizes)
         num_new, num_evicted = sizes[:2].tolist()
         unresolved = unresolved[:num_unresolved]
-        found = np.empty(num_unresolved, np.int64)
-        counting_loops.find_all(t, keys[unresolved], found, migrates)
-        counting_loops.resolve(t.state, found, counts, unresolved, out, sizes)
+        row_or_count = np.empty(num_unresolved, np.int64)
+        counting_loops.find_all(t, keys[unresolved], row_or_count, migrates)
+        counting_loops.resolve(t.state, row_or_count, counts, unresolved, out, sizes)
         num_pending, num_refused = sizes[:2].tolist()
         swept, swept_counts, num_idle = self._sweep(now)
         num_forgotten = swept.shape[0] - num_idle
