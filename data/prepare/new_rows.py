@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sbpflow.data.engine import EngineOptions
+from sbpflow.data.engine_backends import Backend
 from sbpflow.data.format.manifest import Manifest, load_manifest
 from sbpflow.data.prepare.content import options_like
 from sbpflow.data.prepare.options import PrepareOptions
@@ -23,6 +24,7 @@ def encode(
     max_bad_fraction: float,
     overwrite: bool = False,
     engine: EngineOptions | None = None,
+    backend: Backend | None = None,
 ) -> Manifest:
     """Encode the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``,
     whose rows are not read.
@@ -46,4 +48,4 @@ def encode(
         engine=engine or EngineOptions(),
         is_encode=True,
     )
-    return prepare(options_like(load_manifest(like, "--like"), options))
+    return prepare(options_like(load_manifest(like, "--like"), options), backend)
