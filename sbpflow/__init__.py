@@ -1,4 +1,4 @@
-"""Train click-through-rate models with SBP parallelism.
+"""Trains click-through-rate models with SBP parallelism.
 
 Only the names listed in this module are public; everything else may change without notice. Each
 name is imported on first use, so ``import sbpflow`` loads neither torch nor FBGEMM.

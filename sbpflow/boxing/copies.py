@@ -208,9 +208,7 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
 
 
 def adder(cut: LocalFn, places: list[int], op: Reduction) -> Callable[[Tensor, Tensor], Tensor]:
-    """Like ``combiner``, but take this rank's own term from its part instead of the receive
-    buffer.
-    """
+    """Like ``combiner``, but take this rank's own term from its part, not from the buffer."""
     return lambda part, stack: _combine_whole([*stack.unbind(), cut(part)], places, op)
 
 
@@ -274,9 +272,7 @@ def run_taker(run: slice) -> Pack:
 
 
 def lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:
-    """Return True if the buffer is the flat part itself: each piece lies at its offset in the
-    part.
-    """
+    """Return True if the buffer is the flat part: each piece lies at its offset in the part."""
     return total == numel(whole(shape)) and all(
         _run_start(piece.box, shape) == piece.offset for piece in pieces
     )
@@ -303,9 +299,7 @@ def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
 
 
 def _even_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the dim that the pieces divide evenly and in order, or None if there is no such
-    dim.
-    """
+    """Return the dim that the pieces divide evenly and in order, or None if there is none."""
     dim = _joining_dim(pieces, shape)
     if dim is None or shape[dim] % len(pieces):
         return None

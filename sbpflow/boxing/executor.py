@@ -107,9 +107,7 @@ class Boxing:
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """Return the planned steps of a conversion; plan them now if the plan does not contain
-        it.
-        """
+        """Return the steps of a conversion. If the plan does not contain it, plan it now."""
         key = (id, src, dst, shape, dtype)
         if self._requested is not None:
             self._requested.append(key)

@@ -56,9 +56,7 @@ def cheapest_route(
 
 
 def _values(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Sbp, ...]:
-    """Return the sbps to try on each axis: those of both ends, B, and a split of the longest
-    dim.
-    """
+    """Return the sbps to try on an axis: those of both ends, B, and a split of the longest dim."""
     longest = [Split(max(range(len(shape)), key=shape.__getitem__))] if shape else []
     return tuple(dict.fromkeys((*src.nd_sbp, *dst.nd_sbp, *longest, Broadcast())))
 
@@ -121,8 +119,9 @@ def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:
 
 
 def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Return True if every rank gets a valid part. It may not: explicit sizes of nested splits need
-    not add up.
+    """Return True if every rank gets a valid part.
+
+    Explicit sizes of nested splits may not add up.
     """
     try:
         for rank in layout.placement.ranks:

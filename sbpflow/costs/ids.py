@@ -51,9 +51,7 @@ class IdCurve:
                 )
 
     def touched(self, draws: float) -> float:
-        """Return the mean number of distinct rows in ``draws`` lookups, by log-log
-        interpolation.
-        """
+        """Return the mean number of distinct rows in ``draws`` lookups (log-log interpolation)."""
         if draws <= 0:
             return 0.0
         x = math.log(draws)

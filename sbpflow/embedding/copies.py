@@ -1,4 +1,4 @@
-"""Lists the tensors of tables of which several ranks have equal copies."""
+"""Lists the tensors of tables that are replicated on several ranks."""
 
 from dataclasses import dataclass
 

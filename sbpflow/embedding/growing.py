@@ -28,7 +28,7 @@ class Growing(KeyExchange):
         shards = [shard for stack in stacks for shard in stack.shards(boxing.world.rank)]
         super().__init__(plan, boxing, shards)
         self._seed = seed
-        self._num_read = 0  # batches looked up since the last update
+        self._num_read = 0  # number of batches looked up since the last update
         by_table = {name: field.live for field in self.fields for name in field.plan.tables}
         self.live = {name: live for name, live in by_table.items() if live is not None}
 

@@ -200,8 +200,8 @@ def logical_state(
 ) -> dict[str, LogicalTensor]:
     """Return the collection's state by name, with the same names on all ranks.
 
-    With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. Of a
-    growing table, the state contains the rows as of the trained batches.
+    With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. For a
+    growing table, the state contains the rows as of the last trained batch.
     """
     stored_by_table = {shard.shard.table.name: shard for shard in stored}
     by_table = {name: field for field in fields for name in field.plan.tables}

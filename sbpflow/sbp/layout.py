@@ -1,4 +1,4 @@
-"""Define layouts: the ranks of a logical tensor (placement) and one sbp per placement axis.
+"""Defines layouts: the ranks of a logical tensor (placement) and one sbp per placement axis.
 
 Only this module computes the shapes and slices of parts.
 """

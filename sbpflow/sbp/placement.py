@@ -1,4 +1,4 @@
-"""Define placements: n-D grids of the global ranks that store a tensor.
+"""Defines placements: n-D grids of the global ranks that store a tensor.
 
 A placement has no process groups; ``sbpflow.runtime.ranks.world.World`` creates them. ``explain``
 and the planner can therefore use placements without running any ranks.

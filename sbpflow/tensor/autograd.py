@@ -81,7 +81,7 @@ def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
 
 
 class _Once(torch.autograd.Function):
-    """Stands for an adjoint in the graph that create_graph builds of a first derivative."""
+    """The graph node of an adjoint when create_graph is set; its own backward raises SbpError."""
 
     @staticmethod
     def forward(ctx: Context, gradient: Tensor, adjoint: Adjoint, name: str) -> Tensor:

@@ -1,6 +1,4 @@
-"""Runs ops on global tensors: chooses a signature, boxes operands, and runs a kernel on the
-parts.
-"""
+"""Runs ops on global tensors: chooses a signature, boxes operands, runs a kernel on the parts."""
 
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -166,9 +164,7 @@ def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> 
 
 
 def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
-    """Return a whole number, or a sequence of them, as a tuple. Raise SbpError for any other
-    value.
-    """
+    """Return a whole number, or a sequence of them, as a tuple. Raise SbpError for other values."""
     try:
         numbers = [value] if isinstance(value, int) else cast("Iterable[SupportsIndex]", value)
         return tuple(map(index, numbers))

@@ -71,9 +71,7 @@ def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
 
 
 def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return ``layout`` with the splits of torch.chunk, written as explicit sizes unless
-    balanced.
-    """
+    """Return ``layout`` with the splits of torch.chunk, as explicit sizes unless balanced."""
     lengths = list(shape)
     nd_sbp: list[Sbp] = []
     for axis, sbp in enumerate(layout.nd_sbp):

@@ -236,9 +236,7 @@ def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
 
 
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
-    """Make a trainable leaf from this rank's part; outside the placement, pass an empty part
-    [0].
-    """
+    """Make a trainable leaf from this rank's part (an empty part [0] outside the placement)."""
     part = part.detach().clone()
     return GlobalTensor(part, layout, tuple(shape), boxing).requires_grad_()
 
@@ -295,9 +293,7 @@ def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
 
 
 def _spread_first(x: GlobalTensor) -> GlobalTensor:
-    """Overwrite the copies along B axes with the first one; the backward sums the gradients of
-    all.
-    """
+    """Overwrite the copies along B axes with the first one; the backward sums their gradients."""
     placement, world = x.layout.placement, x.boxing.world
     copies = [isinstance(sbp, Broadcast) for sbp in x.layout.nd_sbp]
     ranks = tuple(

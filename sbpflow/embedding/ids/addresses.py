@@ -79,9 +79,7 @@ class BagShape:
         return ids.lists.take(self._places)
 
     def offsets(self, samples: int, *, pooled: bool) -> Tensor | None:
-        """Return the offsets of the bags of a matrix, or ``None`` if every bag has exactly one
-        id.
-        """
+        """Return the offsets of the bags of a matrix, or ``None`` if every bag has one id."""
         total = samples * self._per_sample
         if pooled:
             if self._per_sample == 1:
@@ -94,17 +92,15 @@ class BagShape:
         return torch.cat([inner, inner.new_full((1,), total)])
 
     def shares(self, samples: int) -> Tensor | None:
-        """Return the weight of each id of a matrix in the mean of its bag; ``None`` if no bag is a
-        mean.
+        """Return the weight of each id of a matrix in its mean, or ``None`` if there are no
+        means.
         """
         if not self._mean:
             return None
         return self._shares.expand(samples, -1).reshape(-1)
 
     def list_weights(self, lists: Lists) -> Tensor | None:
-        """Return the weights of ids in lists. In means, the weights are divided by the list
-        length.
-        """
+        """Return the weights of ids in lists; in means, they are divided by the list length."""
         if not self._mean:
             return lists.weights
         lengths = lists.lengths.to(self._dtype).clamp(min=1)
@@ -115,7 +111,7 @@ class BagShape:
         return shares if lists.weights is None else shares * lists.weights
 
     def list_offsets(self, lists: Lists, *, pooled: bool) -> Tensor:
-        """Return the offsets of the bags of lists: one bag per list, or per sample if
+        """Return the offsets of the bags in lists: one bag per list, or per sample if
         ``pooled``.
         """
         lengths = lists.lengths.sum(1) if pooled else lists.lengths.reshape(-1)
@@ -268,9 +264,7 @@ class OwnerAddresses:
         self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
     def make_lookup(self, ids: BatchIds) -> Lookup:
-        """Return a lookup with one bag per (sample, use), whose addresses have the address
-        dtype.
-        """
+        """Return a lookup with one bag per (sample, use); addresses have the address dtype."""
         bags = self.bags
         if self._loops is not None and self._ragged:
             return self._by_loop(self._loops, bags.lists(ids))

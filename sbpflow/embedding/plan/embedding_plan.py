@@ -176,9 +176,7 @@ class EmbeddingPlan:
         return tuple(step for group in self.groups for step in group.steps(batch_size, *IDS))
 
     def _steps(self, batch_size: int, purpose: Purpose, number: int | None = 0) -> tuple[Step, ...]:
-        """Return the steps of all groups in round ``number``, or in all rounds if it is
-        ``None``.
-        """
+        """Return the steps of all groups in round ``number``, or in all rounds if ``None``."""
         return tuple(
             step
             for group in self.groups
@@ -312,9 +310,7 @@ def _check_names(kind: str, names: list[str]) -> None:
 def _check_substitutes(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig], policy: OutOfRange
 ) -> None:
-    """Check that a replaced id is valid in all tables of its feature. Ids are replaced only
-    once.
-    """
+    """Check that a replaced id is valid in all tables of its feature: ids are replaced once."""
     for feature in features:
         sharing = [table for table in tables if feature.name in table.features]
         if len({table.num_ids for table in sharing}) > 1:

@@ -153,9 +153,7 @@ class Exchange(ABC):
         """Return the work that a table causes on every rank for that rank's own samples."""
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
-        """Return the work that a shard of ``rows`` x ``width`` causes on the rank that stores
-        it.
-        """
+        """Return the work that a shard of ``rows`` x ``width`` causes on its rank."""
         return {}
 
 
@@ -251,8 +249,8 @@ class GroupPlan:
         return placement if placement.ndim == 2 else None
 
     def copy_ranks(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of ranks that must have bit-equal copies of a stack or of its row
-        state.
+        """Return the sets of ranks with copies of a stack, or of its row state, that must be
+        bit-equal.
         """
         if self.kind.copies:
             return (self.world.ranks,)
@@ -391,9 +389,7 @@ class GroupPlan:
         return self.grid is None and self.stacks[index].holders() == self.world.ranks
 
     def row_state_bounds(self, index: int, batch_size: int) -> tuple[Step, ...]:
-        """Return ``row_state_steps`` with upper bounds in place of sizes that depend on the
-        batch.
-        """
+        """Return ``row_state_steps`` with upper bounds for sizes that depend on the batch."""
         steps = self.row_state_steps(index, self.most_squares(index, batch_size))
         if not self._all_touch_alike(index):
             return steps

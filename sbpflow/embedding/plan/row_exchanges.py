@@ -196,7 +196,8 @@ class UniqueColumns(RowExchange):
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim, widths = group.stacks[0].dim, [group.stacks[0].width(r) for r in group.world.ranks]
-        leaving = dim - min(widths)  # columns of a row that leave the rank with the fewest columns
+        # Columns that the other ranks send of a row, if the requester has the fewest.
+        leaving = dim - min(widths)
         return (
             _vectors(group, others * max(widths), rows * leaving),
             _gradients(group, "all_to_all", most * leaving, rows * leaving),

@@ -1,7 +1,7 @@
 """Defines features, embedding tables, their layouts, and the shards of a layout.
 
-Only this module derives the shards of a table from its layout, a list that EMBark writes as (table,
-row shard, column shard) -> rank. All types are plain values.
+Only this module derives the shards of a table from its layout. (EMBark describes shards as a list
+of (table, row shard, column shard) -> rank.) All types are plain values.
 """
 
 import math

@@ -67,9 +67,7 @@ def check_numba(field: str) -> None:
 
 
 class LiveRows:
-    """Which of the rows [start, stop) have keys as of the trained batches, and the keys'
-    addresses.
-    """
+    """Which of the rows [start, stop) have keys after the last trained batch, and which keys."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop

@@ -78,9 +78,7 @@ class Lookup:
         return lookup
 
     def place(self, slots: Tensor | None) -> Self:
-        """Set the slots [n] of the rows. ``None`` means that the slot of each row is its
-        address.
-        """
+        """Set the slots [n] of the rows. ``None`` means that slots equal addresses."""
         self.placed = slots
         return self
 

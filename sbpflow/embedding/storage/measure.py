@@ -186,9 +186,7 @@ def _are_times(value: object) -> TypeGuard[dict[str, float]]:
 
 
 def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:
-    """Choose the fastest kernel, but keep ``unmeasured`` if it is within ``BAND`` of the
-    fastest.
-    """
+    """Choose the fastest kernel, or ``unmeasured`` if it is within ``BAND`` of the fastest."""
     fastest = min(times_ms, key=times_ms.__getitem__)
     name = fastest
     if times_ms.get(unmeasured.name, float("inf")) <= (1.0 + BAND) * times_ms[fastest]:
@@ -228,9 +226,7 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
 
 
 def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
-    """Return the milliseconds of a run. On CUDA, measure device time, because the host runs
-    ahead.
-    """
+    """Return the milliseconds of a run. On CUDA, measure device time: the host runs ahead."""
     if device.type == "cpu":
         start = time.perf_counter()
         turn()
@@ -317,8 +313,6 @@ def cpu_name() -> str:
 
 
 def machine_key() -> str:
-    """Return a file name for this kind of machine. Different machines may share a home
-    directory.
-    """
+    """Return a file name for this kind of machine; machines may share a home directory."""
     words = f"{cpu_name()} {os.cpu_count()}".split()
     return "-".join("".join(c for c in word if c.isalnum()) for word in words).lower()

@@ -2,8 +2,8 @@
 
 The decisions for a batch depend only on its keys and on those of earlier batches, so they can be
 made when the batch is announced, before earlier batches have been trained. All changes are logged
-until their batch has been trained, so that evaluations and saves see the vocabulary as of the
-trained batches, and announced batches can be canceled. An evicted row is overwritten only when the
+until their batch has been trained, so that evaluations and saves see the vocabulary as of the last
+trained batch, and announced batches can be canceled. An evicted row is overwritten only when the
 batch that reuses it is looked up; by then, all earlier batches have been trained.
 """
 
@@ -236,7 +236,7 @@ class Vocabulary:
         self._patch = None
 
     def peek(self, keys: Array) -> Array:
-        """Return the row of each key as of the trained batches, or 0, the shared row."""
+        """Return the row of each key as of the last trained batch; 0 is the shared row."""
         out = np.empty(keys.size, np.int64)
         counting_loops.find_all(self.arrays, keys, out, self.arrays.migrates)
         out = np.maximum(out, 0) - 1
@@ -264,7 +264,7 @@ class Vocabulary:
         return self._patch
 
     def save(self) -> "VocabularyCopy":
-        """Return a copy of the vocabulary as of the trained batches."""
+        """Return a copy of the vocabulary as of the last trained batch."""
         t = self.arrays
         copies = t._replace(
             state=t.state.copy(),

@@ -1,4 +1,4 @@
-"""Compute the cross network of DCN-V2 with layers ``start * (W x + b) + x``."""
+"""Computes the cross network of DCN-V2 with layers ``start * (W x + b) + x``."""
 
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -161,9 +161,7 @@ def _by_layer(counts: Sequence[int], weights: Sequence[Tensor]) -> list[Sequence
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Return blocks of rows; on CUDA, a single block, because every kernel uses the whole
-    device.
-    """
+    """Return blocks of rows; on CUDA, a single block, because a kernel uses the whole device."""
     size = max(_MIN_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
     size = size if x.device.type == "cpu" else len(x)
     return [slice(first, first + size) for first in range(0, len(x), max(size, 1))]

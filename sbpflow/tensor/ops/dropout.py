@@ -86,9 +86,7 @@ def _draw(
 
 
 class _Counted(torch.autograd.Function):
-    """Applies dropout with computed masks. The backward applies the same function to the
-    gradient.
-    """
+    """Applies dropout with computed masks. The backward applies the same mask to the gradient."""
 
     @staticmethod
     def forward(
@@ -105,9 +103,7 @@ class _Counted(torch.autograd.Function):
 
 
 def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float) -> Tensor:
-    """Zero some elements of ``part`` and scale the others, in a single Triton kernel if
-    possible.
-    """
+    """Zero some elements of ``part`` and scale the others, in one Triton kernel if possible."""
     if not part.numel():
         return torch.empty_like(part)
     kernels = find_kernels()

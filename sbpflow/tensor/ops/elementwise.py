@@ -1,4 +1,4 @@
-"""Define elementwise operators on global tensors: activations, casts, sums and products."""
+"""Defines elementwise operators on global tensors: activations, casts, sums and products."""
 
 from collections.abc import Callable
 

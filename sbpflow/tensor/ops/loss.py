@@ -1,4 +1,4 @@
-"""Compute losses of global tensors, row weights, and smoothed labels."""
+"""Computes losses of global tensors, row weights, and smoothed labels."""
 
 import torch.nn.functional as F
 from torch import Tensor

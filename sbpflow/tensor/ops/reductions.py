@@ -1,6 +1,4 @@
-"""Computes the sum, maximum, and mean over dims of a global tensor. Split dims make the result
-P.
-"""
+"""Computes sums, maxima, and means over dims of a global tensor. Split dims make the result P."""
 
 import math
 from collections.abc import Callable, Sequence
