@@ -77,7 +77,7 @@ def all_to_all(
     rank: int,
     link: Link,
 ) -> Messages:
-    """Do the same as c10d's ``all_to_all_single`` along the first dim.
+    """Like c10d's ``all_to_all_single``, along the first dim.
 
     ``sizes`` contains the sizes received from and sent to each of the link's ``ranks``, which are
     in ascending order. ``rank`` is this rank. ``received`` and ``sent`` must be contiguous.

@@ -33,8 +33,8 @@ def apply(
 
     ``kernel(choice, parts)`` runs only on ranks of the placement. ``shape`` and ``dtype`` are those
     of the full output; the default dtype is that of the first operand. ``refuses(choice, parts)``
-    returns "" or a message about invalid values on this rank. In the latter case, SbpError is
-    raised on this rank and, in checked mode, on all ranks.
+    returns "" or a message about invalid values on this rank. A message is raised as SbpError on
+    this rank and, in checked mode, on all ranks.
     """
     wanted = parse_nd_sbp(out) if isinstance(out, str) else out
     choice = choose(op_rule, operands, wanted, dtype)

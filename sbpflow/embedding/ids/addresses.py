@@ -200,7 +200,7 @@ class LocalAddresses:
         return Lookup(addresses[is_local], offsets, weights)
 
     def _by_loop(self, loops: ModuleType, lists: Lists, *, pooled: bool) -> Lookup:
-        """Do the same as ``make_lookup`` for lists, in one compiled pass."""
+        """Like ``make_lookup`` for lists, but in one compiled pass."""
         samples, uses = lists.lengths.shape
         total = lists.values.numel()
         weights = self.bags.list_weights(lists)
@@ -285,7 +285,7 @@ class OwnerAddresses:
         return Lookup(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
 
     def _by_loop(self, loops: ModuleType, lists: Lists) -> Lookup:
-        """Do the same as ``make_lookup`` for lists, in one compiled pass."""
+        """Like ``make_lookup`` for lists, but in one compiled pass."""
         addresses = torch.empty(lists.values.shape, dtype=self._dtype)
         offsets = torch.empty(lists.lengths.numel() + 1, dtype=torch.int64)
         values = lists.values

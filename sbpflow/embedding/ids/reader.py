@@ -375,7 +375,7 @@ class IdReader:
         )
 
     def _by_loop(self, loops: ModuleType, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists | None:
-        """Do the same as ``_lists``, in one compiled pass.
+        """Like ``_lists``, but in one compiled pass.
 
         Return ``None`` if the input is invalid or needs conversion: ``_lists`` then converts it,
         replaces ids, or reports the error.

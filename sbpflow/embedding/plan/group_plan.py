@@ -78,9 +78,9 @@ class Stage:
 class Member:
     """The properties of a table that determine its group and its stack.
 
-    Two tables have equal ``columns`` if and only if every rank stores equally many columns of both;
-    ``None`` means whole rows. ``stored`` contains all other properties that the tables of a stack
-    must share.
+    Two tables have equal ``columns`` if and only if every rank stores the same number of columns of
+    both; ``None`` means whole rows. ``stored`` contains all other properties that the tables of a
+    stack must share.
     """
 
     ranks: tuple[int, ...]
@@ -134,7 +134,8 @@ class Exchange(ABC):
         return ()
 
     def host_cuts(self, num_hosts: int, world_size: int) -> Cuts:
-        """Return further layouts that the planner should try if all hosts have equally many ranks.
+        """Return further layouts that the planner should try if all hosts have the same number of
+        ranks.
 
         Each is (sbp, (hosts, ranks per host)).
         """
@@ -213,8 +214,9 @@ class GroupPlan:
 
     @property
     def grad_comm_dtype(self) -> torch.dtype:
-        """Return the dtype of sent gradients: bf16 in place of fp16, in which the mean gradients of
-        large batches underflow.
+        """Return the dtype of sent gradients.
+
+        In place of fp16, it is bf16: the mean gradients of large batches underflow in fp16.
         """
         return torch.bfloat16 if self.comm_dtype == torch.float16 else self.comm_dtype
 

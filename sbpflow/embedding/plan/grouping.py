@@ -174,9 +174,7 @@ def _stacks_of(
 
 
 def _column_split(layout: Layout) -> Hashable:
-    """Return a key that two layouts share if and only if every rank stores equally many columns of
-    both.
-    """
+    """Return a key that two layouts share only if every rank stores the same number of columns."""
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split) and sbp.dim == 1:
             return (layout.placement, axis, sbp)

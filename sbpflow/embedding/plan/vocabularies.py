@@ -123,8 +123,8 @@ def aligned(
 def _split_twice(table: TableConfig, key: str, hosts: int, width: int) -> tuple[Split, Split]:
     """Return the splits of rows over hosts and over the ranks of each host, at bucket boundaries.
 
-    A layout has the same second split on all hosts, so all buckets must have equally many rows, and
-    all hosts equally many buckets. Raise ConfigError if this is not possible.
+    A layout has the same second split on all hosts, so all buckets must have the same number of
+    rows, and all hosts the same number of buckets. Raise ConfigError if this is not possible.
     """
     each, rest = divmod(table.num_rows, NUM_BUCKETS)
     if rest or NUM_BUCKETS % hosts:
@@ -259,7 +259,7 @@ def _ends(sizes: Sequence[int]) -> list[int]:
 
 
 def _bucket_sizes(num_rows: int, parts: int) -> tuple[int, ...]:
-    """Return the sizes of row parts that have about equally many buckets."""
+    """Return the sizes of row parts with about the same number of buckets each."""
     ends = [0, *_ends(balanced_sizes(NUM_BUCKETS, parts))]
     rows = [first_row_of(end, num_rows) for end in ends]
     return tuple(stop - start for start, stop in pairwise(rows))
