@@ -139,7 +139,7 @@ def test_ls_and_verify_know_deltas(folder, capsys):
     assert checkpoint(["verify", str(chain)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["DAMAGED"] * 4 + ["ok"] * 4
-    assert "step-8: is a delta that needs " in lines[0]
+    assert "step-8: is a delta, and a checkpoint that it needs is damaged" in lines[0]
     assert checkpoint(["prune", str(chain), "--keep", "1"]) == 0
     assert names(chain) == ["step-8", "step-7", "step-6", "step-5", *names(chain)[4:]]
     assert names(chain)[4:] == ["step-4", "step-3", "step-2", "step-1"], "step-4 needs the others"
