@@ -36,15 +36,15 @@ class WideConfig:
         Example((("C1", "C2"),)),
         Key(
             "results",
-            "Crosses of columns with one weight per value: prepared pairs, or, with hash_size, "
-            "any pairs or triples.",
+            "Crosses of columns, with one weight per value: pairs from the prepared set, "
+            "or, with hash_size, any pairs or triples.",
         ),
     ] = (("C1", "C2"), ("C3", "C4"))
     hash_size: Annotated[
         Annotated[int, Range(low=3, below=2**31)] | None,
         Key(
             "results",
-            "Number of rows for hashed crosses; by default, crosses come from the prepared set.",
+            "Number of rows of each hashed cross. By default, crosses come from the prepared set.",
         ),
     ] = None
 
@@ -86,8 +86,8 @@ class WdlConfig(ModelOptions):
         Literal["values", "vectors"],
         Key(
             "results",
-            "Input form of dense fields in the MLP: values, or a vector per field "
-            "times the field's value.",
+            "How dense fields enter the MLP: as values, or as one vector per field, "
+            "multiplied by the value.",
         ),
     ] = "values"
     wide: WideConfig = field(default_factory=WideConfig)

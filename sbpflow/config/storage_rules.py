@@ -28,15 +28,15 @@ def num_bytes_of(key: str, text: str, example: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageRule:
-    """Sets the storage of the tables that a pattern matches."""
+    """Sets the storage of the tables that match a pattern."""
 
     kind: Annotated[
         Literal["device", Outside],
         Example("file"),
         Key(
             "execution",
-            "Where all rows are stored. With a GPU, host is the memory of the machine. servers are "
-            "separate processes (`sbpflow embedding-server`).",
+            "Where the rows are stored. host is the memory of the machine, if tables are on"
+            " a GPU. servers are separate processes (`sbpflow embedding-server`).",
         ),
     ]
     cache: Annotated[
@@ -44,14 +44,14 @@ class StorageRule:
         Example("10%"),
         Key(
             "execution",
-            "Size of the cache on the device: a fraction of the rows, or bytes per rank if all "
-            "ranks store the same number of rows.",
+            "Size of the cache on the device: a fraction of the rows, such as 10%, or, if "
+            "all ranks store the same number of rows, bytes per rank, such as 4 GB.",
         ),
     ] = None
     path: Annotated[
         Path | None,
         Example("/scratch"),
-        Key("execution", "Folder of the file. The default is run.dir."),
+        Key("execution", "Folder of the file, for kind: file. The default is run.dir."),
     ] = None
 
     addresses: Annotated[

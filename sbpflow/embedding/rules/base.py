@@ -23,7 +23,9 @@ KernelRequest = Literal["auto", KernelName]
 SumOverColumns = Callable[[Tensor], Tensor]
 RowDecay = Annotated[
     NonNegative,
-    Key("results", "Each touched row is multiplied by 1 - lr * weight_decay before its step."),
+    Key(
+        "results", "Before its step, each row in the batch is multiplied by 1 - lr * weight_decay."
+    ),
 ]
 
 

@@ -24,8 +24,7 @@ class RowwiseAdagrad(SparseOptimizer):
         Literal["logical", "per_shard"],
         Key(
             "results",
-            "Keep one state value per row (logical), or one per row and column shard "
-            "as in TorchRec (per_shard).",
+            "Keep one number of state per row, or one per row and column shard, as TorchRec does.",
         ),
     ] = "logical"
 
