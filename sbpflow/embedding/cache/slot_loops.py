@@ -47,7 +47,10 @@ def announce(
     # Most addresses may be duplicates. To detect them, this loop reads bits, which fit in a CPU
     # cache, instead of records. A branch on duplicates would be mispredicted, so the loop always
     # writes the entry and advances only for a new row; the next write then overwrites a duplicate.
+    lines = seen.reshape(-1, 1)
     while i < stop and count < width:
+        if i + DISTANCE < stop:
+            prefetch(lines, addresses[i + DISTANCE] >> 6)
         row = addresses[i]
         bit, known = 1 << (row & 63), seen[row >> 6]
         seen[row >> 6] = known | bit
