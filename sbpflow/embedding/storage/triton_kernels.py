@@ -285,10 +285,10 @@ def update(
     """Take one optimizer step on each row of ``keys`` (sorted), at the first position of its run.
 
     With ``HAS_SUMS``, ``grads`` [n, width] already contains the sums of the runs, and ``squares``
-    [n] is set. Keys of ``num_rows`` and above are not rows and are skipped. ``STEP`` is a function
-    of ``triton_rules``, with constants ``a`` to ``d``. With ``IN_SLOTS``, ``slots`` [n] contains
-    the slots of the rows. With ``ON_DEVICE``, ``rate``, ``decay``, and ``correction`` are read from
-    ``numbers`` [3] float64. With ``ROWWISE``, the optimizer has row state.
+    [n] is set. Keys of ``num_rows`` and above are skipped. ``STEP`` is a function of
+    ``triton_rules`` with constants ``a`` to ``d``. With ``IN_SLOTS``, ``slots`` [n] are the slots
+    of the rows. With ``ON_DEVICE``, ``numbers`` [3] float64 contains ``rate``, ``decay``, and
+    ``correction``. ``ROWWISE`` means row state.
     """
     if ON_DEVICE:
         rate = tl.load(numbers).to(tl.float32)
