@@ -19,19 +19,12 @@ SPLIT = 64
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
-# Several arguments per line: one line per argument would double the length of this file. fmt: off
+# Several arguments per line: one line per argument would double the length of this file.
+# fmt: off
 @triton.jit
 def _sum_rows(
-    grads,
-    source,
-    scale,
-    first,
-    count,
-    column,
-    width,
-    HAS_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    grads, source, scale, first, count, column, width,
+    HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Sum ``count`` rows from sorted position ``first`` on, in order: [BLOCK, COLUMNS] float32."""
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
@@ -52,16 +45,8 @@ def _sum_rows(
 
 @triton.jit
 def lookup(
-    table,
-    addresses,
-    offsets,
-    weights,
-    out,
-    bags,
-    width,
-    HAS_OFFSETS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, addresses, offsets, weights, out, bags, width,
+    HAS_OFFSETS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write each bag's weighted sum of rows of ``table`` to out [bags, width] float32."""
@@ -83,23 +68,14 @@ def lookup(
 
 @triton.jit
 def sum_long_runs(
-    start,
-    stop,
-    source,
-    scale,
-    grads,
-    partial,
-    n,
-    width,
-    HAS_SCALE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    start, stop, source, scale, grads, partial, n, width,
+    HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Sum each chunk of SPLIT positions of a run, except the first chunk, to ``partial``.
+    """Sum every chunk of SPLIT positions of a run except the first to partial [n // SPLIT + 1,
+    width].
 
-    ``partial`` is [n // SPLIT + 1, width]. These chunks begin at least SPLIT positions apart, so
-    the first position of a chunk, divided by SPLIT, identifies the chunk.
+    These chunks begin at least SPLIT positions apart, so the first position divided by SPLIT
+    identifies a chunk.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -115,20 +91,8 @@ def sum_long_runs(
 
 @triton.jit
 def _sum_run(
-    start,
-    stop,
-    source,
-    scale,
-    grads,
-    partial,
-    at,
-    inside,
-    column,
-    width,
-    HAS_SCALE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    start, stop, source, scale, grads, partial, at, inside, column, width,
+    HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Return a mask of positions where a run begins, and the sum of each run."""
     begin = tl.load(start + at, mask=inside, other=-1)
@@ -150,39 +114,16 @@ def _sum_run(
 
 @triton.jit
 def sum_runs(
-    start,
-    stop,
-    source,
-    scale,
-    grads,
-    partial,
-    out,
-    n,
-    width,
-    HAS_SCALE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    start, stop, source, scale, grads, partial, out, n, width,
+    HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Write each run's sum to its first position in out [n, width], and zeros elsewhere."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     column = tl.arange(0, COLUMNS)
     _, total = _sum_run(
-        start,
-        stop,
-        source,
-        scale,
-        grads,
-        partial,
-        at,
-        inside,
-        column,
-        width,
-        HAS_SCALE,
-        SPLIT,
-        BLOCK,
-        COLUMNS,
+        start, stop, source, scale, grads, partial, at, inside, column, width,
+        HAS_SCALE, SPLIT, BLOCK, COLUMNS,
     )
     shown = inside[:, None] & (column < width)[None, :]
     tl.store(out + at.to(tl.int64)[:, None] * width + column[None, :], total, mask=shown)
@@ -198,15 +139,8 @@ def _mixed(z):
 
 @triton.jit
 def _noise(
-    keys,
-    bases,
-    shift,
-    row,
-    column,
-    words_per_row,
-    first_column,
-    SHARDS: tl.constexpr,
-    HALVINGS: tl.constexpr,
+    keys, bases, shift, row, column, words_per_row, first_column,
+    SHARDS: tl.constexpr, HALVINGS: tl.constexpr,
 ):
     """Return the same noise as ``RowNoise.draw``: [BLOCK, COLUMNS] int32 in 0..65535."""
     low = row * 0
@@ -240,46 +174,12 @@ def _rounded(value, noise, ROWS_AS: tl.constexpr):
 
 @triton.jit
 def update(
-    keys,
-    slots,
-    start,
-    stop,
-    source,
-    scale,
-    grads,
-    partial,
-    squares,
-    table,
-    state_a,
-    state_b,
-    noise_keys,
-    noise_bases,
-    noise_shift,
-    numbers,
-    n,
-    num_rows,
-    width,
-    rate,
-    decay,
-    correction,
-    a,
-    b,
-    c,
-    d,
-    squares_factor,
-    words_per_row,
-    first_column,
-    STEP: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    ROWS_AS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SUMS: tl.constexpr,
-    IN_SLOTS: tl.constexpr,
-    ON_DEVICE: tl.constexpr,
-    SHARDS: tl.constexpr,
-    HALVINGS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys, slots, start, stop, source, scale, grads, partial, squares, table, state_a, state_b,
+    noise_keys, noise_bases, noise_shift, numbers, n, num_rows, width, rate, decay, correction,
+    a, b, c, d, squares_factor, words_per_row, first_column,
+    STEP: tl.constexpr, ROWWISE: tl.constexpr, ROWS_AS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_SUMS: tl.constexpr, IN_SLOTS: tl.constexpr, ON_DEVICE: tl.constexpr,
+    SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Take one optimizer step on each row of ``keys`` (sorted), at the first position of its run.
@@ -305,20 +205,8 @@ def update(
         grad = tl.load(grads + place, mask=seen, other=0.0)
     else:
         heads, grad = _sum_run(
-            start,
-            stop,
-            source,
-            scale,
-            grads,
-            partial,
-            at,
-            inside,
-            column,
-            width,
-            HAS_SCALE,
-            SPLIT,
-            BLOCK,
-            COLUMNS,
+            start, stop, source, scale, grads, partial, at, inside, column, width,
+            HAS_SCALE, SPLIT, BLOCK, COLUMNS,
         )
     heads = heads & (row < num_rows)
     shown = heads[:, None] & (column < width)[None, :]
@@ -334,33 +222,13 @@ def update(
         else:
             square = tl.sum(grad * grad, 1) * squares_factor
     weight = STEP(
-        weight,
-        grad,
-        square,
-        state_a,
-        state_b,
-        place,
-        shown,
-        slot,
-        heads,
-        rate,
-        correction,
-        a,
-        b,
-        c,
-        d,
+        weight, grad, square, state_a, state_b, place, shown, slot, heads, rate, correction,
+        a, b, c, d,
     )
     if ROWS_AS != 0:
         noise = _noise(
-            noise_keys,
-            noise_bases,
-            noise_shift,
-            row,
-            column,
-            words_per_row,
-            first_column,
-            SHARDS,
-            HALVINGS,
+            noise_keys, noise_bases, noise_shift, row, column, words_per_row, first_column,
+            SHARDS, HALVINGS,
         )
         weight = _rounded(weight, noise, ROWS_AS)
     tl.store(table + place, weight, mask=shown)

@@ -22,7 +22,8 @@ from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 
 TritonRule = tuple[Callable[..., Any], tuple[float, ...]]
 
-# Several arguments per line: one line per argument would double the length of this file. fmt: off
+# Several arguments per line: one line per argument would double the length of this file.
+# fmt: off
 
 
 @triton.jit
@@ -65,21 +66,8 @@ def rowwise_adagrad(optimizer: RowwiseAdagrad) -> TritonRule:
 
 @triton.jit
 def _lazy_adam(
-    weight,
-    grad,
-    square,
-    first,
-    second,
-    place,
-    shown,
-    row,
-    heads,
-    rate,
-    correction,
-    eps,
-    rise,
-    keep,
-    share,
+    weight, grad, square, first, second, place, shown, row, heads, rate, correction,
+    eps, rise, keep, share
 ):
     mean = tl.load(first + place, mask=shown, other=0.0)
     mean = mean + rise * (grad - mean)
@@ -97,21 +85,8 @@ def lazy_adam(optimizer: LazyAdam) -> TritonRule:
 
 @triton.jit
 def _ftrl(
-    weight,
-    grad,
-    square,
-    first,
-    second,
-    place,
-    shown,
-    row,
-    heads,
-    rate,
-    correction,
-    lr,
-    beta,
-    l1,
-    l2,
+    weight, grad, square, first, second, place, shown, row, heads, rate, correction,
+    lr, beta, l1, l2
 ):
     old = tl.load(first + place, mask=shown, other=0.0)
     total = old + grad * grad
