@@ -5,6 +5,7 @@ PYTHONPATH=. python .ci/configuration.py
 
 import dataclasses
 import inspect
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,25 +26,24 @@ HEAD = """# Configuration: every key
 Set a key in the YAML file or after the command, as in `train.stop.patience=3`. PATTERN stands for a
 pattern of names, such as `"*.C1"`. If several patterns match a name, the last pattern wins.
 
-The last column shows whether an unfinished run may resume with another value
-(`checkpoint.resume: auto`):
-* **results**: the key affects losses, so the value must stay the same.
+The last column states what a key affects, and thus whether an unfinished run may resume with a
+different value (`checkpoint.resume: auto`):
+* **results**: the key affects losses, so the value must not change.
 * **scores**: the key affects only evaluations. The value may change unless `train.stop` or
   `train.plateau` is set.
-* **execution**: the key affects where, how, or how long a run executes, but losses change only by
-  rounding. The value may change.
+* **execution**: the key affects where, how, or for how long a run executes. The value may change;
+  losses then change only by rounding.
 
-The fields of a custom model or sparse optimizer are also keys, and affect results
-([embeddings.md](embeddings.md)).
+The fields of a [custom model or sparse optimizer](embeddings.md) are also keys, and affect results.
 
-`PYTHONPATH=. python .ci/configuration.py` rewrites this page.
+`PYTHONPATH=. python .ci/configuration.py` generates this page from the code.
 """
 TABLE = "\n| key | value | default | description | affects |\n|---|---|---|---|---|\n"
 SCALARS = {
     Path: "path",
     RemotePath: "URL",
     str: "text",
-    int: "whole number",
+    int: "integer",
     float: "number",
     bool: "true, false",
 }
@@ -197,7 +197,7 @@ def value_of(hint: object) -> str:
 def _marked(text: str, marks: tuple[Any, ...]) -> str:
     for mark in marks:
         if isinstance(mark, Range):
-            text += f" {mark}"
+            text += f" {_range_text(mark)}"
         if isinstance(mark, Aliases):
             text += "".join(f"; `{word}` is `{value}`" for word, value in mark.words.items())
         if isinstance(mark, MaxEntries):
@@ -205,6 +205,17 @@ def _marked(text: str, marks: tuple[Any, ...]) -> str:
         if isinstance(mark, PathOr):
             text = f"{', '.join(f'`{word}`' for word in mark.words)}, or a path"
     return text
+
+
+def _range_text(mark: Range) -> str:
+    """Return a range with large powers of two as 2^n."""
+    parts = [(">=", mark.low), (">", mark.above), ("<=", mark.high), ("<", mark.below)]
+    return " and ".join(f"{sign} {_bound(bound)}" for sign, bound in parts if bound is not None)
+
+
+def _bound(bound: float) -> str:
+    power = math.frexp(bound)
+    return f"2^{power[1] - 1}" if bound >= 2**20 and power[0] == 0.5 else f"{bound:,.15g}"
 
 
 def default_value(field: "dataclasses.Field[Any]") -> object:

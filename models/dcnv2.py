@@ -27,22 +27,25 @@ class DcnV2Config(ModelOptions):
 
     name: Literal["dcnv2"] = "dcnv2"
     embedding_dim: EmbeddingDim = 16
-    cross_layers: Annotated[int, Range(low=1, high=256), Key("results", "Cross layers.")] = 3
+    cross_layers: Annotated[
+        int, Range(low=1, high=256), Key("results", "Number of cross layers.")
+    ] = 3
     cross_rank: Annotated[
         Count | None,
         Example(512),
-        Key("results", "Rank of W in cross layers; by default, W is a full matrix."),
+        Key("results", "Rank of W in cross layers. By default, W is a full matrix."),
     ] = None
     structure: Annotated[
         Literal["parallel", "stacked"],
-        Key("results", "Run the MLP in parallel with the cross layers, or after the cross layers."),
+        Key("results", "Whether the MLP runs in parallel with the cross layers, or after them."),
     ] = "parallel"
     hidden: Hidden = (500, 500, 500)
     numeric: Annotated[
         Literal["vectors", "bottom", "values"],
         Key(
             "results",
-            "Input form of dense fields: vectors, the output of the bottom MLP, or plain values.",
+            "How dense fields enter the model: as vectors, through the bottom MLP, or as "
+            "plain values.",
         ),
     ] = "vectors"
     bottom: Bottom = ()
@@ -58,7 +61,10 @@ class DcnV2Config(ModelOptions):
             )
 
     def spec(self, fields: Fields) -> "DcnV2Spec":
-        """Return the model's shapes for these fields. Raise ConfigError without sparse fields."""
+        """Return the model's shapes for these fields.
+
+        Raises ConfigError if there are no sparse fields.
+        """
         if not fields.sparse:
             raise ConfigError(
                 "model.name: dcnv2 crosses embeddings, but the data has no sparse fields; use "
@@ -100,7 +106,7 @@ class DcnV2Config(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DcnV2Spec(LayeredSpec):
-    """Implements the ``ModelSpec`` of DCN-V2 for given data fields.
+    """The ``ModelSpec`` of DCN-V2 for given data fields.
 
     ``bottom`` and ``vectors`` are None if dense fields do not use the bottom MLP or vectors.
     """

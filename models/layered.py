@@ -46,7 +46,8 @@ Bottom = Annotated[
     Widths,
     Key(
         "results",
-        "Layer widths of the MLP for dense fields, before a final layer of width embedding_dim.",
+        "Widths of the layers of the MLP for dense fields. A final layer of width "
+        "embedding_dim is added.",
     ),
 ]
 Hidden = Annotated[Widths, Key("results", "Widths of the hidden layers of the MLP.")]
@@ -57,38 +58,43 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Contains the options that all models in this package share."""
+    """The options that all models in this package share."""
 
     dropout: Dropout = 0.0
     norm: Annotated[
-        Norm, Key("results", "Normalization in hidden layers, between linear and ReLU.")
+        Norm,
+        Key("results", "Normalization in hidden layers, between the linear layer and the ReLU."),
     ] = "none"
     autocast: Annotated[
         Literal["bf16"] | None,
         Example("bf16"),
         Key(
             "results",
-            "Run linear layers and dot products in bfloat16 with float32 weights. The last "
-            "linear layer, norms, the FM term, sums of logits, and the loss are not affected.",
+            "Run linear layers and dot products in bfloat16, with float32 weights. This "
+            "does not affect the last linear layer, norms, the FM term, sums of logits, and"
+            " the loss.",
         ),
     ] = None
     compile: Annotated[
         bool,
         Key(
             "results",
-            "Compile the dense part with torch.compile. The dense part must be a full copy on "
-            "every rank, without norm: batch or parallel.dense.",
+            "Compile the dense part with torch.compile. Cannot be combined with norm: batch"
+            " or parallel.dense.",
         ),
     ] = False
     fields: Annotated[
         Mapping[str, FieldRule],
         Example({"*_shop": FieldRule(table="shop")}),
-        Key("results", "Shared and growing tables by pattern of field names."),
+        Key("results", "Shared and growing tables, by pattern of field names."),
     ] = field(default_factory=dict[str, FieldRule])
     tables: Annotated[
         Mapping[str, TableShape],
         Example({"deep.C1": TableShape(dim=8)}),
-        Key("results", "Table shapes by pattern of table names; the last match wins per key."),
+        Key(
+            "results",
+            "Options of tables, by pattern of table names. For each key, the last match wins.",
+        ),
     ] = field(default_factory=dict[str, TableShape])
 
     def check_options(self) -> None:
@@ -102,7 +108,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredSpec(ABC):
-    """Implements a ``ModelSpec`` made of layers."""
+    """A ``ModelSpec`` made of layers."""
 
     outputs: tuple[OutputConfig, ...]
     options: ModelOptions
@@ -132,7 +138,7 @@ class LayeredSpec(ABC):
 
     @property
     def splits_parameters(self) -> bool:
-        """Return True if parameters may be split; a compiled part needs full copies."""
+        """Return whether parameters may be split; a compiled part needs full copies."""
         return not self.options.compile
 
     @property
@@ -181,7 +187,7 @@ class LayeredSpec(ABC):
 
 
 class LayeredPart:
-    """Implements the dense part of a model on one rank."""
+    """The dense part of a model on one rank."""
 
     def __init__(
         self,
@@ -221,7 +227,8 @@ def _log_half_speed(half: torch.dtype, boxing: Boxing) -> None:
     if boxing.world.device.type == "cpu" and boxing.world.rank == 0:
         ratio = half_time(half)
         logger.info(
-            "model.autocast: linears in %s take %.2f times as long as in float32 on this CPU%s",
+            "model.autocast: linear layers in %s take %.2f times as long as in float32 on this "
+            "CPU%s",
             str(half).removeprefix("torch."),
             ratio,
             "" if ratio < 1 else "; remove autocast for speed",

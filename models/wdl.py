@@ -1,4 +1,4 @@
-"""Define Wide & Deep for click-through rates on logical tensors.
+"""Define Wide & Deep for click-through rate prediction, on logical tensors.
 
 logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). The code does not depend on
 layouts, because ops insert the conversions. The architecture and initial values follow
@@ -36,15 +36,15 @@ class WideConfig:
         Example((("C1", "C2"),)),
         Key(
             "results",
-            "Crosses of columns with one weight per value: prepared pairs, or, with hash_size, "
-            "any pairs or triples.",
+            "Crosses of columns, with one weight per value: pairs from the prepared set, "
+            "or, with hash_size, any pairs or triples.",
         ),
     ] = (("C1", "C2"), ("C3", "C4"))
     hash_size: Annotated[
         Annotated[int, Range(low=3, below=2**31)] | None,
         Key(
             "results",
-            "Number of rows for hashed crosses; by default, crosses come from the prepared set.",
+            "Number of rows of each hashed cross. By default, crosses come from the prepared set.",
         ),
     ] = None
 
@@ -69,7 +69,7 @@ class WideConfig:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if the model has no wide part."""
+        """Return whether the model has no wide part."""
         return not (self.columns or self.crosses or self.numeric)
 
 
@@ -86,8 +86,8 @@ class WdlConfig(ModelOptions):
         Literal["values", "vectors"],
         Key(
             "results",
-            "Input form of dense fields in the MLP: values, or a vector per field "
-            "times the field's value.",
+            "How dense fields enter the MLP: as values, or as one vector per field, "
+            "multiplied by the value.",
         ),
     ] = "values"
     wide: WideConfig = field(default_factory=WideConfig)
@@ -103,9 +103,7 @@ class WdlConfig(ModelOptions):
             raise ConfigError("model.hidden: [] has no layers; use, for example, [400, 400]")
 
     def spec(self, fields: Fields) -> "WdlSpec":
-        """Return the model's shapes. Raise ConfigError for a cross that the data does not
-        contain.
-        """
+        """Return the model's shapes. Raises ConfigError for a cross that is not in the data."""
         hashed = _hashed_columns(self.wide, fields)
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
@@ -201,7 +199,7 @@ def _check_crosses(
 
 @dataclass(frozen=True, kw_only=True)
 class WdlSpec(LayeredSpec):
-    """Implements the ``ModelSpec`` of a Wide & Deep model for given data fields.
+    """The ``ModelSpec`` of a Wide & Deep model for given data fields.
 
     ``mlp`` is the deep part, or None. ``vectors`` contains the specs of the dense fields' vectors,
     if any. ``wide_numbers`` is the number of dense fields with a weight in the wide part.

@@ -12,11 +12,10 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Specifies when a run is saved, which checkpoints are kept, and from which checkpoint the run
-    resumes.
+    """Specifies when a run is saved, which checkpoints are kept, and where the run resumes.
 
     ``resume: auto`` resumes from the newest valid checkpoint of an unfinished run in ``dir`` if all
-    keys that affect results are equal; otherwise, the run is refused. ``never`` starts from the
+    keys that affect results are equal; otherwise, the run fails. ``never`` starts from the
     beginning and moves existing checkpoints aside. A path resumes from the checkpoint at that path,
     even if another run wrote it.
     """
@@ -26,8 +25,8 @@ class CheckpointConfig:
         Example("runs/train/checkpoints"),
         Key(
             "execution",
-            "Checkpoint folder, shared by all ranks, or a URL such as s3://bucket/run. The default "
-            "is checkpoints/ in run.dir.",
+            "Checkpoint folder, which all ranks must share, or a URL such as "
+            "s3://bucket/run. The default is checkpoints/ in run.dir.",
         ),
     ] = None
     every: Annotated[
@@ -35,8 +34,8 @@ class CheckpointConfig:
         Range(low=0),
         Key(
             "execution",
-            "Number of steps between checkpoints; 0 disables checkpoints. The last "
-            "step is also saved.",
+            "Number of steps between checkpoints. The last step is also saved. 0 disables "
+            "checkpoints.",
         ),
     ] = 1000
     deltas: Annotated[
@@ -44,11 +43,11 @@ class CheckpointConfig:
         Range(low=0),
         Key(
             "execution",
-            "Number of deltas after each full checkpoint; a delta contains the dense part and "
-            "only the changed rows.",
+            "Number of deltas after each full checkpoint. A delta contains only the changed"
+            " rows, and the dense part.",
         ),
     ] = 0
-    keep: Annotated[Count, Key("execution", "Number of newest checkpoints to keep.")] = 3
+    keep: Annotated[Count, Key("execution", "How many of the newest checkpoints are kept.")] = 3
     keep_best: Annotated[
         bool | Metric,
         Key(
@@ -64,14 +63,14 @@ class CheckpointConfig:
     resume: Annotated[
         str,
         PathOr(("auto", "never"), urls=True),
-        Key("execution", "Checkpoint to resume from, or auto or never."),
+        Key("execution", "auto, never, or the path of a checkpoint to resume from."),
     ] = "auto"
     on_signal: Annotated[
         Literal["save", "end"],
         Key(
             "execution",
-            "Action on the first Ctrl-C or SIGTERM. A second signal ends the run, except "
-            "another SIGTERM within 5 s.",
+            "What to do on the first Ctrl-C or SIGTERM: save and end, or end. A second "
+            "signal ends the run at once, except for a second SIGTERM within 5 s.",
         ),
     ] = "save"
 
@@ -83,16 +82,17 @@ class ExportConfig:
     dir: Annotated[
         AnyPath,
         Example("out/model"),
-        Key("execution", "Folder of the bundles and their deltas, or a URL."),
+        Key("execution", "Folder for bundles and their deltas, or a URL."),
     ]
     every_seconds: Annotated[
-        float, Range(low=0), Key("execution", "Minimum time in seconds between two exports.")
+        float, Range(low=0), Key("execution", "Minimum time between two exports, in seconds.")
     ] = 600.0
     deltas: Annotated[
         int,
         Range(low=0),
-        Key("execution", "Number of deltas after each bundle; with 0, only bundles are written."),
+        Key("execution", "Number of deltas after each bundle. With 0, only bundles are written."),
     ] = 24
     rows: Annotated[
-        Literal["as_trained", "float16", "int8"], Key("execution", "Row format of the tables.")
+        Literal["as_trained", "float16", "int8"],
+        Key("execution", "Number format of the exported table rows."),
     ] = "as_trained"

@@ -1,4 +1,4 @@
-"""Defines the group ``data.cache``: files of sets at URLs on each host."""
+"""Defines the group ``data.cache``: a local cache, on each host, for sets at URLs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,14 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCache:
-    """Keeps files of sets at URLs on each host."""
+    """Configures the cache of each host for the files of sets at URLs."""
 
     dir: Annotated[
         Path | None,
         Example("/scratch/sets"),
         Key(
             "execution",
-            "Folder for files of sets at URLs, on a local disk of each host. The default is "
+            "Folder on a local disk of each host for files of sets at URLs. The default is "
             "sbpflow/sets in the user's cache folder.",
         ),
     ] = None

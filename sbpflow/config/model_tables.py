@@ -28,7 +28,7 @@ InitialRange = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FieldRule:
-    """Configures the tables, in each output, of the fields that a pattern matches.
+    """Configures the tables of the fields that match a pattern.
 
     Fields with the same ``table`` must share a vocabulary; otherwise, an id would mean a different
     value in each field. Tables of fields with keys (``vocabulary: dynamic``) grow during training.
@@ -42,8 +42,8 @@ class FieldRule:
         Example("dynamic"),
         Key(
             "results",
-            "With dynamic, training assigns rows to 64-bit keys (`sbpflow prepare --keys`). With "
-            "fitted, the default, the data set assigns ids.",
+            "dynamic: training assigns rows to 64-bit keys (`sbpflow prepare --keys`). "
+            "fitted (the default): IDs come from the data set.",
         ),
     ] = None
     admit_count: Annotated[
@@ -56,8 +56,8 @@ class FieldRule:
         Example(200_000),
         Key(
             "results",
-            "Forget the occurrences of a key without a row if the key does not occur in this "
-            "many samples. The default is never.",
+            "Restart the count of a key without a row if it does not occur within this many"
+            " samples. By default, counts never restart.",
         ),
     ] = None
     evict: Annotated[Eviction | None, Example({"max_rows": 50_000_000})] = None
@@ -72,7 +72,7 @@ class FieldRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableShape:
-    """Sets the dimension, pooling, and initial values of the tables that a pattern matches."""
+    """Sets the dimension, pooling, and initial values of the tables that match a pattern."""
 
     dim: Annotated[
         Annotated[int, Range(low=1, below=2**24)] | None,
@@ -82,7 +82,7 @@ class TableShape:
     pooling: Annotated[
         Literal["sum", "mean"] | None,
         Example("mean"),
-        Key("results", "Method of pooling the rows of a sample. The default is sum."),
+        Key("results", "How the rows of a sample are pooled. The default is sum."),
     ] = None
     initial_range: InitialRange = None
 
@@ -109,7 +109,9 @@ def shape_of(rules: TableRules, name: str) -> tuple[TableShape, str]:
 
 
 def table_of(rules: TableRules, field: str) -> str | None:
-    """Return a field's shared table from the last pattern that sets ``table``, or None."""
+    """Return the shared table of a field, which the last pattern that sets ``table`` names, or
+    None.
+    """
     return _combined(rules.fields, field).get("table")
 
 
@@ -156,8 +158,10 @@ def _growth_keys(rule: FieldRule) -> list[str]:
 
 
 def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
-    """Return the settings that patterns give for ``name``; later patterns override earlier patterns
-    key by key."""
+    """Return the settings that patterns give for ``name``.
+
+    Later patterns override earlier ones, key by key.
+    """
     settings: dict[str, Any] = {}
     for pattern, rule in rules.items():
         if fnmatchcase(name, pattern):
@@ -167,7 +171,9 @@ def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
 
 
 def check_matches(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a pattern that matches none of ``names`` (each a ``kind``)."""
+    """Raise ConfigError for a pattern that matches none of ``names``, which are names of a
+    ``kind``.
+    """
     known = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):

@@ -1,7 +1,7 @@
 """Defines the configuration: every key, its default, and checks that need no other facts.
 
-``config.checks`` makes the checks that need the tables or the world size. Values are never clamped
-and keys are never ignored.
+``config.checks`` performs the checks that need the tables or the world size. Values are never
+clamped and keys are never ignored.
 """
 
 from collections.abc import Mapping
@@ -49,11 +49,11 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Sets the folder for a run's files, and the seed of all random numbers."""
+    """Sets the folder for a run's files and the seed of all random numbers."""
 
-    dir: Annotated[Path, Key("execution", "Run folder: metrics, report, checkpoints.")] = Path(
-        "runs/train"
-    )
+    dir: Annotated[
+        Path, Key("execution", "Folder for the metrics, report, and checkpoints of the run.")
+    ] = Path("runs/train")
     seed: Annotated[
         int,
         Range(low=0, below=2**63),
@@ -70,8 +70,8 @@ class DataConfig:
         Example("out/criteo"),
         Key(
             "execution",
-            "Folder of the prepared set, or a URL such as s3://bucket/set. The folder may move, "
-            "but its rows may not change.",
+            "Folder of the prepared set, or a URL such as s3://bucket/set. You may move the"
+            " folder, but not change its rows.",
         ),
     ] = None
     cache: DataCache = field(default_factory=DataCache)
@@ -79,14 +79,14 @@ class DataConfig:
         Literal["auto", "dali", "memmap"],
         Key(
             "execution",
-            "Loader of the set. auto uses DALI if it is installed, and memmap otherwise; both "
-            "loaders return identical batches.",
+            "How the set is read. auto uses DALI if it is installed, and memmap otherwise; "
+            "both return identical batches.",
         ),
     ] = "auto"
     batch_size: Annotated[
         int,
         Range(low=1, below=2**31),
-        Key("results", "Number of rows per batch, counted over all ranks."),
+        Key("results", "Number of rows per batch, over all ranks."),
     ] = 16384
     shuffle: Annotated[
         Literal["runs", "blocks", "rows", "none"],
@@ -102,8 +102,8 @@ class DataConfig:
         OutOfRange,
         Key(
             "results",
-            "Handling of ids outside the table: raise an error, use the nearest row, or use the "
-            "row that a hash of the id selects. Replaced ids are counted.",
+            "What to do with IDs outside the table: raise an error, use the nearest row, or"
+            " use a row selected by a hash of the ID. Replaced IDs are counted.",
         ),
     ] = "error"
 
@@ -124,8 +124,10 @@ class ModelGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableChanges:
-    """Changes settings that earlier patterns or ``optimizer.sparse`` have set; used for entries
-    without ``name``."""
+    """Modifies settings that earlier patterns or ``optimizer.sparse`` set.
+
+    For entries without ``name``.
+    """
 
     name: Literal["same"] = "same"
     lr: Annotated[Rate | None, Example(0.01), Key("results", "Learning rate.")] = None
@@ -138,9 +140,11 @@ class TableChanges:
 
 
 L2 = Annotated[
-    NonNegative, Key("results", "L2 penalty: weight_decay * weight is added to gradients.")
+    NonNegative, Key("results", "L2 penalty: weight_decay * weight is added to the gradient.")
 ]
-Momentum = Annotated[Beta, Key("results", "Fraction of the previous step to add to the next step.")]
+Momentum = Annotated[
+    Beta, Key("results", "Fraction of the previous step that is added to the next step.")
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +154,7 @@ class DenseSgd:
     name: Literal["sgd"] = "sgd"
     lr: LearningRate = 0.1
     momentum: Momentum = 0.0
-    nesterov: Annotated[bool, Key("results", "Nesterov momentum; requires momentum.")] = False
+    nesterov: Annotated[bool, Key("results", "Use Nesterov momentum. Requires momentum.")] = False
     weight_decay: L2 = 0.0
 
     def __post_init__(self) -> None:
@@ -204,7 +208,8 @@ class AdamW:
     betas: Betas = (0.9, 0.999)
     eps: Epsilon = 1e-8
     weight_decay: Annotated[
-        NonNegative, Key("results", "Each step multiplies weights by 1 - lr * weight_decay.")
+        NonNegative,
+        Key("results", "Each step first multiplies the weights by 1 - lr * weight_decay."),
     ] = 0.01
 
 
@@ -213,8 +218,7 @@ DenseOptimizer = DenseSgd | Adam | AdamW | DenseAdagrad | RmsProp
 
 
 def table_optimizers(name: object = None) -> Mapping[str, type[TableOptimizer]]:
-    """Return the possible classes of an ``optimizer.tables`` entry by name, as ``known_rules``
-    does."""
+    """Return the possible classes of an ``optimizer.tables`` entry; see ``known_rules``."""
     return {"same": TableChanges, **known_rules(name)}
 
 
@@ -225,7 +229,11 @@ class OptimizerConfig:
     sparse: Annotated[
         SparseOptimizer,
         Tagged(known_rules),
-        Key("results", "Optimizer of the rows used by a batch, or package.module:Class."),
+        Key(
+            "results",
+            "Optimizer of the tables, or package.module:Class. It changes only the rows "
+            "that a batch uses.",
+        ),
     ] = field(default_factory=RowwiseAdagrad)
     tables: Annotated[
         Mapping[str, Annotated[TableOptimizer, Tagged(table_optimizers)]],
@@ -233,13 +241,13 @@ class OptimizerConfig:
         Untagged("same"),
         Key(
             "results",
-            "Optimizers by pattern of table names, instead of optimizer.sparse; the last match "
-            "wins.",
+            "Optimizers, by pattern of table names, instead of optimizer.sparse; the last "
+            "match wins.",
         ),
     ] = field(default_factory=dict[str, TableOptimizer])
-    dense: Annotated[
-        DenseOptimizer, Key("results", "Optimizer of the parameters of the dense part.")
-    ] = field(default_factory=Adam)
+    dense: Annotated[DenseOptimizer, Key("results", "Optimizer of the dense part.")] = field(
+        default_factory=Adam
+    )
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     dense_schedule: Annotated[DenseScheduleConfig | None, Example({"warmup_steps": 1000})] = None
     sparse_schedule: Annotated[SparseScheduleConfig | None, Example({"warmup_steps": 1000})] = None
@@ -274,19 +282,19 @@ class OptimizerConfig:
 class TrainConfig:
     """Sets the length of a run, its evaluations, and its logging."""
 
-    epochs: Annotated[Count, Key("execution", "Passes over the training rows.")] = 1
+    epochs: Annotated[Count, Key("execution", "Number of passes over the training rows.")] = 1
     accumulate: Annotated[
         Count,
         Key(
             "results",
-            "Number of batches per step; the gradients are the same as for one large batch.",
+            "Number of batches per step. The gradients are the same as for one large batch.",
         ),
     ] = 1
     lookahead: Annotated[
         Annotated[int, Range(low=0, high=1024)] | Literal["auto"],
         Key(
             "execution",
-            "Number of batches whose ids are exchanged in advance. auto means 64 with "
+            "Number of batches whose IDs are exchanged in advance. auto is 64 with "
             "parallel.storage, 2 with early rows, and 1 otherwise.",
         ),
     ] = "auto"
@@ -294,20 +302,23 @@ class TrainConfig:
         bool | Literal["auto"],
         Key(
             "execution",
-            "For tables with the exchange unique on CPU: send the rows that the previous batch "
-            "does not use one batch ahead. auto sends them if the predicted time is lower.",
+            "For tables with the exchange unique, on CPU: send rows one batch ahead if the "
+            "previous batch does not use them. auto does this if it is predicted to save "
+            "time.",
         ),
     ] = "auto"
     max_steps: Annotated[
-        Count | None, Example(100), Key("execution", "Number of steps after which the run ends.")
+        Count | None,
+        Example(100),
+        Key("execution", "Number of steps after which the run ends, even within an epoch."),
     ] = None
     eval_every: Annotated[
         int,
         Range(low=0),
         Key(
             "scores",
-            "Number of steps between evaluations of val; with 0, only the end of the "
-            "run is evaluated.",
+            "Number of steps between evaluations of val. With 0, the run evaluates only at "
+            "its end.",
         ),
     ] = 1000
     eval_rows: Annotated[
@@ -315,7 +326,8 @@ class TrainConfig:
         Example(1_000_000),
         Key(
             "scores",
-            "Number of rows of val to score during training; at the end, a run scores all rows.",
+            "Number of rows of val to evaluate during training. At the end, a run evaluates"
+            " all rows.",
         ),
     ] = None
     exact_auc_rows: Annotated[
@@ -323,13 +335,13 @@ class TrainConfig:
         Range(low=0),
         Key(
             "scores",
-            "Maximum number of rows for an exact AUC; larger evaluations use a histogram.",
+            "Maximum number of rows for an exact AUC. Larger evaluations use a histogram.",
         ),
     ] = 20_000_000
     slices: Annotated[
         tuple[str, ...],
         Example(("C1",)),
-        Key("scores", "Id columns for slices; the AUC is reported for each value."),
+        Key("scores", "Columns of IDs. Evaluations also report metrics for each of their values."),
     ] = ()
     stop: Annotated[StopConfig | None, Example({"metric": "auc", "patience": 2})] = None
     plateau: Annotated[PlateauConfig | None, Example({"factor": 0.1})] = None
@@ -337,9 +349,9 @@ class TrainConfig:
     profile: Annotated[
         tuple[Count, Count] | None,
         Example((10, 15)),
-        Key("execution", "First and last step to record in a Chrome trace."),
+        Key("execution", "First and last step to record in a trace."),
     ] = None
-    log_every: Annotated[Count, Key("execution", "Steps between log lines.")] = 100
+    log_every: Annotated[Count, Key("execution", "Number of steps between log lines.")] = 100
     progress: Annotated[bool, Key("execution", "Show a progress bar.")] = True
     trackers: Annotated[
         tuple[TrackerName, ...],
@@ -369,7 +381,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Contains the fully resolved configuration of a run, which is equal on all ranks."""
+    """The fully resolved configuration of a run, which is the same on all ranks."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -391,7 +403,7 @@ class Config:
 
     @property
     def watched(self) -> dict[str, Metric]:
-        """Return, by key, the val metrics that affect the run."""
+        """Return the val metrics that affect the run, by the key that names them."""
         train = self.train
         groups = {"train.stop.metric": train.stop, "train.plateau.metric": train.plateau}
         metrics: dict[str, Metric] = {}

@@ -35,15 +35,15 @@ Size = Annotated[int, Range(low=0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableRule:
-    """Sets the layout of the tables that a pattern matches."""
+    """Sets the layout of the tables that match a pattern."""
 
     sbp: Annotated[
         str,
         Example("S(0)"),
         Key(
             "execution",
-            "B, S(0), S(1), (S(0), S(1)) on a grid of ranks, or (S(0), S(0)) on hosts and their "
-            "ranks.",
+            "B, S(0), S(1), (S(0), S(1)) on a grid of ranks, or (S(0), S(0)) over hosts and"
+            " their ranks.",
         ),
     ]
     ranks: Annotated[
@@ -51,22 +51,26 @@ class TableRule:
         Example((0, 1)),
         Key(
             "execution",
-            "List of ranks that store the table, nested for a grid; all ranks by default. The "
-            "default grid of (S(0), S(0)) has a row per host.",
+            "Ranks that store the table, as a nested list for a grid; all ranks by default."
+            " The default grid of (S(0), S(0)) has a row per host.",
         ),
     ] = None
     sizes: Annotated[
         tuple[Size | tuple[Size, ...], ...] | None,
         Example((60, 40)),
         Key(
-            "execution", "Number of rows or columns per rank, which may be 0; balanced by default."
+            "execution",
+            "Number of rows or columns on each rank, which may be 0. By default, they are "
+            "split evenly.",
         ),
     ] = None
     exchange: Annotated[
         str | None,
         Example("unique"),
         Key(
-            "execution", "Method of exchanging ids and vectors. The default depends on the layout."
+            "execution",
+            "How IDs and vectors are exchanged: local, columns, reduce, or unique. The "
+            "default depends on the layout.",
         ),
     ] = None
     comm_dtype: Annotated[
@@ -91,7 +95,9 @@ class TableRule:
                 "or use sbp: S(0)"
             )
         if not isinstance(sbps[0], Split):
-            raise ConfigError(f"{key}.sizes: {sbps[0]} has no parts; remove sizes, or use S(0)")
+            raise ConfigError(
+                f"{key}.sizes: {sbps[0]} does not split the table; remove sizes, or use S(0)"
+            )
         if len(sbps) == 1 and any(isinstance(size, tuple) for size in self.sizes):
             raise ConfigError(
                 f"{key}.sizes: {self.sbp} has one axis; use, for example, sizes: [60, 40]"
@@ -116,8 +122,10 @@ class TableRule:
         return parse_nd_sbp(self.sbp) == (Split(0), Split(0))
 
     def parsed(self, key: str) -> NdSbp:
-        """Return the sbps: B, S(0) or S(1) on a list of ranks, (S(0), S(1)) or (S(0), S(0)) on a
-        grid."""
+        """Return one sbp per axis:
+
+        B, S(0), or S(1) on a list of ranks; (S(0), S(1)) or (S(0), S(0)) on a grid.
+        """
         accepted = "use B, S(0) or S(1) for a table, or (S(0), S(1)) or (S(0), S(0)) on a grid"
         try:
             nd_sbp = parse_nd_sbp(self.sbp)
@@ -178,7 +186,7 @@ class TableRule:
 class ParallelConfig:
     """Sets the layouts of tables and dense parameters, number formats, and how steps run.
 
-    A scheme or a plan lays out all tables; ``tables`` changes the layout by pattern.
+    A scheme or a plan sets the layouts of all tables; ``tables`` overrides them by pattern.
     """
 
     device: Annotated[
@@ -189,7 +197,7 @@ class ParallelConfig:
         Scheme | None,
         Aliases(SCHEME_ALIASES),
         Example("1"),
-        Key("execution", "Layout of all tables; auto picks the cheapest of several plans."),
+        Key("execution", "Layouts of all tables. auto picks the cheapest of several plans."),
     ] = None
     plan: Annotated[
         str | None,
@@ -197,7 +205,7 @@ class ParallelConfig:
         Example("auto"),
         Key(
             "execution",
-            "File of table rules to use instead of a scheme; auto runs the planner at startup.",
+            "File with table rules, used instead of a scheme. auto runs the planner at startup.",
         ),
     ] = None
     link_gb_per_s: Annotated[
@@ -206,8 +214,8 @@ class ParallelConfig:
         Example(0.125),
         Key(
             "execution",
-            "Send bandwidth of a rank in GB/s, used by scheme: auto. The default is the "
-            "bandwidth within a machine. 1 Gbit/s is 0.125.",
+            "Speed at which a rank sends to other machines, in GB/s, used by scheme: auto. "
+            "1 Gbit/s is 0.125. The default is the speed within a machine.",
         ),
     ] = None
     topology: Annotated[
@@ -215,21 +223,22 @@ class ParallelConfig:
         Example("hosts.yaml"),
         Key(
             "execution",
-            "File that describes hosts and links. By default, ranks detect hosts and links at "
+            "File that describes hosts and links. By default, hosts are detected at "
             "startup. link_gb_per_s overrides the file's link between hosts.",
         ),
     ] = None
     tables: Annotated[
         Mapping[str, TableRule],
         Example({"*.C1": {"sbp": "S(0)"}}),
-        Key("execution", "Layouts by pattern of table names; the last match wins."),
+        Key("execution", "Layouts, by pattern of table names; the last match wins."),
     ] = field(default_factory=dict[str, TableRule])
     storage: Annotated[
         Mapping[str, StorageRule],
         Example({"*.C1": {"kind": "file", "cache": "10%"}}),
         Key(
             "execution",
-            "Storage of tables larger than memory, by name pattern; the last match wins.",
+            "Storage of tables that are larger than memory, by pattern of table names; the "
+            "last match wins.",
         ),
     ] = field(default_factory=dict[str, StorageRule])
     dense: Annotated[
@@ -237,28 +246,28 @@ class ParallelConfig:
         Example({"*.weight": "S(0)"}),
         Key(
             "execution",
-            "Layouts over all ranks by pattern of parameter names; B if no pattern matches. "
-            "Weights are [outputs, inputs]: S(0) with bias S(0) is column-parallel, and S(1) is "
-            "row-parallel.",
+            "Layouts of dense parameters over all ranks, by pattern of parameter names; B "
+            "if no pattern matches. Weights are [outputs, inputs]: S(0) with bias S(0) is "
+            "column-parallel, and S(1) is row-parallel.",
         ),
     ] = field(default_factory=dict[str, str])
     kernel: Annotated[
         KernelRequest,
         Key(
             "execution",
-            "Kernel that looks up and updates rows; auto measures the kernels and "
-            "picks the fastest.",
+            "Kernel that looks up and updates rows. auto measures the kernels and picks the"
+            " fastest.",
         ),
     ] = "auto"
     kernels: Annotated[
         Mapping[str, KernelRequest],
         Example({"*.C1": "torch"}),
-        Key("execution", "Kernels by pattern of table names, overriding parallel.kernel."),
+        Key("execution", "Kernels by pattern of table names, instead of parallel.kernel."),
     ] = field(default_factory=dict[str, KernelRequest])
     dtype: Annotated[Dtype, Key("results", "Number format of the arithmetic.")] = "float32"
     tf32: Annotated[
         bool,
-        Key("execution", "Multiply float32 values in TF32, with a 10-bit mantissa; CUDA only."),
+        Key("execution", "CUDA only: multiply float32 values in TF32, with a 10-bit mantissa."),
     ] = False
     table_dtype: Annotated[
         RowDtype | None,
@@ -271,13 +280,13 @@ class ParallelConfig:
         Key("results", "Number format of vectors in transfers. The default is dtype."),
     ] = None
     overlap: Annotated[
-        bool, Key("execution", "Overlap computation with transfers; false also disables lookahead.")
+        bool, Key("execution", "Overlap computation with transfers. false also disables lookahead.")
     ] = True
     cuda_graph: Annotated[
         bool,
         Key(
             "execution",
-            "Replay a step as a CUDA graph; on several ranks, only the dense part is a graph.",
+            "Replay each step as a CUDA graph. On several ranks, only the dense part is replayed.",
         ),
     ] = False
     row_buffer_fraction: Annotated[
@@ -286,29 +295,30 @@ class ParallelConfig:
         Example(0.25),
         Key(
             "execution",
-            "CUDA only: the exchanges unique and local send rows in buffers with this fraction "
-            "of the maximum number of rows, so the host does not need row counts. If a batch has "
-            "more rows, the batch is sent again.",
+            "CUDA only: the exchanges unique and local send rows in buffers of fixed size, "
+            "this fraction of the maximum number of rows, so that the host does not wait "
+            "for row counts. A batch with more rows is sent again.",
         ),
     ] = None
     timeout_s: Annotated[
         float,
         Range(above=0, high=1e6),
-        Key("execution", "Seconds that a rank waits for other ranks before it fails."),
+        Key("execution", "How long a rank waits for other ranks before it fails, in seconds."),
     ] = 300.0
     shared_memory: Annotated[
         bool,
         Key(
             "execution",
-            "CPU only: ranks of a host pass rows and ids through shared memory (Linux, with numba) "
-            "instead of gloo.",
+            "CPU only: ranks of a host pass rows and IDs through shared memory (Linux, with"
+            " numba) instead of gloo.",
         ),
     ] = True
     checked: Annotated[
         bool,
         Key(
             "execution",
-            "Compare the ranks' next operations before each transfer. This check is slow.",
+            "Before each transfer, check that all ranks have the same next operation. This "
+            "is slow.",
         ),
     ] = False
 
@@ -346,12 +356,15 @@ DTYPES: dict[CommDtype, torch.dtype] = {
 }
 
 
-# Maps each scheme to a model's rules by pattern of table names; the last match wins.
+# For each scheme, a model's rules by table name pattern; the last match wins.
 Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 
 
 def rule_of(given: TableLayout) -> TableRule:
-    """Return the rule that gives a table this layout; the inverse of ``resolve_table_layouts``."""
+    """Return the rule that gives a table this layout.
+
+    This is the inverse of ``resolve_table_layouts``.
+    """
     placement, axes = given.layout.placement, given.layout.nd_sbp
     sizes = [sbp.sizes for sbp in axes if isinstance(sbp, Split) and sbp.sizes is not None]
     plain = tuple(Split(sbp.dim) if isinstance(sbp, Split) else sbp for sbp in axes)

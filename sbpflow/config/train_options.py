@@ -1,4 +1,4 @@
-"""Defines options for early stopping, plateaus, the loss, clipping, and learning rates.
+"""Defines the options for early stopping, plateaus, the loss, clipping, and learning rates.
 
 Each class checks its own values; ``schema`` defines the groups that use these classes.
 """
@@ -14,9 +14,9 @@ from sbpflow.runtime.fields.ranges import Count, NonNegative, Range, Rate
 
 DecayShape = Literal["polynomial", "cosine"]
 TrackerName = Literal["tensorboard", "mlflow", "wandb"]
-Watched = Annotated[Metric, Key("results", "Metric of val to watch.")]
-Patience = Annotated[Count, Key("results", "Number of evaluations to wait for a better value.")]
-MinDelta = Annotated[NonNegative, Key("results", "Minimum change that makes a value better.")]
+Watched = Annotated[Metric, Key("results", "Metric on val that must improve.")]
+Patience = Annotated[Count, Key("results", "Number of evaluations to wait for an improvement.")]
+MinDelta = Annotated[NonNegative, Key("results", "Minimum change that counts as an improvement.")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,26 +36,33 @@ class PlateauConfig:
     patience: Patience = 1
     min_delta: MinDelta = 0.0
     factor: Annotated[
-        float, Range(above=0, below=1), Key("results", "Factor applied to learning rates.")
+        float,
+        Range(above=0, below=1),
+        Key("results", "Factor by which learning rates are multiplied each time."),
     ] = 0.1
     min_factor: Annotated[
-        float, Range(above=0, high=1), Key("results", "Lower bound of the accumulated factor.")
+        float,
+        Range(above=0, high=1),
+        Key("results", "Lower bound of the product of these factors."),
     ] = 0.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrometheusConfig:
-    """Serves the values of a run to Prometheus, at http://HOST:PORT/metrics on rank 0's machine.
+    """Serves the current values of a run to Prometheus, at http://HOST:PORT/metrics on rank 0's
+    machine.
 
     The endpoint has no authentication.
     """
 
     port: Annotated[
-        int, Range(low=0, high=65535), Key("execution", "Port; 0 chooses a free port.")
+        int,
+        Range(low=0, high=65535),
+        Key("execution", "Port of the endpoint. 0 chooses a free port."),
     ] = 9464
     host: Annotated[
         str,
-        Key("execution", "Address to listen on; 0.0.0.0 admits every machine."),
+        Key("execution", "Address to listen on. 0.0.0.0 accepts connections from every machine."),
     ] = "127.0.0.1"
 
 
@@ -70,14 +77,14 @@ class LossConfig:
     label_smoothing: Annotated[
         float,
         Range(low=0, below=1),
-        Key("results", "With value s, the labels 0 and 1 are replaced by s / 2 and 1 - s / 2."),
+        Key("results", "With the value s, the labels 0 and 1 become s / 2 and 1 - s / 2."),
     ] = 0.0
     focal_gamma: Annotated[
         NonNegative,
         Key(
             "results",
-            "With value g, a row's loss is multiplied by (1 - p) ** g, where p is the predicted "
-            "probability of the row's label.",
+            "With the value g, a row's loss is multiplied by (1 - p) ** g, where p is the "
+            "predicted probability of the row's label.",
         ),
     ] = 0.0
 
@@ -103,34 +110,34 @@ class ClipConfig:
     of the batch's embedding rows. Other gradients are not scaled.
     """
 
-    norm: Annotated[Rate, Key("results", "Maximum joint norm of the gradients.")] = 10.0
+    norm: Annotated[Rate, Key("results", "Maximum norm of all gradients together.")] = 10.0
     rows: Annotated[
-        bool, Key("results", "Include the batch's embedding rows as well as dense gradients.")
+        bool, Key("results", "Include the gradients of the batch's embedding rows.")
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
     """Multiplies every ``lr`` by a factor that depends on the optimizer step: a linear warm-up,
-    then a decay.
-
-    Without ``decay_steps``, there is no decay.
+    then a decay. Without ``decay_steps``, the rate does not decay.
     """
 
     key: ClassVar[str] = "optimizer.schedule"
 
-    warmup_steps: Annotated[int, Range(low=0), Key("results", "Steps of linear warm-up.")] = 0
+    warmup_steps: Annotated[
+        int, Range(low=0), Key("results", "Number of steps of linear warm-up.")
+    ] = 0
     decay_start: Annotated[
         int,
         Range(low=0),
-        Key("results", "Step at which the decay starts; not before the warm-up ends."),
+        Key("results", "Step at which the decay starts, but not before the end of the warm-up."),
     ] = 0
     decay_steps: Annotated[
         Count | None, Example(10000), Key("results", "Length of the decay in steps.")
     ] = None
     shape: Annotated[
         DecayShape,
-        Key("results", "Decay shape: (1 - progress) ** power, or half a cosine wave."),
+        Key("results", "Shape of the decay: (1 - progress) ** power, or half a cosine wave."),
     ] = "polynomial"
     power: Annotated[Rate, Key("results", "Exponent of the polynomial decay.")] = 1.0
     end_factor: Annotated[
@@ -163,7 +170,7 @@ class ScheduleConfig:
 
     @property
     def changes(self) -> bool:
-        """Return whether the rate of any step differs from the configured rate."""
+        """Return whether the schedule changes the configured rate at any step."""
         return bool(self.warmup_steps) or self.decay_steps is not None
 
 

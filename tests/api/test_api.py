@@ -77,7 +77,7 @@ def events(folder: Path) -> list[dict]:
 
 
 def state() -> dict[str, object]:
-    """Return the state that a training run must not change in the calling process."""
+    """Return the process state that a training run must not change in the caller."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     loggers = ("", "sbpflow", "torch.distributed.elastic", "torch.distributed.launcher")
     return {
@@ -138,7 +138,7 @@ def test_the_process_is_as_it_was(tmp_path):
         sbpflow.fit(large, data=rows(100), schema=SCHEMA, run={"dir": tmp_path / "other"})
     assert state() == before
     assert threading.active_count() <= threads + 1, "tqdm has one"
-    fit(tmp_path / "other")  # the lock of its folder is free again
+    fit(tmp_path / "other")  # the lock of the run folder has been released
 
 
 def test_arguments_are_not_changed(tmp_path):
@@ -175,7 +175,7 @@ def test_a_mistake_of_the_ranks_is_raised_here(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class Failing(DlrmConfig):
-    """Implements a model whose dense part cannot be built."""
+    """A model whose dense part cannot be built."""
 
     name: str = "failing"
 
@@ -253,7 +253,7 @@ def test_an_interrupt_reaches_two_ranks(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class OfCell(DlrmConfig):
-    """Implements a model as defined in a notebook cell."""
+    """A model as defined in a notebook cell."""
 
     name: str = "of cell"
 
@@ -427,7 +427,7 @@ def test_a_prepared_set_is_used_as_it_is(run, tmp_path):
     assert here.evaluate(tmp_path / "set", split="val")["auc"] == pytest.approx(
         here.result["val_auc"], abs=1e-6
     )
-    with pytest.raises(ConfigError, match=r"^prepare: .* is already prepared; leave prepare out"):
+    with pytest.raises(ConfigError, match=r"^prepare: .* is already prepared; omit prepare"):
         sbpflow.fit(CONFIG, data=tmp_path / "set", prepare={"min_count": 1})
 
 
@@ -462,7 +462,7 @@ def test_ranks_of_a_launcher_are_refused(run, monkeypatch):
 
 
 class CellOutput:
-    """Implements a stream like the output streams of a notebook's kernel."""
+    """A stream like the output streams of a notebook's kernel."""
 
     __module__ = "ipykernel.iostream"
 

@@ -99,7 +99,7 @@ def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, memory):
 
 @pytest.fixture
 def folder(ranks, memory) -> Path:
-    """Return checkpoints of steps 1 to 8: a full one, three deltas, and this again."""
+    """Return checkpoints of steps 1 to 8: a full one and three deltas, twice."""
     ranks(1, save_both, memory)
     return saved_in(memory, CASES[0])
 

@@ -41,7 +41,7 @@ class Stage:
     stop: int
 
 
-# Every stage resumes from the last delta of the stage before it.
+# Every stage resumes from the last delta of the previous stage.
 CHAINS = {
     "rows": (
         GrowingCase(growth=LRU, optimizer=sparse_optimizer("lazy_adam", lr=0.05), ahead=3),
@@ -179,7 +179,7 @@ def differences(world: World, folder: Path, case: GrowingCase, step: int) -> lis
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return a function that trains the chain "rows" once."""
+    """Return a function that trains the chain "rows" only at its first call."""
     made: list[Path] = []
 
     def result(ranks) -> Path:

@@ -95,7 +95,7 @@ def test_servers_return_what_was_written(count):
             changed = draw.permutation(rows)[: size // 2]
             expected[changed] = draw.integers(0, 2**60, (changed.size, WORDS))
             records.write(changed, expected[changed])
-            records.read(wanted, out)  # some of its rows are still on their way
+            records.read(wanted, out)  # some of its rows are still in flight
             assert (out == expected[wanted]).all()
 
 
@@ -330,7 +330,9 @@ def test_malformed_requests_end_only_their_connection(name):
 
 
 def test_a_rank_never_connects_to_itself(monkeypatch):
-    """TCP allows it if nobody listens on a port and the rank's end gets the same port."""
+    """TCP allows this if nobody listens on a port and the connecting socket is assigned the same
+    port.
+    """
     with running(1) as servers:
         pass
     with socket.socket() as free:

@@ -154,7 +154,7 @@ def compare(one, other, row_dtype=None):
 
 @dataclass(frozen=True, kw_only=True)
 class Large(SparseOptimizer):
-    """Implements an optimizer with more constants than the kernel supports."""
+    """An optimizer with more constants than the kernel supports."""
 
     name: str = "large"
     kernels: ClassVar = {"triton": "tests.embedding.test_triton:five_constants"}

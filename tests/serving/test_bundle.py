@@ -1,4 +1,6 @@
-"""Tests that bundles score raw rows as the run does, in a process with only torch and numpy."""
+"""Tests that bundles give raw rows the same scores as the run, in a process with only torch and
+numpy.
+"""
 
 import gc
 import json

@@ -127,8 +127,9 @@ def test_cached_tables_equal_tables_on_the_device(ranks, memory, size, case):
 
 
 def evaluate_both_ways(world: World, folder: Path) -> list[list[list[float]]]:
-    """Predict batches separately and in a row; in a row, the next batch's rows are read during each
-    prediction."""
+    """Predict batches separately and consecutively; in the second case, the next batch's rows are
+    read during each prediction.
+    """
     case = Case("3", "torch", "lazy_adam", lookahead=2)
     cached = FileStores(folder / "scratch", 2 * 4 * BATCH)
     coming = [batch_of(number).part(world.rank, world.size) for number in range(100, 106)]

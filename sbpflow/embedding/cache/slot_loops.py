@@ -46,7 +46,10 @@ def announce(
     i, stop, first, width = start, addresses.size, count, rows.shape[1]
     # Most addresses can be duplicates, so this loop uses bits, which fit in a cache, instead of the
     # records. Duplicates are unpredictable, so the loop overwrites them instead of branching.
+    lines = seen.reshape(-1, 1)
     while i < stop and count < width:
+        if i + DISTANCE < stop:
+            prefetch(lines, addresses[i + DISTANCE] >> 6)
         row = addresses[i]
         bit, known = 1 << (row & 63), seen[row >> 6]
         seen[row >> 6] = known | bit

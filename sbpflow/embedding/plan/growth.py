@@ -30,14 +30,20 @@ class Eviction:
         Key("results", "Evict the least recently (`lru`) or least frequently (`lfu`) used key."),
     ] = "lru"
     idle_samples: Annotated[
-        Count | None, Key("results", "Evict keys unused for this many samples; null: never.")
+        Count | None,
+        Key(
+            "results",
+            "Evict keys that have not occurred for this many samples. By default, keys are "
+            "not evicted for this reason.",
+        ),
     ] = None
     idle_time: Annotated[
         Rate | None,
         Key(
             "results",
-            "Evict keys unused for this event time, in units of the set's time (dates: "
-            "microseconds); null: never.",
+            "Evict keys that have not occurred for this event time, in units of the set's "
+            "time column (microseconds for dates). By default, keys are not evicted for "
+            "this reason.",
         ),
     ] = None
 

@@ -22,7 +22,10 @@ KernelName = Literal["torch", CompiledKernel]
 KernelRequest = Literal["auto", KernelName]
 SumOverColumns = Callable[[Tensor], Tensor]
 RowDecay = Annotated[
-    NonNegative, Key("results", "Each touched row shrinks by lr * weight_decay before its step.")
+    NonNegative,
+    Key(
+        "results", "Before its step, each row in the batch is multiplied by 1 - lr * weight_decay."
+    ),
 ]
 
 

@@ -12,17 +12,18 @@ from sbpflow.runtime.fields.ranges import Accumulator, NonNegative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ftrl(SparseOptimizer):
-    """FTRL-Proximal, an optimizer that gives sparse weights.
+    """Implements FTRL-Proximal, which produces sparse weights.
 
     A row keeps its initial values until it is touched, as in TensorFlow's Ftrl.
     """
 
     name: Literal["ftrl"] = "ftrl"
     beta: Annotated[
-        NonNegative, Key("results", "Value that is added to the square root of the sum of squares.")
+        NonNegative,
+        Key("results", "Constant added to the square root of the sum of squared gradients."),
     ] = 1.0
-    l1: Annotated[NonNegative, Key("results", "Sets small weights to 0.")] = 0.0
-    l2: Annotated[NonNegative, Key("results", "Shrinks all weights.")] = 0.0
+    l1: Annotated[NonNegative, Key("results", "L1 penalty, which sets small weights to 0.")] = 0.0
+    l2: Annotated[NonNegative, Key("results", "L2 penalty, which shrinks all weights.")] = 0.0
     initial_accumulator: Accumulator = 0.0
 
     state: ClassVar = {"sum": "element", "linear": "element"}

@@ -22,7 +22,10 @@ class RowwiseAdagrad(SparseOptimizer):
     weight_decay: RowDecay = 0.0
     row_state: Annotated[
         Literal["logical", "per_shard"],
-        Key("results", "Keep one number of state per row, or per row and column shard (TorchRec)."),
+        Key(
+            "results",
+            "Keep one number of state per row, or one per row and column shard, as TorchRec does.",
+        ),
     ] = "logical"
 
     state: ClassVar = {"sum": "row"}

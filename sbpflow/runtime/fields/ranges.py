@@ -37,7 +37,7 @@ Beta = Annotated[float, Range(low=0, below=1)]
 Count = Annotated[int, Range(low=1)]
 LearningRate = Annotated[Rate, Key("results", "Learning rate.")]
 Epsilon = Annotated[
-    Rate, Key("results", "Constant in a step's denominator, to avoid division by 0.")
+    Rate, Key("results", "Constant in the denominator of a step, which avoids division by 0.")
 ]
 Betas = Annotated[
     tuple[Beta, Beta], Key("results", "Decay rates of the averages of gradients and their squares.")
@@ -48,10 +48,9 @@ Accumulator = Annotated[
 
 
 def broken_rule(value: Any, kind: Any) -> str | None:
-    """Return the rule of the annotation ``kind`` if ``value`` breaks the rule, else None.
-
-    Supports numbers with a Range, tuples of such numbers, ``Literal``, and unions of these with
-    None; values of other kinds always pass.
+    """Return the rule that the annotation ``kind`` sets if ``value`` breaks it, else None. Supports
+    numbers with a Range, tuples of such numbers, ``Literal``, and unions of these with None. Values
+    of all other annotations pass.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
