@@ -117,7 +117,7 @@ def test_runs_group_positions_of_equal_rows(case, width):
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     case=lookups(),
     width=st.sampled_from([1, 5, 16]),
