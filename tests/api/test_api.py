@@ -324,7 +324,7 @@ def test_an_evaluation_of_the_test_rows_is_that_of_the_run(run):
         {key: final[key] for key in ("auc", "logloss")}, abs=1e-6
     )
     assert scores["num_rows"] == 300
-    with pytest.raises(DataError, match=r"^data: the rows have no column 'clicked'"):
+    with pytest.raises(DataError, match=r"^data: the rows have no label column 'clicked'"):
         run.evaluate(rows(30).drop(columns="clicked"))
 
 
@@ -457,7 +457,7 @@ def test_ranks_of_a_launcher_are_refused(run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for call in (lambda: fit(run.dir), lambda: run.predict(rows(1))):
-        with pytest.raises(ConfigError, match=r"^this process is rank 1 of 2; call sbpflow\.fit"):
+        with pytest.raises(ConfigError, match=r"^this process is rank 1 of 2; do not use"):
             call()
 
 

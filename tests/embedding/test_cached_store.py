@@ -255,7 +255,7 @@ def test_every_row_without_a_slot_stops_its_batch():
         planner.admit = lose
         store.announce(0, batch)
         count = int((batch == row).sum())
-        text = f"table t: {count} ids of batch 0, the first of row {row}, have no slot"
+        text = f"table t: {count} ids of batch 0, starting with row {row}, have no slot"
         for _ in range(2):
             with pytest.raises(RuntimeError, match=text):
                 store.admit(0)
@@ -331,7 +331,7 @@ def test_a_failure_of_the_mover_ends_training_with_its_reason(fail_at):
     store = make_store(40, seed=0, fail_at=fail_at)
     expected = initial(torch.arange(ROWS))[WEIGHTS]
     with pytest.raises(
-        TrainingError, match=r"parallel\.storage\.t: the rows of table t .*No space"
+        TrainingError, match=r"parallel\.storage\.t: moving rows of table t failed: .*No space"
     ):
         train(store, batches(4, 60), 3, expected)
     for call in (lambda: store.read(slice(0, 3)), lambda: store.announce(99, batches(4)[0])):
@@ -378,7 +378,7 @@ def test_a_batch_that_does_not_fit_names_a_size_that_does():
     given = batches(6, 10)
     need = max(len(batch.unique()) for batch in given)
     store = make_store(need - 1)
-    text = rf"parallel\.storage\.t\.cache: {need - 1} rows of table t .* a batch needs {need}; use"
+    text = rf"parallel\.storage\.t\.cache: {need - 1} slots .* table t .* a batch needs {need}; use"
     with pytest.raises(ConfigError, match=text) as caught:
         train(store, given, 3, initial(torch.arange(ROWS))[WEIGHTS])
     share = float(str(caught.value).split("use ")[1].split("%")[0])

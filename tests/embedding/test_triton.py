@@ -117,7 +117,7 @@ def test_runs_group_positions_of_equal_rows(case, width):
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     case=lookups(),
     width=st.sampled_from([1, 5, 16]),
@@ -169,5 +169,5 @@ def five_constants(optimizer):
 
 def test_optimizer_with_too_many_constants_is_rejected():
     _, storage = both(3, 4, Large())
-    with pytest.raises(SbpError, match="large has 5 constants and 0 states; use at most 4 and 2"):
+    with pytest.raises(SbpError, match="large has 5 constants and 0 states"):
         storage.update(Lookup(torch.tensor([0], device=DEVICE)), torch.ones(1, 4), 0.1, 1)

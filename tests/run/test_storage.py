@@ -155,6 +155,7 @@ def test_explain_shows_the_caches_and_what_they_will_fetch():
     assert "cached on rank" not in format_plan(plan_of({}))
     small = {"deep.*": {"kind": "file", "cache": "0.5%"}}
     with pytest.raises(
-        ConfigError, match=r"deep\.\*\.cache: 7 rows of table deep\.C1 on rank 0 .*use"
+        ConfigError,
+        match=r"deep\.\*\.cache: 7 rows of table deep\.C1 on rank 0 .*use",
     ):
         forecast(plan_of(small), (batch_of(number).ids for number in range(40)))
