@@ -137,7 +137,10 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         if text is None and not settings:
             return []
         columns = f"the columns of {options.like}: {', '.join(schema.columns or schema.used)}"
-        return [f"rows are read with the schema of --like, which has {columns}"]
+        return [
+            f"new rows must have {columns}; the first line of a text file may name them, in any "
+            "order and with any separator"
+        ]
     not_hex = any(_NOT_HEX in reason for _, reason, _, _ in examples)
     if schema == CRITEO and (text is not None or settings or not_hex):
         needs = f", which probably needs {keys}" if settings else ""
