@@ -4,9 +4,9 @@
     python -m benchmarks.boxing --link 1gbit --sizes "16 MiB" --repeats 5
 
 Every variant allocates its own result. Values are checked before timing. Repeats alternate between
-the variants, so machine drift affects all variants; results are medians over the repeats, on the
-slowest rank. The output contains one JSON line per conversion and size, and one line per conversion
-for the Python part.
+the variants, so that machine drift affects all of them equally; results are medians over the
+repeats, on the slowest rank. The output has one JSON line per conversion and size, and one line per
+conversion for the Python overhead.
 """
 
 import argparse
@@ -131,16 +131,14 @@ def _plan(world: World, layouts: list[Layout], side: int) -> tuple[BoxingStep, .
 
 
 def _part(world: World, full: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return a rank's part without using the code under test; for P, the first rank stores the
-    value.
-    """
+    """Return a rank's part without the code under test; for P, the first rank has the value."""
     if str(layout.nd_sbp[0]) == "P":
         return full.clone() if world.rank == 0 else torch.zeros_like(full)
     return full[layout.part_slices(tuple(full.shape), world.rank)].contiguous()
 
 
 def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> dict[str, Variant]:
-    """Return a call of only the step's collective, on buffers of the same size."""
+    """Return a function that only calls the step's collective, on buffers of the same size."""
     if not steps or not steps[0].groups:
         return {}
     group = world.group(range(world.size), "bare")
@@ -254,7 +252,7 @@ def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
     values: list[float] = []
     try:
         for _ in range(30):
-            start = time.thread_time()  # measure CPU time, so other processes do not count
+            start = time.thread_time()  # CPU time, so that other processes do not count
             for _ in range(100):
                 runner.run(steps, part)
             values.append((time.thread_time() - start) * 1e4)
@@ -270,7 +268,7 @@ def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
 
 
 class _Done:
-    """Represents a collective that completes at once."""
+    """A collective that completes immediately."""
 
     def wait(self) -> None:
         return None

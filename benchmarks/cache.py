@@ -8,7 +8,7 @@
     python -m benchmarks.cache servers    training with rows on servers, in network namespaces
     python -m benchmarks.cache matrix     cached tables equal uncached ones, over 1, 2, 4 ranks
 
-Values are compared before timing. ``fetches``, ``store``, and ``servers`` use genuine rows, from
+Values are compared before timing. ``fetches``, ``store``, and ``servers`` use real rows, from
 ``--input train.txt`` or the file named by SBPFLOW_CRITEO_ROWS; ``fetches`` also generates rows.
 """
 
@@ -43,7 +43,7 @@ KNOWN = (1, 4, 16, 64)
 
 @contextmanager
 def prepared(given: str | None) -> Iterator[Path | None]:
-    """Prepare the genuine rows, all in train and with an id for every value; return the folder."""
+    """Prepare the real rows, all in train and with an id for every value; return the folder."""
     if given is None:
         yield None
         return
@@ -58,7 +58,7 @@ def prepared(given: str | None) -> Iterator[Path | None]:
 
 
 def genuine_trace(folder: Path, epochs: int) -> tuple[list[Array], int]:
-    """Return the unique rows of each batch of ``BATCH`` genuine rows, shuffled as in a run."""
+    """Return the unique rows of each batch of ``BATCH`` real rows, shuffled as in a run."""
     manifest = load_manifest(folder)
     loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
     counts = [field.rows for field in manifest.sparse]
@@ -158,7 +158,7 @@ def planning(results: Results) -> None:
 
 
 def _planning_times(trace: Trace, num_rows: int, capacity: int, known: int) -> dict[str, float]:
-    """Return the CPU us of each part per unique row, measured after the cache is full."""
+    """Return the CPU time of each part, in us per unique row, measured after the cache is full."""
     planner = SlotPlanner(num_rows, capacity)
     spent = dict.fromkeys(("announce", "admit", "release", "translate"), 0.0)
     unique, first = 0, 0
@@ -172,7 +172,7 @@ def _planning_times(trace: Trace, num_rows: int, capacity: int, known: int) -> d
 
     steps = len(trace) - known
     for step in range(steps):
-        if step == steps // 4:  # compiled loops are loaded, and the cache is full
+        if step == steps // 4:  # warm-up: loads the compiled loops and fills the cache
             spent, unique, first = dict.fromkeys(spent, 0.0), 0, step
         while planner.num_announced < min(step + known + 1, len(trace)):
             rows = trace[planner.num_announced]
@@ -226,9 +226,15 @@ def main() -> None:
         "--input", default=os.environ.get("SBPFLOW_CRITEO_ROWS"), help="rows, or a prepared set"
     )
     parser.add_argument("--part", choices=cache_store.PARTS, help="store: measure one part")
-    parser.add_argument("--count", type=int, default=0, help="matrix: a sample; 0 for all cases")
-    parser.add_argument("--seed", type=int, default=1, help="matrix: of the sample")
-    parser.add_argument("--folder", type=Path, help="limit, matrix: disk; matrix: kept work")
+    parser.add_argument(
+        "--count", type=int, default=0, help="matrix: number of cases to sample; 0 for all"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="matrix: seed of the sample")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="limit and matrix: folder on a disk; matrix keeps finished work there",
+    )
     args = parser.parse_args()
     if args.question == "fetches":
         with prepared(args.input) as folder:
@@ -238,14 +244,14 @@ def main() -> None:
     elif args.question == "store":
         with prepared(args.input) as folder:
             if folder is None:
-                print("skipped: no genuine rows; use --input or set SBPFLOW_CRITEO_ROWS")
+                print("skipped: no real rows; use --input or set SBPFLOW_CRITEO_ROWS")
                 return
             for part in (args.part,) if args.part else cache_store.PARTS:
                 cache_store.measure(Results("cache_store", part), folder, part)
     elif args.question == "servers":
         with prepared(args.input) as folder:
             if folder is None:
-                print("skipped: no genuine rows; use --input or set SBPFLOW_CRITEO_ROWS")
+                print("skipped: no real rows; use --input or set SBPFLOW_CRITEO_ROWS")
                 return
             cache_servers.measure(folder)
     elif args.question == "limit":
@@ -253,7 +259,7 @@ def main() -> None:
     elif args.question == "matrix":
         cache_matrix.measure(args.count, args.seed, args.folder)
     else:
-        parser.error("name what to measure")
+        parser.error("name the part to measure")
 
 
 if __name__ == "__main__":

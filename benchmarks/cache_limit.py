@@ -1,5 +1,5 @@
-"""Tests that a model of four times the memory limit trains on 2 ranks with a file store, and only
-then.
+"""Tests that a model of four times the memory limit trains on 2 ranks with a file store, and fails
+without one.
 
 The limit is RLIMIT_DATA, which covers the private memory of a process but not mapped files. The
 limit applies to each of the two ranks. The model takes four times the limit, so each rank stores
@@ -28,7 +28,7 @@ VOCABULARY = 0.7  # share of Criteo's vocabularies, which gives 24.2 million row
 
 
 def _train(data: Path, folder: Path, *more: str) -> tuple[list[int], str]:
-    """Return the exit codes and the output of a run with the limit on its processes."""
+    """Return the exit codes and the output of a run whose processes have the limit."""
     words = [
         f"data.path={data}", f"run.dir={folder}", f"data.batch_size={BATCH}",
         f"model.embedding_dim={DIM}", "model.hidden=[64]", "train.eval_every=0",

@@ -2,8 +2,8 @@
 
 The cases cover schemes, kernels, optimizers, row formats, and 1, 2, and 4 ranks. A case trains 14
 steps with tables on the device, and again with caches that contain only some of the rows. Both runs
-use accumulation, predict between steps, and save a checkpoint while training continues. Then each
-run resumes from the other run's checkpoint. Losses, predictions, and all tensors of the three
+accumulate gradients, predict between steps, and save a checkpoint while training continues. Then
+each run resumes from the other run's checkpoint. Losses, predictions, and all tensors of the three
 checkpoints must be equal bit for bit.
 """
 
@@ -53,7 +53,7 @@ BY_KERNEL = {"torch": tuple(RULES), "numba": tuple(RULES), "fbgemm": ("sgd", "ad
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a job; ``lookahead`` batches are announced in advance."""
+    """A job; ``lookahead`` batches are announced in advance."""
 
     size: int
     scheme: str
@@ -65,8 +65,8 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Return enough slots for the rows of a step's two batches; on 4 ranks, no rank owns over
-        two thirds.
+        """Return enough slots for the rows of a step's two batches. On 4 ranks, no rank owns more
+        than two thirds of them.
         """
         rows = 2 * BATCH * len(FIELDS.ids)
         return 2 * rows // 3 if self.size == 4 and self.scheme in ("2", "3") else rows
@@ -247,7 +247,7 @@ def _worker(folder: str, count: str, seed: str) -> None:
     with World.start("cpu", timeout_s=120) as world:
         files = [Path(folder) / f"found-{world.size}-{rank}.jsonl" for rank in range(world.size)]
         done = frozenset[int].intersection(*(frozenset(_found_in(file)) for file in files))
-        world.barrier()  # no rank writes before all ranks have read
+        world.barrier()  # no rank may write before all ranks have read
         for number, case in enumerate(picked(int(count), int(seed))):
             if case.size != world.size or number in done:
                 continue

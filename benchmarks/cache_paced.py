@@ -1,4 +1,4 @@
-"""Simulates slow storage for ``cache_store``, and fetches its rows on demand."""
+"""Simulated slow storage, and a store that fetches rows on demand, for ``cache_store``."""
 
 import time
 from collections.abc import Callable
@@ -17,10 +17,9 @@ Array = np.ndarray[Any, Any]
 
 
 class PacedRecords:
-    """Simulates records that are accessed over a link: a call takes the time that its bytes need.
-
-    If writes are ``buffered``, a write returns when the previous write is sent; otherwise a write
-    returns when its own records are sent. Written records can be read at once.
+    """Simulates records behind a link: a call takes as long as its bytes need. If writes are
+    ``buffered``, a write returns when the previous write has been sent; otherwise it returns when
+    its own records have been sent. Written records can be read immediately.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class PacedRecords:
         return self._inner.num_bytes
 
     def read(self, rows: Array, out: Array) -> None:
-        """Wait for the time of the transfer, then read."""
+        """Wait as long as the transfer takes, then read."""
         _, end = self._reserve("read", rows.size)
         self._inner.read(rows, out)
         _sleep_until(end)
@@ -65,9 +64,8 @@ def _sleep_until(end: float) -> None:
 class DemandStore:
     """Fetches the rows of a batch when the batch is looked up, as a baseline.
 
-    With ``keeps``, the least recently used rows are evicted; otherwise every row is written back
-    after its batch. The records contain all initial values, as in a store that cannot compute
-    initial values.
+    If ``keeps``, the least recently used rows are evicted; otherwise every row is written back
+    after its batch. The records contain all initial values, as in stores that cannot compute them.
     """
 
     is_in_place = False
@@ -112,7 +110,7 @@ class DemandStore:
         return self.kernel.listeners
 
     def announce(self, number: int, addresses: Tensor) -> None:
-        """Store the addresses; nothing is fetched before the lookup."""
+        """Store the addresses. Nothing is fetched before the lookup."""
         self._addresses[number] = addresses
 
     def admit(self, number: int) -> Tensor:

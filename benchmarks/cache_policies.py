@@ -1,8 +1,8 @@
-"""Compares the rows fetched by cache policies of equal capacity: MIN, LRU, LFU, Bagpipe, and ours.
+"""Compares the rows that cache policies of equal capacity fetch: MIN, LRU, LFU, Bagpipe, and ours.
 
 A trace is a list of batches, and each batch is an array of unique rows. All rows of a batch are in
-the cache while the batch is trained; the policies differ only in the choice of the evicted rows.
-Fetched rows that no earlier batch used have initial values, so these rows are not read.
+the cache while it is trained; the policies differ only in which rows they evict. Fetched rows that
+no earlier batch used have initial values, so they are not read.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Trace = Sequence[Array]
 
 @dataclass(frozen=True, slots=True)
 class Fetches:
-    """Contains the average numbers of rows per step over the trace."""
+    """Average numbers of rows per step over the trace."""
 
     fetched: float
     read: float  # fetched rows that an earlier batch used
@@ -50,9 +50,7 @@ def lru(trace: Trace, num_rows: int, capacity: int) -> Fetches:
 
 
 def lfu(trace: Trace, num_rows: int, capacity: int) -> Fetches:
-    """Evict the least frequently used rows; among these rows, the least recently used rows
-    first.
-    """
+    """Evict the least frequently used rows, and among those the least recently used."""
 
     def rank(values: Array, rows: Array, number: int) -> None:
         values[rows] = np.floor(values[rows]) + 1 + number / (len(trace) + 1)
@@ -63,7 +61,7 @@ def lfu(trace: Trace, num_rows: int, capacity: int) -> Fetches:
 def _simulate(
     trace: Trace, num_rows: int, capacity: int, rank: Callable[[Array, Array, int], None]
 ) -> Fetches:
-    """Simulate a policy: ``rank`` updates the values of a batch's rows, and idle rows with the
+    """Simulate a policy: ``rank`` updates the values of a batch's rows, and the idle rows with the
     lowest values are evicted.
     """
     cached, touched = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
@@ -89,8 +87,8 @@ def _simulate(
 def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
     """Return the fetches of Bagpipe's rule and the largest lookahead that fits.
 
-    With lookahead L, a row stays after a batch if one of the L batches that start with it uses the
-    row again, and leaves at once otherwise. The size of the cache therefore follows from L.
+    With lookahead L, a row stays after its batch if one of the next L - 1 batches uses it again,
+    and otherwise leaves immediately. L therefore determines the size of the cache.
     """
     previous = np.full(num_rows, -1, np.int64)
     since: list[Array] = []  # for each use: batches since the previous use, or 0
@@ -98,13 +96,14 @@ def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
         since.append(np.where(previous[rows] < 0, 0, number - previous[rows]))
         previous[rows] = number
     sizes = np.array([rows.size for rows in trace])
-    # For each gap between two uses: the number of cached rows that a batch does not use.
+    # For each gap between two uses, the number of cached rows that a batch does not use.
     held = np.zeros((len(trace) + 1, len(trace) + 1), np.int64)
     for number, gaps in enumerate(since):
         for gap, count in enumerate(np.bincount(gaps)):
             if gap > 1 and count:
                 held[gap, number - gap + 1 : number] += count
-    needed = (sizes + held[:, : len(trace)].cumsum(0)).max(1)  # for each longest gap that is kept
+    # for each maximum gap for which rows are kept
+    needed = (sizes + held[:, : len(trace)].cumsum(0)).max(1)
     longest = int(np.searchsorted(needed, capacity, side="right")) - 1
     longest = min(longest, len(trace) - 1)
     first = sum(int((gaps == 0).sum()) for gaps in since)
@@ -118,8 +117,9 @@ def planned(
     """Run ``SlotPlanner`` with ``known`` batches announced in advance, of which ``ahead`` are
     admitted.
 
-    Also return how often early fetches did not fit. The rows to fetch and to read follow from the
-    trace and the evicted rows; raise SystemExit if the planner's rows differ.
+    Also return how often early fetches did not fit. The rows to fetch and to read are computed
+    independently, from the trace and the evicted rows; raises SystemExit if the planner's rows
+    differ.
     """
     planner = SlotPlanner(num_rows, capacity)
     cached, touched = np.zeros(num_rows, bool), np.zeros(num_rows, bool)

@@ -2,12 +2,10 @@
 
 All systems must compute the same losses. ``evaluation`` compares evaluations with and without
 reading the rows of the next batch in advance. ``cpu`` compares CPU times with those of training
-without a cache, which also pauses in every step for as long as lookahead waits for rows: pauses
-slow the computation after them.
-
-The rows are in a file in memory. ``PacedRecords`` adds the time that a link would take. With full
-duplex, reads and writes do not slow each other down. A paced thread sleeps, so the waits are exact
-even on a busy machine, but step times are not.
+without a cache, which also pauses in every step for as long as lookahead waits for rows, because a
+pause slows the computation after it. The rows are in a memory file. ``PacedRecords`` adds the time
+that a link would take, with full duplex, so that reads and writes do not slow each other down. A
+paced thread sleeps, so waits are exact even on a busy machine, but step times are not.
 """
 
 import os
@@ -46,16 +44,14 @@ BATCH, CAPACITY, LOOKAHEAD = 1024, 22_000, 64
 WARM_UP, MEASURED = 25, 40
 EVALUATED = 40  # batches
 CPU_ROUNDS = 7
-UNDISTURBED = 1.03  # time of a step without its waits, over its CPU time
+UNDISTURBED = 1.03  # ratio of a step's time without waits to its CPU time
 Array = np.ndarray[Any, Any]
 Batches = Sequence[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Describes how the deep tables are stored; ``system`` is device, uncached, LRU, or
-    lookahead.
-    """
+    """How the deep tables are stored; ``system`` is device, uncached, LRU, or lookahead."""
 
     system: str
     pause_ms: float = 0.0  # after each step
@@ -68,13 +64,13 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Contains medians and means of the measured steps, and the ``losses`` of all steps."""
+    """Medians and means of the measured steps, and the ``losses`` of all steps."""
 
     losses: list[float] = field(repr=False)
     step_ms: float
     cpu_ms: float  # of the process
-    training_cpu_ms: float  # of this time, in the training thread
-    mover_cpu_ms: float  # in the threads that move rows
+    training_cpu_ms: float  # the part of it in the training thread
+    mover_cpu_ms: float  # the part of it in the threads that move rows
     wait_ms: float
     fetched: float
     read_ms: float  # of the link, per step
@@ -85,7 +81,7 @@ RecordsOf = Callable[[int, RecordLayout], RecordStore]
 
 
 class Stores:
-    """Creates the stores of a setup; ``own`` creates records that are not paced."""
+    """Creates the stores of a setup; ``own`` creates records without simulated delays."""
 
     def __init__(self, setup: Setup, folder: Path, own: RecordsOf | None = None) -> None:
         self._setup, self._folder, self._own = setup, folder, own
@@ -195,7 +191,7 @@ def train(
 
 
 def _cpu_s() -> tuple[float, float, float]:
-    """CPU time of the process, of this thread, and of the threads that move rows."""
+    """Return the CPU time of the process, of this thread, and of the threads that move rows."""
     threads = [thread.ident for thread in threading.enumerate() if thread.name == "row mover"]
     clocks = [time.pthread_getcpuclockid(ident) for ident in threads if ident is not None]
     return time.process_time(), time.thread_time(), sum(map(time.clock_gettime, clocks))
@@ -208,9 +204,7 @@ def run(world: World, folder: Path, batches: Batches, fields: Fields, setup: Set
 
 
 def genuine_batches(folder: Path, world: World) -> tuple[list[Any], Fields]:
-    """Return the batches of genuine rows that the longest lookahead needs, and the columns of the
-    batches.
-    """
+    """Return as many batches of real rows as the longest lookahead needs, and their columns."""
     manifest = load_manifest(folder)
     config = DataConfig(batch_size=BATCH, tail="drop", loader="memmap")
     loaders = open_loaders(manifest, config, world.rank, world.size, seed=1, device=world.device)
@@ -299,7 +293,7 @@ def _measure_evaluation(
 def _measure_cpu(
     results: Results, world: World, folder: Path, batches: Batches, fields: Fields
 ) -> None:
-    """CPU times of alternating runs; SystemExit if any loss differs."""
+    """Measure the CPU times of alternating runs; raise SystemExit if any loss differs."""
     losses: list[float] = []
     number = 0
     while number < CPU_ROUNDS:

@@ -6,7 +6,7 @@ training.
 
 Writing and reading alternate with dd for the same number of bytes on the same disk. Both are
 synced, and files are dropped from the page cache before they are read. A quarter and half of the
-size are also measured; the slope, in seconds per GB, predicts the time for 40 GB.
+size are also measured; a line through the three times predicts the time for 40 GB.
 
 The effect on training is a median over several saves and has three parts: the time that steps lost
 during a save, as a share of the save's duration; the time that the training thread spent on the
@@ -38,11 +38,11 @@ from sbpflow.run.model.spec import Fields
 from sbpflow.runtime.ranks.world import World
 
 TABLES, DIM, BATCH = 8, 16, 2048
-ROW_BYTES = 3 * DIM * 4  # lazy Adam stores two more numbers for each number
+ROW_BYTES = 3 * DIM * 4  # lazy Adam stores two more numbers per parameter
 
 
 class Rows:
-    """Contains a batch of random ids, some of which are frequent."""
+    """A batch of random ids, some of which are frequent."""
 
     def __init__(self, rows: int, generator: torch.Generator) -> None:
         ids = torch.rand(BATCH, TABLES, generator=generator) ** 3 * rows
@@ -80,7 +80,9 @@ def forget(path: Path) -> None:
 
 
 def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, float]:
-    """Measure GB/s of saving, loading and dd alternately; ratios compare consecutive runs."""
+    """Measure the GB/s of saving, loading, and dd in alternating runs; ratios compare consecutive
+    runs.
+    """
     saver = Saver(folder, job.boxing, job.state, run="cost", deadline_s=600)
     times: dict[str, list[float]] = {"save": [], "dd_write": [], "load": [], "dd_read": []}
     plain = folder / "plain"
@@ -122,8 +124,8 @@ def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, float]:
 
 
 def saved_bytes(saver: Saver, step: int) -> int:
-    """Return the seconds to save a checkpoint and delete it; the first save also assigns the
-    writers.
+    """Return the seconds that saving takes, and delete the checkpoint. The first save also assigns
+    the writers.
     """
     path = saver.save(step, {})
     size = open_checkpoint(path).num_bytes
@@ -142,9 +144,7 @@ def extrapolated(measured: list[dict[str, float]], gb: float) -> dict[str, float
 
 
 class During:
-    """Measures saves during training; each save is between steps without a save, because speed
-    drifts.
-    """
+    """Measures saves during training, each between steps without a save, because speed drifts."""
 
     def __init__(self, job: Job, rows: int, folder: Path) -> None:
         self._job, self._rows, self._folder = job, rows, folder
@@ -218,8 +218,8 @@ def during(job: Job, rows: int, folder: Path, repeats: int) -> dict[str, object]
 
 
 def resident_bytes(*, highest: bool = False, start_anew: bool = False) -> int:
-    """Return the current size of this process or the peak size since the last reset; return 0
-    outside Linux.
+    """Return the resident size of this process, now or at its peak since the last reset; 0 outside
+    Linux.
     """
     status = Path("/proc/self/status")
     if not status.exists():

@@ -1,10 +1,10 @@
 """Tests whether the kernel chosen by measurement is the fastest: ``python -m benchmarks.chooser``.
 
-The storage shapes are random (rows, widths, batch, bags, exchange, rule, skew). Each shape is
-measured as at the first start of a run, and the kernel is chosen. Then all kernels are measured
-again. The result is the relative excess time of the chosen kernel over the fastest kernel. The
-program writes benchmarks/results/chooser.jsonl, with one line per shape and one line for all
-shapes. With another number of shapes, the program only prints the results.
+The storage shapes are random (rows, widths, batch, bags, exchange, rule, skew). For each shape, a
+kernel is measured and chosen as at the first start of a run. Then all kernels are measured again.
+The result is how much slower the chosen kernel is than the fastest one. The program writes
+benchmarks/results/chooser.jsonl, with one line per shape and one line for all shapes. With a
+different number of shapes, it only prints the results.
 """
 
 import argparse

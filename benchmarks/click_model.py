@@ -1,7 +1,7 @@
 """Defines the CTR model that the training benchmarks share: its shape and its batches.
 
 The model has tables of one width with Zipf ids, dense fields, and one hidden layer. Batches are
-created once and reused by every compared system, so all systems see the same rows.
+created once and reused by every system, so that all systems see the same rows.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from torch import Tensor
 # Ids per sample of the 26 fields of MLPerf's DLRMv2, which expands Criteo's single ids:
 # facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
 MLPERF_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-EARLY = "unique_early"  # a layout: unique, with early rows
+EARLY = "unique_early"  # a layout name: unique, with early rows
 HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Describes the work of a run, with ``rows_per_rank`` samples on each of ``world_size`` ranks.
+    """The work of a run, with ``rows_per_rank`` samples on each of ``world_size`` ranks.
 
     ``hotness`` contains the ids per sample of each table; a sample's vectors of a table are summed.
     """
@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Contains this rank's rows of a batch of ``batch_size``."""
+    """This rank's rows of a batch of ``batch_size``."""
 
     labels: Tensor  # [b] float32
     dense: Tensor  # [b, num_dense] float32
@@ -66,8 +66,8 @@ SHAPES = {
 
 
 def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Return [count, sum of hotness] int32 ids with weight rank^-zipf, spread over the table by a
-    fixed permutation, as in prepared data.
+    """Return [count, sum of hotness] int32 ids with probability proportional to rank^-zipf, spread
+    over the table by a fixed permutation, as in prepared data.
     """
     weights = np.arange(1, shape.table_rows + 1, dtype=np.float64) ** -shape.zipf
     edges = np.cumsum(weights)
@@ -77,8 +77,8 @@ def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.nda
 
 
 def make_batches(shape: Shape, rank: int, world_size: int) -> list[Rows]:
-    """Return this rank's part of ``num_batches`` batches; labels depend on a few ids, so the loss
-    decreases.
+    """Return this rank's part of ``num_batches`` batches. Labels depend on a few ids, so that the
+    loss can decrease.
     """
     batches: list[Rows] = []
     for number in range(shape.num_batches):

@@ -1,6 +1,7 @@
 """Plans the CTR model of the training benchmarks with ``parallel.plan: auto``, from a calibration.
 
-The ids follow a known law, so the statistics come from this law instead of a prepared set.
+The ids follow a known distribution, so the statistics are computed from it instead of a prepared
+set.
 """
 
 from dataclasses import dataclass, replace
@@ -21,9 +22,7 @@ from sbpflow.run.planning.build_plan import plan_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LawStats:
-    """Contains the statistics that ``sbpflow stats`` would measure for a field whose ids follow a
-    law.
-    """
+    """The statistics that ``sbpflow stats`` would measure for a given id distribution."""
 
     name: str
     lookups: int

@@ -1,4 +1,4 @@
-"""Builds the CTR model in sbpflow from a configuration, in the same way as ``train_wdl.py``."""
+"""Builds the CTR model in sbpflow from a configuration, as ``train_wdl.py`` does."""
 
 from collections import Counter
 
@@ -31,7 +31,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 class ClickTrainer:
-    """Trains on this rank's batches, with the same interface as the peers' classes."""
+    """Trains on this rank's batches, with the same interface as the other systems' classes."""
 
     def __init__(
         self,

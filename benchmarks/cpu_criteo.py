@@ -1,10 +1,10 @@
-"""Trains on genuine Criteo rows, and measures the test AUC against plain PyTorch and the float32
-drift.
+"""Trains on real Criteo rows, and measures the test AUC compared with plain PyTorch, and the
+float32 drift.
 
     python -m benchmarks.cpu_criteo --input train.txt.gz [--ranks 2] [--seeds 1 2 3]
 
-Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports that it is skipped.
-The program prepares the rows (split by time 80/10/10, with vocabularies of the train part), then
+Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports that it is
+skipped. It prepares the rows (split by time 80/10/10, with vocabularies from train), and then
   auc    trains one epoch per seed, sparse lazy_adam 1e-3 and rowwise_adagrad 0.05, both here and
          with benchmarks/plain_wdl.py, which shares no model or engine code;
   drift  compares losses of dp and schemes 1, 2, 3 on --ranks ranks with one process, dropout 0.
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     args = parser.parse_args()
     if not args.input:
-        print("skipped: no genuine rows; use --input or set SBPFLOW_CRITEO_ROWS")
+        print("skipped: no real rows; use --input or set SBPFLOW_CRITEO_ROWS")
         return
     results = Results("cpu_criteo")
     with tempfile.TemporaryDirectory() as scratch:

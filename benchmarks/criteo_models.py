@@ -1,4 +1,5 @@
-"""Measures the test AUC of each model on genuine Criteo rows, against plain PyTorch and in bf16.
+"""Measures the test AUC of each model on real Criteo rows, compared with plain PyTorch and with
+bf16.
 
     python -m benchmarks.criteo_models --input train.txt.gz [--models dlrm] [--seeds 1 2 3]
 
@@ -6,9 +7,9 @@ Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports th
 --data accepts a prepared set (split by time 80/10/10). For each seed, train_wdl.py trains one epoch
 of configs/MODEL.yaml, with and without model.autocast: bf16. For comparison, the program trains the
 same model in benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), without using sbpflow's model
-or engine code. Both use the same rows in the same order and the same initial values, because the
-results of different seeds differ by 0.01 on so few rows. The dropout masks of the two sides differ.
---worker runs the plain side.
+or engine code. Both use the same rows in the same order and the same initial values, because on so
+few rows, results vary by 0.01 between seeds. Only the dropout masks differ. --worker runs the plain
+model.
 """
 
 import argparse
@@ -149,7 +150,7 @@ def main() -> None:
             sys.stdout.flush()
         return
     if not args.input and args.data is None:
-        print("skipped: no genuine rows; use --input or set SBPFLOW_CRITEO_ROWS")
+        print("skipped: no real rows; use --input or set SBPFLOW_CRITEO_ROWS")
         return
     with tempfile.TemporaryDirectory() as scratch:
         data = args.data or Path(scratch) / "criteo"

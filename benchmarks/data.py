@@ -3,8 +3,8 @@ prepare|vocabulary|synth|loader``.
 
 The program writes benchmarks/results/data.jsonl. Every line contains the machine's load and the
 time; on a shared machine, CPU seconds are more reliable than wall-clock time. ``prepare`` needs 6
-GB in ``--scratch``, and pandas for a simple pandas version of the same job. The results of both
-versions are compared before the times are written.
+GB in ``--scratch``, and pandas for a simple pandas version of the same job. Results of both
+versions are compared before times are recorded.
 """
 
 import argparse
@@ -41,9 +41,7 @@ rows.select(pl.all().null_count()).collect(engine="streaming")
 
 @dataclass(frozen=True)
 class _Cost:
-    """Stores the cost of a command; on a shared machine, CPU seconds are the most reliable
-    value.
-    """
+    """The cost of a command; on a shared machine, CPU seconds are the most reliable value."""
 
     wall_s: float
     cpu_s: float
@@ -73,7 +71,7 @@ def _run(arguments: list[str]) -> _Cost:
 
 def _own_bytes(process: int) -> int:
     """Return the memory of a process that is not backed by files, or 0 if the system does not
-    report this value.
+    report it.
     """
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
@@ -84,7 +82,7 @@ def _own_bytes(process: int) -> int:
 
 
 def _load() -> float:
-    """Return the number of runnable processes in the last minute."""
+    """Return the average number of runnable processes over the last minute."""
     return round(os.getloadavg()[0], 1)
 
 
@@ -159,7 +157,8 @@ def _write_distinct(target: Path, values: int) -> None:
     with target.open("wb") as file:
         for start in range(0, values, 1 << 20):
             numbers = np.arange(start, min(start + (1 << 20), values), dtype=np.uint64)
-            keys = (numbers * np.uint64(2_654_435_761)).astype(np.uint32)  # odd, so all differ
+            # an odd factor, so that all keys differ
+            keys = (numbers * np.uint64(2_654_435_761)).astype(np.uint32)
             lines = np.empty((len(keys), 11), dtype=np.uint8)
             lines[:, 0], lines[:, 1], lines[:, 10] = ord("0") + numbers % 2, ord("\t"), ord("\n")
             for place in range(8):
@@ -168,8 +167,8 @@ def _write_distinct(target: Path, values: int) -> None:
 
 
 def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
-    """Assert that label and dense bits are equal, and that each field has as many distinct ids in
-    the train part.
+    """Check that labels and dense values are bitwise equal, and that each field has equally many
+    distinct ids in train.
     """
     rows = SplitRows(manifest, "train")
     ours = np.empty((rows.num_rows, rows.num_words), dtype=np.int32)
@@ -182,7 +181,9 @@ def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]
 
 
 def with_pandas(scratch: Path) -> None:
-    """Do the same job as a typical notebook: load whole columns into memory, factorize, and map."""
+    """Do the same job as a typical notebook would: load whole columns into memory, factorize, and
+    map.
+    """
     import pandas as pd
 
     text = dict.fromkeys(CRITEO.sparse, str)
@@ -205,8 +206,8 @@ def with_pandas(scratch: Path) -> None:
 
 
 def synthetic(results: Results, scratch: Path, rows: int) -> None:
-    """Measure generated rows per second with Criteo's vocabularies, as a prepared set and as
-    text.
+    """Measure how many rows per second are generated, with Criteo's vocabularies, as a prepared set
+    and as text.
     """
     for form in ("prepared", "tsv"):
         output = scratch / f"synth-{os.getpid()}"
@@ -235,8 +236,8 @@ def _remove(path: Path) -> None:
 
 
 def loader(results: Results, scratch: Path, rows: int) -> None:
-    """Measure rows per second into torch tensors with a warm page cache, and the share of the ideal
-    speed at 8 ms per step.
+    """Measure the rows per second read into torch tensors with a warm page cache, and the share of
+    the ideal speed at 8 ms per step.
     """
     folder = scratch / f"loader-{rows}"
     if not folder.exists():
@@ -267,8 +268,8 @@ def _one_loader(
     reader = open_loader(
         manifest, batch_size=BATCH_SIZE, backend=backend, shuffle=shuffle, tail="drop"
     )
-    # Reading one value per page ensures that the whole batch has arrived. Reading every label from
-    # memory would take 0.1 to 0.3 ms and dominate the measurement.
+    # Reading one value per page ensures that the whole batch has arrived. Reading every label would
+    # take 0.1 to 0.3 ms and dominate the measurement.
     page = -(-4096 // (4 * manifest.num_words))
     rates: dict[int, list[float]] = {page: [], 1: []}
     cpu = time.process_time()
@@ -303,7 +304,9 @@ def main() -> None:
     """Run the benchmark that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question", choices=("prepare", "vocabulary", "synth", "loader", "pandas"))
-    parser.add_argument("--scratch", type=Path, default=None, help="a folder to keep between runs")
+    parser.add_argument(
+        "--scratch", type=Path, default=None, help="folder that is kept between runs"
+    )
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--pandas-gigabytes", type=float, default=0.25)
     parser.add_argument("--rows", type=int, help="default 2,000,000 (synth), 8,000,000 (loader)")

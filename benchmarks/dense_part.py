@@ -46,7 +46,7 @@ ROWS = 4096
 
 
 class Part:
-    """Contains one model's dense part and its inputs."""
+    """One model's dense part and its inputs."""
 
     def __init__(self, model: str, kind: str, world: World, rows: int) -> None:
         self.boxing, self.rows = Boxing(world), rows
@@ -87,7 +87,7 @@ def main() -> None:
     with World.start("cpu") as world:
         for model in MODELS:
             parts = {kind: Part(model, kind, world, args.rows) for kind in KINDS}
-            losses = {kind: part.step() for kind, part in parts.items()}  # also compiles
+            losses = {kind: part.step() for kind, part in parts.items()}  # warm-up; also compiles
             for kind, loss in losses.items():
                 if abs(loss - losses["float32"]) > (1e-2 if "bf16" in kind else 1e-5):
                     raise SystemExit(f"{model}: losses differ: {losses}")

@@ -1,6 +1,4 @@
-"""Times work on a CUDA device with CUDA events, and returns medians over repeats after a
-warm-up.
-"""
+"""Times work on a CUDA device with CUDA events: medians over repeats after a warm-up."""
 
 from collections.abc import Callable
 

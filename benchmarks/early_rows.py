@@ -1,4 +1,4 @@
-"""Measures the rows that early rows and replicated hot rows take off the critical path.
+"""Counts the rows that early rows and replicated hot rows take off the critical path.
 
     python -m benchmarks.early_rows [--input train.txt]
 
@@ -6,11 +6,11 @@ The program only counts rows of shuffled batches; no rank starts. Every rank req
 rows of its samples (the exchange unique). A request is early if no rank used the row in the
 previous batch, and critical otherwise. ``predicted`` is the prediction of ``explain`` from the
 statistics of the set. Hot rows are the most frequent rows of the set; every rank stores them, and
-their gradients are all-reduced in every step, because nearly every batch uses them. Counts are
-rows sent by all ranks together, per batch. ``exposed`` counts the rows whose transfer cannot
-overlap other work: critical rows and gradients. ``deferred`` is ``exposed`` if gradients of rows
-that the next batch does not use also arrived one batch late; then the rows of the two previous
-batches would be critical.
+their gradients are all-reduced in every step, because nearly every batch uses them. Counts are rows
+sent by all ranks together, per batch. ``exposed`` counts the rows whose transfer cannot overlap
+other work: critical rows and gradients. ``deferred`` is what ``exposed`` would be if gradients of
+rows that the next batch does not use also arrived one batch late; the rows of the two previous
+batches would then be critical.
 
 Without --input, the program uses the file or prepared set in SBPFLOW_CRITEO_ROWS, or Zipf ids.
 """
@@ -36,7 +36,7 @@ BATCH = 8192
 
 
 def genuine(folder: Path) -> tuple[list[Array], list[Array]]:
-    """Return the global row numbers [batch, fields] of the batches, and each field's counts."""
+    """Return the global row numbers [batch, fields] of each batch, and each field's counts."""
     manifest = load_manifest(folder)
     loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
     sizes = [field.rows for field in manifest.sparse]
@@ -64,7 +64,7 @@ def count(batches: Sequence[Array], hot: Array, size: int) -> dict[str, float]:
     names = ("early", "critical", "gradients", "hot", "deferred")
     totals: dict[str, float] = dict.fromkeys(names, 0.0)
     used, used_before = np.zeros(hot.size, bool), np.zeros(hot.size, bool)
-    remote = (size - 1) / size  # the share of requests that other ranks answer
+    remote = (size - 1) / size  # the share of requests that go to other ranks
     last: list[Array] = []  # the requests of the previous batch
     for place, batch in enumerate(batches):
         wanted = [np.unique(part) for part in np.array_split(batch, size)]
@@ -90,7 +90,7 @@ def predicted(counts: Sequence[Array], size: int) -> float:
     """Return the expected critical rows, as ``run/planning/early_rows.py`` computes them."""
     critical = 0.0
     for field in counts:
-        # bins of rows whose numbers of lookups are between two powers of two, as in a set
+        # bin rows by number of lookups, between powers of two, as in a set's statistics
         bins = np.frexp(field[field > 0])[1]
         rows, lookups = np.bincount(bins), np.bincount(bins, weights=field[field > 0])
         pairs = tuple((int(n), int(total)) for n, total in zip(rows, lookups, strict=True))

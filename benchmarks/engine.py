@@ -1,4 +1,4 @@
-"""Measures only the engine, compared with its own kernel, plain torch, and the bandwidth limit.
+"""Measures the engine alone, compared with its bare kernel, plain torch, and the bandwidth limit.
 
     python -m benchmarks.engine kernel        one rank: bare FBGEMM, EmbeddingBag(sparse), the floor
     python -m benchmarks.engine vocabulary    3.2M to 102.4M rows: ms and bytes per row
@@ -48,7 +48,7 @@ SEED = 3
 
 
 def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Run the jobs alternately and return the ms of each job; the first three rounds warm up."""
+    """Run the jobs alternately and return the ms of each; the first three rounds are warm-up."""
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat in range(repeats + 3):
         for name, job in jobs.items():
@@ -106,7 +106,7 @@ def collect(
     return EmbeddingCollection(plan, Boxing(world), seed=SEED, kernel=request)
 
 
-STEP = 1  # the step number in every update; the rules used here do not depend on it
+STEP = 1  # used as the step number of every update, on which these optimizers do not depend
 
 
 def engine_step(
@@ -188,7 +188,7 @@ def kernel(results: Results, repeats: int) -> None:
 
 def _report_kernel(results: Results, times: dict[str, list[float]], ids: Tensor, dim: int) -> None:
     """Report times and ratios, in total and by stage, and the lower limit: the time to move the
-    necessary bytes at the bandwidth of a copy.
+    necessary bytes at copy bandwidth.
     """
     lookups, width = ids.numel(), dim * 4
     unique = sum(len(column.unique()) for column in ids.t())
@@ -249,8 +249,8 @@ def _bare_fbgemm(shape: Shape) -> Tbe:
 
 
 def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optimizer]:
-    """Return a plain torch job with SGD, the cheapest sparse rule of torch.optim because SGD has no
-    state.
+    """Return a plain torch job with SGD, which is torch.optim's cheapest sparse optimizer because
+    it has no state.
     """
     bags = [
         nn.EmbeddingBag(shape.table_rows, shape.dim, mode="sum", sparse=True) for _ in shape.names
@@ -262,8 +262,8 @@ def vocabulary(results: Results, repeats: int, largest: int) -> None:
     """Time one table with 26 features and a wide table with the same number of rows; the ids follow
     Zipf's law with exponent 1.2 over all rows.
 
-    All sizes are in memory at the same time and run alternately, eight steps per turn, so machine
-    drift affects all sizes.
+    All sizes are in memory at the same time and run alternately, eight steps per turn, so that
+    machine drift affects all of them equally.
     """
     sizes = [3_200_000]
     while 2 * sizes[-1] <= largest:
@@ -326,7 +326,8 @@ class _Grown:
 
 def _whole_table_ids(rows: int, batch: int, seed: int) -> Tensor:
     """Return ids that follow Zipf's law with exponent 1.2, computed by inverting the continuous
-    law. A multiplication that permutes any even number of rows divisible by 5 spreads the ids.
+    law. The ids are then spread by a multiplication, which is a permutation for any even number of
+    rows that is divisible by 5.
     """
     random = np.random.default_rng(seed).random((batch, 26))
     exponent = -0.2

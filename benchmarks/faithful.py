@@ -1,10 +1,9 @@
 """Tests whether generated rows are as learnable as stated: ``python -m benchmarks.faithful``.
 
-The program trains Wide & Deep with train_wdl.py on 2,000,000 generated rows for each given
-vocabulary scale. The program reports the test AUC, the best possible AUC from the manifest, and the
-share of lookups in the first half of each large table. With default rows, scales, ranks, and
-settings, the program writes benchmarks/results/faithful.jsonl; otherwise it only prints the
-results.
+For each given vocabulary scale, the program trains Wide & Deep with train_wdl.py on 2,000,000
+generated rows. It reports the test AUC, the best possible AUC from the manifest, and the share of
+lookups in the first half of each large table. With default rows, scales, ranks, and settings, it
+writes benchmarks/results/faithful.jsonl; otherwise it only prints the results.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Fits the generator's column profile to measured aggregates: ``python -m benchmarks.fit_tails F``.
 
-For each column, the profile contains the measured masses of the first ranks, followed by falling
+For each column, the profile contains the measured masses of the first ranks, followed by decreasing
 power-law segments. The segments match the measured mass of the first 100 and 1000 ranks, and the
 measured numbers of distinct values and singletons at the measured sample size. The program writes
 ``data/synth/criteo_profile.json``.
@@ -29,7 +29,9 @@ def density_at(segment: Segment, rank: float) -> float:
 
 
 def meeting(start: float, stop: float, mass: float, density: float) -> Segment:
-    """Return the segment that starts with ``density``, as close as slopes in [-3, 12] allow."""
+    """Return the segment whose initial density is as close to ``density`` as slopes in [-3, 12]
+    allow.
+    """
     low, high = -3.0, 12.0
     for _ in range(60):
         slope = (low + high) / 2
@@ -79,7 +81,7 @@ def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segmen
 
 
 def _last(start: float, size: float, mass: float, density: float) -> list[list[Segment]]:
-    """Return candidate tails: the remaining mass in two falling segments, for several ranks and
+    """Return candidate tails: the remaining mass in two decreasing segments, for several ranks and
     shares.
     """
     options: list[list[Segment]] = []

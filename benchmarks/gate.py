@@ -1,5 +1,4 @@
-"""Implements the speed gate: runs two commits alternately and reports where the second commit is
-slower.
+"""The speed gate: runs two commits alternately and reports where the second one is slower.
 
     python -m benchmarks.gate --base COMMIT [--head COMMIT] [--only NAME ...] [--rounds 8]
 
@@ -15,7 +14,7 @@ for ``--only``:
   prepare   ``python -m data prepare`` of generated TSV
   explain   ``python -m sbpflow explain``
   start     a run of 2 steps on 2 ranks: launch to the first step, and its CPU time
-Every figure includes the CPU time, which depends less on other work than wall-clock time.
+Every row includes the CPU time, which depends less on other work than wall-clock time.
 
 The first turn warms up and checks that both commits do the same work: losses must agree up to
 float32 rounding. Then each round runs both commits, in the order A B B A. A ratio is the cost of
@@ -23,9 +22,9 @@ head divided by the cost of base in one round; the interval is the 95 % interval
 the logarithms of the ratios. A figure is slower if the interval is above 1 and the median is above
 1.02, because paths, environment, and memory addresses shift the times of identical code, and rounds
 do not average out these shifts (Mytkowicz et al., "Producing Wrong Data Without Doing Anything
-Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone makes one figure slower in every
+Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone would make a figure slower in every
 third gate. Slower rows are therefore measured again with as many rounds, and a row is reported only
-if the row is slower both times.
+if it is slower both times.
 
 The exit status is 1 if a figure is slower, does different work, or fails, and 0 otherwise. If
 nothing is reported, the upper end of the interval is the largest slowdown that could have been
@@ -65,7 +64,7 @@ LINK = "1gbit"
 
 
 class Measured(NamedTuple):
-    """Stores one run: the figures (names end in the unit) and numbers that must be the same for
+    """One run: the figures, whose names end in the unit, and numbers that must be the same for
     equal work.
     """
 
@@ -74,7 +73,9 @@ class Measured(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Compares one figure of head and base: the medians, and the cost ratio with its interval."""
+    """The comparison of one figure of head and base: the medians, and the cost ratio with its
+    interval.
+    """
 
     name: str
     figure: str
@@ -104,11 +105,8 @@ def judge(name: str, figure: str, base: Sequence[float], head: Sequence[float]) 
 
 
 def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdict]:
-    """Return the verdicts after a second measurement of the rows that were slower in the first
-    measurement.
-
-    A figure that was measured again gets the values of the second measurement; such a figure is
-    slower only if it was slower both times.
+    """Combine the verdicts with a second measurement of the rows that were slower. Figures measured
+    again get the second values, and count as slower only if they were slower both times.
     """
     second = {(verdict.name, verdict.figure): verdict for verdict in again}
     verdicts: list[Verdict] = []
@@ -120,9 +118,7 @@ def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdic
 
 
 def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
-    """Describe the first number in which the work differs; return an empty text if the work is
-    equal.
-    """
+    """Describe the first number in which the work differs; return "" if it is equal."""
     shared = [key for key in base if key in head]
     if base and not shared:
         return f"no number in common: {', '.join(base)} and {', '.join(head)}"
@@ -170,10 +166,8 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def assert_isolated(root: Path) -> None:
-    """Raise SystemExit if Python, started in a checkout, imports a package from another location.
-
-    An editable installation adds another checkout to the path; the started checkout must come
-    first.
+    """Raise SystemExit if Python, started in a checkout, imports a package from elsewhere. An
+    editable installation adds another checkout to the path, but the current one must come first.
     """
     packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
     code = f"import {', '.join(packages)}\nfor m in ({', '.join(packages)},): print(m.__file__)"
@@ -186,7 +180,7 @@ def assert_isolated(root: Path) -> None:
 
 
 class Bench:
-    """Measures a checkout; the code of the base creates the inputs once."""
+    """Measures a checkout. The inputs are created once, by the code of the base."""
 
     def __init__(self, scratch: Path, base: Path, *, quick: bool) -> None:
         self.scratch, self.base, self.quick = scratch, base, quick
@@ -257,7 +251,7 @@ class Bench:
     def _prepare(self, root: Path) -> Measured:
         source = self._synth("tsv", 50_000 if self.quick else 1_000_000, "--format", "tsv")
         size = len(source.read_bytes()) / 1e6  # reading also loads the file into the page cache
-        os.sync()  # exclude the writes of the previous turn
+        os.sync()  # flushes the writes of the previous turn first
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             words = ("--input", str(source), "--output", f"{folder}/set", "--max-bad-fraction", "0")
             cost = _run(root, "-m", data_package(root), "prepare", *words)
@@ -276,7 +270,7 @@ class Bench:
 
 
 def data_package(root: Path) -> str:
-    """Return the package that contains the loader; its name depends on the commit."""
+    """Return the name of the package with the loader, which depends on the commit."""
     return "data" if (root / "data" / "__init__.py").exists() else "sbpflow.data"
 
 
@@ -301,7 +295,7 @@ def _run(root: Path, *words: str) -> dict[str, float]:
 
 
 def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) -> list[Verdict]:
-    """Run every row in each round, both commits consecutively in alternating order."""
+    """Run every row in each round: both commits, one after the other, in alternating order."""
     values: dict[tuple[str, str], dict[Path, list[float]]] = {}
     for turn in range(rounds):
         print(f"round {turn + 1} of {rounds}", file=sys.stderr)

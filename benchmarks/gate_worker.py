@@ -1,8 +1,8 @@
 """Runs one process of the speed gate: the training steps of a rank, or a loader.
 
 ``benchmarks.gate`` copies this file into each checkout and runs it there, so the same code measures
-both commits. This file must work with the modules of old and new commits, so it imports only a few
-modules, inside the functions that need these modules.
+both commits. This file must work with old and new commits, so it imports only a few modules, inside
+the functions that need them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SEED = 11
-LOSS_STEPS = 10  # the losses of these steps are compared; the steps also serve as warm-up
+LOSS_STEPS = 10  # warm-up steps, whose losses are compared
 
 
 def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -61,9 +61,9 @@ def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def keep_freed_memory() -> None:
     """Keep freed memory in the process, as ``sbpflow train`` does, for both commits.
 
-    Without this setting, glibc adapts its limits to the first freed sizes. The number of page
-    faults per step is then a random value between 0 and 2,700 for a whole benchmark. The effect
-    exceeds the differences that the gate should detect.
+    Otherwise, glibc adapts its limits to the first freed sizes, and the number of page faults per
+    step is a random value between 0 and 2,700 for a whole benchmark. This effect exceeds the
+    differences that the gate should detect.
     """
     mallopt = ctypes.CDLL(None).mallopt
     arena_max, mmap_threshold, trim_threshold = (-8, 1), (-3, 1 << 30), (-1, 1 << 30)
@@ -73,7 +73,7 @@ def keep_freed_memory() -> None:
 
 
 def measure_loader(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return the rows of a shuffled set that are read into torch tensors per second and per CPU
+    """Return how many rows of a shuffled set are read into torch tensors, per second and per CPU
     second.
     """
     package = importlib.import_module(args.data_package)

@@ -1,9 +1,9 @@
 """Runs all tests and measurements that need a GPU: tests, NCCL, the DLPerf sweep, kernels, and a
 trace.
 
-Each part is a process with a time limit and runs even if other parts failed. For each part,
-benchmarks/results/gpu.jsonl contains a line, and measurements are written to a file named after the
-part's module. If a package is missing, the part is skipped with a message.
+Each part is a process with a time limit and runs even if other parts failed.
+benchmarks/results/gpu.jsonl has a line for each part, and measurements are written to a file named
+after the part's module. If a package is missing, the part is skipped with a message.
 
     make gpu PYTHON=...      or      python -m benchmarks.gpu [--limit-s S] [--only PART ...]
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 450.0  # of all parts together
+LIMIT_S = 450.0  # time limit for all parts together
 LEAST_S = 10.0  # a part is not started if less time than this remains
 
 NEEDED = {
@@ -43,7 +43,7 @@ USED = {
 
 @dataclass(frozen=True)
 class Part:
-    """Describes a command, its time limit in seconds, and the packages that it needs."""
+    """A command, its time limit in seconds, and the packages that it needs."""
 
     name: str
     command: tuple[str, ...]
@@ -63,7 +63,7 @@ PARTS = (
     Part("kernel tests", _pytest(*KERNEL_TESTS), 90, ("triton", "hypothesis")),
     Part("mlp", ("-m", "benchmarks.gpu_mlp"), 60),
     Part("dlperf", ("-m", "benchmarks.gpu_dlperf"), 90),
-    # This part runs separately, because a failure during capture may leave the device unusable.
+    # A separate part, because a failure during capture may leave the device unusable.
     Part("dlperf graph", ("-m", "benchmarks.gpu_dlperf", "parallel.cuda_graph=true"), 90),
     Part("torchrec", ("-m", "benchmarks.gpu_torchrec"), 60, ("torchrec", "fbgemm_gpu")),
     Part("kernels", ("-m", "benchmarks.gpu_kernels"), 60),
@@ -75,7 +75,7 @@ PARTS = (
 
 
 def is_there(name: str) -> bool:
-    """Return whether a package is installed; import only the package's parents."""
+    """Return whether a package is installed, importing only its parent packages."""
     parent, _, _ = name.rpartition(".")
     return not (parent and not is_there(parent)) and importlib.util.find_spec(name) is not None
 
@@ -92,8 +92,8 @@ def shortcomings() -> tuple[list[str], list[str]]:
 
 
 def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
-    """Return whether the part succeeded and, if not, the reason. The part's process group has ended
-    afterward.
+    """Return whether the part succeeded and, if not, the reason. All of its processes have ended
+    when this returns.
     """
     process = subprocess.Popen([sys.executable, *part.command], cwd=ROOT, start_new_session=True)
     try:
@@ -106,7 +106,7 @@ def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the part's session, including all ranks that the part started."""
+    """Kill the part's session, including all ranks that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

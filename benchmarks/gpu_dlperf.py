@@ -1,5 +1,4 @@
-"""Runs DLPerf's vocabulary sweep on one GPU: measures ms per iteration and memory from 3.2M rows
-on.
+"""Runs DLPerf's vocabulary sweep on one GPU: ms per iteration and memory, from 3.2M rows up.
 
 The setting is OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on touched
 rows). The report states 56.6 to 57.0 ms on one V100-16GB for every size up to 51.2M rows; see
@@ -62,7 +61,7 @@ def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields
 def batches(
     config: Config, fields: Fields, device: torch.device, *, rank: int = 0, size: int = 1
 ) -> Iterator[Rows]:
-    """Yield batches endlessly from a few prepared batches; exponent 4 gives a Zipf-like
+    """Yield batches endlessly, cycling through a few prepared ones; exponent 4 gives a Zipf-like
     concentration.
 
     The batches contain the part of rank ``rank`` of ``size``. The ids are marked as checked, like

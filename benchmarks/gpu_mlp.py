@@ -1,8 +1,8 @@
 """Times only the dense part of the DLPerf model at torch's best speed, as a lower limit of the step
 time.
 
-The work consists of forward, loss, backward, and Adam for 429 -> 7 x 1024 -> 1 at batch 16384. The
-work is compiled and replayed as one CUDA graph, in IEEE float32, TF32, and bfloat16 autocast.
+The work consists of forward, loss, backward, and Adam for 429 -> 7 x 1024 -> 1 at batch 16384. It
+is compiled and replayed as one CUDA graph, in IEEE float32, TF32, and bfloat16 autocast.
 
     python -m benchmarks.gpu_mlp [--batch-size N] [--no-compile]
 """
@@ -47,7 +47,7 @@ def measure(
     graph: bool = True,
     steps: int = 20,
 ) -> dict[str, float]:
-    """Measure the ms per step; TFLOP/s counts three products for every weight."""
+    """Measure the ms per step. TFLOP/s counts three products per weight."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     model = make_mlp(widths, 0.5, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=graph, fused=graph)

@@ -1,9 +1,9 @@
 """Times TorchRec's two loops on the shapes of the DLPerf sweep, on one GPU, in ms per iteration.
 
-The model consists of 26 tables with d columns and 2 wide tables with FBGEMM's fused Adam, and uses
-the same MLP, dense Adam, and batches. FBGEMM needs widths that are multiples of 4, so a wide table
-has 4 columns, and only the first column is used. The ids are int64 in a KeyedJaggedTensor, created
-before timing.
+The model has 26 tables with d columns and 2 wide tables, trained by FBGEMM's fused Adam, and the
+same MLP, dense Adam, and batches. FBGEMM needs widths that are multiples of 4, so a wide table has
+4 columns, of which only the first is used. The ids are int64 in a KeyedJaggedTensor, created before
+timing.
 
     python -m benchmarks.gpu_torchrec [--max-rows N] [key=value ...]
 """
@@ -34,9 +34,7 @@ NUM_BATCHES = 8  # the number of batches that ``batches`` makes
 
 
 def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:
-    """Return a table for each field, without memory; DistributedModelParallel allocates the
-    memory.
-    """
+    """Return a table for each field, without memory, which DistributedModelParallel allocates."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     return EmbeddingBagCollection(
@@ -69,7 +67,7 @@ class _Batch(Protocol):
 
 
 class WideAndDeep(nn.Module):
-    """Combines the model with a loss; the forward pass returns loss and logits."""
+    """The model with its loss; the forward pass returns loss and logits."""
 
     def __init__(self, config: Config, fields: Fields, device: torch.device) -> None:
         super().__init__()
@@ -89,7 +87,7 @@ class WideAndDeep(nn.Module):
         wide = self.wide(batch.wide).values()[:, ::WIDE_COLUMNS].sum(1)
         logits = self.mlp(torch.cat([vectors, batch.dense], 1)).squeeze(1) + wide
         loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
-        return loss, (loss.detach(), logits.detach())  # the pipeline returns the second value
+        return loss, (loss.detach(), logits.detach())  # the pipeline returns only the second value
 
 
 def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
@@ -128,10 +126,8 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
 def make_loops(
     vocabulary: int, config: Config, device: torch.device
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Return a step function of TorchRec's plain loop and of the pipelined loop; both functions
-    return the loss.
-
-    The first call of the pipelined loop takes control of the model.
+    """Return one step function for TorchRec's plain loop and one for its pipelined loop; both
+    return the loss. The pipelined loop rewrites the model at its first call.
     """
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder

@@ -5,11 +5,11 @@
     python -m benchmarks.growth steps
     python -m benchmarks.growth deltas [--keys 1000000]
 
-``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as Criteo's.
-The keys of large fields drift, so keys are admitted, evicted, and forgotten in every step.
-``steps`` trains a Wide & Deep model on fitted ids and on keys, alternately. ``deltas`` saves one
-field with dim 16 and LazyAdam. Between saves, 5% of the keys are trained. A tenth of these are new,
-and evicted keys make room for them.
+``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as Criteo's. The keys
+of large fields drift, so keys are admitted, evicted, and forgotten in every step. ``steps`` trains
+a Wide & Deep model on fitted ids and on keys, alternately. ``deltas`` saves one field with dim 16
+and LazyAdam. Between saves, 5% of the keys are trained; a tenth of these are new and replace
+evicted keys.
 """
 
 import argparse
@@ -51,7 +51,7 @@ SIZES = (
 )  # fmt: skip
 MAX_ROWS = 2**18
 WINDOW = 3_000
-SKEW = 3.0  # an id is size * u^SKEW for a uniform u
+SKEW = 3.0  # an id is size * u^SKEW for uniform u
 
 
 def measure(work: Callable[[], object]) -> float:
@@ -247,7 +247,7 @@ def measure_deltas(world: World, num_keys: int, results: Results) -> None:
 
 
 class Trained:
-    """Contains a model and its tables, trained in one process."""
+    """A model and its tables, trained in one process."""
 
     def __init__(self, world: World, *, grows: bool) -> None:
         self.tables = EmbeddingCollection(make_plan(grows=grows), Boxing(world), seed=1)

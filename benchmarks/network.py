@@ -1,7 +1,7 @@
 """Starts a benchmark's ranks on loopback or in two network namespaces joined by a slower link.
 
-The namespaces act as hosts on one machine and need root and the commands ip and tc. Rates below
-loopback's rate make the waits for the network visible.
+The namespaces act as hosts on one machine and need root and the commands ip and tc. A link slower
+than loopback makes waits for the network visible.
 """
 
 import os
@@ -19,7 +19,7 @@ INTERFACE = "wire"
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[list[str]]]:
-    """Yield a command prefix for each host that runs a command on this host; ``rate`` is in tc's
+    """Yield, for each host, a command prefix that runs a command on it; ``rate`` is in tc's
     notation, such as "1gbit".
     """
     try:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.pair_effects [--models dlrm] [--seeds 1 2 3]
 
-In the rows, 60 % of the logit's variance comes from products of the vectors of two columns' values
-(data synth --products); no sum over single columns can express these products. The program trains
-one epoch of DCN-V2, DeepFM, DLRM, and Wide & Deep (with a weight per value of every column and
-without crosses). The program reports the AUC of each seed, the mean, and the best possible AUC. The
-vocabularies are small, so rare values do not dominate an epoch.
+In these rows, 60 % of the logit's variance comes from products of the vectors of two columns'
+values (data synth --products), which no sum over single columns can express. The program trains
+DCN-V2, DeepFM, DLRM, and Wide & Deep (with a weight per value of every column and without crosses)
+for one epoch. It reports the AUC of each seed, the mean, and the best possible AUC. The
+vocabularies are small, so that rare values do not dominate an epoch.
 """
 
 import argparse

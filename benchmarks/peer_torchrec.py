@@ -1,4 +1,4 @@
-"""Trains the same CTR model in TorchRec, with TorchRec's plain loop and pipelined loop.
+"""Trains the same CTR model in TorchRec, with TorchRec's plain and pipelined loops.
 
 TorchRec creates its own plan (EmbeddingShardingPlanner) and sends ids as int64, as in its batches.
 Install TorchRec with: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3 tensordict ...
@@ -116,7 +116,7 @@ class TorchRecPeer:
                 return [float(loss) for loss in losses]
 
     def dense_alone(self, steps: int) -> None:
-        """Run forward and backward of only the dense part, for TorchRec's own models."""
+        """Run only the forward and backward of the dense part, for TorchRec's own models."""
         shape, batch = self._shape, self._batches[0]
         module = self._model.module.model
         vectors = torch.zeros(len(batch.labels), shape.num_tables, shape.dim, requires_grad=True)
@@ -173,7 +173,7 @@ def _update_in_backward(tables: nn.Module, shape: Shape) -> None:
 
 
 class _Public(nn.Module):
-    """Combines one of TorchRec's models with a loss."""
+    """One of TorchRec's models, with a loss."""
 
     def __init__(self, shape: Shape, seed: int, bound: float, model: str) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def _as_torchrec(rows: Rows, shape: Shape) -> _Batch:
             return self
 
         def record_stream(self, stream: object) -> None:
-            pass  # a CPU has no streams
+            pass  # CPUs have no streams
 
         def pin_memory(self) -> "Batch":
             return self

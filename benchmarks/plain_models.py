@@ -1,8 +1,7 @@
-"""Implements the models in plain PyTorch, in one process, for comparison.
-
-This module uses sbpflow only for initial values and parameter names. The models follow the
-papers and the public code listed in docs/models.md. Tables are nn.Embedding, and normalization and
-dropout come from torch. ``forward(dense, ids)`` returns logits [rows].
+"""The models in plain PyTorch, in one process, for comparison. sbpflow is used only for initial
+values and parameter names. The models follow the papers and the public code listed in
+docs/models.md. Tables are nn.Embedding, and normalization and dropout come from torch.
+``forward(dense, ids)`` returns logits [rows].
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,9 +61,7 @@ def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) 
 
 
 class PlainModel(nn.Module):
-    """Contains the vector tables ``deep`` and, in some models, the weight tables ``wide`` and dense
-    fields.
-    """
+    """Vector tables ``deep`` and, in some models, weight tables ``wide`` and dense fields."""
 
     def __init__(self, rows: Sequence[int], num_dense: int, dim: int, sparse: bool) -> None:
         super().__init__()

@@ -1,8 +1,6 @@
-"""Implements a reference Wide & Deep in plain PyTorch in one process, without sbpflow's model or
-engine.
-
-This module reads a prepared set's files with numpy. The architecture, initial distributions, batch
-order by time, and optimizers match the configs. Tables are nn.Embedding(sparse=True) with
+"""A reference Wide & Deep in plain PyTorch, in one process, without sbpflow's model or engine. It
+reads a prepared set's files with numpy. The architecture, initial distributions, batch order by
+time, and optimizers match the configs. Tables are nn.Embedding(sparse=True) with
 torch.optim.SparseAdam (Adam on touched rows, like LazyAdam) or a rowwise Adagrad implemented here;
 the dense part uses Adam.
 
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 
 class Rows:
-    """Contains one split of a prepared set, in file order."""
+    """One split of a prepared set, in file order."""
 
     def __init__(self, folder: Path, split: str) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -73,7 +71,7 @@ class PlainWideDeep(nn.Module):
 
 
 class RowwiseAdagrad:
-    """Keeps one accumulator per row: the mean of the squared summed gradient over the row's
+    """Keeps one accumulator per row: the sum over steps of the mean squared gradient of the row's
     columns.
     """
 
@@ -95,7 +93,7 @@ class RowwiseAdagrad:
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """Return the rank-sum AUC; ties get their mean rank."""
+    """Return the AUC by the rank-sum formula; ties get their mean rank."""
     _, inverse, counts = torch.unique(scores.double(), return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     ranks = (last - (counts.double() - 1) / 2)[inverse]
@@ -114,8 +112,7 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
     else:
         sparse = RowwiseAdagrad(model.tables(), lr=args.sparse_lr or 0.05)
     dense = torch.optim.Adam(model.mlp.parameters(), lr=1e-3)
-    # Read blocks in random order like a shuffled reader, because any order of the training rows is
-    # valid.
+    # Read blocks in random order, like a shuffling loader; any order of the training rows is valid.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     start = time.perf_counter()
     for batch in order.split(args.batch_size):

@@ -7,9 +7,9 @@
 
 ``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners use a
 model fitted to one half of a calibration's measurements (every other sample of the journal), and a
-model fitted to the other half prices the plans. With ``--profile``, the same model does both and
-thus favors planners that search with this model. For each task, the report contains the best greedy
-plan, every planner, the bound, and, for 10 tables, the optimum of a stated space.
+model fitted to the other half prices the plans. With ``--profile``, one model does both, which
+favors planners that search with it. For each task, the report contains the best greedy plan, every
+planner, the bound, and, for 10 tables, the optimum of a stated space.
 
 ``steps`` runs plans alternately on 2 ranks (``benchmarks/planner_steps.py``).
 """
@@ -47,7 +47,7 @@ from sbpflow.planner.task import Task
 from sbpflow.planner.workloads import random_task
 
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
-# maximum number of tables; with more tables, these planners take minutes per task
+# maximum number of tables for these planners, which otherwise take minutes per task
 SLOW = {"neuroshard": 100, "torchrec": 100}
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
 MEASURED = 4  # numbers of our plans and of random plans; the judge scores the best plan
@@ -56,7 +56,7 @@ BATCH = 8192
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Contains the model that planners use and the model that judges the plans."""
+    """The model that the planners use, and the model that judges their plans."""
 
     seen: Profile
     judge: Profile
@@ -65,7 +65,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Contains a task, priced with both models."""
+    """A task, priced with both models."""
 
     cost: TaskCost
     setting: Setting
@@ -100,8 +100,8 @@ def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged
 
 
 class Planners:
-    """Contains all planners for one number of ranks; the learned planners are trained with the
-    planners' model.
+    """All planners for one number of ranks. The learned planners are trained with the planners'
+    model.
     """
 
     def __init__(self, models: Models, world_size: int, seed: int, names: Sequence[str]) -> None:
@@ -155,8 +155,7 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     narrow = problem_of(case.cost, table_wise)
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
-    # Search with the judge's own prices for the best known plan, because gaps and bounds need this
-    # plan.
+    # Search with the judge's own prices to get the best known plan, which gaps and bounds refer to.
     own = search(judge.problem, seed=1, given={"auto": ours.assignment})
     limit = bound(judge.problem, own.priced.ms)
     facts: dict[str, object] = {"bound_ms": limit.ms}
@@ -175,8 +174,8 @@ def _in(judge: Setting, problem: object, assignment: Assignment) -> Assignment:
 
 
 def _optimum(judge: Setting) -> dict[str, object]:
-    """Return the optimum of a space in which each table is whole on any rank, or S(0) unique over
-    all ranks.
+    """Return the optimum over all plans in which each table is whole on some rank, or S(0) unique
+    over all ranks.
     """
     size = judge.num_ranks
     rows = Shape("S(0)", "unique", (size, 1))
@@ -196,7 +195,7 @@ def _optimum(judge: Setting) -> dict[str, object]:
 
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
     """Report paired differences from our planner (in logarithms), 95 % intervals, closed gaps, and
-    successes.
+    success rates.
     """
     found: dict[str, object] = {"tasks": len(rows)}
     names = list(rows[0]["ms"])
@@ -231,11 +230,9 @@ def _mean(rows: Sequence[dict[str, object]], name: str, key: str) -> float | Non
 
 
 def _closed(rows: Sequence[dict[str, object]], name: str) -> float | None:
-    """Return the share of the gap between the best feasible greedy plan and the best known plan
-    that is closed.
-
-    The share is computed in logarithms summed over all tasks, because for a single task it would be
-    a ratio of small differences.
+    """Return how much of the gap between the best feasible greedy plan and the best known plan is
+    closed. Logarithms are summed over all tasks, because for a single task the share would be a
+    ratio of small differences.
     """
     ours = possible = 0.0
     for row in rows:
@@ -362,15 +359,20 @@ def main() -> None:
     parser.add_argument("--recorded", action="store_true", help="write to benchmarks/results")
     parser.add_argument("--link", help="a rate in tc's notation, such as 1gbit (steps)")
     parser.add_argument(
-        "--elsewhere", help="a calibration of 2 ranks over loopback that predicts too (steps)"
+        "--elsewhere",
+        help="a calibration of 2 ranks over loopback, whose predictions are also reported (steps)",
     )
     parser.add_argument("--seconds", type=float, default=240.0, help="total time (steps)")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (steps)")
     parser.add_argument("--tables", type=int, nargs="+", help="numbers of tables to try (steps)")
     parser.add_argument(
-        "--plans", help="a file of plans to read, or to write if the file is new (steps)"
+        "--plans", help="a file of plans to read, or to write if it does not exist (steps)"
     )
-    parser.add_argument("--plan-only", action="store_true", help="measure later, with --plans")
+    parser.add_argument(
+        "--plan-only",
+        action="store_true",
+        help="only write the plans, to measure them later with --plans",
+    )
     args = parser.parse_args()
     args.results = args.results or f"planner_{args.what}"
     kinds = {

@@ -3,9 +3,9 @@
     python -m benchmarks.planner_ablation JOURNAL [--steps NAME=FILE ..] [--recorded]
 
 JOURNAL is the ``.measured.jsonl`` file next to the profile of ``sbpflow calibrate``. FILE contains
-the step times that another model predicts for held-out tasks: a JSON list with one number per plan.
-All models price the same plans. The models are the built-in constants, the constants with four
-fitted factors, the shipped fit, and the fit without shrinkage.
+another model's predicted step times for held-out tasks: a JSON list with one number per plan. All
+models price the same plans: the built-in constants, the constants with four fitted factors, the fit
+that calibrations use, and the fit without shrinkage.
 """
 
 import argparse
@@ -37,7 +37,7 @@ SHIPPED = "fit, shrunk toward the constants"
 def constants(_: Sequence[Record]) -> Floats:
     """Return the prices of ``parallel.scheme: auto``, which do not depend on measurements."""
     link = Link()
-    work = WORK_MS + vector_of({"always": 1e-9})  # a step without tables also takes time
+    work = WORK_MS + vector_of({"always": 1e-9})  # a price for the time of a step without tables
     return np.stack([work, transfer_ms(1e-6 / link.gb_per_s, link.latency_ms)])
 
 
@@ -50,8 +50,8 @@ MODELS = {
 
 
 def compare(records: Sequence[Record], others: dict[str, Floats]) -> dict[str, dict[str, object]]:
-    """Return each model's errors; ``over`` is the model's regret minus the regret of the shipped
-    fit.
+    """Return each model's errors; ``over`` is its regret minus that of the fit that calibrations
+    use.
     """
     steps = {name: held_out_steps(records, prices) for name, prices in MODELS.items()} | others
     errors = {name: errors_of(records, ms) for name, ms in steps.items()}

@@ -1,4 +1,4 @@
-"""Calibrates the planner over a link with a given rate between two network namespaces.
+"""Calibrates the planner over a link of a given rate between two network namespaces.
 
     python -m benchmarks.planner_link --link 1gbit --output FILE [--seconds 270]
 

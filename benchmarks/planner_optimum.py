@@ -16,7 +16,7 @@ from sbpflow.planner.search.problem import (
     step_ms,
 )
 
-CHUNK = 4096  # plans priced at once
+CHUNK = 4096  # number of plans to price at a time
 
 
 def enumerated(
@@ -24,9 +24,9 @@ def enumerated(
 ) -> tuple[Assignment, int] | None:
     """Return the best plan that uses only the options ``numbers[table]``, and the number of plans.
 
-    Whole tables are placed on any rank, and split tables on the first aligned neighbors. Plans that
-    differ only in rank names count once. The result is exact on the full model, or None if there
-    are more than ``most`` plans.
+    Whole tables may be on any rank, and split tables on aligned blocks of neighboring ranks. Plans
+    that differ only in the numbering of ranks count once. The result is exact, or None if there are
+    more than ``most`` plans.
     """
     places = _Places(problem, numbers)
     best: tuple[tuple[float, float], Assignment] | None = None
@@ -44,7 +44,7 @@ def enumerated(
 
 
 class _Places:
-    """Numbers all moves of all tables and stores the loads that each move adds to the ranks."""
+    """All moves of all tables, numbered, with the loads that each move adds to the ranks."""
 
     def __init__(self, problem: Problem, numbers: tuple[tuple[int, ...], ...]) -> None:
         self.problem = problem
@@ -112,8 +112,8 @@ def moves_of(problem: Problem, option: Option, number: int) -> list[Move]:
 def _canonical(
     problem: Problem, numbers: tuple[tuple[int, ...], ...], places: _Places
 ) -> Iterator[Ints]:
-    """Yield plans as rows of move numbers, in chunks; plans that differ only in rank names appear
-    once.
+    """Yield plans as rows of move numbers, in chunks; plans that differ only in the numbering of
+    ranks appear once.
     """
     partitions = {
         n: np.array(list(_partitions(n, problem.num_ranks)), dtype=np.int64)

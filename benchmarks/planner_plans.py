@@ -1,5 +1,4 @@
-"""Creates the plans for the planner benchmarks: our plans, ablations, and the plans of other
-planners.
+"""Creates the plans for the planner benchmarks: our plans, ablations, and plans of other planners.
 
 The tasks are small enough for a small machine and consist of held-out tables of the pool with fewer
 rows and ids per sample. All planners use the same profile, and the learned planners are trained on
@@ -35,15 +34,15 @@ from sbpflow.runtime.ranks.topology import Topology
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)
 HIDDEN = (16,)  # widths of the dense part's hidden layers
-MEASURED = 4  # our plans; a measurement may select the best plan
-DRAWN_AT_RANDOM = 4  # random placements; a measurement may select the best placement
+MEASURED = 4  # number of our plans from which a measurement may select
+DRAWN_AT_RANDOM = 4  # number of random placements from which a measurement may select
 Planner = Callable[[Setting], Assignment]
 Named = dict[str, tuple[Plan, float]]  # name -> (plan, predicted ms)
 
 
 def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: int) -> Sample:
-    """Return held-out tables of the pool, reduced in size, with their laws; the result is
-    reproducible.
+    """Return held-out tables of the pool, reduced in size, with their id distributions.
+    Reproducible.
     """
     random = np.random.default_rng([number, num_tables, 77])
     half = split_pool(held_out=True)
@@ -88,9 +87,7 @@ def plans_of(task: Task, profile: Profile, planners: dict[str, Planner]) -> Name
 
 
 def scheme_auto(task: Task) -> Plan:
-    """Return the plan of ``parallel.scheme: auto``; this scheme needs id frequencies but no
-    calibration.
-    """
+    """Return the plan of ``parallel.scheme: auto``, which needs id frequencies only."""
     size = BIN_SAMPLES
     known: dict[str, IdFrequencies] = {}
     for table in task.tables:

@@ -1,9 +1,8 @@
 """Measures plans of different planners on this machine's ranks.
 
 On 2 ranks or more, all plans of a task run alternately, and each round gives the difference between
-every plan and our plan. A plan runs until its 95 % interval is narrower than 3 %, until the
-interval is as far from 0 as it is wide, or until the time is over. An interval containing 0 means
-no significant difference.
+every plan and our plan. A plan runs until its 95 % interval is narrower than 3 % or farther from 0
+than it is wide, or until the time is up. An interval containing 0 means no significant difference.
 
 If a planner may measure several plans, half of the rounds select the plan, and the other half give
 the reported results.
@@ -38,7 +37,7 @@ OURS = ("auto", "auto 2", "auto 3", "auto 4")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Contains a task of the comparison and all plans for the task by name."""
+    """A task of the comparison, and all plans for it by name."""
 
     number: int
     tables: int
@@ -63,7 +62,7 @@ class Case:
         ).task
 
     def distinct(self) -> dict[str, list[str]]:
-        """Return {plan as JSON: names of the plan}, because equal plans are measured once."""
+        """Return {plan as JSON: names of the plan}, so that equal plans are measured only once."""
         names_of: dict[str, list[str]] = {}
         for name, (plan, _) in self.plans.items():
             names_of.setdefault(json.dumps(plan_tree(plan), sort_keys=True), []).append(name)
@@ -185,8 +184,8 @@ def best_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def compared(case: Case, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the following values for every plan: predicted ms, slowdown relative to our plan with
-    the interval, and the slowdown in ms based on our median.
+    """For every plan, return the predicted ms, the slowdown relative to our plan with its interval,
+    and the slowdown in ms based on our median.
 
     ``times`` [name] contains the rounds of a plan; plans that dropped out have fewer rounds than
     our plan. A selection among plans uses every other round, and the remaining rounds give the
@@ -268,11 +267,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the closed share of the gap between each task's best greedy plan and fastest plan, in
-    logarithms.
-
-    The fastest of many noisy medians is slightly too fast, so the share is slightly too low. The
-    result is None if the greedy plans are as fast as the fastest plans.
+    """Return how much of the gap between each task's best greedy plan and its fastest plan is
+    closed, in logarithms. The fastest of many noisy medians is slightly too fast, so the share is
+    slightly too low. Returns None if the greedy plans are as fast as the fastest plans.
     """
     ours = possible = 0.0
     for row in rows:

@@ -1,8 +1,7 @@
-"""Runs one rank of a comparison of plans, with alternating steps.
-
-The worker reads tasks with their plans from a file; rank 0 writes the times of every plan. Each
-round uses a different order, because the state of the caches depends on the previous plan. A plan
-runs until the difference from the first plan is significant.
+"""Runs one rank of a comparison of plans, with alternating steps. Tasks and their plans are read
+from a file, and rank 0 writes the times of every plan. Each round uses a different order, because
+the state of the caches depends on the previous plan. A plan runs until the difference from the
+first plan is significant.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from sbpflow.training.trainer import Trainer
 FIRST_ROUNDS = 4  # after these rounds, plans that are far slower or faster drop out
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 STEPS = 4  # per turn
-# Half of a 95 % interval in standard errors (Student's t), indexed by degrees of freedom from 1.
+# Half-widths of a 95 % interval in standard errors (Student's t), by degrees of freedom from 1 up.
 _T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -60,8 +59,8 @@ def work(args: argparse.Namespace) -> None:
 def _rounds(
     boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows], seconds: float
 ) -> list[list[float]]:
-    """Return the ms of a step for each [plan][round]. The first plan has all rounds; other plans
-    have the rounds before they dropped out.
+    """Return the ms per step, [plan][round]. The first plan runs in all rounds; other plans run
+    until they drop out.
     """
     times: list[list[float]] = [[] for _ in trainers]
     stop = time.monotonic() + seconds
@@ -79,8 +78,8 @@ def _rounds(
 
 
 def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
-    """Return the ms per step, measured over four steps after a warm-up step; ids of the next batch
-    are sent in advance.
+    """Return the ms per step over four steps after a warm-up step. Ids are sent one batch in
+    advance.
     """
     losses = trainer.train_on([batches[(step + 1) % 2] for step in range(STEPS + 1)])
     next(losses)
@@ -95,10 +94,8 @@ def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
 def _still_racing(
     boxing: Boxing, times: list[list[float]], racing: list[int], stop: float
 ) -> list[int]:
-    """Return the first plan and the plans that do not differ significantly from it; return no plans
-    if the time is over.
-
-    Rank 0 decides for all ranks.
+    """Return the first plan and the plans whose difference from it is not settled, or no plans if
+    the time is up. Rank 0 decides for all ranks.
     """
     left = [place for place in racing if place == 0 or not settled(times[place], times[0])]
     text = json.dumps([] if time.monotonic() > stop else left)
@@ -106,9 +103,8 @@ def _still_racing(
 
 
 def settled(theirs: Sequence[float], ours: Sequence[float]) -> bool:
-    """Return whether the interval of the difference is narrow, or is farther from 0 than its width.
-
-    Few rounds may agree by chance, so a narrow interval counts only after ``LEAST_ROUNDS``.
+    """Return whether the interval of the difference is narrow, or farther from 0 than it is wide. A
+    few rounds may agree by chance, so a narrow interval counts only after ``LEAST_ROUNDS``.
     """
     mean, half = difference(theirs, ours)
     narrow = half < TOLD_APART and len(theirs) >= LEAST_ROUNDS
@@ -119,8 +115,8 @@ def difference(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, f
     """Return the mean difference and half of the 95 % interval, as fractions, computed from paired
     logarithms.
 
-    The interval uses Student's t, because there are few rounds. For a plan that dropped out, only
-    the plan's own rounds are compared.
+    The interval uses Student's t, because there are few rounds. If a plan dropped out, only its own
+    rounds are compared.
     """
     logs = [math.log(a / b) for a, b in zip(theirs, ours, strict=False)]
     if len(logs) < 2:

@@ -1,4 +1,4 @@
-"""Writes the results of a benchmark as JSON lines with the conditions of the measurement.
+"""Writes the results of a benchmark as JSON lines, with the conditions of the measurement.
 
 ``open_results("name")`` replaces benchmarks/results/name.jsonl. Every line records the device,
 versions, commit, and time, so the provenance of every result is known.
@@ -48,9 +48,9 @@ def provenance() -> dict[str, Any]:
 class Results:
     """Prints each line and appends it to a file.
 
-    The first added line replaces the file; with ``benchmark``, this line replaces only the lines of
-    that benchmark, so a module's benchmarks can run separately. If ``recorded`` is false (for sizes
-    other than the recorded sizes), lines are printed and the file is unchanged.
+    The first added line replaces the file or, with ``benchmark``, only the lines of that benchmark,
+    so that a module's benchmarks can run separately. If not ``recorded`` (because the sizes differ
+    from those on record), lines are only printed.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:

@@ -50,8 +50,8 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 
 BATCH, SEED = 30, 7
-LOOKAHEAD = 4  # number of batches in flight when a state is saved, which must not affect it
-# No size is divisible by 2 or 4, and C4 has fewer rows than there are ranks.
+LOOKAHEAD = 4  # number of batches in flight during a save, which must not affect the saved state
+# Sizes that are not divisible by 2 or 4; C4 has fewer rows than there are ranks.
 FIELDS = Fields.of(("I1", "I2"), {"C1": 37, "C2": 11, "C3": 53, "C4": 3}, {"C1xC2": 71})
 SPARSE = {
     "rowwise_adagrad": RowwiseAdagrad(lr=0.05),
@@ -59,15 +59,14 @@ SPARSE = {
     "ftrl": Ftrl(lr=0.1),
 }
 SCHEMES = ("dp", "1", "2", "3", "mixed")
-# Float64 has 53 bits, so errors from summing in a different order over 30 steps stay far below
-# these bounds. The errors of FTRL's state and Adam's squares may be 1e3 times as large as the
-# errors of their inputs.
+# Errors of float64 (53 bits) from summing in a different order over 30 steps are far below these
+# bounds. In FTRL's state and Adam's squares, errors may be 1e3 times as large as in their inputs.
 BOUND = 1e-10
 
 
 @dataclass(frozen=True)
 class Lying:
-    """Describes a job's layout on ranks."""
+    """A job's layout and its number of ranks."""
 
     size: int
     scheme: str
@@ -122,9 +121,7 @@ def _mixed(size: int) -> dict[str, TableRule]:
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a checkpoint saved under one layout and loaded under another; with ``half``, rows
-    are bfloat16.
-    """
+    """A checkpoint saved and loaded under different layouts; ``half`` means bfloat16 rows."""
 
     saved: Lying
     loaded: Lying
@@ -136,9 +133,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """Implements a dense part in plain torch without dropout, because dropout masks differ between
-    ranks.
-    """
+    """A dense part in plain torch, without dropout, whose masks would differ between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +147,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NetConfig:
-    """Uses the module as the model of a run."""
+    """Configures the module as the model of a run."""
 
     name: str = "net"
 
@@ -171,7 +166,7 @@ _MODELS = {
 
 @dataclass
 class Rows:
-    """Contains one rank's part of a batch."""
+    """One rank's part of a batch."""
 
     labels: Tensor
     dense: Tensor
@@ -195,7 +190,7 @@ def make_rows(step: int, rank: int, size: int) -> Rows:
 
 
 def make_job(world: World, case: Case, lying: Lying) -> Job:
-    """Return a job that is built in the same way as in a run."""
+    """Return a job, built as in a run."""
     config = lying.config(case)
     spec, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cpu")
     return build_job(config, spec, plan, Boxing(world))
@@ -301,7 +296,7 @@ def save_all(world: World, folder: str, picked: Sequence[Case]) -> None:
         saved_folder(Path(folder), case): case for case in picked if case.saved.size == world.size
     }
     for where, case in mine.items():
-        # Other runs can find the folder only after all ranks have saved.
+        # Rename the folder only after all ranks have saved, so that other runs find it complete.
         if not (where / f"step-{case.before + case.after}").exists():
             save_and_go_on(world, where, case)
 
@@ -333,7 +328,7 @@ def _worker(folder: str, phase: str, seed: str, count: str) -> None:
             return
         files = [Path(folder) / f"found-{world.size}-{rank}.jsonl" for rank in range(world.size)]
         done = frozenset[int].intersection(*(frozenset(_found_in(file)) for file in files))
-        world.barrier()  # no rank writes before all ranks have read
+        world.barrier()  # no rank may write before all ranks have read
         with files[world.rank].open("a") as file:
             for number, found in _go_on_each(world, folder, picked, done):
                 file.write(json.dumps([number, found]) + "\n")

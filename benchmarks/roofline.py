@@ -3,10 +3,10 @@
     python -m benchmarks.roofline [--hidden 64] [--repeats 7]
 
 The worker measures the rates of the machine: the fastest matrix product, random row reads with and
-without prefetch, memory bandwidth, deduplication, and messages between the two ranks. From these
-rates and the counts of the batches follows the limit: the time of a step without Python, without
-waiting, and without overhead per operation. Rates and steps are measured in turns in the same
-processes, with one thread per rank.
+without prefetch, memory bandwidth, deduplication, and messages between the two ranks. These rates
+and the counts of the batches give the limit: the time of a step without Python, waits, or overhead
+per operation. Rates and steps are measured in turns in the same processes, with one thread per
+rank.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from sbpflow.runtime.ranks.world import World
 SEED = 11
 GEMM_SIDE = 1024
 COPY_ELEMENTS = 1 << 24  # 64 MiB, larger than the caches
-MESSAGE_ELEMENTS = 1 << 18  # 1 MiB, as the vectors of a step
+MESSAGE_ELEMENTS = 1 << 18  # 1 MiB, like the vectors of a step
 
 
 def cpu_ms(call: Callable[[], object], calls: int) -> float:
@@ -79,13 +79,13 @@ def make_rates(
             rows / 1e6,
         ),
         "deduplication_ms": (lambda: indexer.index(addresses), 20, 1.0),
-        # bytes that a rank sends and receives, in both directions at once
+        # bytes that a rank sends and receives at the same time
         "message_gb_per_s": (message, 20, 8.0 * MESSAGE_ELEMENTS / 1e6),
     }
 
 
 def limit_ms(rates: dict[str, float], counts: dict[str, float], shape: Shape) -> dict[str, float]:
-    """Return the time of each kind of work of a step on one rank, at the measured rates."""
+    """Return how long each kind of work in a step takes on one rank, at the measured rates."""
     row_mb = 4e-6 * shape.dim
     vectors_mb = counts["lookups"] * row_mb
     peak = max(rates["square_gflop_per_s"], rates["tall_gflop_per_s"])

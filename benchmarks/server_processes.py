@@ -18,7 +18,7 @@ END_S = 20.0
 
 
 class RunningServers(NamedTuple):
-    """Describes running servers."""
+    """Addresses and processes of running servers."""
 
     addresses: list[str]
     secret_file: str

@@ -9,9 +9,9 @@
 ``build`` generates rows, trains Wide & Deep for some steps, and exports the bundle ``F/model``.
 ``cost`` divides the CPU time of a worker (/proc) by its requests. ``latency`` runs wrk, which must
 be installed, and compares the server with an ASGI application that only returns a fixed answer.
-``delta`` compares the latencies before and during the application of a delta. ``soak`` sends
-valid and malformed requests while deltas arrive (including a damaged delta) and a worker is killed;
-every answer must match exactly one version.
+``delta`` compares the latencies before and during the application of a delta. ``soak`` sends valid
+and malformed requests while deltas arrive (including a damaged delta) and a worker is killed; every
+response must match exactly one version.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from sbpflow.serving.scorer import Model
 from sbpflow.serving.scorer import load as load_bundle
 
 SIZES = (1, 64, 1024)
-# Versions differ by far more. The random values of the deltas are larger than trained values, so
-# the rounding of a row in batches of different sizes can differ by more than 1e-6.
+# Versions differ by far more than this. Rounding differs between batch sizes by more than 1e-6,
+# because the random values of the deltas are larger than trained values.
 _TOLERANCE = 1e-5
 EMPTY = """
 import sys
@@ -99,7 +99,7 @@ def bodies_of(folder: Path, size: int) -> dict[str, list[bytes]]:
 
 @contextmanager
 def empty_application() -> Iterator[tuple[int, int]]:
-    """Start the application that only returns a fixed answer; yield its port and process ID."""
+    """Start the application that only returns a fixed response; yield its port and process ID."""
     with tempfile.TemporaryDirectory() as scratch:
         file, port = Path(scratch) / "empty.py", 18700 + os.getpid() % 1000
         file.write_text(EMPTY)
@@ -184,8 +184,8 @@ def _wrk(wrk: str, port: int, body: bytes, connections: int, seconds: int) -> di
 
 
 def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
-    """Compare the latency of scoring one row with the latency of the empty application, in
-    alternating runs.
+    """Compare the latency of scoring one row with that of the empty application, in alternating
+    runs.
     """
     (body, *_) = bodies_of(folder, 1)[TEXT]
     with empty_application() as (port, _), serving(folder / "model") as server:

@@ -1,4 +1,4 @@
-"""Sends HTTP requests over raw sockets in a separate process, and records every answer.
+"""Sends HTTP requests over raw sockets in a separate process, and records every response.
 
 Each connection sends the next request after receiving the answer to the previous request. ``load``
 returns the server's answers, and the caller checks them. A raw socket needs far less client time
@@ -22,7 +22,7 @@ _RECEIVED = 1 << 16
 
 @dataclass
 class Answers:
-    """Contains the answers of a load.
+    """The answers of a load.
 
     ``bodies`` counts the answers by (request, version header, status, body). For each answer,
     ``latency`` contains the seconds, ``at`` the end time (``time.time``), and ``request`` the
@@ -161,7 +161,8 @@ class _Client:
         except OSError:
             part = b""
         connection.received += part
-        # An early answer counts when the request is sent, so the next request can follow.
+        # A response that arrives early counts once the request is sent, so that the next request
+        # can follow.
         if not connection.unsent or not part:
             self._complete(connection, closed=not part)
 

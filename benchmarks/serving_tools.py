@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """Represents a running server; ``request`` sends one request on a new connection."""
+    """A running server; ``request`` sends one request on a new connection."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self.process, self.port = process, port
@@ -96,7 +96,7 @@ def serving(*words: object, workers: int = 1, **environment: str) -> Iterator[Se
 
 
 class Chain:
-    """Writes deltas of a bundle; ``model`` is the model that a server must have after the last
+    """Writes deltas of a bundle; ``model`` is the model that servers must have after the last
     delta.
     """
 

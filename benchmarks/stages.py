@@ -5,8 +5,8 @@
 The runs follow the order of EMBark's paper: (1) serial with every table S(0) and reduce, (2) with
 overlap, (3) with a layout per table (small tables copied, other tables whole), and (4) with unique
 rows for tables with few ids per sample. For comparison, two runs use whole tables and the plan of
-``scheme: auto``. Further runs with unique rows omit one stage each to measure the stage's share of
-the step. An omitted stage returns zeros, so only the times of these runs are meaningful.
+``scheme: auto``. Further runs with unique rows omit one stage each, to measure its share of the
+step. An omitted stage returns zeros, so only the times of these runs are meaningful.
 """
 
 import argparse
@@ -168,9 +168,7 @@ def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
 
 
 class Deep(LayeredPart):
-    """Implements the deep part over the tables; without the deep part, the loss uses the means of
-    the vectors.
-    """
+    """The deep part over the tables; without it, the loss uses the means of the vectors."""
 
     left_out = False
 
@@ -312,7 +310,8 @@ def work(args: argparse.Namespace) -> None:
         }
         losses = {name: loop.run(4) for name, loop in loops.items()}
         first = losses[STAGES[0]]
-        for name, loss in losses.items():  # these runs include all stages, so the losses agree
+        for name, loss in losses.items():
+            # these runs include all stages, so their losses must agree
             torch.testing.assert_close(loss, first, rtol=1e-4, atol=1e-6, msg=name)
         last = loops[STAGES[-1]]
         leave_out(last)

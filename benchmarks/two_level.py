@@ -4,7 +4,7 @@
 
 The hosts are network namespaces, and the ranks of a host share memory. Both layouts train the same
 model on the same batches in the same processes, in turns. ``--simulate`` only counts the distinct
-ids of generated batches for larger worlds, next to the formulas of the price.
+ids of generated batches for larger worlds, and compares them with the price formulas.
 """
 
 import argparse
@@ -33,8 +33,9 @@ WORLDS = ((2, 2, 8192), (2, 8, 2048), (8, 8, 1024), (8, 8, 8192), (64, 8, 8192))
 
 
 def far_rows(shape: Shape, hosts: int, width: int, step: int) -> tuple[float, float]:
-    """Return the numbers of rows that a host requests from other hosts in a step, on average over
-    hosts: distinct per rank (flat), and distinct per host (two levels)."""
+    """Return the mean numbers of rows that a host requests from other hosts in a step: distinct per
+    rank (flat), and distinct per host (two levels).
+    """
     flat = merged = 0
     for host in range(hosts):
         of_host: list[set[tuple[int, int]]] = []
@@ -87,7 +88,7 @@ def work(args: argparse.Namespace) -> None:
         flat_bytes, two_bytes = (statistics.median(wire[layout]) for layout in LAYOUTS)
         rows = [far_rows(SHAPE, 2, 2, step) for step in range(SHAPE.num_batches)]
         expected = [ROW_BYTES * float(np.mean(side)) for side in zip(*rows, strict=True)]
-        # One rank of a host sends to the other host in the ring that sums the dense gradients.
+        # In the ring that sums the dense gradients, one rank of a host sends to the other host.
         parameters = trainers["unique"].job.model.parameters.values()
         dense = 2 * (RANKS - 1) / RANKS * 4 * sum(p.part.numel() for p in parameters)
         Results("two_level", link).add(
@@ -119,7 +120,7 @@ def simulate() -> None:
             ROW_BYTES * tables * far * width * law.touched(samples),
             ROW_BYTES * tables * far * law.touched(samples * width),
         ]
-        sampled = min(hosts, 4)  # hosts are alike
+        sampled = min(hosts, 4)  # one host suffices, because hosts are alike
         counted = [rows * far / ((sampled - 1) / sampled) for rows in
                    far_rows(shape, sampled, width, 0)]  # fmt: skip
         results.add(

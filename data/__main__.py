@@ -33,9 +33,9 @@ _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
     *("keep_strings", "keys"),
 )
-"""Options of prepare that come from the set of ``--like``"""
+"""Options of prepare that ``--like`` takes from its set"""
 _OF_VOCABULARIES = ("min_count", "spare", "keep_strings", "grow")
-"""Options of prepare that affect only fields with a vocabulary"""
+"""Options of prepare that only affect fields with a vocabulary"""
 
 
 def _prepare(args: argparse.Namespace) -> Manifest | None:
@@ -46,8 +46,8 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     given = [key for key in _SHARED if getattr(args, key) is not None]
     if args.like is not None and given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')}: the set of --like ({args.like}) determines this "
-            "option; remove the option, or remove --like"
+            f"--{given[0].replace('_', '-')}: this option is determined by the set of --like "
+            f"({args.like}); remove the option, or remove --like"
         )
     if args.grow and args.like is None:
         raise ConfigError("--grow needs a set to grow from; use, for example, --like OLD --grow")
@@ -87,7 +87,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
 
 
 def _schema_of(args: argparse.Namespace) -> Schema:
-    """Return the schema for the options: from a file, an accepted proposal, or Criteo's schema."""
+    """Return the schema that the options select: a file, a proposal, or Criteo's schema."""
     if args.schema == Path("auto"):
         from sbpflow.data.prepare.propose import propose
 
@@ -199,7 +199,12 @@ def _add_synth(synth: argparse.ArgumentParser) -> None:
         "up to 1")  # fmt: skip
     add("--ctr", type=float, default=0.2562, help="click-through rate (default %(default)s)")
     add("--auc", type=float, default=0.80, help="best possible AUC (default %(default)s)")
-    add("--products", type=float, default=0.0, help="share of vector products in the logit")
+    add(
+        "--products",
+        type=float,
+        default=0.0,
+        help="share of the logit's variance due to vector products",
+    )
     add("--skew", help="exponent applied to frequencies: 1.2 for all columns, or C3=1.2,C1=0.5")
     add("--drift", type=float, default=0.0, help="share of values replaced per million rows, in "
         "columns with many values")  # fmt: skip
@@ -212,7 +217,7 @@ def _add_synth(synth: argparse.ArgumentParser) -> None:
 
 
 def parser() -> ArgumentParser:
-    """Parse the commands with their options; ``run`` of the result runs the command."""
+    """Return the parser of all commands; ``run`` in the parsed arguments runs the command."""
     parser = ArgumentParser(prog="sbpflow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
@@ -291,7 +296,7 @@ def _summary(manifest: Manifest) -> str:
 
 
 def _errno(error: OSError) -> int:
-    """Return the OS error number, which Polars reports only in the message, or 0 if unknown."""
+    """Return the OS error number, or 0 if unknown. Polars reports it only in the message."""
     match = re.search(r"\(os error (\d+)\)", str(error))
     return error.errno or (int(match[1]) if match else 0)
 
@@ -301,7 +306,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _disk_space(args: argparse.Namespace, number: int) -> str:
-    """Return the needed and the free space if the disk is full, or "" for other errors."""
+    """If the disk is full, return a note on the needed and the free space; else return ""."""
     output: AnyPath | None = getattr(args, "output", None)
     if not isinstance(output, Path) or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
@@ -318,12 +323,12 @@ def _disk_space(args: argparse.Namespace, number: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command, and return its exit status (2 for a user's mistake)."""
+    """Run one command, and return its exit status (2 for user errors)."""
     return until_nobody_reads(partial(_main, argv))
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> Manifest | None:
-    """Run a command, which makes a set for a URL in a local folder."""
+    """Run a command. If the output is a URL, the set is first made in a local folder."""
     if not isinstance(getattr(args, "output", None), RemotePath):
         return args.run(args)
     from sbpflow.data.remote_output import make_remote
@@ -353,7 +358,7 @@ def _main(argv: list[str] | None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        # The write error for a full disk does not contain a file name.
+        # Errors from writing to a full disk do not contain a file name.
         where = getattr(args, "output", None) if error.filename is None else error.filename
         number = _errno(error)
         reason = os.strerror(number) if number else str(error) or "cannot be used"

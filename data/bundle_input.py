@@ -1,4 +1,4 @@
-"""Writes the description of a set's raw rows, and the set's vocabularies, for an exported bundle.
+"""Writes a set's raw row format and vocabularies for an exported bundle.
 
 ``sbpflow.serving.encoder`` reads both.
 """
@@ -25,7 +25,7 @@ from sbpflow.serving.cells import CHECK_BYTES, KEY_BYTES, hash_salt, hashed_key_
 class SavedKeys:
     """The keys of growing fields that share rows; ``read`` returns int64 [num_keys] by id from 2.
 
-    Bundles have ids for these keys as for the values of a vocabulary.
+    In bundles, these keys have ids like the values of a vocabulary.
     """
 
     fields: tuple[str, ...]
@@ -94,7 +94,7 @@ def _field(
     column = schema.list_column(name)
     keyed, vocabulary = entry.get("keyed", False), vocabularies.get(name)
     salt = hash_salt(options.seed, schema.vocabulary(name)) if entry.get("hashed") else None
-    if keyed and vocabulary is None:  # no table has rows for the keys; all get id 2
+    if keyed and vocabulary is None:  # no table has rows for these keys, so all get id 2
         salt = 0
     return {
         "name": name,
@@ -121,8 +121,7 @@ def _field(
 
 
 def _hashes() -> dict[str, Any]:
-    """Return the definitions of the hashes, with sample results for checking other
-    implementations."""
+    """Return the definitions of the hashes, with samples for checking other implementations."""
     keys = np.array([0, 7, 2**64 - 1], dtype=np.uint64)
     return {
         "string": {
@@ -144,7 +143,7 @@ def _hashes() -> dict[str, Any]:
 
 
 def _places(manifest: Manifest, growing: Growing) -> tuple[dict[str, Any], int, int]:
-    """Return each vocabulary's position in the arrays, and how many slots and checks there are."""
+    """Return each vocabulary's position in the arrays, and the numbers of slots and checks."""
     options, known = like_options(manifest), open_vocabularies(manifest)
     places: dict[str, Any] = {}
     slots, checks = 0, 0
@@ -175,7 +174,7 @@ def _places(manifest: Manifest, growing: Growing) -> tuple[dict[str, Any], int, 
 
 
 def write_vocabularies(manifest: Manifest, growing: Growing, file: Path) -> None:
-    """Write the hash tables of all vocabularies, one vocabulary at a time."""
+    """Write the hash tables of all vocabularies, one at a time to save memory."""
     options, known = like_options(manifest), open_vocabularies(manifest)
     places, slots, checks = _places(manifest, growing)
     arrays = {"keys": ("U64", [slots]), "ids": ("I32", [slots]), "checks": ("U32", [checks])}

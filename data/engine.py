@@ -1,8 +1,8 @@
 """Run one function on many items: in threads, in processes, or as tasks of a Ray or Dask cluster.
 
-A task may run twice at the same time, because a worker can die, or be slow, or be lost and come
-back. Tasks therefore write files under unique names and rename them, with a record as the last
-file, and equal tasks write equal bytes. Results have the order of the items.
+A task may run twice, even at the same time, because workers can die, be slow, or lose their
+connection and return. Tasks therefore write files under unique names and rename them, write a
+record last, and always write the same bytes. Results are in the order of the items.
 """
 
 import argparse
@@ -32,18 +32,23 @@ _POLL_S = 1.0
 _MAX_ATTEMPTS = 5
 _SLOW_S = 10.0
 _SLOW_RATIO = 4.0
-"""A task is repeated on an idle worker after ``_SLOW_S``, and this many times the median task"""
+"""A task is repeated on an idle worker after ``_SLOW_S`` and this many times the median time of a
+task
+"""
 _END_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Names an engine; ``address`` is that of a running cluster, or None to start one here."""
+    """The engine to use.
+
+    ``address`` is the address of a running cluster, or None to start workers here.
+    """
 
     name: str = "threads"
     address: str | None = None
     wait_s: float = 1800.0
-    """Maximum time without a finished task in seconds"""
+    """Maximum time without a finished task, in seconds"""
 
     def check(self) -> None:
         """Raise ConfigError for an unknown engine, or an address that the engine cannot use."""
@@ -59,7 +64,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Contains what every worker must have: versions, and a file that all machines share."""
+    """What every worker must have: equal versions, and access to a file that all machines share."""
 
     versions: tuple[tuple[str, str], ...]
     mark: Path
@@ -67,7 +72,7 @@ class Home:
 
     @staticmethod
     def of(mark: Path) -> "Home":
-        """Return the home of this process, with the content of the file ``mark``."""
+        """Return this process's versions, and the content of the file ``mark``."""
         return Home(_versions(), mark.absolute(), mark.read_text(encoding="utf-8"))
 
 
@@ -89,29 +94,31 @@ class Engine:
     def __init__(self, options: EngineOptions, backend: Backend) -> None:
         self._options, self._backend = options, backend
         self.home: Home | None = None
-        """What workers are checked against before their first task; None to check nothing"""
+        """Requirements that workers are checked for before their first task; None for no check"""
 
     @property
     def shares_memory(self) -> bool:
-        """Return True if items and results are not copied."""
+        """Return whether tasks share this process's memory, so that items and results are not
+        copied.
+        """
         return self._backend.shares_memory
 
     @property
     def num_workers(self) -> int:
-        """Return the number of tasks that run at a time."""
+        """Return the number of tasks that run concurrently."""
         return self._backend.num_workers()
 
     def run(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         """Yield ``function(item)`` for every item, in the order of the items.
 
-        Functions and items must be picklable unless ``shares_memory``. Raise the first error of a
+        Functions and items must be picklable unless ``shares_memory``. Raises the first error of a
         task, or DataError if workers die repeatedly or no task finishes within the limit.
         """
         return _Run(self._backend, self._options, self.home, function).results(items)
 
 
 class _Run:
-    """Holds the tasks of one call of ``Engine.run``."""
+    """The tasks of one call of ``Engine.run``."""
 
     def __init__(
         self, backend: Backend, options: EngineOptions, home: Home | None, function: Function
@@ -182,11 +189,13 @@ class _Run:
                 f"task ({type(reason).__name__}); check the memory of its machine, use fewer "
                 "--workers, and rerun this command to resume"
             ) from reason
-        _LOG.warning("a worker died (%s); its task is repeated", type(reason).__name__)
+        _LOG.warning("a worker died (%s); repeating its task", type(reason).__name__)
         self._submit(_Task(task.index, task.item, time.monotonic(), task.attempts + 1))
 
     def _repeat_slow(self) -> None:
-        """Run a copy of the slowest task if a worker is idle and others were much faster."""
+        """If a worker is idle, run a copy of the slowest task, provided that the others were much
+        faster.
+        """
         if not self._backend.is_cluster or len(self._waiting) >= self._workers:
             return
         if not self._durations:
@@ -219,7 +228,7 @@ def _call(home: Home | None, function: Function, item: object) -> tuple[object, 
 
 @lru_cache(maxsize=4)
 def _check_home(home: Home) -> None:
-    """Raise ConfigError unless this worker has the same versions and sees the shared file."""
+    """Raise ConfigError if this worker has different versions or does not see the shared file."""
     here = os.uname().nodename
     for (name, wanted), (_, present) in zip(home.versions, _versions(), strict=True):
         if wanted != present:
@@ -245,7 +254,7 @@ def _check_home(home: Home) -> None:
 def open_engine(
     options: EngineOptions, workers: int | None, backend: Backend | None = None
 ) -> Iterator[Engine]:
-    """Start the engine, or connect to its cluster. Raise ConfigError if this is not possible.
+    """Start the engine, or connect to its cluster. Raises ConfigError on failure.
 
     At most ``workers`` tasks run at a time; None means all CPUs of this machine or of the cluster.
     An open ``backend`` replaces that of the options, and the caller closes it.
@@ -262,10 +271,12 @@ def open_engine(
 
 
 def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> None:
-    """Add the options of an engine to a command; ``default`` needs no other process."""
+    """Add the options of an engine to a command; ``default`` is the engine that needs no other
+    process.
+    """
     add = parser.add_argument
-    add("--workers", type=int, metavar="N", help="tasks at a time (default: all CPUs)")
-    text = f"where tasks run: {default} or processes of this machine, or a cluster"
+    add("--workers", type=int, metavar="N", help="number of concurrent tasks (default: all CPUs)")
+    text = f"where tasks run: {default} or processes on this machine, or a cluster"
     names = (default, "processes", "ray", "dask")
     add("--engine", default=default, choices=names, help=f"{text} (default {default})")
     add("--address", metavar="A", help="running Ray or Dask cluster, such as auto or "
@@ -275,22 +286,24 @@ def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> Non
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Return the engine that the options of a command name."""
+    """Return the engine that a command's options select."""
     return EngineOptions(args.engine, args.address, 60.0 * args.wait)
 
 
 class Cached(Generic[Item, Result]):
-    """Keeps the last value of an expensive function of a worker, for all threads of its process."""
+    """A cache of the last value of an expensive function, shared by all threads of a worker
+    process.
+    """
 
     def __init__(self, function: Callable[[Item], Result]) -> None:
         self._function, self._lock = function, threading.Lock()
         self._last: tuple[Item, Result] | None = None
 
     def __call__(self, key: Item) -> Result:
-        """Return the value for ``key``, which is computed once if consecutive keys are equal."""
+        """Return the value for ``key``, computing it only if the key has changed."""
         with self._lock:
             if self._last is None or self._last[0] != key:
-                self._last = None  # free memory first
+                self._last = None  # free the old value first
                 self._last = key, self._function(key)
             return self._last[1]
 

@@ -1,4 +1,4 @@
-"""Submit tasks to threads, processes, Ray or Dask; ``engine`` decides which tasks and how often.
+"""Submit tasks to threads, processes, Ray, or Dask; ``engine`` decides which tasks and how often.
 
 Ray and Dask are imported only if they are used. A cluster that this module starts ends with this
 process.
@@ -23,18 +23,18 @@ _THREADS = "POLARS_MAX_THREADS"
 
 
 class Backend(Protocol):
-    """Runs submitted calls; ``lost`` are the errors of a call whose worker died."""
+    """Runs submitted calls; ``lost`` are the exceptions that mean that a call's worker died."""
 
     lost: tuple[type[BaseException], ...]
     shares_memory: ClassVar[bool]
     is_cluster: ClassVar[bool]
     can_lose: ClassVar[bool]
-    """True if a call may never return, because its worker can be lost"""
+    """True if a worker can be lost, so that its call never returns"""
 
     def __init__(self, address: str | None, workers: int | None) -> None: ...
 
     def num_workers(self) -> int:
-        """Return the number of calls that run at a time."""
+        """Return the number of calls that run concurrently."""
         ...
 
     def submit(self, function: Callable[..., Any], *arguments: object) -> "Future[Any]":
@@ -42,7 +42,7 @@ class Backend(Protocol):
         ...
 
     def cancel(self, futures: "Sequence[Future[Any]]") -> None:
-        """Stop calls if this is possible."""
+        """Stop the calls, if possible."""
         ...
 
     def state(self) -> str:
@@ -92,7 +92,7 @@ class Threads(_Pool):
 
 
 class Processes(_Pool):
-    """Runs calls in processes; after the death of a process, new processes are started."""
+    """Runs calls in processes; if a process dies, new processes are started."""
 
     shares_memory: ClassVar[bool] = False
     can_lose: ClassVar[bool] = True
@@ -118,11 +118,11 @@ class Processes(_Pool):
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in list((self._pool._processes or {}).values()):
-            process.terminate()  # a task that is still running belongs to a failed run
+            process.terminate()  # any task that is still running belongs to a failed run
 
 
 def _start_worker(threads: int) -> None:
-    """Limit the threads of Polars and torch, which are not loaded yet; exit with the parent."""
+    """Limit the threads of Polars and torch, which are not loaded yet, and exit with the parent."""
     os.environ |= {_THREADS: str(threads), "OMP_NUM_THREADS": str(threads)}
     parent = multiprocessing.parent_process()
 
@@ -135,7 +135,7 @@ def _start_worker(threads: int) -> None:
 
 
 class Ray:
-    """Runs calls as Ray tasks of one CPU each."""
+    """Runs calls as Ray tasks with one CPU each."""
 
     shares_memory: ClassVar[bool] = False
     is_cluster: ClassVar[bool] = True
@@ -271,7 +271,7 @@ def _cannot_start(name: str, address: str | None, error: Exception) -> ConfigErr
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for processes that are started inside."""
+    """Set environment variables for processes that are started inside the context."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

@@ -28,7 +28,7 @@ def prepared_set(
         if isinstance(path, Path) and (path / MANIFEST).is_file():
             if schema is not None or options:
                 key = "prepare" if schema is None else "schema"
-                raise ConfigError(f"{key}: {path} is already prepared; leave {key} out")
+                raise ConfigError(f"{key}: {path} is already prepared; omit {key}")
             return path
     words, split = ["prepare", "--output", str(folder / "set"), "--input"], list[str]()
     if isinstance(data, Mapping):
@@ -59,8 +59,9 @@ def prepared_set(
 
 @contextmanager
 def named_rows(folder: Path) -> Generator[None]:
-    """In error messages, name rows in memory as the caller does, instead of by their files in
-    ``folder``."""
+    """In error messages, replace the paths of files in ``folder`` by the caller's names for the
+    rows.
+    """
     try:
         yield
     except DataError as error:
@@ -86,7 +87,7 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
             ) from error
         except (ValueError, TypeError, pl.exceptions.PolarsError) as error:
             raise DataError(
-                f"{key}: cannot be read as a table: {error}; give columns of one type each"
+                f"{key}: cannot be read as a table: {error}; every column must have a single type"
             ) from error
     else:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Measure how evenly a grown vocabulary loads the parts of a row-split table, and compare the row
+"""Measure how evenly a grown vocabulary loads the parts of a row-split table. Also compare the row
 limits of growing tables with the keys of a set.
 """
 
@@ -48,7 +48,7 @@ def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[d
 
 
 def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Format the result of ``growth_of`` as one line per table."""
+    """Format the result of ``growth_of`` with one line per table."""
     lines = [
         f"  {entry['table']}: {entry['new_values']:,} new values, {entry['in_spare_ids']:,} with "
         f"spare ids and {entry['behind_the_old']:,} after the old rows; the maximum load of the "
@@ -79,7 +79,7 @@ def growing_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[
 
 
 def growing_text(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Format the result of ``growing_of`` as one line per table."""
+    """Format the result of ``growing_of`` with one line per table."""
     lines = [f"  {entry['table']}: {_limits(entry)}" for entry in entries]
     return "\n".join(["growing tables:", *lines]) if lines else ""
 

@@ -1,7 +1,7 @@
 """Process text and keys in single passes, compiled by numba; Polars and numpy would need several
 passes.
 
-This module is imported only if numba is installed. Every loop returns the same result as the Python
+This module is imported only if numba is installed. Every loop gives the same results as the Python
 code that it replaces. All loops release the GIL.
 """
 
@@ -14,7 +14,7 @@ LABEL, INTEGER, HEX = 0, 1, 2
 """Kinds of columns in a line"""
 _END, _MINUS, _ZERO = 10, 45, 48
 _HEX_DIGITS, _MAX_DIGITS = 8, 9
-"""Number of digits that always fit into 32 bits"""
+"""Integers with up to this many digits always fit into 32 bits"""
 
 NIBBLES = np.full(256, 255, dtype=np.uint8)
 """Values of hex digits by byte; 255 for other bytes"""
@@ -36,7 +36,7 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
 ) -> bool:
     """Parse lines of labels, integers and eight-digit hex values into columns.
 
-    Return False, with undefined outputs, if a cell is invalid or if the number of lines or cells is
+    Returns False, with undefined outputs, if a cell is invalid or the number of lines or cells is
     wrong. Shapes are ``kinds`` [columns], ``labels`` [rows], ``integers`` [integer columns, rows],
     and ``keys`` [hex columns, rows]. ``has_integer`` and ``has_key`` are False for empty cells.
     """

@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 
 def check_ranges(*checks: tuple[str, float, float, float]) -> None:
-    """Raise ConfigError for the first (key, value, min, max) that is out of range or NaN."""
+    """Raise ConfigError for the first (key, value, min, max) whose value is out of range or NaN."""
     for key, value, least, most in checks:
         if not least <= value <= most:
             raise ConfigError(f"{key}: {value} must be from {least} to {most}")
@@ -28,7 +28,7 @@ def by_column(
 ) -> tuple[tuple[str, Value], ...]:
     """Parse ``C1=3,C20=12`` or, with ``takes_one``, a single number for all ``columns``.
 
-    Raise ConfigError for any other format, for an unknown column, and for a column with two values.
+    Raises ConfigError for any other format, an unknown column, or a column with two values.
     """
     try:
         if takes_one and "=" not in text:
@@ -46,7 +46,6 @@ def by_column(
 
 
 def epoch_unit(low: float, high: float) -> float | None:
-    """Return the units per second if the range may consist of times since 1970, between 1998 and
-    2039."""
+    """Return the units per second if the range looks like times since 1970 (1998 to 2039)."""
     units = (1.0, 1e3, 1e6)
     return next((unit for unit in units if 9e8 * unit <= low and high <= 2.2e9 * unit), None)

@@ -2,8 +2,8 @@
 
 ``score_blocks`` writes a folder of files instead.
 
-The first column is the row key or, if rows have no keys, the number among the valid rows (``row``).
-``score`` is the predicted click probability, and ``label`` exists if the rows have labels.
+The first column is the row key or, if rows have no keys, the row's number among valid rows
+(``row``). ``score`` is the predicted click probability; ``label`` exists if the rows have labels.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ _WRITERS: Mapping[str, Callable[["pl.DataFrame", Path], object]] = {
 
 
 class Scoring:
-    """Describes rows to score and an output for the scores; every rank creates an equal instance.
+    """The rows to score and the output for the scores; every rank creates an equal instance.
 
     ``inputs`` are raw rows, or the folder of one prepared set, whose ``split`` is scored. ``like``
     is the run's set with the vocabularies. ``output`` is a file, for which only rank 0 calls
-    ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raise ConfigError for a
-    missing local input, for a prepared set whose ids may have a different meaning, or for an
-    unknown suffix.
+    ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raises ConfigError for a
+    missing local input, a prepared set whose ids may have a different meaning, or an unknown
+    suffix.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Scoring:
         return f"{redacted(' '.join(self._inputs))} ({self.split})"
 
     def open(self) -> None:
-        """Check that the output can be written before any row is scored."""
+        """Check that the output can be written, before any row is scored."""
         path = self.output
         if path.exists() and not self.overwrite and not self.is_folder:
             raise ConfigError(f"--output {path} already exists; use --overwrite to replace it")
@@ -106,7 +106,7 @@ class Scoring:
         workers: int | None = None,
         backend: Backend | None = None,
     ) -> None:
-        """Encode raw rows with the run's ids to a folder; a killed run continues."""
+        """Encode raw rows with the run's ids to a folder; an interrupted run is resumed."""
         if self.is_set:
             return
         from sbpflow.data.prepare.new_rows import encode
@@ -123,13 +123,15 @@ class Scoring:
         )
 
     def inputs_digest(self, max_bad_fraction: float) -> str:
-        """Return a digest that changes with the raw rows, the vocabularies, or this setting."""
+        """Return a digest of the raw rows, the vocabularies, and ``max_bad_fraction``."""
         versions = [(*version(source.path), source.num_bytes) for source in self._files()]
         text = json.dumps([versions, self.like.fingerprint, max_bad_fraction], default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_small(self, max_rows: int) -> bool:
-        """Return whether there are at most ``max_rows`` rows, or only a small file of raw rows."""
+        """Return whether there are at most ``max_rows`` rows or the input is a small file of raw
+        rows.
+        """
         if self.is_set:
             return self.manifest().splits[self.split] <= max_rows
         return sum(source.num_bytes for source in self._files()) <= _SMALL_BYTES
@@ -176,7 +178,7 @@ class Scoring:
         _LOG.info("%s: %d scores, mean %.6f", self.output, len(scores), scores.mean())
 
     def report_bad(self, manifest: Manifest) -> None:
-        """Log how many raw lines were bad."""
+        """Log the number of bad raw lines."""
         bad = 0 if self.is_set else sum(manifest.content.get("bad_lines", {}).values())
         if bad:
             _LOG.warning("%d bad lines have no score and no row number", bad)
@@ -201,7 +203,7 @@ def scored_rows(
 
 
 def check_ids(manifest: Manifest, like: Manifest) -> None:
-    """Raise ConfigError unless the ids of ``manifest`` have the same meaning in ``like``.
+    """Raise ConfigError if the ids of ``manifest`` may have a different meaning in ``like``.
 
     Ids have the same meaning if the vocabularies are equal, or if the vocabulary of ``like`` grew
     from the vocabulary of ``manifest``.
@@ -220,8 +222,9 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
 
 
 def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str, pl.Series]":
-    """Return the key column of rows [start, stop): row keys by the column's name, or row numbers by
-    ``row``."""
+    """Return {name: values} of the key column of rows [start, stop): row keys, or row numbers
+    (``row``).
+    """
     import polars as pl
 
     key = manifest.side_column("row_key")

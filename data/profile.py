@@ -1,4 +1,4 @@
-"""Profile the splits of a set: labels, times, missing and unknown values, drift and leakage.
+"""Profile the splits of a set: labels, times, missing and unknown values, drift, and leakage.
 
 One pass over train counts each feature in bins. A second pass, over val and test, compares their
 counts with train. The memory depends on the number of features, not on the number of rows.
@@ -37,14 +37,14 @@ _TOP_IDS = 18
 _REST = NUM_RESERVED_IDS + _TOP_IDS
 _DECILES = 10
 _MIN_SHARE = 1e-4
-"""Minimum share of a group in the population stability index, whose shares must be above 0"""
+"""Lower bound for group shares in the population stability index, which needs shares above 0"""
 
 Bins = NDArray[np.int64]
 
 
 @dataclass
 class SplitProfile:
-    """Describes the labels and times of one split."""
+    """The labels and times of one split."""
 
     rows: int = 0
     label_rate: float | None = None
@@ -56,13 +56,13 @@ class SplitProfile:
 
 @dataclass
 class FeatureProfile:
-    """Describes one field or dense column; mappings are by split, and shares are fractions."""
+    """One field or dense column; mappings are by split, and shares are fractions."""
 
     name: str
     missing: dict[str, float] = field(default_factory=dict)
     """Share of missing ids, or of dense values of 0 (missing values are stored as 0)"""
     unknown: dict[str, float] = field(default_factory=dict)
-    """Share of the rare id, which rare and new values have"""
+    """Share of the rare id, which stands for rare and new values"""
     summary: dict[str, dict[str, float]] = field(default_factory=dict)
     """Mean, standard deviation, min, max and quantiles of a dense column"""
     psi: dict[str, float] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class FeatureProfile:
 
 @dataclass
 class Profile:
-    """Contains the profile of a set."""
+    """The profile of a set."""
 
     splits: dict[str, SplitProfile]
     fields: list[FeatureProfile]
@@ -83,12 +83,11 @@ class Profile:
     num_scored: tuple[int, int]
     """Numbers of rows with label 0 and label 1 from which each ``auc`` is computed"""
     time_edges: list[int]
-    """The edges of the time buckets, or an empty list for a set without times"""
+    """Edges of the time buckets; empty for a set without times"""
 
 
 class _Feature:
-    """Counts one feature in bins; each id is a bin, and bins of dense values are in ascending
-    order."""
+    """Counts one feature in bins: one per id, or ascending bins of dense values."""
 
     def __init__(self, name: str, num_bins: int, *, dense: bool) -> None:
         self.profile = FeatureProfile(name)
@@ -127,7 +126,7 @@ class _Feature:
         np.add.at(self._hits.reshape(-1), labels * _SCORES + scores, 1)
 
     def end_split(self, split: str, base: float) -> None:
-        """Store the shares of the split, compare the shares with train, and reset the counts."""
+        """Store the shares of the split, compare them with train, and reset the counts."""
         profile, counts = self.profile, self._counts.sum(axis=0)
         total = max(int(counts.sum()), 1)
         if self.is_dense:
@@ -175,7 +174,9 @@ class _Feature:
 
 
 def _bins_of(values: NDArray[np.float32]) -> Bins:
-    """Return the upper 16 of the ordered bits as bins, whose relative width is 1/128 or less."""
+    """Return the upper 16 bits of the ordered integers as bins, whose relative width is at most
+    1/128.
+    """
     return ordered(values) >> 16
 
 
@@ -220,7 +221,7 @@ def _auc(negatives: Bins, positives: Bins) -> float | None:
 
 
 def profile_set(manifest: Manifest) -> Profile:
-    """Return the profile of a set. Raise DataError for ids outside their tables."""
+    """Return the profile of a set. Raises DataError for ids outside their tables."""
     files = {split: RowFiles(manifest, split) for split in SPLITS}
     edges = _time_edges(manifest, files)
     fields = [_Feature(f.name, _num_bins(f), dense=False) for f in manifest.fields]

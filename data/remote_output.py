@@ -1,7 +1,7 @@
 """Make a prepared set at a URL: prepare it in a local folder, and then upload it.
 
-The local folder depends only on the URL, so the same command continues a killed run or upload. It
-is removed at the end.
+The local folder's name depends only on the URL, so repeating the command resumes a killed run or
+upload. The folder is removed at the end.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ def make_remote(
 ) -> Manifest:
     """Make the set at ``url`` and return its manifest.
 
-    ``make`` makes the set in a local folder. ``words`` are the arguments of the command, which
-    continues the upload of a local set only if arguments and inputs are the same. Raises
-    ConfigError if there is a set at the URL, unless ``overwrite``.
+    ``make`` makes the set in a local folder. ``words`` are the command's arguments: an upload is
+    only resumed if arguments and inputs are the same. Raises ConfigError if a set already exists at
+    the URL, unless ``overwrite``.
     """
     if (url / MANIFEST).exists() and not overwrite:
         raise ConfigError(f"--output {url}: a set already exists; use --overwrite to replace it")
@@ -53,7 +53,7 @@ def make_remote(
         journal.write_text(json.dumps(list(words)) + "\n", encoding="ascii")
         done = []
     else:
-        _LOG.info("continuing the upload of the set in %s", local)
+        _LOG.info("resuming the upload of the set in %s", local)
     _LOG.info("uploading %s to %s", local, url)
     lock = threading.Lock()
     with journal.open("a", encoding="ascii") as file:

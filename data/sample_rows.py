@@ -1,6 +1,5 @@
-"""Makes a few raw rows in the format of a set, and encodes the rows as ``sbpflow encode`` does.
-
-A bundle stores the rows with their scores, so that its scorer can check itself. The rows contain
+"""Makes a few raw rows in the format of a set, and encodes them as ``sbpflow encode`` does. A
+bundle stores these rows with their scores, so that its scorer can check itself. The rows contain
 known, unknown, and missing values. The values come from the vocabularies, not from input rows.
 """
 
@@ -57,8 +56,9 @@ def sample_rows(manifest: Manifest, growing: Growing) -> list[dict[str, Any]]:
 
 
 def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]:
-    """Return some known values spread over the vocabulary, an unknown value, and a missing value,
-    as strings."""
+    """Return, as strings, some known values from across the vocabulary, an unknown value, and a
+    missing value.
+    """
     texts: list[str] = []
     count = 0 if vocabulary is None else len(vocabulary.keys)
     if vocabulary is not None and count:
@@ -77,8 +77,9 @@ def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]
 
 
 def _cells(schema: Schema, name: str, values: list[str], number: int) -> dict[str, Any]:
-    """Return a sparse column's cell in row ``number`` and, if the column has weights, their
-    cell."""
+    """Return a sparse column's cell in row ``number`` and, if the column has weights, the weights'
+    cell.
+    """
     column = schema.list_column(name)
     if column is None:
         return {name: values[number % len(values)]}
@@ -103,5 +104,5 @@ def encode_sample(rows: Sequence[Mapping[str, Any]], manifest: Manifest, folder:
         max_bad_fraction=0.0,
     )
     if encoded is None:
-        raise RuntimeError("one machine encodes the sample rows")
+        raise RuntimeError("the sample rows are encoded on one machine")
     return encoded

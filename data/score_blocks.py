@@ -1,6 +1,5 @@
-"""Write scores to a folder, with a Parquet file per block of rows; a killed run can be continued.
-
-A block is finished once its record exists; the record contains the file's size and CRC32. The
+"""Write scores to a folder, one Parquet file per block of rows, so that a killed run can be
+resumed. A block is finished once its record exists, which contains the file's size and CRC32. The
 folder's mark identifies the rows and weights, so that blocks of another prediction are never
 reused. The index is written last, and then the records, the mark, and the encoded rows are removed.
 """
@@ -28,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Block(NamedTuple):
-    """Describes a block, rows [start, stop) of the split."""
+    """A block: rows [start, stop) of the split."""
 
     number: int
     start: int
@@ -51,16 +50,14 @@ class ScoreBlocks:
         return self._folder / _MARK
 
     def open(self, rows: str) -> None:
-        """Create the folder, or continue an unfinished prediction with the same ``rows`` and
-        weights.
-
-        Raise ConfigError if the folder contains anything else, unless overwriting is allowed.
+        """Create the folder, or resume an unfinished prediction with the same ``rows`` and weights.
+        Raises ConfigError if the folder contains anything else, unless overwriting is allowed.
         """
         folder, overwrite = self._folder, self._scoring.overwrite
         plan = {"plan": f"{rows} {self._plan}"}
         mark = read_record(self.mark, ("plan",))
         if read_record(folder / INDEX, _INDEX_KEYS) is not None:
-            self._clean()  # an earlier start may have been killed before this cleanup
+            self._clean()  # an earlier launch may have been killed before this cleanup
             if not overwrite:
                 raise ConfigError(
                     f"--output {folder} already exists; use --overwrite to replace it"
@@ -81,8 +78,10 @@ class ScoreBlocks:
         write_record(self.mark, plan)
 
     def is_encoded(self) -> bool:
-        """Return whether an earlier start has encoded all rows; remove a possibly stale set of
-        encoded rows."""
+        """Return whether an earlier launch encoded all rows.
+
+        If not, remove its incomplete set of encoded rows.
+        """
         if self._scoring.is_set:
             return True
         rows = self._scoring.rows
@@ -146,7 +145,7 @@ class ScoreBlocks:
             raise ConfigError(f"--output {path} cannot be written ({error})") from error
 
     def finish(self, manifest: Manifest, blocks: Sequence[Block], run: str, step: int) -> None:
-        """Write the index, and remove everything but the files of the blocks."""
+        """Write the index, and remove everything else except the files of the blocks."""
         records = [require_record(self._record(block), _KEYS) for block in blocks]
         num_rows = sum(record["rows"] for record in records)
         files = [{key: record[key] for key in _KEYS[1:-1]} for record in records]
@@ -166,7 +165,7 @@ class ScoreBlocks:
         _LOG.info("%s: %d scores in %d files, mean %.6f", self._folder, num_rows, len(files), mean)
 
     def _clean(self) -> None:
-        """Remove everything but the index and the files of the blocks."""
+        """Remove everything except the index and the files of the blocks."""
         folder = self._folder
         unfinished = (*folder.glob("*.partial"), *folder.glob("part-*.json"))
         for path in (*unfinished, folder / _ENCODED, self.mark):

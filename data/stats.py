@@ -1,8 +1,8 @@
 """Compute statistics of each table's train lookups for planners and caches.
 
 The 17 frequency bins are DreamShard's table features (tools/gen_dlrm_data.py at 73128ed): rows are
-grouped by their number of lookups in one batch of 65,536 samples. The top masses determine the
-benefit of row caches, and the unique ratios determine the cost of the ``unique`` exchange.
+grouped by their number of lookups in one batch of 65,536 samples. The top masses determine how much
+a row cache helps, and the unique ratios determine the cost of the ``unique`` exchange.
 """
 
 import math
@@ -31,8 +31,7 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FieldStats:
-    """Contains the lookup statistics of one table in train; masses and ratios are fractions of the
-    lookups.
+    """The lookup statistics of one table in train; masses and ratios are fractions of the lookups.
 
     For a field with keys, ``rows`` is 0.
     """
@@ -46,7 +45,9 @@ class FieldStats:
     distinct: int
     top_mass: dict[str, float]
     bins_samples: int
-    """Number of samples in the batch of the bins: 65,536, or all samples of a smaller train part"""
+    """Number of samples in the batch used for the bins: 65,536, or all samples of a smaller train
+    split
+    """
     bins_rows: list[int]
     """Number of rows by lookups in the batch: 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, and more"""
     bins_lookups: list[int]
@@ -194,8 +195,7 @@ def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray
 
 
 class _KeyCounts:
-    """Counts keys; new counts are merged once there are as many new keys as distinct keys so
-    far."""
+    """Counts keys. New keys are merged once there are as many of them as distinct keys so far."""
 
     def __init__(self) -> None:
         self._runs = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))]
@@ -236,8 +236,7 @@ def compute_stats(
 ) -> list[FieldStats]:
     """Compute the statistics of every table; functions in ``known`` return already counted lookups.
 
-    The functions are called one after another because the counts of all tables may not fit into
-    memory.
+    The functions are called one at a time, because the counts of all tables may not fit in memory.
     """
     known = known or {}
     counts = count_lookups(manifest, [f.name for f in manifest.fields if f.name not in known])
@@ -256,7 +255,7 @@ def compute_stats(
 
 
 def load_stats(manifest: Manifest) -> list[FieldStats]:
-    """Return the manifest's statistics. Raise DataError if statistics are missing or invalid."""
+    """Return the manifest's statistics. Raises DataError if they are missing or invalid."""
     raw = manifest.content.get("stats")
     if not raw:
         raise DataError(f"{manifest.path}: no statistics in the manifest; use --recount")

@@ -1,5 +1,5 @@
-"""Finds the values of a field, and their rows in its tables: the ids of a vocabulary, or for a
-growing field the rows of the keys in a checkpoint.
+"""Finds the values of a field and their rows in its tables. The rows are the ids of a vocabulary
+or, for a growing field, the rows of the keys in a checkpoint.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,8 +38,8 @@ def values_and_rows(
 
     The values are the distinct values of ``given``, or all values in the order of the vocabulary.
     Strings must be given unless the set keeps them, because a vocabulary has only hashes of
-    strings. A growing field needs the ``saved_keys`` [n] of rows 1 to n; all its strings are
-    returned as keys. Raises ConfigError.
+    strings. A growing field needs ``saved_keys`` [n], the keys of rows 1 to n; if all values are
+    requested, strings are returned as keys. Raises ConfigError.
     """
     known = _known_values(manifest, field, saved_keys)
     if given is None:
@@ -64,8 +64,8 @@ def value_blocks(
 ) -> Iterator[tuple[NDArray[Any], NDArray[np.int32]]]:
     """Yield all values and rows of ``values_and_rows`` in blocks, by ascending row.
 
-    The rows of a block are at most ``block_rows`` apart. The order of the rows needs 8 bytes per
-    value; strings are read block by block.
+    The rows of a block are at most ``block_rows`` apart. Sorting by row needs 8 bytes per value;
+    strings are read block by block.
     """
     known = _known_values(manifest, field, saved_keys)
     stored = known.stored
@@ -90,7 +90,10 @@ class _KnownValues:
         return np.asarray(self.stored.ids)[places] - self.shift
 
     def decoded(self, places: slice | NDArray[np.int64]) -> NDArray[Any]:
-        """Return values; strings of growing fields, which are not stored, as their keys."""
+        """Return the values.
+
+        Growing fields do not store strings, so their strings are returned as keys.
+        """
         is_hash = self.kind == "string" and self.shift > 0
         return _decoded(self.stored, "integer" if is_hash else self.kind, places)
 
@@ -138,15 +141,14 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
                 'prepare the set with --keep-strings (in sbpflow.fit, prepare={"keep_strings": '
                 "True})"
             )
-        # with a fixed width, all strings would be padded to the longest
+        # a fixed-width dtype would pad all strings to the longest
         return np.array(strings, dtype=object)
     raise unknown_value("kind", kind, Kind)
 
 
 def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> torch.Tensor:
-    """Return the keys int64 of values of a field with keys, written as in the input.
-
-    The values of crosses, and of generated sets, are keys. Raise ConfigError for another value.
+    """Return the int64 keys of values that are written as in the input. In crosses and generated
+    sets, the values themselves are keys. Raises ConfigError for an invalid value.
     """
     schema = schema_from(manifest.content["schema"]) if manifest.content.get("schema") else None
     cells = pl.Series(field, [value for value in values if value], dtype=pl.String)
@@ -163,7 +165,7 @@ def values_with_keys(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Return ids, keys, and counts in train of the values of all fields with keys in ``keyed``.
 
-    The fields have vocabularies in ``fitted``. The missing value is first, and has no count.
+    The fields have vocabularies in ``fitted``. The missing value comes first, without a count.
     """
     stored = open_vocabularies(fitted)
     result: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}

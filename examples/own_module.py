@@ -16,7 +16,7 @@ BATCH = 512  # global batch size
 
 @dataclass(frozen=True)
 class Batch:
-    """Contains this rank's rows of a batch."""
+    """This rank's rows of a batch."""
 
     labels: Tensor  # [rows] float32
     dense: Tensor  # [rows, 1] float32
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """Defines the keys of the ``model`` group if ``model.name`` is this class."""
+    """The keys of the ``model`` group if ``model.name`` is this class."""
 
     name: str = "own"
     dim: int = 8

@@ -17,7 +17,7 @@ from sbpflow.serving.server import asgi_app
 
 
 def build() -> App:
-    """Load the bundle in the replica, because the application cannot be sent between processes."""
+    """Load the bundle in the replica, because the application cannot be pickled."""
     return asgi_app({"model": Path(os.environ["SBPFLOW_BUNDLE"])})
 
 

@@ -1,7 +1,7 @@
 """Search hyperparameters with Optuna: python examples/search.py --config clicks.yaml --trials 20
 
-Needs `pip install optuna`. Each trial is a run of `sbpflow train`. A trial is pruned if the AUC on
-val is below the median of the earlier trials at the same step. The study is saved in SQLite, so the
+Needs `pip install optuna`. Each trial is a run of `sbpflow train`. A trial is pruned if its AUC on
+val is below the median of earlier trials at the same step. The study is saved in SQLite, so the
 same command continues an interrupted search, and a larger --trials extends the search.
 """
 
@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 
 
 def overrides(trial: optuna.Trial) -> list[str]:
-    """Return the values to try; edit this list for your model."""
+    """Return the values to try. Edit this list for your model."""
     return [
         f"optimizer.sparse.lr={trial.suggest_float('sparse_lr', 1e-3, 0.3, log=True)}",
         f"optimizer.dense.lr={trial.suggest_float('dense_lr', 1e-4, 1e-2, log=True)}",
@@ -63,7 +63,7 @@ def events(file: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, A
             with file.open("rb") as stream:
                 stream.seek(position)
                 for line in stream:
-                    if not line.endswith(b"\n"):  # still being written
+                    if not line.endswith(b"\n"):  # the line is incomplete
                         break
                     position += len(line)
                     yield json.loads(line)

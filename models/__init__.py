@@ -1,3 +1,1 @@
-"""Contains the models and their configurations, one module per model; ``registry`` lists the
-models.
-"""
+"""The models and their configurations, one module per model; ``registry`` lists the models."""

@@ -61,7 +61,10 @@ class DcnV2Config(ModelOptions):
             )
 
     def spec(self, fields: Fields) -> "DcnV2Spec":
-        """Return the model's shapes for these fields. Raise ConfigError without sparse fields."""
+        """Return the model's shapes for these fields.
+
+        Raises ConfigError if there are no sparse fields.
+        """
         if not fields.sparse:
             raise ConfigError(
                 "model.name: dcnv2 crosses embeddings, but the data has no sparse fields; use "
@@ -103,7 +106,7 @@ class DcnV2Config(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DcnV2Spec(LayeredSpec):
-    """Implements the ``ModelSpec`` of DCN-V2 for given data fields.
+    """The ``ModelSpec`` of DCN-V2 for given data fields.
 
     ``bottom`` and ``vectors`` are None if dense fields do not use the bottom MLP or vectors.
     """

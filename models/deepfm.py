@@ -2,8 +2,8 @@
 
 logit = sum of a weight per value + sum over pairs of <v_i, v_j> + MLP(v_1 .. v_F), as in Guo et
 al., DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987. For a dense field, a weight and a vector
-are multiplied by the field's value. Only the MLP has biases. TorchRec's FactorizationMachine is
-different: it sums over all columns of all vectors and thus also pairs different dimensions.
+are multiplied by the field's value. Only the MLP has biases. TorchRec's FactorizationMachine
+differs: it sums over all columns of all vectors, which also pairs different dimensions.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,10 @@ class DeepFmConfig(ModelOptions):
         self.check_options()
 
     def spec(self, fields: Fields) -> "DeepFmSpec":
-        """Return the model's shapes for these fields. Raise ConfigError if no pair exists."""
+        """Return the model's shapes for these fields.
+
+        Raises ConfigError if there is no pair of fields.
+        """
         numbers, dim = len(fields.dense), self.embedding_dim
         count = len(fields.sparse) + numbers
         if not fields.sparse or count < 2:
@@ -74,7 +77,7 @@ class DeepFmConfig(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepFmSpec(LayeredSpec):
-    """Implements the ``ModelSpec`` of DeepFM for given data fields."""
+    """The ``ModelSpec`` of DeepFM for given data fields."""
 
     mlp: MlpShape | None
     num_sparse: int

@@ -34,7 +34,10 @@ class DlrmConfig(ModelOptions):
         self.check_options()
 
     def spec(self, fields: Fields) -> "DlrmSpec":
-        """Return the model's shapes. Raise ConfigError without dense or sparse fields."""
+        """Return the model's shapes.
+
+        Raises ConfigError if there are no dense or no sparse fields.
+        """
         if not fields.sparse or not fields.dense:
             raise ConfigError(
                 "model.name: dlrm needs dense and sparse fields, but the data has "
@@ -69,9 +72,7 @@ class DlrmConfig(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmSpec(LayeredSpec):
-    """Implements the ``ModelSpec`` of DLRM; ``num_vectors`` includes the vector of the bottom
-    MLP.
-    """
+    """The ``ModelSpec`` of DLRM; ``num_vectors`` includes the vector of the bottom MLP."""
 
     bottom: MlpShape
     top: MlpShape

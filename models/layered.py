@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Contains the options that all models in this package share."""
+    """The options that all models in this package share."""
 
     dropout: Dropout = 0.0
     norm: Annotated[
@@ -108,7 +108,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredSpec(ABC):
-    """Implements a ``ModelSpec`` made of layers."""
+    """A ``ModelSpec`` made of layers."""
 
     outputs: tuple[OutputConfig, ...]
     options: ModelOptions
@@ -138,7 +138,7 @@ class LayeredSpec(ABC):
 
     @property
     def splits_parameters(self) -> bool:
-        """Return True if parameters may be split; a compiled part needs full copies."""
+        """Return whether parameters may be split; a compiled part needs full copies."""
         return not self.options.compile
 
     @property
@@ -187,7 +187,7 @@ class LayeredSpec(ABC):
 
 
 class LayeredPart:
-    """Implements the dense part of a model on one rank."""
+    """The dense part of a model on one rank."""
 
     def __init__(
         self,
@@ -227,7 +227,8 @@ def _log_half_speed(half: torch.dtype, boxing: Boxing) -> None:
     if boxing.world.device.type == "cpu" and boxing.world.rank == 0:
         ratio = half_time(half)
         logger.info(
-            "model.autocast: linears in %s take %.2f times as long as in float32 on this CPU%s",
+            "model.autocast: linear layers in %s take %.2f times as long as in float32 on this "
+            "CPU%s",
             str(half).removeprefix("torch."),
             ratio,
             "" if ratio < 1 else "; remove autocast for speed",

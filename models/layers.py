@@ -23,9 +23,7 @@ Norm = Literal["none", "batch", "layer"]
 
 
 class Functions(Protocol[T]):
-    """Declares the functions that layers call; ``sbpflow.tensor.ops`` implements these functions
-    for global tensors.
-    """
+    """The functions that layers call; ``sbpflow.tensor.ops`` implements them for global tensors."""
 
     def add(self, a: T, b: T, *, id: str | None = None) -> T: ...
     def mul(self, a: T, b: T, *, id: str | None = None) -> T: ...
@@ -86,8 +84,7 @@ def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlpShape:
-    """Describes hidden layers (linear, norm, ReLU, dropout) and a last linear layer if ``outputs``
-    is not 0.
+    """Hidden layers (linear, norm, ReLU, dropout), and a last linear layer if ``outputs`` is not 0.
 
     The last linear layer has neither norm nor dropout. ``last_relu`` adds a ReLU after this layer.
     """
@@ -131,8 +128,8 @@ class Layers(Generic[T]):
     """Runs layers on one batch, with parameters and buffers looked up by name.
 
     ``half`` is the compute dtype of linear layers, or None to compute in the weights' dtype.
-    Weights keep their dtype, and ``whole`` layers compute in the weights' dtype. ``seed`` is the
-    dropout seed.
+    Weights keep their dtype, and ``whole`` layers compute in that dtype. ``seed`` is the dropout
+    seed.
     """
 
     functions: Functions[T]

@@ -1,4 +1,4 @@
-"""Define Wide & Deep for click-through rates on logical tensors.
+"""Define Wide & Deep for click-through rate prediction, on logical tensors.
 
 logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). The code does not depend on
 layouts, because ops insert the conversions. The architecture and initial values follow
@@ -69,7 +69,7 @@ class WideConfig:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if the model has no wide part."""
+        """Return whether the model has no wide part."""
         return not (self.columns or self.crosses or self.numeric)
 
 
@@ -103,9 +103,7 @@ class WdlConfig(ModelOptions):
             raise ConfigError("model.hidden: [] has no layers; use, for example, [400, 400]")
 
     def spec(self, fields: Fields) -> "WdlSpec":
-        """Return the model's shapes. Raise ConfigError for a cross that the data does not
-        contain.
-        """
+        """Return the model's shapes. Raises ConfigError for a cross that is not in the data."""
         hashed = _hashed_columns(self.wide, fields)
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []
@@ -201,7 +199,7 @@ def _check_crosses(
 
 @dataclass(frozen=True, kw_only=True)
 class WdlSpec(LayeredSpec):
-    """Implements the ``ModelSpec`` of a Wide & Deep model for given data fields.
+    """The ``ModelSpec`` of a Wide & Deep model for given data fields.
 
     ``mlp`` is the deep part, or None. ``vectors`` contains the specs of the dense fields' vectors,
     if any. ``wide_numbers`` is the number of dense fields with a weight in the wide part.

@@ -1,6 +1,6 @@
 """``sbpflow calibrate | plan | explain | compare | measure | clusters``.
 
-Each command imports its dependencies when it runs.
+Each command imports its dependencies only when it runs.
 """
 
 import os

@@ -1,5 +1,4 @@
-"""Builds profiles of machines that are not available, based on published figures or with other
-links.
+"""Builds profiles of machines that are not available, from published figures or with other links.
 
 Every price in a profile of published figures is an assumption: bytes divided by a stated share of a
 bandwidth. A calibration copied from another machine (``planner.costs.profile.load``) uses measured
@@ -25,7 +24,7 @@ from sbpflow.runtime.files.local_path import local_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Lists published figures of a device and its links, in GB/s per device and direction."""
+    """Published figures of a device and its links, in GB/s per device and direction."""
 
     memory_gb_per_s: float
     dense_tflop_per_s: float
@@ -33,7 +32,7 @@ class Machine:
     link: Link
     device_bytes: int
     source: str
-    share: float = 0.5  # assumed share of the bandwidth that scattered row accesses reach
+    share: float = 0.5  # assumed share of the bandwidth that random row accesses achieve
 
 
 MACHINES: Mapping[str, Machine] = {
@@ -76,7 +75,7 @@ WITHIN_HOST_GB_PER_S = 2.0
 
 USABLE = 0.85  # share of a device's memory for tables; activations and the system use the rest
 _FLOAT = 4.0  # bytes
-# number of times that a radix sort, including run detection, reads and writes an 8-byte id
+# how often a radix sort, including run detection, reads and writes each 8-byte id
 _SORT_PASSES = 8.0
 
 
@@ -106,7 +105,7 @@ def profile_of(name: str | None) -> Profile:
 
 
 def memory_of(name: str | None) -> int | None:
-    """Return the bytes that a rank of ``--profile`` may fill, if a data sheet states the memory."""
+    """Return the bytes that a rank may use for tables, if ``--profile`` names a data sheet."""
     machine = MACHINES.get(name or "")
     return None if machine is None else int(USABLE * machine.device_bytes)
 
@@ -188,10 +187,8 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
 
 def crowded(profile: Profile, ranks_here: int) -> Profile:
     """Return the profile with prices for ``ranks_here`` ranks on the machine where it was measured.
-
-    Each rank runs one thread. If there are more ranks than cores, the ranks share the cores, so
-    every price grows in proportion. Ranks on GPUs do not share cores, so their prices do not
-    change.
+    Each rank runs one thread, so if there are more ranks than cores, all prices grow in proportion.
+    Ranks on GPUs do not share cores, so their prices do not change.
     """
     cores = os.cpu_count() or 1
     measured = int(profile.about.get(RANKS_HERE, profile.world_size))

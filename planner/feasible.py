@@ -1,4 +1,4 @@
-"""Checks that a plan fits in memory, or reports the changes that would make a plan fit."""
+"""Checks that a plan fits in memory, or reports changes that would make one fit."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ from sbpflow.planner.planners import Planned, make_plan
 from sbpflow.planner.task import Plan, Task
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-QUICK = 60  # number of insertions; sufficient to test whether a changed task fits
+QUICK = 60  # number of insertions; enough to test whether a changed task fits
 RANKS = (2, 4, 8)  # factors of the number of ranks
 CACHES = (0.5, 0.25, 0.1)  # shares of the rows on the device
 
@@ -20,22 +20,22 @@ CACHES = (0.5, 0.25, 0.1)  # shares of the rows on the device
 def choose(cost: TaskCost, *, seed: int = 0) -> Plan:
     """Return the cheapest plan that the search finds; the result depends only on the arguments.
 
-    Raises PlanError if no plan fits; the message names the fullest rank and the smallest sufficient
-    changes.
+    Raises PlanError if no plan fits, with the fullest rank and the smallest changes that would
+    help.
     """
     return checked(make_plan("auto", cost, seed=seed), cost).plan
 
 
 def checked(planned: Planned, cost: TaskCost) -> Planned:
-    """Return the plan; raise PlanError unless the plan fits."""
+    """Return the plan; raise PlanError if it does not fit."""
     if not planned.priced.feasible:
         raise PlanError(infeasible_text(planned, cost))
     return planned
 
 
 def infeasible_text(planned: Planned, cost: TaskCost) -> str:
-    """Describe the fullest rank of the plan with the smallest excess, and the changes that would
-    make a plan fit.
+    """Describe the fullest rank of the plan closest to fitting, and changes that would make one
+    fit.
     """
     task, memory = cost.task, planned.priced.memory
     limit = float(task.device_bytes or 0)
@@ -64,7 +64,7 @@ def _changes(cost: TaskCost) -> list[str]:
 
 
 def _tried(task: Task) -> list[list[tuple[str, Task]]]:
-    """Return the alternatives for each kind of change, with the smallest change first."""
+    """Return the alternatives for each kind of change, smallest change first."""
     rows: list[tuple[str, Task]] = []
     if task.row_dtype.itemsize > 2:
         rows.append(("parallel.table_dtype: bfloat16", replace(task, row_dtype=torch.bfloat16)))

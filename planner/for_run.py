@@ -1,8 +1,8 @@
 """Implements ``parallel.plan: auto``: computes a rule for every table from a run's configuration
 and statistics.
 
-The task is read from a draft plan of the run (tables, features, optimizers, dense part), so users
-do not specify these values twice. Every rank calls ``plan_tables`` and gets the same plan: one
+The task (tables, features, optimizers, dense part) is read from a draft plan of the run, so users
+need not describe it a second time. Every rank calls ``plan_tables`` and gets the same plan: one
 process per machine searches, the search is deterministic, and the ranks compare their plans before
 the run starts.
 """
@@ -43,7 +43,7 @@ LOG = logging.getLogger(__name__)
 
 
 class FieldStats(Protocol):
-    """Contains the statistics of a field that ``sbpflow stats`` measures."""
+    """The statistics of a field, as ``sbpflow stats`` measures them."""
 
     @property
     def name(self) -> str: ...
@@ -61,7 +61,7 @@ class FieldStats(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """Contains a plan, the rules of the plan for ``plan_run``, and the predicted step time."""
+    """A plan, its rules for ``plan_run``, and the predicted step time."""
 
     task: Task
     plan: Plan
@@ -116,8 +116,8 @@ def plan_tables(
     profile: Profile | None = None,
     topology: Topology | None = None,
 ) -> PlannedRun:
-    """Choose a plan for a run; ``num_rows`` is the number of rows from which ``stats`` were
-    computed.
+    """Choose a plan for a run; ``num_rows`` is the number of rows that ``stats`` were computed
+    from.
 
     Raises ConfigError if this machine has no calibration, or PlanError if no plan fits in memory.
     """
@@ -146,7 +146,7 @@ def plan_tables(
 
 
 def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
-    """Return the task of a run, read from any of its plans; tables in ``parallel.tables`` are
+    """Return the task of a run, read from any of its plans. Tables in ``parallel.tables`` are
     pinned.
     """
     tables, memory = plan.embeddings, plan.topology.memory_bytes
@@ -189,15 +189,15 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
 
 
 def _equal_hosts(topology: Topology) -> int:
-    """Return the number of hosts, or 1 unless every host has equally many consecutive ranks."""
+    """Return the number of hosts, or 1 if hosts differ in size or have non-consecutive ranks."""
     ranks = [rank for host in topology.hosts for rank in host]
     even = topology.ranks_per_host is not None and ranks == sorted(ranks)
     return len(topology.hosts) if even else 1
 
 
 def _dense_work(plan: RunPlan) -> DenseWork:
-    """Estimate rank 0's dense part: one multiply-add per sample and parameter; every matrix is a
-    layer.
+    """Estimate the work of rank 0's dense part: one multiply-add per sample and parameter, with one
+    layer per matrix.
     """
     shapes = [parameter.layout.part_shape(parameter.shape, 0) for parameter in plan.dense]
     layers = dense_work(
@@ -210,8 +210,8 @@ def _dense_work(plan: RunPlan) -> DenseWork:
 def _stats_of(
     table: TableConfig, known: Mapping[str, FieldStats], per_sample: Mapping[str, float]
 ) -> IdStats:
-    """Return the statistics of the table's field; if there are several fields, use the field with
-    the most ids.
+    """Return the statistics of the table's field, or of the field with the most ids if there are
+    several.
     """
     fields = [known[name] for name in table.features if name in known]
     if not fields:

@@ -3,7 +3,7 @@ search again.
 
 The file's name is a digest of everything that affects the choice: the task, the prices, the seed,
 the source code, and the versions of the packages that the search uses. A process that finds the
-file locked waits for the lock, so ranks that share cores do not all search.
+file locked waits, so that ranks that share cores do not all search.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from sbpflow.runtime.files.file_lock import hold
 from sbpflow.runtime.files.json_file import JsonError, object_of, parse_json
 
 LOG = logging.getLogger(__name__)
-MOST_PLANS = 100  # only the newest plans are kept
+MOST_PLANS = 100  # only this many of the newest plans are kept
 MOST_CHARACTERS = 2**26
 
 
@@ -33,9 +33,8 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
     """Return the plan that ``choose`` computes for these prices and this seed; only one process
     calls ``choose``.
 
-    If ``choose`` raises an exception, the exception propagates and nothing is cached. If the cache
-    folder is not writable, every process chooses its own plan and logs a warning. A damaged file is
-    replaced.
+    An exception from ``choose`` propagates, and nothing is cached. If the cache folder is not
+    writable, every process chooses its own plan and logs a warning. Damaged files are replaced.
     """
     path = cache_dir() / "plans" / f"{_digest(cost, seed)}.json"
     try:
@@ -53,9 +52,7 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
 
 
 def _read(file: IO[str], task: Task) -> Plan | None:
-    """Return the task's cached plan. Return None for a new file and, with a warning, for a damaged
-    file.
-    """
+    """Return the task's cached plan, or None for a new file or, with a warning, a damaged one."""
     file.seek(0)
     try:
         text = file.read(MOST_CHARACTERS)
@@ -63,7 +60,7 @@ def _read(file: IO[str], task: Task) -> Plan | None:
             return None
         content = object_of(parse_json(text), "the file")
         if content.get("sha256") != _digest_of(content.get("plan")):
-            raise JsonError("its checksum is wrong")
+            raise JsonError("its checksum does not match")
         plan = plan_of_tree(content["plan"])
         task.check(plan)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -74,7 +71,7 @@ def _read(file: IO[str], task: Task) -> Plan | None:
 
 def _write(file: IO[str], path: Path, plan: Plan) -> None:
     try:
-        # Bypass the buffer of ``file``, because it would be written a second time on close.
+        # Bypass the buffer of ``file``, which would be written again on close.
         os.ftruncate(file.fileno(), 0)
         content = {"sha256": _digest_of(plan_tree(plan)), "plan": plan_tree(plan)}
         os.write(file.fileno(), json.dumps(content).encode())

@@ -35,7 +35,7 @@ from sbpflow.runtime.processes.launch import ArgumentParser
 from sbpflow.runtime.processes.start_ranks import start_ranks
 from sbpflow.runtime.ranks.world import World
 
-NEAR = 1.05  # maximum price relative to the best plan; about a model's error for good plans
+NEAR = 1.05  # maximum price relative to the best plan: about the error of the model for good plans
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
 
@@ -145,21 +145,21 @@ def _cost(args: Namespace) -> TaskCost:
     if measure and set(tables.laws) != {table.name for table in tables.tables}:
         raise ConfigError(
             "--measure: ids are sampled by each table's zipf, which some tables lack; give every "
-            'table "zipf": {"s": .., "q": ..}, or leave --measure out'
+            'table "zipf": {"s": .., "q": ..}, or omit --measure'
         )
     profile, limit = profile_of(args.profile), memory_of(args.profile)
     device = profile.device_type
     if measure and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"--measure: --profile {args.profile} describes GPUs, and this machine has no usable "
-            "GPU; leave out --measure or --profile"
+            f"--measure: --profile {args.profile} describes GPUs, but this machine has no usable "
+            "GPU; omit --measure or --profile"
         )
     task = tables.task(args.world_size, device, device_bytes=limit)
     return TaskCost(profile, replace(task, num_hosts=profile.link.num_hosts(args.world_size)))
 
 
 def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
-    """Write the requested files, even for a plan that does not fit; return the report's text."""
+    """Write the requested files, even if the plan does not fit; return the report's text."""
     report = report_of(planned, cost)
     if args.report:
         args.report.write_text(WRITERS[args.report.suffix](report), encoding="utf-8")
@@ -211,7 +211,7 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
     """Return plans that fit, by name: the best ``count`` plans and the plans with one shape for all
     tables.
 
-    After the best plan, the function chooses the plans that differ most among the plans within a
+    After the best plan come the plans that differ most from each other, among all plans within a
     price factor of ``NEAR``.
     """
     problem, found, chosen = planned.problem, planned.found, [planned.assignment]
@@ -249,7 +249,7 @@ def _times(path: Path, count: int) -> list[float]:
 
 
 def measure(argv: Sequence[str]) -> str:
-    """Run as one of the ranks that ``plan --measure`` starts; write the ms of each plan."""
+    """Run as one of the ranks that ``plan --measure`` starts, and write the ms of each plan."""
     parser = ArgumentParser(
         prog="sbpflow measure", description="Time the plans one after another, as one rank."
     )

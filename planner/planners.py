@@ -1,9 +1,9 @@
 """Provides all planners by name through one function: the project's own planner and published
 planners for comparison.
 
-``auto`` searches all layouts under the cost model. The learned planners are trained on first use
-with random tasks from ``planner.workloads``. The tasks use the same world size, batch size, and
-profile. Training takes up to a minute, and the trained networks are cached.
+``auto`` searches all layouts under the cost model. The learned planners are trained on first use,
+on random tasks from ``planner.workloads`` with the same world size, batch size, and profile.
+Training takes up to a minute, and the trained networks are cached.
 """
 
 import logging
@@ -62,7 +62,7 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
     "dreamshard": DreamShard,
     "autoshard": AutoShard,
 }
-MOST_FOR_EMBARK = 2000  # tables x ranks; above this limit, EMBark's 189 placements take seconds
+MOST_FOR_EMBARK = 2000  # limit of tables x ranks, above which EMBark's 189 placements take seconds
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables of a training task
 # memory limits of the training tasks, relative to an evenly divided plan
@@ -71,7 +71,7 @@ TRAINING_SLACKS = (None, 1.1, 1.25, 1.5, 2.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """Contains a planner's plan and price; ``found`` is the search result of ``auto``."""
+    """A planner's plan and price; ``found`` is the search result of ``auto``."""
 
     planner: str
     plan: Plan
@@ -92,9 +92,7 @@ def planner_of(name: str) -> PlannerName:
 def make_plan(
     name: PlannerName, cost: TaskCost, *, seed: int = 0, insertions: int | None = None
 ) -> Planned:
-    """Create a plan for the task of ``cost``; if no plan fits, ``priced`` shows the smallest
-    excess.
-    """
+    """Create a plan for the task of ``cost``; if none fits, the plan with the smallest excess."""
     start = time.perf_counter()
     problem = problem_of(cost)
     setting = Setting(cost.task, problem, seed)

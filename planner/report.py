@@ -23,10 +23,9 @@ SEEDS_SHOWN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """Describes a table's best other choice, with which a step takes ``more_ms`` longer.
-
-    All other tables keep their choices. If the plan fits in memory, the new choice also fits;
-    otherwise the new choice does not increase the excess.
+    """A table's second-best choice, with which a step takes ``more_ms`` longer if all other tables
+    keep theirs. If the plan fits in memory, it also fits with this choice; otherwise this choice
+    does not increase the excess.
     """
 
     choice: Choice
@@ -35,7 +34,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Contains a plan with its bound and alternatives, as input of the report writers."""
+    """A plan with its bound and alternatives, as input for the report writers."""
 
     planned: Planned
     cost: TaskCost
@@ -49,7 +48,7 @@ class Report:
 
 
 def report_of(planned: Planned, cost: TaskCost) -> Report:
-    """Compute the bound and the alternatives; this takes some time for many tables."""
+    """Compute the bound and the alternatives, which takes a while for many tables."""
     return Report(
         planned=planned,
         cost=cost,
@@ -139,7 +138,7 @@ def as_text(report: Report) -> str:
         f"{tree['planner']}: {prediction_text(tree['predicted_ms'], tree['error'], report.cost)}, "
         f"planned in {tree['plan_seconds']:.1f} s" + ("" if tree["feasible"] else "; DOES NOT FIT"),
         f"lower bound for any plan {report.bound.ms:.3f} ms, gap {100 * report.bound.gap:.1f} %; "
-        "the bound applies to predicted steps, not to measured steps",
+        "the bound applies to predicted step times, not to measured ones",
         "",
     ]
     rows: list[tuple[str, ...]] = [("rank", *KINDS, "memory MB", "sent MB", "tables")]
@@ -153,7 +152,7 @@ def as_text(report: Report) -> str:
     lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
     lines += [
         "",
-        "table, layout, ranks; best other choice and the ms that this choice adds to the step",
+        "table, layout, ranks; second-best choice and the ms that it adds to the step",
     ]
     for table in tree["tables"]:
         text = f"{table['name']}: {table['layout']} on {_ranks(table['ranks'])}"

@@ -1,8 +1,8 @@
 """Implements ``sbpflow clusters``: predicts a model's step time for growing numbers of ranks.
 
 The ranks are on this machine or on other machines. For each number of ranks, the command prints the
-predicted step time of the best plan and the share of communication in the step time. Below the
-table, the command lists the measured and the assumed prices.
+best plan's predicted step time and its share of communication. Below the table, it lists which
+prices are measured and which are assumed.
 """
 
 import math
@@ -49,7 +49,7 @@ def clusters(argv: Sequence[str]) -> str:
         "--ranks-per-node", type=int, default=1, help="number of ranks that share the --link"
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128])
-    parser.add_argument("--weak", action="store_true", help="keep the batch size of each rank")
+    parser.add_argument("--weak", action="store_true", help="keep the batch size per rank")
     parser.add_argument("--planner", default="auto", help=", ".join(PLANNERS))
     parser.add_argument("--seed", type=int, default=0)
     return _table(parser.parse_args(argv))

@@ -25,7 +25,8 @@ def shapes_of(task: Task, table: TableConfig) -> tuple[Shape, ...]:
     size = task.world_size
     if size == 1:
         return (COPIED,)
-    can_copy = table.storage is None and table.growth is None  # cached or growing: no copies
+    # cached and growing tables cannot be copied
+    can_copy = table.storage is None and table.growth is None
     # All tables of a growing field must split their rows in the same way: not at all, or over all
     # ranks.
     cuts = range(1, size + 1) if table.growth is None else (1, size)
@@ -54,8 +55,8 @@ def problem_of(
 ) -> Problem:
     """Return the search problem for a task; pinned tables are part of the problem's base.
 
-    ``allowed`` restricts the shapes. The shapes of a ``given`` plan are added, because a plan
-    written by hand may use a shape that the search does not try. Raises PlanError for a table
+    ``allowed`` restricts the shapes. The shapes of a ``given`` plan are added, because a
+    handwritten plan may use shapes that the search does not try. Raises PlanError for a table
     without options.
     """
     task, size = model.task, model.task.world_size
@@ -101,9 +102,7 @@ def _option(model: TaskCost, table: TableConfig, shape: Shape) -> Option:
 
 
 def plan_of(task: Task, problem: Problem, assignment: Assignment) -> Plan:
-    """Return the plan that an assignment describes, including pinned tables, in the task's
-    order.
-    """
+    """Return the plan that an assignment describes, with pinned tables, in the task's order."""
     plan: Plan = dict(task.pinned)
     world = tuple(range(task.world_size))
     for name, options, move in zip(problem.names, problem.options, assignment, strict=True):

@@ -40,8 +40,8 @@ from sbpflow.runtime.files.json_file import JsonError, kind_name, read_json
 
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
-MOST = 1e18  # of any number
-MOST_BYTES = 2**28  # limit on the file size; a sample of ids may be long
+MOST = 1e18  # limit for any number
+MOST_BYTES = 2**28  # file size limit; a sample of ids may be long
 _WIDE = 256  # default layer width without ``elements_per_sample``
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
@@ -50,7 +50,7 @@ MOST_IDS = 1_000_000  # per sample and table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablesFile:
-    """Contains the content of the file; ``laws`` contains the ``zipf`` parameters by table."""
+    """The content of the file; ``laws`` has the ``zipf`` parameters by table."""
 
     tables: tuple[TableConfig, ...]
     features: tuple[FeatureConfig, ...]
@@ -83,7 +83,7 @@ class TablesFile:
 
 
 def read_tables(path: Path) -> TablesFile:
-    """Read a file; a ConfigError names the table and the invalid key."""
+    """Read a file; raise ConfigError, naming the table and key, for invalid content."""
     try:
         tree = read_json(path, max_bytes=MOST_BYTES)
     except FileNotFoundError as error:
@@ -189,9 +189,7 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
 
 
 def _number(key: str, value: object, *, least: float) -> float:
-    """Return the value as a float; raise ConfigError unless the value is finite and above
-    ``least``.
-    """
+    """Return the value as a float; raise ConfigError unless it is finite and above ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < MOST:
         bound = "above 0" if least == 0.0 else "0 or more"
         raise ConfigError(f"{key}: {value!r}; use a number, {bound} and below {MOST:g}")
@@ -199,8 +197,8 @@ def _number(key: str, value: object, *, least: float) -> float:
 
 
 def _whole(key: str, value: object) -> int:
-    """Return the value as an int; raise ConfigError unless the value is a whole number of at least
-    1 (100.0 is valid).
+    """Return the value as an int; raise ConfigError unless it is a whole number of at least 1
+    (100.0 is valid).
     """
     if (
         isinstance(value, bool)

@@ -39,7 +39,7 @@ from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Describes how a table is split and how its ids and vectors are exchanged, without its ranks.
+    """How a table is split and how its ids and vectors are exchanged, without its ranks.
 
     ``parts`` is (row parts, column parts), or (hosts, ranks per host) for ``(S(0), S(0))``. ``B``
     with ``local`` is a copy on every rank of the world; ``B`` with ``columns`` is the whole table
@@ -62,8 +62,8 @@ class Shape:
 
     @property
     def num_shards(self) -> int:
-        """Return the number of ranks that a choice of this shape names; return 1 for a copy on all
-        ranks.
+        """Return the number of shards: one per rank that a choice of this shape names, or 1 for a
+        copy on all ranks.
         """
         return self.parts[0] * self.parts[1]
 
@@ -83,7 +83,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Assigns a shape to ranks: the shards' ranks in row-major order, or every rank for a copy."""
+    """A shape and its ranks: those of the shards in row-major order, or all ranks for a copy."""
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -126,11 +126,11 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseWork:
-    """Describes the dense part of a model; all plans of a task have the same dense part.
+    """The work of a model's dense part, which is the same for all plans of a task.
 
-    ``macs_per_sample`` is the number of multiply-adds of a forward pass. ``elements_per_sample`` is
-    the count of numbers that the layers read and write. Narrow layers read and write more numbers
-    per multiply-add than wide layers.
+    ``macs_per_sample`` is the number of multiply-adds of a forward pass. ``elements_per_sample``
+    counts the numbers that the layers read and write, which is more per multiply-add for narrow
+    layers than for wide ones.
     """
 
     macs_per_sample: float = 0.0
@@ -153,14 +153,14 @@ def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> D
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Describes a planning task: the tables of a model, a batch size and a world.
+    """A planning task: the tables of a model, a batch size, and a world.
 
     ``stats`` maps table names to id statistics. ``ids_per_sample`` maps the names of ragged
     features with fewer than ``hotness`` ids to their average. ``device_bytes`` is the memory that
     each rank may fill; ``None`` means no limit. ``batch_size`` is global; a step consists of
     ``accumulate`` batches, and ids are exchanged ``lookahead`` batches in advance. ``pinned``
-    tables keep the given choice. ``num_hosts`` is 1 unless every host has equally many consecutive
-    ranks.
+    tables keep the given choice. ``num_hosts`` is 1 unless all hosts have the same number of
+    consecutive ranks.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -237,8 +237,8 @@ class Task:
         return table.optimizer or self.optimizer
 
     def check(self, plan: Mapping[str, Choice]) -> None:
-        """Raise ConfigError unless the engine can run the plan and the plan contains exactly the
-        task's tables.
+        """Raise ConfigError unless the engine can run the plan and it contains exactly the task's
+        tables.
         """
         names = {table.name for table in self.tables}
         if lost := sorted(names - set(plan)) or sorted(set(plan) - names):
@@ -300,8 +300,8 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
 
 
 def plan_from_yaml(path: Path, task: Task) -> Plan:
-    """Read a plan from a YAML file written by ``plan_to_yaml`` or by hand; raise ConfigError for an
-    invalid file.
+    """Read a plan from a YAML file written by ``plan_to_yaml`` or by hand. Raises ConfigError for
+    an invalid file.
     """
     planned = read_table_plan(path, world_size=task.world_size)
     comm_dtype = task.comm_dtype or task.dtype

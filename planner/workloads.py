@@ -2,9 +2,8 @@
 
 The distributions were fitted to published statistics of the 856 tables of 2021 in
 facebookresearch/dlrm_datasets (``locality_stats.txt`` at 6f46ba7: 468,084,223 lookups in a batch of
-65,536 samples, and unique rows in 17 bins), not to the tables themselves. These sums do not
-determine how a table's rows and pooling are related or how many rows are never looked up; both are
-assumed.
+65,536 samples, and unique rows in 17 bins), not to the tables themselves. These sums do not show
+how a table's rows and pooling are related, or how many rows are never looked up; both are assumed.
 """
 
 from collections.abc import Sequence
@@ -31,8 +30,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Describes a random table: its rows, its active rows (rows that are looked up), its ids per
-    sample, and the law of the ids.
+    """A random table: its rows, its active rows (those that are looked up), its ids per sample, and
+    the distribution of the ids.
 
     The share of the k-th active row is proportional to (k + q) ** -s.
     """
@@ -109,8 +108,8 @@ def make_task(
 ) -> Task:
     """Return a task with these tables, with one feature per table and one common output.
 
-    With ``slack``, the memory limit of a rank is ``slack`` times an even share of rows and
-    optimizer state; tables that are too large for a rank can be split.
+    With ``slack``, a rank's memory limit is ``slack`` times an even share of rows and optimizer
+    state; tables that are too large for a rank can be split.
     """
     configs = tuple(
         TableConfig(name=f"t{n}", features=(f"f{n}",), num_rows=table.num_rows, dim=dim)
@@ -144,7 +143,7 @@ def random_task(
     batch_size: int = 8192,
     slack: float | None = None,
 ) -> Task:
-    """Return a task with tables from half of the pool, sampled with replacement only if the half is
+    """Return a task with tables from one half of the pool, sampled with replacement only if it is
     too small.
     """
     random = np.random.default_rng([seed, num_tables, world_size, int(held_out)])

@@ -1,7 +1,7 @@
-"""Trains click-through-rate models with SBP parallelism: layouts, conversions, embeddings.
+"""Trains click-through-rate models with SBP parallelism.
 
-The names listed in this module are public; everything else may change without notice. Each name is
-loaded on first use, so ``import sbpflow`` loads neither torch nor FBGEMM.
+Only the names listed in this module are public; everything else may change without notice. Each
+name is imported on first use, so ``import sbpflow`` loads neither torch nor FBGEMM.
 """
 
 from importlib import import_module
@@ -44,13 +44,14 @@ if TYPE_CHECKING:
 
 __version__ = SBPFLOW_VERSION
 
-# In a source checkout, sbpflow.data, .models and .planner are folders next to this one. In an
-# installed package, these folders are inside this one.
+# In a source checkout, the packages sbpflow.data, sbpflow.models and sbpflow.planner are folders
+# next to this one. In an installed package, they are subfolders of this one.
 _CHECKOUT = Path(__file__).resolve().parents[1]
 if not (_CHECKOUT / "sbpflow" / "data").is_dir() and (_CHECKOUT / "pyproject.toml").is_file():
     __path__.append(str(_CHECKOUT))
 
-# This maps modules to public names: values, ranks, conversions, tensors, embeddings, models, runs.
+# Maps each module to its public names: values, ranks, conversions, tensors, embeddings, models,
+# runs.
 _MODULES = {
     "sbp.sbp": ("Split", "Broadcast", "Partial"),
     "sbp.placement": ("Placement",),

@@ -1,4 +1,4 @@
-"""Runs the ``sbpflow`` command: dispatches to the subcommand that the first argument names.
+"""Runs the ``sbpflow`` command: dispatches to the subcommand named by the first argument.
 
 As a composition root, this module may import every package.
 """
@@ -50,16 +50,16 @@ COMMANDS: dict[str, Command] = {
 
 
 def main() -> int:
-    """Dispatch to the subcommand that the first argument names."""
-    # Users' classes (package.module:Class) are found in the working folder, which is last on the
-    # path, so that none of its files shadows an installed module.
+    """Dispatch to the subcommand named by the first argument."""
+    # Add the working folder to the path so that users' own classes (package.module:Class) can be
+    # imported. It comes last so that a user's file never shadows an installed module.
     if "" not in sys.path:
         sys.path.append("")
     return dispatch("sbpflow", COMMANDS, sys.argv[1:])
 
 
 def entry() -> None:
-    """Run the installed command (its entry point)."""
+    """Run the command as the console script does; the entry point of the installed package."""
     run_main(main)
 
 

@@ -1,7 +1,8 @@
 """Train, score, and inspect models from Python, for example in a notebook.
 
-As a composition root, this module calls the parts of the commands, and nothing in ``sbpflow/``
-imports this module. Errors are exceptions with the messages of the commands.
+This module is a composition root: it calls the same code as the commands, and nothing in
+``sbpflow/`` imports it. Errors are raised as exceptions with the same messages that the commands
+print.
 """
 
 from collections.abc import Generator, Mapping
@@ -54,22 +55,22 @@ def fit(
     ranks: int = 1,
     **groups: object,
 ) -> "Run":
-    """Train a model and return its run, like ``sbpflow prepare`` and ``sbpflow train``.
+    """Train a model and return its run, like ``sbpflow prepare`` followed by ``sbpflow train``.
 
-    * ``config``: a YAML file, or its content as a mapping. ``groups``, such as
-      ``model={"embedding_dim": 8}``, are added to the configuration. If no layout is given,
-      ``parallel.scheme`` is auto.
+    * ``config``: a YAML file, or its content as a mapping. Keyword arguments for whole sections,
+      such as ``model={"embedding_dim": 8}``, are merged into it. If no layout is given,
+      ``parallel.scheme`` defaults to auto.
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
-      ``data.path`` of ``config``. A mapping ``{"train": .., "val": .., "test": ..}``
-      gives each split its own rows. Rows are prepared in a temporary folder, which is removed at
-      the end.
-    * ``schema``: a description of the columns, as a YAML file or its content; "auto" accepts the
-      proposal of ``sbpflow schema``. The default is Criteo's schema.
+      ``data.path`` of ``config``. A mapping ``{"train": .., "val": .., "test": ..}`` gives each
+      split its own rows. Rows are prepared in a temporary folder that is removed afterwards.
+    * ``schema``: a description of the columns, as a YAML file or its content; "auto" uses the
+      schema that ``sbpflow schema`` proposes. The default is Criteo's schema.
     * ``prepare``: options of ``sbpflow prepare``, such as ``{"min_count": 1}``.
     * ``ranks``: 1 trains in this process; a larger number starts one process per rank on this
       machine.
 
-    An interrupt saves the run and raises KeyboardInterrupt; the same call then resumes it.
+    Ctrl-C saves the run and raises KeyboardInterrupt; calling ``fit`` again with the same arguments
+    resumes the run.
     """
     _check_alone()
     if isinstance(config, str | Path):
@@ -105,10 +106,11 @@ def load(
     model: str | None = None,
     optimizers: tuple[str, ...] = (),
 ) -> "Run":
-    """Return the run in the folder ``run_dir``, which a command or ``fit`` has trained.
+    """Return the run in the folder ``run_dir``, created by ``sbpflow train`` or ``fit``.
 
-    ``checkpoint`` is a checkpoint, or a folder of checkpoints, outside the run folder. Your own
-    classes are imported only if ``model`` and ``optimizers`` name them as ``package.module:Class``.
+    Use ``checkpoint`` for a checkpoint, or a folder of checkpoints, outside the run folder. For
+    safety, your own classes are imported only if you pass their names, ``package.module:Class``, as
+    ``model`` and ``optimizers``.
     """
     folder = local_path(run_dir)
     return Run(folder, any_path(checkpoint or folder), model, optimizers)
@@ -117,9 +119,9 @@ def load(
 class Run:
     """A trained model, as returned by ``fit`` and ``load``.
 
-    ``result`` contains the final scores, from the last line of ``metrics.jsonl``, or nothing if the
-    run did not finish. Every method reads the checkpoint that ``sbpflow predict`` would use, and
-    runs in this process.
+    ``result`` contains the final scores (the last line of ``metrics.jsonl``); it is empty if the
+    run did not finish. Every method runs in this process and loads the same checkpoint as ``sbpflow
+    predict``.
     """
 
     def __init__(
@@ -137,11 +139,11 @@ class Run:
     def predict(
         self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
     ) -> Frame:
-        """Return row keys or row numbers, the probability ``score``, and labels if there are any.
+        """Return a frame with row keys or row numbers, the probability ``score``, and any labels.
 
-        ``data`` is as in ``fit``; ``split`` selects rows of a prepared set. For a pandas DataFrame
-        or an Arrow table, the result has the same type; otherwise, it is a Polars DataFrame. The
-        content of the result equals the output file of ``sbpflow predict``.
+        ``data`` is as in ``fit``; ``split`` selects rows of a prepared set. The result is a pandas
+        DataFrame or an Arrow table if ``data`` is one; otherwise it is a Polars DataFrame. It has
+        the same content as the output file of ``sbpflow predict``.
         """
         with self._open(data, split, max_bad_fraction) as rows:
             write_scores(rows.job, rows.loader, rows.scoring)
@@ -150,30 +152,31 @@ class Run:
     def evaluate(
         self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
     ) -> dict[str, float | int | None]:
-        """Score rows with labels, like the evaluation of a split; ``data`` is as in ``predict``."""
+        """Return the metrics of labeled rows, as in the evaluation of a split; ``data`` is as in
+        ``predict``.
+        """
         with self._open(data, split, max_bad_fraction) as rows:
             if not rows.scoring.manifest().labelled:
                 label = rows.scoring.like.content["schema"]["label"]
                 raise DataError(
-                    f"data: the rows have no column {label!r}, which is the label; add it, or use "
-                    "predict"
+                    f"data: the rows have no label column {label!r}; add it, or use predict, "
+                    "which needs no labels"
                 )
             options = ScoreOptions(exact_rows=rows.config.train.exact_auc_rows)
             evaluation = score_split(rows.job.trainer, rows.loader, rows.job.boxing, options)
         if evaluation is None:
-            raise RuntimeError("the only rank has no evaluation")
+            raise RuntimeError("score_split returned no evaluation on the only rank")
         return {"num_rows": evaluation.num_rows, **figures_of(evaluation)}
 
     def embeddings(
         self, table: str, *, values: object = None
     ) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """Return the values [n] of a column, and their vectors [n, columns] in ``table``.
+        """Return the values [n] of a column and their embedding vectors [n, columns] in ``table``.
 
-        By default, all values that have their own rows are returned; ``values`` restricts the
-        result to some values. For a column of strings, ``values`` is required unless the set was
-        prepared with ``keep_strings``.
-        For a growing table, the values are those with a row; strings are given as their keys unless
-        ``values`` has the strings.
+        By default, all values that have their own rows are returned; pass ``values`` to get only
+        these. For a column of strings, ``values`` is required unless the set was prepared with
+        ``keep_strings``. A growing table returns all values that have a row. It stores integer keys
+        of strings, so it returns those keys unless the strings are passed as ``values``.
         """
         checkpoint, config = self._checkpoint()
         manifest, feature, saved = source_of(checkpoint, config, table)
@@ -193,10 +196,11 @@ class Run:
         compiled: bool = False,
         onnx: bool = False,
     ) -> list[Path]:
-        """Write the model as a bundle, like ``sbpflow export``; returns the files.
+        """Write the model as a bundle, like ``sbpflow export``, and return the paths of its files.
 
-        ``score`` is a labeled prepared set; ``rows`` of lower precision require this argument.
-        ``pt2``, ``compiled`` and ``onnx`` add optional files.
+        ``score`` is a labeled prepared set on which the bundle is checked; it is required if
+        ``rows`` stores the table rows in lower precision. ``pt2``, ``compiled`` and ``onnx`` add
+        optional files.
         """
         checkpoint, config = self._checkpoint()
         return export_model(
@@ -249,7 +253,7 @@ class Run:
 
 
 class _Rows(NamedTuple):
-    """Contains rows that are ready to be scored, the loaded model, and the file for the scores."""
+    """Rows ready to be scored, the loaded model, and the output file for the scores."""
 
     config: Config
     scoring: Scoring
@@ -262,8 +266,9 @@ def _check_alone() -> None:
     rank, size = rank_and_world_size()
     if size > 1:
         raise ConfigError(
-            f"this process is rank {rank} of {size}; call sbpflow.fit, load, and the methods of a "
-            "run outside torchrun, and use ranks=N or `sbpflow train` for several ranks"
+            f"this process is rank {rank} of {size}; do not use sbpflow.fit, sbpflow.load, or "
+            "methods of a run under torchrun; to train on several ranks, pass ranks=N to fit or "
+            "use `sbpflow train`"
         )
 
 

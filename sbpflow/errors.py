@@ -1,16 +1,16 @@
-"""Defines exception classes, separated by what a caller should do about them.
+"""Defines the exception classes, one for each way in which a caller should react.
 
-A message names the key or row, the given value, the rule and a value that would pass.
+A message names the key or row, the given value, the rule, and a value that would pass.
 """
 
 from typing import Never, get_args
 
 
 class _OneLineError(ValueError):
-    """An error whose message is one line, plus one line for each of its ``details``.
+    """An error with a one-line message, followed by one line for each of its ``details``.
 
-    Messages quote keys, values, paths and column names, which may contain anything. So newlines
-    and other unprintable characters are escaped.
+    Messages quote keys, values, paths, and column names, which may contain any character. Newlines
+    and other unprintable characters are therefore escaped.
     """
 
     def __init__(self, message: str = "", *details: str) -> None:
@@ -18,7 +18,8 @@ class _OneLineError(ValueError):
         self._lines = (message, *details)
 
     def __reduce__(self) -> tuple[type["_OneLineError"], tuple[str, ...]]:
-        return type(self), self._lines  # pickle the lines, because the text escapes newlines
+        # Pickle the original lines, because newlines are escaped in the text.
+        return type(self), self._lines
 
 
 def _printable(text: str) -> str:
@@ -48,7 +49,7 @@ class MetricError(ValueError):
 
 
 class TrainingError(ValueError):
-    """A run cannot continue: its loss is not a number, or replicas differ."""
+    """A run cannot continue, for example because its loss is NaN or its replicas differ."""
 
 
 class CheckpointError(_OneLineError):
@@ -56,41 +57,44 @@ class CheckpointError(_OneLineError):
 
 
 class StoreError(OSError):
-    """Requests to a store of objects fail; the message has no credentials."""
+    """A request to an object store failed. The message never contains credentials."""
 
 
 class ReplicaError(RuntimeError):
-    """Replicas differ although they must be equal; this is a bug in the program."""
+    """Replicas that must be equal differ. This is a bug in the program."""
 
 
 class AbsentError(RuntimeError):
-    """Some ranks did not join at startup; the message names these ranks."""
+    """Some ranks did not join at startup. The message lists them."""
 
 
 class ServerLostError(AbsentError):
-    """An embedding server died, does not answer, or serves another launch; the message names it."""
+    """An embedding server died, does not answer, or serves another launch. The message names the
+    server.
+    """
 
 
 class PeerLostError(RuntimeError):
-    """A collective or a store operation failed because its peer is gone or does not respond."""
+    """A collective or a store operation failed because a peer is gone or does not respond."""
 
 
 class PeerStoppedError(RuntimeError):
-    """Another rank received a stop signal, so this rank ends, too."""
+    """Another rank received a stop signal, so this rank stops too."""
 
 
 def unknown_value(what: str, value: Never, legal: object) -> ValueError:
-    """Return the error for the end of a chain of branches over ``legal``.
+    """Return the error to raise in the last ``else`` of a chain of branches over ``legal``.
 
     ``legal`` is a Literal or a union of classes. Because ``value`` has type Never, pyright reports
-    branches that do not cover all of ``legal``.
+    any chain that does not handle all of ``legal``.
     """
     names = [getattr(choice, "__name__", str(choice)) for choice in get_args(legal)]
     return ValueError(f"{what}: {value!r} is not supported; use {' or '.join(names)}")
 
 
-# These errors are shown without a traceback, because their messages are complete. An SbpError
-# has a traceback, because it is a mistake in a program, whose line matters.
+# The commands print these errors without a traceback, because their messages say what to do. An
+# SbpError is printed with its traceback, because it is a mistake in a program and the line number
+# helps to find it.
 MESSAGE_ERRORS = (
     ConfigError,
     DataError,

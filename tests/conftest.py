@@ -91,7 +91,7 @@ def ranks(
 
 @pytest.fixture(scope="session")
 def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """Work like ``ranks``, on CUDA and NCCL, for tests marked ``nccl``."""
+    """Like ``ranks``, on CUDA and NCCL, for tests marked ``nccl``."""
     yield from _pools(tmp_path_factory, "cuda")
 
 
@@ -99,8 +99,7 @@ def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def rehearsed_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., list[Any]]]:
-    """Work like ``nccl_ranks``, but without a GPU, with the tensors and rules of
-    ``tests/rehearsal``."""
+    """Like ``nccl_ranks``, but without a GPU, with the tensors and rules of ``tests/rehearsal``."""
     from tests.rehearsal.task import perform
 
     for run in _pools(tmp_path_factory, "rehearsed"):

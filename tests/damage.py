@@ -1,5 +1,6 @@
-"""Creates randomly damaged copies of a file, from a seed, as disks, editors and programs could
-leave them."""
+"""Creates copies of a file with random damage, from a seed, such as disks, editors, and programs
+cause.
+"""
 
 import json
 import random

@@ -1,5 +1,4 @@
-"""Implements time limits that adapt to the load: the clock advances in proportion to the available
-CPU."""
+"""Time limits that adapt to the load: the clock advances in proportion to the available CPU."""
 
 import os
 import subprocess
@@ -9,7 +8,8 @@ from typing import Any
 
 
 class Deadline:
-    """Counts seconds of an idle machine; call ``over`` often, because it samples the load.
+    """Counts the seconds that an idle machine would have taken. Call ``over`` often, because it
+    samples the load.
 
     The time since the last sample is multiplied by the share of a core that a process could use.
     """
@@ -47,12 +47,12 @@ def outputs_of(process: subprocess.Popen[str], seconds: float) -> tuple[str, str
 
 
 def output_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """Work like ``outputs_of`` for a process whose stderr is redirected to stdout."""
+    """Like ``outputs_of``, for a process whose stderr is redirected to stdout."""
     return outputs_of(process, seconds)[0]
 
 
 def run(command: list[str], seconds: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Work like ``subprocess.run``, and capture both outputs as text."""
+    """Like ``subprocess.run``, with both outputs captured as text."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
         stdout, stderr = outputs_of(process, seconds)

@@ -21,7 +21,7 @@ from sbpflow.runtime.ranks.world import HEADER_BYTES
 
 
 class Call(NamedTuple):
-    """Describes one collective on this rank."""
+    """One collective on this rank."""
 
     collective: str
     bytes_sent: float

@@ -1,7 +1,7 @@
 """Computes the expected results of conversions without the code under test.
 
-The oracle only slices with Python ranges, fills, concatenates and adds; it is independent of plans
-and groups.
+The oracle only slices with Python ranges, fills, concatenates, and adds; it does not use plans or
+groups.
 """
 
 import itertools

@@ -18,14 +18,14 @@ PROGRAMS = {"sbpflow": [sys.executable, "-m", "sbpflow"], "python": [sys.executa
 
 
 class Step(NamedTuple):
-    """Describes a command and the output that the page shows for this command, or ""."""
+    """A command and the output that the page shows for this command, or ""."""
 
     command: str
     shown: str
 
 
 class Page:
-    """Contains a page's ``files`` by name, and its ``steps`` in page order."""
+    """A page's ``files`` by name, and its ``steps`` in page order."""
 
     def __init__(self, path: str) -> None:
         text = (ROOT / path).read_text()

@@ -1,5 +1,4 @@
-"""Provides persistent ranks for tests: one pool of gloo processes per world size, reused by all
-tests.
+"""Persistent ranks for tests: one pool of gloo processes per world size, reused by all tests.
 
 ``ranks(world_size, fn, *args)`` runs the module-level function ``fn(world, *args)`` on every rank
 and returns their return values in rank order. If a rank raises, dies or hangs, the pool is killed,
@@ -40,7 +39,7 @@ GRACE_S = 3.0  # limit for the other ranks after a rank has failed
 
 
 class RanksFailed(AssertionError):
-    """Signals that at least one rank failed; ``errors`` contains these ranks' messages."""
+    """Raised if at least one rank failed; ``errors`` contains the messages of these ranks."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         self.errors = errors

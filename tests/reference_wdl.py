@@ -1,8 +1,6 @@
-"""Implements Wide & Deep without sbpflow: one process, whole tables, plain autograd.
-
-This model is the oracle for layouts and world sizes. The model shares only the initial values with
-sbpflow. Lookups, gradients and all optimizer rules are implemented separately, over whole tables
-and a mask of touched rows.
+"""Wide & Deep without sbpflow: one process, whole tables, plain autograd. It is the oracle for
+layouts and world sizes, and shares only the initial values with sbpflow. Lookups, gradients and all
+optimizer rules are implemented separately, over whole tables and a mask of touched rows.
 """
 
 from dataclasses import dataclass, field

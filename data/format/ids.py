@@ -1,10 +1,9 @@
 """Assign ids to values by a seeded permutation that balances the load over contiguous rows.
 
 In frequency order, the first half of a table would receive 95-99 % of all lookups. A random order
-is unbalanced, too, if one id is hot (missing, rare or the top value). Therefore the minimum number
-of swaps is applied to balance the halves, then the quarters and eighths. If one id receives more
-than half of the lookups, no order is balanced, and the least frequent values are assigned to the
-half that contains this id.
+is also unbalanced if one id is hot (missing, rare, or the top value). Therefore as few swaps as
+possible balance the halves, then the quarters and eighths. If one id receives more than half of the
+lookups, no order is balanced, and the half with this id gets the least frequent values.
 """
 
 from abc import ABC, abstractmethod
@@ -28,15 +27,15 @@ _LEVELS = 3
 _TOLERANCE = 0.02
 _MAX_SWAPS = 1 << 17
 _BLOCK = 1 << 16
-"""Number of keys per lookup block; temporary arrays of this size stay in the cache"""
+"""Number of keys per lookup block, so that temporary arrays stay in the cache"""
 _LARGE = 1 << 20
-"""Number of keys above which a table is filled to two thirds to save memory"""
+"""Tables with more keys are filled to two thirds, to save memory"""
 _INSERTED = 1 << 20
 """Number of keys per insertion block"""
 _MIN_COMPILED_KEYS = 1 << 16
-"""Minimum number of keys in a lookup for which loading numba saves time"""
+"""Minimum number of keys in a lookup for which loading numba pays off"""
 _HOT = 16
-"""Number of lookups above which a key should be found at the first probe"""
+"""Keys with more lookups than this should be found at the first probe"""
 
 
 def assign_ids(
@@ -44,8 +43,8 @@ def assign_ids(
 ) -> NDArray[np.int32]:
     """Assign ids from 2 up to values with ``counts`` [n] lookups.
 
-    ``reserved`` contains the numbers of lookups of ids 0 (missing) and 1 (rare). The result depends
-    only on the arguments.
+    ``reserved`` has the numbers of lookups of ids 0 (missing) and 1 (rare). The result depends only
+    on the arguments.
     """
     key = [seed, *name.encode()]
     order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
@@ -98,7 +97,7 @@ def _swap(
 
 
 def _first_sorted(values: Counts, count: int) -> NDArray[np.int64]:
-    """Return the indices of the ``count`` smallest values in ascending order of the values."""
+    """Return the indices of the ``count`` smallest values, sorted by value."""
     if count < len(values):
         chosen = np.sort(np.argpartition(values, count)[:count])
     else:
@@ -128,7 +127,7 @@ class HashedIds:
 def capacity_of(num_keys: int) -> int:
     """Return the number of slots for a table.
 
-    A power of two causes few collisions; large tables use only 1.5 slots per key.
+    A power of two leaves room, so collisions are rare; large tables use only 1.5 slots per key.
     """
     if num_keys > _LARGE:
         return num_keys + num_keys // 2
@@ -149,8 +148,8 @@ class IdTable(ABC):
             self._insert(keys, ids, chosen)
 
     def _insert(self, keys: Keys, ids: NDArray[np.int32], left: Slots) -> None:
-        # Write all keys whose slot is free at once. If several keys share a slot, one key wins, and
-        # the other keys try the next slot.
+        # Write all keys whose slot is free in one operation. If several keys share a slot, one wins
+        # and the others try the next slot.
         slots = self._slots(keys[left])
         while len(left):
             free = self._at(slots, keys[left])[0] == RARE_ID
@@ -164,11 +163,11 @@ class IdTable(ABC):
 
     @abstractmethod
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """Fill slots; if several entries share a slot, any one of these entries is stored."""
+        """Fill slots. If several entries share a slot, any one of them is stored."""
 
     @abstractmethod
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the ids in the slots, and True for slots that contain the given keys."""
+        """Return the ids in the slots, and whether each slot contains the given key."""
 
     @abstractmethod
     def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
@@ -212,8 +211,7 @@ class IdTable(ABC):
 
 
 def _hottest_first(counts: Counts) -> Iterator[Slots]:
-    """Yield indices in growing groups by descending count, and then the remaining indices in
-    blocks."""
+    """Yield indices by descending count in growing groups, then the rest in blocks."""
     hot = np.flatnonzero(counts >= _HOT)
     hot = hot[np.argsort(-counts[hot], kind="stable")]
     start, stop = 0, 16

@@ -19,7 +19,7 @@ from sbpflow.data.format.mapped_rows import (
 
 
 def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
-    """Open a part's files of all non-empty shards; the first ``limit`` files are mapped."""
+    """Open a part's files in all non-empty shards, and map the first ``limit`` of them."""
     kind, folder = manifest.part_types[name], manifest.path
     parts = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
     files = [
@@ -43,8 +43,7 @@ class SplitPart(MappedRows):
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Describes where the ids of row runs are stored; a run that crosses shards has several
-    entries."""
+    """Where the ids of row runs are stored; a run that crosses shards has several entries."""
 
     rows: tuple[Places, Places]
     """First rows and lengths of the requested runs"""

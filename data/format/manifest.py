@@ -42,14 +42,13 @@ if TYPE_CHECKING:
 FORMAT = "sbpflow-prepared"
 VERSION = 2
 KEYED_VERSION = 3
-"""Version of sets with keys, which programs for version 2 cannot read"""
+"""Version of sets with keys, which older programs (version 2) cannot read"""
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """Describes a file next to a shard; ``count`` is its length if the row count does not determine
-    the length."""
+    """A file next to a shard. ``count`` is its length if the row count does not determine it."""
 
     file: str
     crc32: int
@@ -58,7 +57,7 @@ class ShardPart:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Describes consecutive rows of a split, stored as a file of words and optional parts.
+    """Consecutive rows of a split, stored as a file of words and optional parts.
 
     ``crc32`` is the checksum of the whole words file.
     """
@@ -71,7 +70,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Bayes:
-    """Contains the best possible AUC and logloss of each split of a generated set.
+    """The best possible AUC and logloss of each split of a generated set.
 
     ``auc`` and ``logloss`` refer to ``split``, the first non-empty split of test, val and train.
     """
@@ -84,7 +83,7 @@ class Bayes:
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """Contains digest and rows per field of an earlier vocabulary with the same ids as this set."""
+    """Digest, and rows per field, of an earlier vocabulary whose ids this set keeps."""
 
     digest: str
     rows: Mapping[str, int]
@@ -92,13 +91,12 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes a prepared set: ``content`` is the checked JSON, and the properties are for
-    readers."""
+    """A prepared set: ``content`` is the checked JSON, and the properties give access to it."""
 
     path: Path
     content: Mapping[str, Any]
     cache: "ShardCache | None" = dataclasses.field(default=None, compare=False, repr=False)
-    """Gets the files of a set at a URL into ``path``, a folder of the cache on this host"""
+    """Downloads the files of a set at a URL to ``path``, a folder of the cache on this host"""
 
     @property
     def origin(self) -> AnyPath:
@@ -106,7 +104,7 @@ class Manifest:
         return self.path if self.cache is None else self.cache.url
 
     def file(self, name: str) -> Path:
-        """Return the path of a file of the set, which exists now."""
+        """Return the path of a file of the set, after downloading it if necessary."""
         if self.cache is not None:
             self.cache.get(self.path / name)
         return self.path / name
@@ -174,7 +172,7 @@ class Manifest:
 
     @cached_property
     def part_types(self) -> Mapping[str, PartType]:
-        """Return the files that every shard contains in addition to its words."""
+        """Return the files that every shard has in addition to its words."""
         length_type = self.content.get("length_type", LENGTH_TYPES[0])
         return part_types(
             len(self.lists),
@@ -234,7 +232,7 @@ class Manifest:
 
         The digest is computed only from the manifest, so it exists for older sets, too. The digest
         does not depend on inputs, options, versions or shard boundaries. Text row keys enter the
-        digest as one concatenation, without the boundaries between the keys.
+        digest as one concatenated text, without boundaries between keys.
         """
         return digest(
             {
@@ -250,7 +248,7 @@ class Manifest:
         )
 
     def _rows_facts(self, split: str) -> dict[str, int]:
-        """Return a split's row count, and the crc32 of the split's words and of each part."""
+        """Return a split's row count, and the crc32 of its words and of each part."""
         shards = self.shards(split)
         shapes = [(shard.rows, self.num_words) for shard in shards]
         facts = {
@@ -277,13 +275,13 @@ class Manifest:
         return Bayes(split, *by_split[split], by_split)
 
     def shards(self, split: str) -> tuple[Shard, ...]:
-        """Return the files of one split in row order."""
+        """Return the shards of one split in row order."""
         if split not in SPLITS:
             raise DataError(f"split {split!r} is not one of {', '.join(SPLITS)}")
         return tuple(shard_from(entry) for entry in self.content["splits"][split])
 
     def field(self, name: str) -> Field:
-        """Return the field ``name``. Raise DataError with advice if the field does not exist."""
+        """Return the field ``name``. Raises DataError, with advice, if the field does not exist."""
         for field in self.fields:
             if field.name == name:
                 return field
@@ -340,7 +338,7 @@ def load_manifest(
     """Read and check the manifest of the set at ``path``, a folder or URL.
 
     ``key`` is the option or configuration key of ``path`` for messages. ``cache`` has the settings
-    for a set at a URL (``data.cache``). Raise DataError if the manifest is missing or invalid.
+    for a set at a URL (``data.cache``). Raises DataError if the manifest is missing or invalid.
     """
     try:
         folder = any_path(path)
@@ -362,9 +360,8 @@ def load_manifest(
 
 
 def check_unchanged(manifest: Manifest) -> None:
-    """Raise DataError unless the folder still contains the set of ``manifest``.
-
-    Shards are opened by name, so without this check the rows of a replaced set would be read.
+    """Raise DataError unless the folder still contains the set of ``manifest``. Shards are opened
+    by name, so without this check, rows of a set that replaced it could be read.
     """
     file = manifest.path / MANIFEST
     try:
@@ -390,8 +387,7 @@ def check_unchanged(manifest: Manifest) -> None:
 
 
 class UnchangedSet:
-    """A cheaper version of ``check_unchanged`` that rereads the manifest only if its file has
-    changed."""
+    """A cheaper ``check_unchanged`` that rereads the manifest only if its file has changed."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

@@ -1,7 +1,6 @@
-"""Check the structure of a manifest's JSON, on which readers rely.
-
-A correct fingerprint does not prove that a manifest is valid, because anyone can compute a
-fingerprint. Therefore every key is checked, and file names must not point outside the set's folder.
+"""Check the structure of a manifest's JSON, which readers rely on. A correct fingerprint does not
+prove that a manifest is valid, because anyone can compute one. Therefore every key is checked, and
+file names must not point outside the set's folder.
 """
 
 import math
@@ -216,7 +215,7 @@ class _Check:
 
 
 def _part_names(content: Mapping[str, Any]) -> set[str]:
-    """Derive the parts that every shard must contain from checked fields and side columns."""
+    """From checked fields and side columns, derive the parts that every shard must have."""
     fields = content["fields"]
     lists = [entry for entry in fields if entry.get("ragged", False)]
     num_keys = sum(entry.get("keyed", False) and entry not in lists for entry in fields)

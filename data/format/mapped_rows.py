@@ -1,14 +1,14 @@
 """Read rows of an array that is stored in several files, as ranges or as arbitrary runs.
 
-Linux limits a process to 65,530 maps by default (``vm.max_map_count``). If a split consists of very
-many files, only the first files are therefore mapped, and rows of other files are read on request.
-A cache of maps would not have a higher hit rate, because an epoch visits every row once in random
-order. A miss would also cost mapping and unmapping instead of one read.
+Linux limits a process to 65,530 maps by default (``vm.max_map_count``). Therefore, if a split has
+very many files, only the first ones are mapped, and rows of the others are read on request. A cache
+of maps would not have a higher hit rate, because an epoch visits every row once in random order,
+and a miss would cost a map and an unmap instead of one read.
 
-A numpy call takes longer than copying a run of 16 rows, and with thousands of shards each batch
-contains about one run per shard. Therefore all maps are addressed relative to the lowest map,
-through one overlapping view in which a row begins at every item, and a single torch call copies a
-list of rows. The memory between the maps is not ours, so offsets must lie inside a map.
+With thousands of shards, each batch contains about one run of 16 rows per shard, and a numpy call
+takes longer than copying such a run. Therefore all maps are addressed relative to the lowest one,
+through a single overlapping view in which a row begins at every item, so that one torch call copies
+a list of rows. The memory between the maps is not ours, so offsets must lie inside a map.
 """
 
 import bisect
@@ -33,13 +33,14 @@ Get = Callable[[Path], None]
 _CACHE_TRIES = 5
 
 _SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""Types by item size in bytes that torch can copy by rows"""
+"""By item size in bytes, a type whose rows torch can copy"""
 
 
 DEFAULT_MAP_COUNT = 65_530
 """Linux's default ``vm.max_map_count``, used if the system does not report its limit"""
 _LOADERS = 4
-"""Number of shares of the map limit: one for each loader (train, val, test) and one for others"""
+"""The map limit is divided into this many shares: one per loader (train, val, test) and one spare
+"""
 
 
 def map_count_limit() -> int:
@@ -58,8 +59,8 @@ def max_maps() -> int:
 class FileRows:
     """Reads rows of an unmapped file; each slice is read on request.
 
-    ``check_set`` is called after each read and raises an error if the set may have been replaced.
-    ``get`` is called before each read of a file in a cache, from which the file may be removed.
+    ``check_set`` is called after each read, and raises an error if the set may have been replaced.
+    ``get`` is called before each read if the file is in a cache, which may have evicted it.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class FileRows:
     def _read_cached(self, get: Get, start: int, stop: int) -> Array:
         for _ in range(_CACHE_TRIES):
             get(self._path)
-            with contextlib.suppress(DataError):  # another process has just removed the file
+            with contextlib.suppress(DataError):  # another process just removed the file
                 return read_array(self._path, self._dtype, self._shape, start, stop)
         raise DataError(
             f"{self._path}: was removed {_CACHE_TRIES} times before it could be read; use a larger "
@@ -107,9 +108,8 @@ def open_rows(
     check_set: Callable[[], None],
     get: Get | None = None,
 ) -> list[Rows]:
-    """Map the first ``limit`` files (path, dtype, shape), and read other files on request.
-
-    With ``get``, no file is mapped, and each is read after ``get`` has fetched it into a cache.
+    """Map the first ``limit`` files (path, dtype, shape); other files are read on request. With
+    ``get``, no file is mapped; each is read after ``get`` has fetched it into a cache.
     """
     if get is not None:
         return [FileRows(*file, check_set, get) for file in files]
@@ -126,7 +126,7 @@ class MappedItems:
     """Copies items of contiguous ``maps`` with one dtype; map i begins at item ``offsets[i]``."""
 
     def __init__(self, maps: Sequence[Array]) -> None:
-        self._maps = list(maps)  # keeps the maps' memory alive
+        self._maps = list(maps)  # keeps the mapped memory alive
         itemsize = maps[0].itemsize if maps else 1
         starts = np.array([items.ctypes.data for items in maps], dtype=np.int64)
         self._lowest = None
@@ -154,7 +154,7 @@ class MappedItems:
 
 
 class MappedRows:
-    """Provides the concatenated rows [rows, ...] of several non-empty files.
+    """The concatenated rows [rows, ...] of several non-empty files.
 
     ``maps`` is the result of ``open_rows``; ``none`` is an empty array with the dtype and row shape
     of the files.
@@ -182,8 +182,7 @@ class MappedRows:
         return index, rows - self._first_rows[index]
 
     def view(self, start: int, stop: int) -> Array | None:
-        """Return a paged-in view of rows [start, stop), or None if a single map does not contain
-        the rows."""
+        """Return a paged-in view of rows [start, stop), or None if they are not all in one map."""
         index = bisect.bisect_right(self._starts, start) - 1
         if stop > self._starts[index + 1] or index >= self._num_mapped:
             return None
@@ -225,13 +224,12 @@ class MappedRows:
         if self._num_mapped < len(self._maps):
             is_whole &= maps < self._num_mapped
         places = np.cumsum(lengths) - lengths
-        # Copy a run separately if the batch cuts the run, or if it crosses files or is not mapped.
+        # Copy a run separately if the batch cuts it off, or if it crosses files or is not mapped.
         cut = np.flatnonzero(~is_whole).tolist()
         for index in cut:
             first, rows, place = int(firsts[index]), int(lengths[index]), int(places[index])
             self.read(first, first + rows, out[place : place + rows])
-        # All other runs have the same length, so one call copies all runs between two separate
-        # runs.
+        # All other runs have the same length, so one call copies all runs between two such runs.
         offsets = self._offsets[maps] + local * self._row_items
         for before, after in pairwise([-1, *cut, len(firsts)]):
             if after - before > 1:
@@ -240,5 +238,5 @@ class MappedRows:
                 self._items.copy(offsets[before + 1 : after], target, length * self._row_items)
 
     def close(self) -> None:
-        """Release the maps; a map that is still viewed stays until its last view is gone."""
+        """Release the maps. A map stays until its last view is gone."""
         self._maps, self._items = [], MappedItems([])

@@ -1,4 +1,4 @@
-"""Copy a set's manifest and vocabularies, because a run needs both to encode new rows."""
+"""Copy a set's manifest and vocabularies, which a run needs to encode new rows."""
 
 import shutil
 
@@ -11,7 +11,7 @@ from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 def copy_metadata(manifest: Manifest, target: AnyPath) -> None:
     """Copy manifest and vocabularies to ``target``, unless they already exist.
 
-    A local folder appears complete; in a store, the manifest is written last.
+    A local folder appears atomically; in an object store, the manifest is written last.
     """
     raw = (manifest.path / MANIFEST).read_bytes()
     try:

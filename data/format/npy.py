@@ -1,7 +1,7 @@
 """Write .npy files atomically, check them against the manifest, and map them.
 
 This module writes the headers itself, because numpy's padding differs between versions. A file's
-bytes therefore depend only on its array, and a damaged header is detected by comparison.
+bytes therefore depend only on its array, and damaged headers can be detected by comparison.
 """
 
 import os
@@ -58,7 +58,7 @@ def file_crc32(path: Path) -> int:
 
 
 def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise DataError unless header and file size match this dtype and shape."""
+    """Raise DataError if the header or the file size does not match this dtype and shape."""
     try:
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
@@ -75,7 +75,7 @@ def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def check_file(path: Path, dtype: str, shape: tuple[int, ...], crc32: int) -> None:
-    """Raise DataError unless the file has this dtype, shape and checksum."""
+    """Raise DataError if the file does not have this dtype, shape, and checksum."""
     check_array(path, dtype, shape)
     if file_crc32(path) != crc32:
         raise DataError(f"{path}: checksum differs from the manifest; {_AGAIN}")
@@ -84,8 +84,8 @@ def check_file(path: Path, dtype: str, shape: tuple[int, ...], crc32: int) -> No
 def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
     """Return a private map of a checked file; writing to the map does not change the file.
 
-    torch maps the file, because each numpy map keeps a file descriptor open, and a set may consist
-    of more files than a process may open.
+    torch maps the file, because each numpy map keeps a file descriptor open, and a set may have
+    more files than a process may open.
     """
     import torch  # torch is imported here because prepare and verify run without it
 
@@ -122,7 +122,7 @@ def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]"
     """Return a file as a read-only array.
 
     Large files are mapped, so that only pages in use are loaded. Small files are read, because each
-    numpy map would need one of the few file descriptors.
+    numpy map uses up a file descriptor.
     """
     check_array(path, dtype, shape)
     if prod(shape) * np.dtype(dtype).itemsize < _MAPPED_BYTES:

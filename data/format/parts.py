@@ -1,4 +1,4 @@
-"""Define the parts of a shard other than its words: keys, lists of ids and non-feature columns.
+"""Define the parts of a shard other than its words: keys, lists of ids, and non-feature columns.
 
 ``words`` [rows, 1 + dense + fixed ids] int32 is the shard's own file. Each part is a separate file
 that exists only if the set contains such columns. Row i of a part belongs to row i of the words.
@@ -29,12 +29,12 @@ LENGTH_TYPES = ("|u1", "<u2")
 COUNTED_PARTS = ("values", "value_weights", "row_key_bytes")
 """Parts with a length that does not depend on the number of rows"""
 PLACES_IN_SHARD = ("starts", "row_key_ends")
-"""Parts with offsets from the start of their shard; equal rows have other values in other shards"""
+"""Parts that are offsets from the start of their shard, so equal rows differ between shards"""
 
 
 @dataclass(frozen=True, slots=True)
 class SideColumn:
-    """Describes a non-feature column; ``type`` is the type of its stored values."""
+    """A non-feature column; ``type`` is the type of its stored values."""
 
     name: str
     role: Role
@@ -43,7 +43,7 @@ class SideColumn:
 
 @dataclass(frozen=True, slots=True)
 class PartType:
-    """Describes a shard's file by its dtype and its shape, without the first dimension.
+    """Dtype and shape of a shard's file, without the first dimension.
 
     The first dimension is the number of rows plus ``extra`` or, if ``counted``, the manifest's
     ``count``.
@@ -71,7 +71,7 @@ def part_types(
 ) -> dict[str, PartType]:
     """Return every part of a set's shards, by name.
 
-    ``num_keys`` is the number of columns of keys. With ``keys_in_lists``, some lists contain keys.
+    ``num_keys`` is the number of columns of keys. If ``keys_in_lists``, some lists contain keys.
     """
     types: dict[str, PartType] = {}
     if num_keys:
@@ -117,6 +117,6 @@ def chosen_parts(parts: Parts, chosen: NDArray[np.bool_]) -> Parts:
 
 
 def starts_of(lengths: "NDArray[Any]") -> NDArray[np.int64]:
-    """Compute the offsets [rows + 1] of each row's values from ``lengths`` [rows, lists]."""
+    """Compute the offset of each row's values, [rows + 1], from ``lengths`` [rows, lists]."""
     ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
     return np.concatenate([np.zeros(1, dtype=np.int64), ends])

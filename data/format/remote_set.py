@@ -1,5 +1,6 @@
-"""Open a prepared set at a URL: a folder of the cache on this host, whose files are fetched when
-they are needed."""
+"""Open a prepared set at a URL, as a cache folder on this host whose files are downloaded on
+demand.
+"""
 
 import contextlib
 import os

@@ -26,7 +26,7 @@ SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
 """Supported separators, which do not occur in numbers; \\x01 is Hive's separator"""
 
 FIELD_NAME = re.compile(r"(?=.{1,100}$)\w[^\x00-\x1f\x7f/\\*?\[\]=,\"'`]*")
-"""Names of fields are parts of file names and options, and are matched by patterns"""
+"""Field names become parts of file names and options, and are matched by patterns"""
 NAME_RULE = (
     "must start with a letter, digit or '_', must not contain any of / \\ * ? [ ] = , \" ' `, and "
     "may have up to 100 characters"
@@ -37,14 +37,14 @@ BEYOND: tuple[Beyond, ...] = ("error", "first", "last")
 CHECK = "__check"
 """Suffix of a staged column with the additional bits of string keys"""
 GROUP, TIME, ROW_KEY = "__group", "__time", "__row_key"
-"""Names of staged columns, whose input columns may also be features"""
+"""Names of staged copies of columns that may also be features"""
 _RESERVED = (SPLIT_COLUMN, GROUP, TIME, ROW_KEY)
 NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Describes a field with an embedding table; ``rows`` includes ids 0 (missing) and 1 (rare)."""
+    """A field with an embedding table; ``rows`` includes ids 0 (missing) and 1 (rare)."""
 
     name: str
     rows: int
@@ -70,8 +70,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListColumn:
-    """Describes a sparse column with several values per cell, such as ``a|b|c`` or a Parquet
-    list."""
+    """A sparse column with several values per cell, such as ``a|b|c`` or a Parquet list."""
 
     name: str
     separator: str = "|"
@@ -81,7 +80,8 @@ class ListColumn:
     fixed: bool = False
     """Store ``most`` ids per row, padded with the missing id, instead of a list"""
     beyond: Beyond = "error"
-    """Handling of a row with too many values: bad line, or keep the first or last ``most``"""
+    """What to do if a row has too many values: reject the line, or keep the first or last ``most``
+    """
     weights: str | None = None
     """Column with one weight per value"""
     inline: str | None = None
@@ -129,17 +129,17 @@ def is_wrong_comparison(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseColumn:
-    """Contains the options for reading and transforming a dense column."""
+    """Options for reading and transforming a dense column."""
 
     name: str
     whole: bool = False
     """Require 32-bit integers instead of real numbers"""
     transform: str | None = None
-    """Transform of ``sbpflow.serving.cells``, or None for the transform of ``--dense``"""
+    """Transform in ``sbpflow.serving.cells``, or None for the one that ``--dense`` selects"""
     clip: tuple[float, float] | None = None
-    """Lower and upper limit; values outside are set to the nearer limit and counted"""
+    """Lower and upper limit; values outside are clipped and counted"""
     buckets: int = 0
-    """Number of quantile buckets of an id field, or 0 for a dense column"""
+    """Number of quantile buckets if the column becomes an id field, else 0"""
     indicator: bool = False
     """Add a dense column ``NAME_missing`` that is 1 where the value is missing"""
     decimal: str = "."
@@ -148,7 +148,7 @@ class DenseColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """Describes the columns of a text or Parquet input in file order, and their use."""
+    """The columns of a text or Parquet input, in file order, and their use."""
 
     columns: tuple[str, ...]
     label: str
@@ -157,16 +157,18 @@ class Schema:
     kinds: tuple[Kind, ...]
     separator: str = "\t"
     header: bool = False
-    """Every text file starts with a line of column names; ``columns`` then need no order"""
+    """Every text file starts with a line of column names, so the order of ``columns`` does not
+    matter
+    """
     quote: str | None = None
-    """Quote character of text cells that contain separators or line ends, or None"""
+    """Quote character of text cells that contain separators or newlines, or None"""
     missing_values: tuple[str, ...] = ()
-    """Texts that mean a missing cell, such as NA; an empty cell is always missing"""
+    """Texts that stand for a missing cell, such as NA; an empty cell is always missing"""
     many: tuple[ListColumn, ...] = ()
     vocabularies: tuple[tuple[str, str], ...] = ()
-    """Pairs of a sparse column and the name of its shared vocabulary"""
+    """Pairs of a sparse column and its shared vocabulary"""
     numbers: tuple[DenseColumn, ...] = ()
-    """Dense columns other than the default (integers with the transform of ``--dense``)"""
+    """Dense columns that differ from the default (integers, transformed as ``--dense`` says)"""
     label_rule: LabelRule | None = None
     """Values of the label column that mean 1, or None for a column of 0 and 1"""
     labels: tuple[str, ...] = ()
@@ -204,15 +206,14 @@ class Schema:
 
     @property
     def _exclusive(self) -> tuple[str, ...]:
-        """Return the columns that may be used only once; a column that is used twice appears
-        twice."""
+        """Return all uses of columns that may be used only once; duplicates are errors."""
         weights = (column.weights for column in self.many if column.weights)
         weight = (self.weight,) if self.weight else ()
         return (self.label, *self.features, *weight, *self.labels, *weights)
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Return the names of all columns that are read, without repetitions."""
+        """Return the distinct names of all columns that are read."""
         return tuple(dict.fromkeys((*self._exclusive, *self.shareable)))
 
     @property
@@ -245,8 +246,8 @@ class Schema:
         fields = (*self.sparse, *(column.name for column in self.buckets))
         if invalid := [name for name in fields if not FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
-                f"{key}: sparse column {invalid[0]!r}: as a part of file names and options, it "
-                f"{NAME_RULE}; rename the column in the table"
+                f"{key}: sparse column {invalid[0]!r}: because it is used in file names and "
+                f"options, it {NAME_RULE}; rename the column in the table"
             )
         if patterns := [name for name in used if PATTERN.fullmatch(name)]:
             raise ConfigError(
@@ -256,7 +257,7 @@ class Schema:
         if own := [n for n in self.columns if n in _RESERVED or n.endswith(CHECK)]:
             raise ConfigError(f"{key}: the name {own[0]!r} is reserved; rename the column")
         if not fields:
-            raise ConfigError(f"{key}: sparse has no columns; name at least one column")
+            raise ConfigError(f"{key}: sparse is empty; name at least one column")
         self._check_vocabularies(key, fields)
         self._check_text(key)
 
@@ -290,8 +291,8 @@ class Schema:
         for column in self.numbers:
             if column.indicator and column.buckets:
                 raise ConfigError(
-                    f"{key}: dense {column.name}: buckets have an id for missing values; remove "
-                    "missing: indicator"
+                    f"{key}: dense {column.name}: buckets already have an id for missing values; "
+                    "remove missing: indicator"
                 )
             if column.indicator and f"{column.name}_missing" in self.used:
                 raise ConfigError(f"{key}: '{column.name}_missing' is another column; rename it")

@@ -1,9 +1,9 @@
 """Keep files of sets at URLs on this host, within a size limit, for all ranks and runs.
 
-``DIR/FINGERPRINT/`` contains the manifest and some files of a set. A file appears there complete,
-with a verified checksum. File locks, which end with their process, decide who downloads a file and
-who makes room. The files that were used least recently are removed first, except for splits that
-are mapped by a process.
+``DIR/FINGERPRINT/`` contains the manifest and some files of a set. A file appears there only when
+it is complete and its checksum is verified. File locks, which are released when their process ends,
+decide who downloads a file and who makes room. The least recently used files are removed first,
+except for splits that a process has mapped.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ Result = TypeVar("Result")
 _PARTIAL, _RESERVED, _PIN = ".partial", ".reserved", ".pin"
 _NUM_LOCKS = 256
 _DOWNLOADS = 8
-_TRIES = 3  # downloads of a file whose bytes differ from its checksum
+_TRIES = 3  # maximum number of downloads of a file whose checksum does not match
 _WAIT_S = 0.05
-_AHEAD = 4  # files of a split that are downloaded before they are read
+_AHEAD = 4  # number of files of a split to download ahead of reading
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLimit:
-    """The folder of the cache on this host, and its maximum size."""
+    """The cache folder on this host, and its maximum size."""
 
     folder: Path
     num_bytes: int
@@ -49,7 +49,10 @@ class RemoteFile:
 
 
 class ShardCache:
-    """Gets the files of one set; ``files`` has all of them, and ``order`` the files by split."""
+    """Downloads the files of one set.
+
+    ``files`` contains all of them, and ``order`` the files of each split.
+    """
 
     def __init__(
         self,
@@ -76,23 +79,23 @@ class ShardCache:
         self._guard = threading.Lock()
 
     def get(self, path: Path) -> None:
-        """Make sure that the file at ``path``, in ``folder``, exists now; fetch the next files.
-
-        Raises DataError if the file cannot be downloaded, or ConfigError without room for it.
+        """Make sure that the file at ``path``, in ``folder``, exists, and start downloading the
+        next files. Raises DataError if the file cannot be downloaded, or ConfigError if there is no
+        room for it.
         """
         name = str(path.relative_to(self.folder))
         self._get(name)
         self._fetch_ahead(self._next.get(name, ()))
 
     def get_all(self, names: Iterable[str]) -> None:
-        """Download files in parallel; files that another process is downloading come last."""
+        """Download files in parallel; files that other processes are downloading come last."""
         with ThreadPoolExecutor(_DOWNLOADS) as pool:
             waiting = [name for name, done in _each(pool, self._get_free, names) if not done]
             for _ in _each(pool, self._get, waiting):
                 pass
 
     def get_split(self, split: str) -> None:
-        """Download all files of a split, and keep them while this process runs.
+        """Download all files of a split, and keep them as long as this process runs.
 
         Raises ConfigError if the cache is too small.
         """
@@ -107,7 +110,7 @@ class ShardCache:
         pin = (self.folder / f"{split}{_PIN}").open("a", encoding="ascii")
         fcntl.flock(pin, fcntl.LOCK_SH)
         self._pins.append(pin)
-        # Each process starts elsewhere, so that the processes of a host share the work.
+        # Each process starts at a different file, so that the processes of a host share the work.
         start = os.getpid() % max(1, len(names))
         self.get_all([*names[start:], *names[:start]])
 
@@ -125,12 +128,12 @@ class ShardCache:
                     self._ahead[name] = self._pool.submit(self._try, name)
 
     def _try(self, name: str) -> None:
-        # The read of the file raises the error again, if it still occurs.
+        # If the error persists, reading the file will raise it.
         with contextlib.suppress(DataError, ConfigError, OSError):
             self._get(name)
 
     def _get_free(self, name: str) -> bool:
-        """Get a file unless another process is getting it."""
+        """Download a file unless another process is downloading it."""
         try:
             self._get(name, wait=False)
         except HeldError:
@@ -158,7 +161,8 @@ class ShardCache:
             for number in range(1, _TRIES + 1):
                 (self.url / name).download(partial)
                 if partial.stat().st_size == file.num_bytes and file_crc32(partial) == file.crc32:
-                    # With the lock, a process that is counting sees exactly one of the names.
+                    # Under the lock, a process that adds up sizes sees exactly one of the two
+                    # names.
                     with hold(self._room, wait=True):
                         partial.replace(path)
                         reserved.unlink()
@@ -176,13 +180,12 @@ class ShardCache:
             reserved.unlink(missing_ok=True)
 
     def _reserve(self, reserved: Path, num_bytes: int) -> None:
-        """Make room for a file; ``reserved`` then has the file's size, for others to count.
-
-        The download itself cannot show the size, because a store's client truncates it first.
-        Wait while other downloads need the room.
+        """Make room for a file by creating ``reserved`` with the file's size, which other processes
+        count. The download itself cannot serve as the reservation, because the store's client
+        truncates it first. Waits while other downloads need the room.
         """
         while True:
-            # A download that ends after this line has made room for the next attempt.
+            # A download that ends after this line makes room for the next attempt.
             downloading = self._is_downloading()
             excess = self._try_reserve(reserved, num_bytes)
             if not excess:
@@ -198,7 +201,7 @@ class ShardCache:
             )
 
     def _try_reserve(self, reserved: Path, num_bytes: int) -> int:
-        """Remove files to make room; return the number of bytes that are missing."""
+        """Remove files to make room; return how many bytes are still lacking."""
         with hold(self._room, wait=True):
             files = sorted(_files_in(self._limit.folder))
             excess = sum(size for _, size, _ in files) + num_bytes - self._limit.num_bytes
@@ -250,7 +253,7 @@ def _each(
 
 
 def _files_in(folder: Path) -> Iterable[tuple[float, int, Path]]:
-    """Yield time of last use, size, and path of the files and reservations of all sets."""
+    """Yield the time of last use, size, and path of the files and reservations of all sets."""
     for pattern in ("*/**/*.npy", f"*/**/*.npy{_RESERVED}"):
         for path in folder.glob(pattern):
             with contextlib.suppress(FileNotFoundError):

@@ -48,7 +48,7 @@ class SplitRows(MappedRows):
     """Reads the words of one split across its shards; row numbers count from the split's first row.
 
     Maps are copy-on-write, so writing to a view changes later reads of this object but not the
-    file. Raise DataError if the set of ``manifest`` has been replaced. The first ``limit`` shards
+    file. Raises DataError if the set of ``manifest`` has been replaced. The first ``limit`` shards
     are mapped (by default, the maximum for one split), and other shards are read on request.
     """
 
@@ -60,14 +60,14 @@ class SplitRows(MappedRows):
                 UnchangedSet(manifest).check,
                 None if manifest.cache is None else manifest.cache.get,
             )
-        finally:  # check even after an error, which a replaced set would explain
+        finally:  # check even after an error, because a replaced set may be the cause
             check_unchanged(manifest)
         self.num_words = manifest.num_words
         super().__init__(maps, np.empty((0, self.num_words), dtype=np.int32))
 
 
 def check_shards(manifest: Manifest, split: str) -> None:
-    """Raise DataError if the set has changed or if the size of a shard of ``split`` is wrong."""
+    """Raise DataError if the set has changed or a shard of ``split`` has the wrong size."""
     try:
         for file in _word_files(manifest, split) if manifest.cache is None else ():
             check_array(*file)
@@ -139,8 +139,9 @@ class RowFiles:
         return np.concatenate(pieces)
 
     def _inside(self, start: int, stop: int) -> list[tuple[Shard, int, int]]:
-        """Return each shard that contains some of the rows [start, stop), with start and stop
-        inside the shard."""
+        """Return each shard with some of the rows [start, stop), and their start and stop within
+        the shard.
+        """
         ranges: list[tuple[Shard, int, int]] = []
         index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:

@@ -15,11 +15,9 @@ from sbpflow.errors import DataError
 
 
 def verify_set(manifest: Manifest, workers: int) -> None:
-    """Compare every file with its checksum and with the manifest.
-
-    Raise DataError for the first file that differs, or the first row with an invalid label, dense
-    value or id. Values are checked, too, because the checksums of a manually edited set can be
-    correct.
+    """Compare every file with its checksum and with the manifest. Raises DataError for the first
+    file that differs, or the first row with an invalid label, dense value, or id. Values are also
+    checked, because a set edited by hand can have correct checksums.
     """
     shards = [(manifest, shard) for split in SPLITS for shard in manifest.shards(split)]
     with ThreadPoolExecutor(workers) as pool:
@@ -50,7 +48,7 @@ def check_rows(manifest: Manifest, shard: Shard) -> None:
         bad = ~np.isfinite(values) | (values < np.float32(low)) | (values > np.float32(high))
         _refuse(path, entry["name"], values, bad, f"finite, from {low:g} to {high:g}")
     column = 1 + len(manifest.dense)
-    fields = [field for field in manifest.fixed if not field.keyed]  # every key is valid
+    fields = [field for field in manifest.fixed if not field.keyed]  # all keys are valid
     limits = np.repeat([f.rows for f in fields], [f.hot for f in fields])
     all_ids = words[:, column:]
     in_range = not all_ids.size or bool(

@@ -1,4 +1,4 @@
-"""Read and write the vocabularies of a set: each field's values, ids and counts in train.
+"""Read and write the vocabularies of a set: each field's values, ids, and counts in train.
 
 A vocabulary is stored as arrays ``vocabulary/FIELD.{keys,ids,counts}.npy`` in key order for
 mapping, searching and merging. A key has 32 or 64 bits: hex values and integers are their own keys,
@@ -37,7 +37,7 @@ _ARRAYS = ("keys", *_TYPES)
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Contains the values of one field in key order; ids without a value are spare."""
+    """The values of one field in key order; ids without a value are spare."""
 
     name: str
     num_rows: int
@@ -99,7 +99,7 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
-    """Return the vocabularies by name. Raise DataError for a set without vocabularies."""
+    """Return the vocabularies by name. Raises DataError for a set without vocabularies."""
     content = manifest.content.get("vocabulary")
     if content is None:
         raise DataError(
@@ -122,7 +122,7 @@ def vocabulary_files(manifest: Manifest) -> list[str]:
 
 
 def fetch_vocabularies(manifest: Manifest) -> None:
-    """Get all vocabularies of a set at a URL."""
+    """Download all vocabularies of a set at a URL."""
     if manifest.cache is not None:
         manifest.cache.get_all(vocabulary_files(manifest))
 
@@ -198,8 +198,9 @@ def vocabulary_content(
     seed: int,
     ancestors: Sequence[Ancestor],
 ) -> dict[str, Any]:
-    """Return the manifest's ``vocabulary``, whose digest depends on the ids but not on the
-    counts."""
+    """Return the ``vocabulary`` entry of the manifest, with a digest of the ids but not of the
+    counts.
+    """
     facts: list[Any] = [seed]
     for field in fields:
         entry = entries.get(field["name"], {})

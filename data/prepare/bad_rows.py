@@ -1,4 +1,4 @@
-"""Report the bad lines of staged pieces, and refuse inputs with too many bad lines."""
+"""Report the bad lines of staged pieces, and reject inputs with too many bad lines."""
 
 import json
 import re
@@ -24,12 +24,12 @@ _FIXES = {
     NOT_A_TIME: "write dates such as 2024-05-01 12:30:00, or their format as in "
     '`time: {NAME: "%d/%m/%Y"}`',
 }
-"""What to do about the cells that break a rule"""
+"""Advice for cells that break a rule"""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPiece:
-    """Describes a piece on disk: its rows, its source lines and the counts of skipped lines."""
+    """A piece on disk: its rows, its source lines, and the counts of skipped lines."""
 
     path: Path
     file: InputPath
@@ -106,7 +106,7 @@ def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
 
 
 def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]:
-    """Return a hint about the schema if the first bad lines suggest one, else an empty list."""
+    """Return hints about the schema that the first bad lines suggest, if any."""
     schema = options.schema
     examples = [example for piece in staged for example in piece.bad.examples]
     text = next((line for _, reason, line, _ in examples if _WRONG_NUMBER in reason), None)
@@ -131,7 +131,7 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         if text is None and not settings:
             return []
         columns = f"the columns of {options.like}: {', '.join(schema.columns or schema.used)}"
-        return [f"rows are read with the schema of --like, but it has {columns}"]
+        return [f"rows are read with the schema of --like, which has {columns}"]
     not_hex = any(_NOT_HEX in reason for _, reason, _, _ in examples)
     if schema == CRITEO and (text is not None or settings or not_hex):
         needs = f", which probably needs {keys}" if settings else ""
@@ -187,7 +187,7 @@ def _rule_for(cells: Sequence[str]) -> str:
 
 
 def _cell_advice(example: tuple[int, str, str, str]) -> str:
-    """Return advice about a cell that does not fit its column, or ""."""
+    """Return advice on a cell that does not fit its column, or ""."""
     name, rule = _misfit(example)
     cell = example[3]
     if not rule or not cell:

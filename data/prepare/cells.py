@@ -1,4 +1,4 @@
-"""Convert cells to typed columns, by the same rules for text and Parquet, and count bad rows by
+"""Convert cells to typed columns, with the same rules for text and Parquet, and count bad rows by
 reason.
 
 The columns of the input frame are strings, or have the types of a Parquet file. A row is bad if any
@@ -49,7 +49,7 @@ _FULL_YEAR = "^ *[0-9]{4}-"
 NOT_A_NUMBER, NOT_A_TIME, NOT_A_KEY = "is not a number", "is not a time", "is not a row key"
 
 Faults = dict[tuple[str, str], pl.Series]
-"""Flags that mark the bad rows by the column and the rule that its cell breaks"""
+"""For each column and rule, flags that mark the rows whose cell breaks the rule"""
 RawRow = Callable[[int], bytes]
 
 
@@ -60,10 +60,9 @@ def typed_piece(
     raw_row: RawRow,
     keep_strings: bool = False,
 ) -> Piece:
-    """Return the rows of ``frame`` as typed columns, without the bad rows.
-
-    ``frame`` contains the columns that the schema uses. Without a label column, the rows are
-    unlabeled. ``raw_row`` returns the original text of a row for error messages.
+    """Return the good rows of ``frame`` as typed columns. ``frame`` contains the columns that the
+    schema uses. Without a label column, the rows are unlabeled. ``raw_row`` returns the original
+    text of a row for error messages.
     """
     absent = ["", *schema.missing_values]
     frame = frame.with_columns(
@@ -89,7 +88,7 @@ def typed_piece(
         columns.append(keys := key_of(frame[name], kind))
         faults[name, f"is not {EXPECTED[kind]}"] = frame[name].is_not_null() & keys.is_null()
     columns += _side_columns(frame, schema, faults)
-    if not columns:  # if all columns are list columns, the frame still needs its row count
+    if not columns:  # needed for the row count if all columns are list columns
         columns.append(pl.Series(SPLIT_COLUMN, np.zeros(len(frame), dtype=np.uint8)))
     strings = [n for n in schema.sparse if schema.kind(n) == "string" and n not in lists]
     cells = pl.DataFrame(columns)
@@ -108,7 +107,7 @@ def typed_piece(
 
 
 def _report(frame: pl.DataFrame, faults: Faults, raw_row: RawRow, bad: BadLines) -> pl.Series:
-    """Add the bad rows to ``bad``; return the flags that mark the bad rows."""
+    """Add the bad rows to ``bad``; return flags that mark them."""
     is_bad = pl.repeat(False, len(frame), eager=True)
     for flags in faults.values():
         is_bad |= flags
@@ -267,7 +266,7 @@ def _list(
 
 
 def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[pl.Series]:
-    """Return the non-feature columns; all of them except additional labels must be present."""
+    """Return the non-feature columns. Only additional labels may have missing values."""
     columns: list[pl.Series] = []
     for name in schema.labels:
         if name in frame.columns:

@@ -29,7 +29,7 @@ def manifest_content(
     fitted: Mapping[str, Any],
     like: Manifest | None,
 ) -> dict[str, Any]:
-    """Return the content of the manifest, without vocabularies and statistics."""
+    """Return the manifest's content, without vocabularies and statistics."""
     schema = options.schema
     columns = columns_of(inputs[0], schema, options.is_encode)
     content = {
@@ -119,7 +119,7 @@ def like_options(manifest: Manifest) -> PrepareOptions:
 
 
 def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
-    """Return ``options``; options that affect ids and values are copied from ``manifest``."""
+    """Return ``options`` with all options that affect ids and values taken from ``manifest``."""
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(

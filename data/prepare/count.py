@@ -1,7 +1,6 @@
-"""Build the vocabularies from counts of the train part, and fit constants on this part.
-
-All of this runs as tasks on an engine. Finished results are recorded, so a resumed run does not
-count twice. With ``--like``, ids and constants come from an existing set; ``--grow`` adds ids.
+"""Build the vocabularies from counts of the train split, and fit constants on it. The work runs as
+tasks on an engine. Finished results are recorded, so a resumed run does not count twice. With
+``--like``, ids and constants come from an existing set; ``--grow`` adds ids.
 """
 
 import shutil
@@ -36,22 +35,21 @@ from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_recor
 
 _GROUP_ROWS = (1 << 16, 1 << 20)
 _GROUPS = 8
-"""Groups have 1/8 of the train rows, within the limits of ``_GROUP_ROWS``"""
+"""Groups have 1/8 of the train rows, within the limits ``_GROUP_ROWS``"""
 _VALUES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class TrainPiece:
-    """Describes a piece with train rows; for a split by time, these are the first ``limit``."""
+    """A piece with train rows; with a split by time, these are the first ``limit`` rows."""
 
     path: Path
     num_rows: int
     limit: int | None
 
     def rows(self, path: Path | None = None, row: str = "") -> pl.LazyFrame:
-        """Return the train rows of the piece, or of another file ``path`` with its entries.
-
-        If that file contains several entries per row, its column ``row`` has the row number.
+        """Return the train rows of the piece, or of ``path``, another of its files. If that file
+        has several entries per row, its column ``row`` has the row number.
         """
         frame = pl.scan_ipc(path or self.path)
         if self.limit is None:
@@ -61,7 +59,7 @@ class TrainPiece:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Describes consecutive pieces that one task counts."""
+    """Consecutive pieces that one task counts."""
 
     number: int
     pieces: tuple[TrainPiece, ...]
@@ -122,9 +120,8 @@ def build_vocabularies(
     like: Manifest | None,
     engine: Engine,
 ) -> dict[str, FilteredVocabulary]:
-    """Count the values of the fields in the train part, assign ids and write them to ``work/set``.
-
-    Raise DamagedWork if files of an earlier run are damaged and the staged rows no longer exist.
+    """Count the values of the fields in train, assign ids, and write them to ``work/set``. Raises
+    DamagedWork if files of an earlier run are damaged and the staged rows no longer exist.
     """
     folder = work / "vocabulary"
     folder.mkdir(exist_ok=True)
@@ -152,7 +149,7 @@ def build_vocabularies(
 
 @dataclass(frozen=True, slots=True)
 class _Parent:
-    """Names a field's vocabulary in the set of ``like``, which workers open themselves."""
+    """A field's vocabulary in the set of ``like``, by name, because workers open it themselves."""
 
     folder: Path
     num_rows: int
@@ -178,7 +175,7 @@ class _VocabularyJob:
 
 
 def _build(job: _VocabularyJob, *, options: PrepareOptions, work: Path) -> FilteredVocabulary:
-    """Assign ids to the counted values of a vocabulary; for ``encode``, nothing is counted."""
+    """Assign ids to the counted values of a vocabulary; ``encode`` counts nothing."""
     counted = NO_COUNTS
     if not options.is_encode:
         counted = read_merged(job.name, job.num_ranges, work / "counts")
@@ -196,7 +193,7 @@ def _count(
     folder: Path,
     engine: Engine,
 ) -> dict[str, tuple[int, int]]:
-    """Count the train rows of each group, and merge the counts by ranges of keys.
+    """Count the train rows of each group, then merge the counts by ranges of keys.
 
     Return the number of ranges and of padding ids of each vocabulary.
     """
@@ -289,7 +286,7 @@ def fit_columns(
 
 
 def _fit_group(group: Group, *, fit: Fit) -> Fit:
-    """Add the values of a group to an empty copy of ``fit``."""
+    """Add the values of a group to an empty copy of ``fit``, and return the copy."""
     fit = fit.empty()
     for values in group.numbers(fit.names):
         fit.add(values)

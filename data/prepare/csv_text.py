@@ -1,7 +1,7 @@
 """Parse text with column names, quotes or several values per cell.
 
 ``data.prepare.parse`` parses all other text. This module finds records by strict rules, and the
-Polars reader splits records into cells. Inside quotes, a separator or line end is part of the cell,
+Polars reader splits records into cells. Inside quotes, a separator or newline is part of the cell,
 and a doubled quote means one quote.
 """
 
@@ -25,7 +25,7 @@ _MAX_LINES = 1000
 
 
 def split_cells(line: str, schema: Schema) -> list[str]:
-    """Return the cells of one record, for example the header; raise PolarsError for bad quotes."""
+    """Return the cells of one record, such as the header; raise PolarsError for bad quotes."""
     if schema.quote is None or schema.quote not in line:
         return line.split(schema.separator)
     cells = pl.read_csv(
@@ -39,7 +39,7 @@ def split_cells(line: str, schema: Schema) -> list[str]:
 
 
 def count_byte(text: bytes, byte: str) -> int:
-    """Count a byte in cache-sized blocks, which is 10x as fast as ``bytes.count``."""
+    """Count a byte in cache-sized blocks, which is 10 times as fast as ``bytes.count``."""
     raw = np.frombuffer(text, dtype=np.uint8)
     step = 1 << 17
     starts = range(0, len(raw), step)
@@ -93,8 +93,7 @@ def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> 
         return False
     if not is_utf8(text):
         return False
-    # Even if the total is correct, a line can have a wrong number of cells; Polars reports such
-    # lines.
+    # Even if the total is correct, a line can have the wrong number of cells; Polars reports this.
     try:
         frame = _read(text, tuple(map(str, range(num_columns))), schema)
     except pl.exceptions.PolarsError:
@@ -138,11 +137,9 @@ def _sort_out(
 
 
 def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Yield each record and its number of lines.
-
-    An unclosed quote would swallow all lines up to the next quote. Therefore, if a record of
-    several lines is invalid, its first line becomes a record, and the next line starts a new
-    record.
+    """Yield each record and its number of lines. An unclosed quote would swallow all lines up to
+    the next quote. Therefore, if a record of several lines is invalid, its first line becomes a
+    record by itself, and the next line starts a new one.
     """
     lines = text.split(b"\n")[:-1]
     if quote is None or quote.encode() not in text:
@@ -163,7 +160,7 @@ def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[
 
 
 def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema) -> str | None:
-    # at this point, any CR before a line feed is inside quotes
+    # at this point, a CR before a line feed can only be inside quotes
     if "\r" in record.replace("\r\n", ""):
         return "stray carriage return"
     if schema.quote is None or schema.quote not in record:

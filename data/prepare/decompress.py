@@ -18,7 +18,7 @@ _READ_BYTES = 1 << 20
 
 
 class _Zstd(io.RawIOBase):
-    """Implements a stream of the decompressed bytes of all zstd frames in a file."""
+    """A stream of the decompressed bytes of all zstd frames in a file."""
 
     def __init__(self, compressed: IO[bytes]) -> None:
         try:
@@ -69,13 +69,15 @@ DECOMPRESS: Mapping[str, Callable[[IO[bytes]], Any]] = {
     ".xz": lzma.LZMAFile,
     ".zst": lambda raw: io.BufferedReader(_Zstd(raw), _READ_BYTES),
 }
-"""Functions by file name suffix that open a stream of decompressed bytes"""
+"""By file name suffix, the function that opens a stream of decompressed bytes"""
 FORMAT_NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 
 
 def decompressed(compressed: IO[bytes], suffix: str) -> IO[bytes]:
-    """Return a decompressed stream. Raise EOFError for an empty file, even if the codec accepts
-    empty files."""
+    """Return a decompressed stream.
+
+    Raises EOFError for an empty file, even if the codec accepts empty files.
+    """
     if not compressed.read(1):
         raise EOFError("empty file")
     compressed.seek(0)

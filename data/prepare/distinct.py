@@ -1,6 +1,6 @@
 """Count the occurrences of each value of a field in the train part, in bounded memory.
 
-Each group of pieces is counted by itself and written to one file, in key order. The counts of all
+Each group of pieces is counted separately and written to one file, in key order. The counts of all
 groups are then merged by ranges of keys. Groups and ranges depend only on the rows.
 """
 
@@ -24,10 +24,10 @@ from sbpflow.data.prepare.workspace import (
 )
 
 RANGE_VALUES = 1 << 22
-"""Approximate maximum number of values that are merged at a time"""
+"""Approximate maximum number of values to merge at a time"""
 _BLOCK = 1 << 20
 _SAMPLED = 1 << 14
-"""Number of values per key that is recorded to find the ranges"""
+"""One key per this many values is recorded, from which the ranges are derived"""
 _COLUMNS: Mapping[str, str] = {"len": "<i8", "least": "<u4", "most": "<u4"}
 COUNTS_KEYS = ("fields", "padding")
 MERGED_KEYS = ("values", "missing", "key", "checked", "crc32")
@@ -35,7 +35,7 @@ MERGED_KEYS = ("values", "missing", "key", "checked", "crc32")
 
 @dataclass(frozen=True)
 class FieldCounts:
-    """Contains the distinct values of a field in the train part, in key order."""
+    """The distinct values of a field in train, in key order."""
 
     keys: Keys
     counts: NDArray[np.int64]
@@ -60,7 +60,7 @@ NO_COUNTS = FieldCounts(np.empty(0, np.uint64), np.empty(0, np.int64), None, Non
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """Describes the values of a vocabulary with low <= key < high; None means no bound."""
+    """The values of a vocabulary with low <= key < high; None means no bound."""
 
     name: str
     number: int
@@ -111,7 +111,7 @@ def ranges_of(name: str, records: Iterable[Mapping[str, Any]]) -> list[KeyRange]
 
 
 def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[str, Any]:
-    """Add up the counts of a range of keys in all ``groups``; return the record of the result."""
+    """Add up the counts of a range of keys over all ``groups``; return the record of the result."""
     path = folder / f"{keys.name}.range-{keys.number:06d}"
     record = read_record(record_of(path), MERGED_KEYS)
     if record is not None and path.is_file():
@@ -121,7 +121,7 @@ def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[st
     for group in groups:
         entry = require_record(record_of(group), COUNTS_KEYS)["fields"][keys.name]
         arrays = _mapped(group, entry)
-        if keys.number == 0:  # one range checks the whole file
+        if keys.number == 0:  # only one range verifies the whole file
             missing += entry["missing"]
             _check(arrays, entry, group)
         start, stop = _places(arrays["key"], keys)
@@ -137,7 +137,7 @@ def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[st
 
 
 def read_merged(name: str, num_ranges: int, folder: Path) -> FieldCounts:
-    """Return the counts of a vocabulary from the files of its ranges, which are mapped."""
+    """Map the files of a vocabulary's ranges, and return its counts."""
     columns: dict[str, list[NDArray[Any]]] = {}
     missing = 0
     for number in range(num_ranges):
@@ -154,7 +154,7 @@ def read_merged(name: str, num_ranges: int, folder: Path) -> FieldCounts:
 
 
 def _write(file: IO[bytes], values: pl.DataFrame) -> dict[str, Any]:
-    """Write the columns one after another, and return their entry for the record."""
+    """Write the columns one after another; return their entry for the record."""
     checksum = 0
     entry = {"key": values["key"].to_numpy().dtype.str, "checked": "least" in values.columns}
     for column in _columns(entry):
@@ -196,7 +196,7 @@ def _mapped(path: Path, entry: Mapping[str, Any]) -> "dict[str, NDArray[Any]]":
 
 
 def _places(keys: "NDArray[Any]", limits: KeyRange) -> tuple[int, int]:
-    """Return the first and the last place + 1 of a range in ascending ``keys``."""
+    """Return the start and stop of a range in ascending ``keys``."""
     kind = keys.dtype.type
     start = 0 if limits.low is None else int(np.searchsorted(keys, kind(limits.low)))
     stop = len(keys) if limits.high is None else int(np.searchsorted(keys, kind(limits.high)))

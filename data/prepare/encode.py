@@ -74,7 +74,7 @@ class RawKeys:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Contains what all pieces share; equal plans in one folder have equal vocabularies."""
+    """What all pieces share. Within a folder, equal plans mean equal vocabularies."""
 
     work: Path
     plan: str
@@ -86,7 +86,7 @@ class Encoding:
 
 
 def tables_of(encoding: Encoding) -> dict[str, "FieldIds | RawKeys"]:
-    """Return, for each field, a table that maps staged keys to ids, or to keys of the set."""
+    """For each field, return a table that maps staged keys to ids, or to keys in the set."""
     options = encoding.options
     tables: dict[str, FieldIds | RawKeys] = dict.fromkeys(options.keys, RawKeys())
     for name, fields in options.counted.items():
@@ -99,7 +99,7 @@ def tables_of(encoding: Encoding) -> dict[str, "FieldIds | RawKeys"]:
 
 
 cached_tables = Cached(tables_of)
-"""The tables of the current run, which take seconds to build in each process"""
+"""The tables of the current run; cached, because each process needs seconds to build them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def encode_all(
     finally:
         cached_tables.clear()
     for unfinished in folder.rglob("*.partial"):
-        unfinished.unlink()  # of workers that died
+        unfinished.unlink()  # left by workers that died
     return records
 
 
@@ -174,7 +174,7 @@ def _write_splits(
 
 
 class _PieceEncoder:
-    """Encodes a staged piece as words, parts and counts for the manifest."""
+    """Encodes a staged piece as words, parts, and counts for the manifest."""
 
     def __init__(
         self,
@@ -198,8 +198,10 @@ class _PieceEncoder:
         self.parts: Parts = {**keys, **self._list_parts(), **self._side_parts()}
 
     def splits(self, start: int, total: int) -> NDArray[np.uint8]:
-        """Return each row's split, uint8 [rows]; ``start`` of the ``total`` rows come before the
-        piece."""
+        """Return each row's split, uint8 [rows].
+
+        ``start`` of all ``total`` rows come before this piece.
+        """
         if self._options.split.kind != "time":
             return self._frame[SPLIT_COLUMN].to_numpy()
         rows = np.arange(start, start + len(self._frame))
@@ -294,8 +296,7 @@ class _PieceEncoder:
         weights = np.ones(len(values), dtype=np.float32)
         for number, name in enumerate(names):
             table, own = self._lists[name], lengths[:, number]
-            # A field's values are consecutive in its frame; move each value to the position of its
-            # row.
+            # Each frame has the values of one field; interleave them in row order.
             shift = begin[:, number] - (np.cumsum(own) - own)
             place = np.arange(len(table)) + np.repeat(shift, own)
             values[place] = self._list_ids(name)
@@ -341,8 +342,9 @@ class _PieceEncoder:
 def _matrix(
     values: pl.DataFrame, ids: "NDArray[Any]", num_rows: int, width: int
 ) -> "list[NDArray[Any]]":
-    """Return ``width`` columns of ids or keys [num_rows]; absent values become missing ids or
-    keys."""
+    """Return [num_rows, width] ids or keys of ``width`` columns; absent values become the missing
+    id or key.
+    """
     rows = values["row"].to_numpy()
     lengths = np.bincount(rows, minlength=num_rows)
     place = np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]

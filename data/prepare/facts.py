@@ -1,4 +1,4 @@
-"""Describe the columns of a sample: their types, ranges, distinct values and missing cells."""
+"""Describe the columns of a sample: their types, ranges, distinct values, and missing cells."""
 
 import re
 from collections.abc import Sequence
@@ -17,23 +17,23 @@ _MIN_LISTS = 0.2
 """Minimum fraction of cells with a separator in a text column of lists"""
 _SHOWN_CHARS = 24
 _MISSING = ("NA", "N/A", "n/a", "NULL", "Null", "null", "None", "?", "-", "--")
-"""Cells that mean missing if the other cells of the column are numbers or dates"""
+"""Cells that mean missing if all other cells of the column are numbers or dates"""
 _COMMA = r"^[+-]?[0-9]+(,[0-9]+)?$"
 _THOUSANDS = r"^[+-]?[0-9]{1,3}(,[0-9]{3})?$"
 _LIKE_NUMBER = r"^[(+-]? ?\p{Sc}? ?[0-9][0-9.,' ]* ?(%|\p{Sc})?\)?$"
-"""Numbers with currency symbols, percent signs or separators of thousands, or in parentheses"""
+"""Numbers with currency symbols, percent signs, thousands separators, or parentheses"""
 _DATES = ("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d")
 _TIMES = ("", " %H:%M", " %H:%M:%S")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFacts:
-    """Describes one column of a sample."""
+    """One column of a sample."""
 
     name: str
     kind: ColumnKind
     values: pl.Series
-    """Values without missing cells: numbers, text, or microseconds since 1970 for dates"""
+    """All values that are not missing: numbers, text, or microseconds since 1970 for dates"""
     missing: float
     """Fraction of missing cells"""
     distinct: int
@@ -46,7 +46,7 @@ class ColumnFacts:
     forms: tuple[str, ...] = ()
     """Formats of dates in text that differ from 2024-05-01; several if they are ambiguous"""
     odd: str = ""
-    """A cell that is not a number, in a text column whose cells mostly look like numbers"""
+    """A cell that is not a number, if most cells of the text column look like numbers"""
 
     @property
     def words(self) -> set[str]:
@@ -110,7 +110,7 @@ def _facts(cells: pl.Series) -> ColumnFacts:
 
 
 class _Kind(NamedTuple):
-    """Describes the values without missing cells, with the same fields as ``ColumnFacts``."""
+    """The type and values of a column, with the same fields as ``ColumnFacts``."""
 
     kind: ColumnKind
     values: pl.Series
@@ -173,13 +173,15 @@ def _text_kind(texts: pl.Series) -> _Kind:
 
 
 def _fits(texts: pl.Series, form: str) -> bool:
-    """Return True if all strings are in the date format; a first check of a few strings saves
-    time."""
+    """Return whether all strings have the date format.
+
+    A few strings are checked first, to save time.
+    """
     return all(times(part, form).null_count() == 0 for part in (texts.head(100), texts))
 
 
 def missing_texts(frame: pl.DataFrame) -> list[str]:
-    """Return the strings, such as NA, that mean missing in columns of numbers or dates."""
+    """Return the strings in columns of numbers or dates, such as NA, that mean missing."""
     found: dict[str, None] = {}
     for cells in frame.select(pl.col(pl.String)).get_columns():
         texts = cells.drop_nulls()

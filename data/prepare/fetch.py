@@ -1,6 +1,6 @@
 """Download remote table files (Parquet, Arrow), because Polars reads local files.
 
-The work folder stores the copies, which are removed with the folder.
+The copies are in the work folder, and are removed with it.
 """
 
 from dataclasses import replace

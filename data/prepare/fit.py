@@ -1,4 +1,4 @@
-"""Fit constants on the train part: means, deviations, quantiles and the scale of weights.
+"""Fit constants on train: means, standard deviations, quantiles, and the scale of weights.
 
 Sums are exact, and every quantile is an input value. Constants therefore depend only on the rows,
 not on the division into pieces or the order of counting.
@@ -25,8 +25,7 @@ _LARGEST = np.finfo(np.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Contains the count, mean and standard deviation of values (0, 0 and 1 if there are no
-    values)."""
+    """The count, mean, and standard deviation of values (0, 0, and 1 if there are no values)."""
 
     count: int
     mean: float
@@ -78,10 +77,9 @@ class ExactSum:
 
 
 class Quantiles:
-    """Finds the quantiles that divide values into ``buckets``, in two passes over the values.
-
-    Each float32 is mapped to a 32-bit integer of the same order. The first pass counts the upper
-    halves of the integers. The second pass counts the lower halves in the bins that contain a
+    """Finds the quantiles that divide values into ``buckets``, in two passes over the values. Each
+    float32 is mapped to a 32-bit integer, which preserves the order. The first pass counts the
+    upper halves of the integers; the second counts the lower halves, only in bins that contain a
     quantile.
     """
 
@@ -110,7 +108,7 @@ class Quantiles:
         return copy
 
     def merge(self, other: "Quantiles") -> None:
-        """Add the counts of another object for the same pass."""
+        """Add the counts that another object collected in the same pass."""
         self._upper += other._upper
         for bin_, counts in other._lower.items():
             self._lower[bin_] += counts
@@ -132,15 +130,13 @@ class Quantiles:
             ends = np.cumsum(self._lower[upper])
             keys.append((upper << 16) | int(np.searchsorted(ends, rank, side="right")))
         values = values_of_order(np.array(keys, dtype=np.uint32))
-        # JSON cannot represent infinity, but infinite values still fall into the outermost buckets.
+        # JSON cannot represent infinity. Infinite values still fall into the outermost buckets.
         return [float(value) for value in np.unique(np.clip(values, -_LARGEST, _LARGEST))]
 
 
 def ordered(values: Values) -> NDArray[np.int64]:
-    """Map values to 32-bit integers of the same order, with -0 equal to 0.
-
-    Bit patterns are in the order of the numbers once all bits of negative floats, and the sign bits
-    of other floats, are flipped.
+    """Map values to 32-bit integers of the same order, with -0 equal to 0. Flipping all bits of
+    negative floats, and the sign bit of the others, makes the bit patterns sort like the numbers.
     """
     bits = (values + np.float32(0)).view(np.uint32)
     negative = bits >> np.uint32(31) != 0
@@ -154,16 +150,15 @@ def values_of_order(keys: NDArray[np.uint32]) -> Values:
 
 
 def clipped(values: Values, column: DenseColumn) -> Values:
-    """Limit the values, including infinite values, to the column's ``clip``."""
+    """Clip the values, including infinite ones, to the column's ``clip``."""
     if column.clip is None:
         return values
     return np.clip(values, np.float32(column.clip[0]), np.float32(column.clip[1]))
 
 
 class Fit:
-    """Fits the constants of all columns; parts of the rows can be added separately and merged.
-
-    If a column needs quantiles, all values must be added twice, with ``seek`` in between.
+    """Fits the constants of all columns. Parts of the rows can be added separately and merged. If a
+    column needs quantiles, all values must be added twice, with ``seek`` in between.
     """
 
     def __init__(self, columns: Sequence[DenseColumn], weight: str | None) -> None:
@@ -181,7 +176,7 @@ class Fit:
         return list(dict.fromkeys([*self._by_name, *self._sums]))
 
     def empty(self) -> "Fit":
-        """Return an object for the same pass without values."""
+        """Return an object for the same pass, without values."""
         copy = Fit(self._columns, self._weight)
         copy._quantiles = {name: places.empty() for name, places in self._quantiles.items()}
         copy._is_second = self._is_second

@@ -16,8 +16,7 @@ from sbpflow.errors import unknown_value
 
 
 class ListValues(NamedTuple):
-    """Contains the values of a list column, and flags that mark the rows with each kind of
-    fault."""
+    """The values of a list column, and flags that mark the rows with each kind of error."""
 
     values: pl.DataFrame
     """``row`` uint32, ``key``, ``check`` and ``text`` for strings, ``weight`` for weighted lists"""
@@ -56,7 +55,7 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
         values = weights["value"].cast(pl.Float64, strict=False).cast(pl.Float32)
         bad = ~values.is_finite().fill_null(False)
         bad_weights = _rows_of(weights["row"].filter(bad).to_numpy(), total)
-        if differ.any():  # Exclude bad rows, because values and weights must pair up.
+        if differ.any():  # Exclude bad rows, so that values and weights pair up.
             keep = pl.Series(~differ[rows])
             columns = {name: column.filter(keep) for name, column in columns.items()}
             values = values.filter(pl.Series(~differ[weights["row"].to_numpy()]))

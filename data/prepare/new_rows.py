@@ -29,14 +29,14 @@ def encode(
     """Encode the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``,
     whose rows are not read.
 
-    Return values and errors are the same as for ``prepare``.
+    Returns and raises the same as ``prepare``.
     """
     if output.resolve() == like.resolve():
         raise ConfigError(
             f"--output {output}: this is the set of --like, and new rows would replace it; choose "
             "another folder"
         )
-    # check the inputs first, because a missing input must not be reported as a fault of ``like``
+    # check the inputs first, so that a missing input is not blamed on ``like``
     check_exists(inputs)
     options = PrepareOptions(
         inputs=tuple(inputs),

@@ -12,15 +12,18 @@ from sbpflow.errors import ConfigError
 from sbpflow.serving.cells import TRANSFORMS
 
 MAX_PIECES = 8192
-"""Each piece becomes one shard per split. Under the usual limit of 65,530 maps per process, a
-loader maps up to 8,191 shards of words. It reads further shards more slowly from their files."""
+"""Each piece becomes one shard per split.
+
+With the usual limit of 65,530 maps per process, a loader maps up to 8,191 shards of words; reading
+from unmapped shards is slower.
+"""
 _LARGEST_PIECE_BYTES = 128 << 20
-"""Limits a worker's memory, because the memory grows with the piece size."""
+"""Limits a worker's memory, which grows with the piece size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """Contains the options of ``sbpflow prepare``; see ``sbpflow prepare --help``."""
+    """The options of ``sbpflow prepare``; see ``sbpflow prepare --help``."""
 
     inputs: tuple[InputPath, ...]
     output: Path
@@ -35,13 +38,15 @@ class PrepareOptions:
     """Fields whose rows hold 64-bit keys instead of ids of a vocabulary"""
     seed: int = 7
     piece_bytes: int = 32 << 20
-    """Bytes of text per piece; doubled up to 128 MiB until at most ``MAX_PIECES`` pieces remain"""
+    """Bytes of text per piece; doubled, up to 128 MiB, until there are at most ``MAX_PIECES``
+    pieces
+    """
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int | None = 2
-    """Maximum number of tasks at a time; None for all CPUs of the engine"""
+    """Maximum number of concurrent tasks; None for all CPUs of the engine"""
     engine: EngineOptions = field(default_factory=EngineOptions)
-    """Where the tasks run; the set does not depend on it"""
+    """Where the tasks run, which does not affect the set"""
     like: InputPath | None = None
     """Existing set that provides the ids, transforms and constants of the new set"""
     grow: bool = False
@@ -61,7 +66,7 @@ class PrepareOptions:
 
     @property
     def numbers(self) -> tuple[DenseColumn, ...]:
-        """Return every dense column of the input with its transform set."""
+        """Return every dense column of the input, with the default transform filled in."""
         columns = (self.schema.dense_column(name) for name in self.schema.dense)
         return tuple(
             replace(c, transform=None if c.buckets else c.transform or self.transform)
@@ -70,8 +75,10 @@ class PrepareOptions:
 
     @property
     def counted(self) -> dict[str, list[str]]:
-        """Map vocabulary names to fields; fields without a vocabulary are hashed, bucketed or
-        keyed."""
+        """Return the fields of each vocabulary.
+
+        Hashed, bucketed, and keyed fields have no vocabulary.
+        """
         others = {name for name, _ in self.hash_sizes} | {c.name for c in self.schema.buckets}
         others |= set(self.keys)
         vocabularies: dict[str, list[str]] = {}
@@ -161,8 +168,9 @@ class PrepareOptions:
 
 
 def parse_keys(text: str, fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Parse field names such as ``C1,C2``, or ``*`` for all fields; return the names in set
-    order."""
+    """Parse field names such as ``C1,C2``, or ``*`` for all fields; return the names in the set's
+    order.
+    """
     if text == "*":
         return fields
     names = [name.strip() for name in text.split(",")]

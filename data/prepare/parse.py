@@ -1,5 +1,5 @@
-"""Parse text lines to typed columns: clean pieces quickly with Polars, and other pieces line by
-line.
+"""Parse text lines to typed columns: fast, with Polars, for clean pieces, and line by line for
+others.
 
 A piece consists of whole lines of the input. Bad lines are removed and counted by reason; values
 are never repaired or guessed. Hex categories become uint32 values, other categories become 64-bit
@@ -27,7 +27,7 @@ _MIN_COMPILED_BYTES = 1 << 22
 
 
 def parse_piece(text: bytes, schema: Schema) -> Piece:
-    """Parse whole lines; the last line may lack a line end."""
+    """Parse whole lines; the last line may lack a newline."""
     if text and not text.endswith(b"\n"):
         text += b"\n"
     if b"\r" in text:
@@ -107,7 +107,7 @@ def _parse_clean(
 
 
 def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
-    """Return True if the number of separators is correct and no byte needs the strict parser."""
+    """Return whether the number of separators is correct and no byte needs the strict parser."""
     if count_byte(text, schema.separator) != num_lines * (len(schema.columns) - 1):
         return False
     if b"\r" in text:
@@ -118,10 +118,9 @@ def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
 
 
 def _dense_fits(text: bytes, schema: Schema) -> bool:
-    """Return True if no dense cell is blank or contains a tab, because Polars wrongly accepts such
-    cells.
-
-    The cells are read as text only in the rare case of a blank or tab that is not a separator.
+    """Return whether no dense cell is blank or contains a tab, because Polars wrongly accepts such
+    cells. The cells are read as text only in the rare case that there is a blank, or a tab that is
+    not a separator.
     """
     odd = [blank for blank in " \t" if blank != schema.separator and blank.encode() in text]
     if not odd or not schema.dense:
@@ -175,8 +174,10 @@ def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
 
 
 def _fault(line: bytes, schema: Schema) -> tuple[str, str] | None:
-    """Return the reason why a line is bad, and the bad cell or ""; return None for a good line. The
-    check is slow but strict."""
+    """Return why a line is bad, and the bad cell or ""; return None for a good line.
+
+    The check is slow but strict.
+    """
     if not line:
         return BLANK, ""
     try:

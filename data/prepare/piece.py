@@ -1,18 +1,18 @@
-"""Define a parsed piece of the input, which contains good rows, their lists and bad lines."""
+"""Define a parsed piece of the input: good rows, their lists, and bad lines."""
 
 from dataclasses import dataclass, field
 
 import polars as pl
 
 BLANK = "blank line"
-"""Reason for skipped blank lines; they are not bad lines because no row is lost"""
+"""Reason for skipped blank lines, which are not bad lines because no row is lost"""
 _SHOWN_CHARS = 80
 _SHOWN_LINES = 5
 
 
 @dataclass
 class BadLines:
-    """Counts the skipped lines of a piece by reason, and keeps the first few skipped lines."""
+    """Counts the skipped lines of a piece by reason, and keeps the first few of them."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[tuple[int, str, str, str]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class BadLines:
 
 @dataclass(frozen=True)
 class Piece:
-    """Contains the good rows of consecutive lines, the number of lines, and the bad lines."""
+    """The good rows of consecutive lines, the number of lines, and the bad lines."""
 
     frame: pl.DataFrame
     num_lines: int

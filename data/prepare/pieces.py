@@ -1,7 +1,7 @@
 """Find the columns of a file, and read pieces of files that must be read in order.
 
 ``data.prepare.source`` locates piece k of a plain file by its offset. Compressed text must be read
-from the beginning. The same is true for text with quotes, because a line end may be inside a cell.
+from the beginning, and so must text with quotes, because a newline may be inside a cell.
 """
 
 import json
@@ -20,11 +20,11 @@ from sbpflow.errors import DataError
 
 _SHOWN_COLUMNS, _SHOWN_CHARS = 8, 60
 _MAX_QUOTED_BYTES = 1 << 16
-"""A quote that is still open this many bytes after the end of a piece is never closed."""
+"""A quote still open this many bytes after the end of a piece is assumed to be never closed"""
 
 
 def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[str, ...]:
-    """Return a file's columns in file order. Raise DataError if a required column is missing.
+    """Return a file's columns in file order. Raises DataError if a required column is missing.
 
     With ``may_lack_labels``, labels are optional: a text file without column names is unlabeled if
     its first line lacks only the label cells.
@@ -75,8 +75,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
 def _how_to_find(
     name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool, is_text: bool
 ) -> str:
-    """Return advice for a missing column: change the schema or, if the schema is fixed, the
-    rows."""
+    """Return advice for a missing column: change the schema or, if it is fixed, the rows."""
     near = get_close_matches(name, columns, 1)
     if is_fixed:
         rule = "new rows need all columns of the training set except the labels"
@@ -95,7 +94,7 @@ def _how_to_find(
 
 
 def _first_record(path: InputPath, quote: str | None) -> str:
-    """Return the first line, and the lines through the end of a cell that it leaves open."""
+    """Return the first line, plus further lines if a quoted cell in it is still open."""
     with open_text(path) as text:
         line = text.file.readline(MAX_LINE_BYTES)
         if quote is not None and count_byte(line, quote) % 2:
@@ -117,7 +116,7 @@ def _split_first(path: InputPath, record: str, schema: Schema) -> tuple[str, ...
 
 
 def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Yield pieces of whole records in order, each with the number of its file bytes."""
+    """Yield pieces of whole records in order, each with the number of file bytes read."""
     with open_text(path) as (file, raw):
         taken = 0
         while head := file.read(size):
@@ -130,7 +129,7 @@ def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[t
 
 
 def _to_quote(file: IO[bytes], path: InputPath, quote: str) -> bytes:
-    """Return the lines through the end of an open quote, at most ``_MAX_QUOTED_BYTES`` bytes."""
+    """Return the lines up to the end of an open quote, at most ``_MAX_QUOTED_BYTES`` bytes."""
     more, is_open = b"", True
     while is_open and len(more) < _MAX_QUOTED_BYTES and (line := _line(file, path)):
         more += line

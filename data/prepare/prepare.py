@@ -1,4 +1,4 @@
-"""Prepare a set: stage all pieces, count the train part, assign ids, encode and publish.
+"""Prepare a set: stage all pieces, count values in train, assign ids, encode, and publish.
 
 Only a few pieces and the vocabularies are in memory at any time. Each result is a file that is
 created atomically in ``OUTPUT.work``, so a killed run can be resumed from existing files.
@@ -69,7 +69,7 @@ def prepare(options: PrepareOptions, backend: Backend | None = None) -> Manifest
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest.
 
     The set does not depend on the engine. An open ``backend`` replaces that of ``options.engine``.
-    Raise ConfigError or DataError for bad input.
+    Raises ConfigError or DataError for bad input.
     """
     options.check()
     like = None if options.like is None else load_manifest(options.like, "--like")
@@ -157,7 +157,7 @@ def _build(
 def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object]]) -> None:
     """Raise DataError if a file changed during the run, because rows may be missing or duplicated.
 
-    ``states`` contains the results of ``written`` from before reading.
+    ``states`` contains the results of ``written`` before reading.
     """
     for source, state in zip(inputs, states, strict=True):
         if written(source.path, again=True) != state or state[0] != source.num_bytes:
@@ -249,7 +249,7 @@ def _verify(job: tuple[str, Any], *, folder: Path) -> None:
 
 
 def _was_published(options: PrepareOptions, plan: str) -> bool:
-    """Return True if a run of this plan published its set, but was killed before cleaning up."""
+    """Return whether a run of this plan published its set but was killed before cleaning up."""
     work = work_folder(options.output)
     if read_mark(work) != plan or not (work / _PUBLISHING).exists():
         return False

@@ -41,13 +41,13 @@ _ENTITIES = (
 _ENTITY_WORDS = set(_ENTITIES.split())
 _SPARSE_KINDS = {"boolean": "string", "text": "string", "integer": "integer"}
 _MAX_SMALL = 20
-"""Maximum number of distinct integers that are categories whatever their name"""
+"""A column with at most this many distinct integers is categorical, whatever its name"""
 _UNUSABLE = {
     "empty": "no values",
     "date": "use of a date column, which can only be the time",
 }
 _MIN_IDS = 100
-"""Minimum number of distinct integers for the remark that they may be IDs"""
+"""Minimum number of distinct integers for a remark that they may be IDs"""
 _SKEW = 20
 """Minimum ratio of the 99% quantile to the median for which a logarithm is proposed"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
@@ -55,7 +55,7 @@ _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Contains the text of a proposed schema."""
+    """The text of a proposed schema."""
 
     text: str
     has_label: bool
@@ -141,8 +141,8 @@ def _head(sample: Sample) -> list[str]:
 def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
     """Return the likely label, and a remark on other candidates.
 
-    A column of two values is preferred to a column of grades such as stars if its name is typical
-    of labels, or is a past participle such as installed.
+    A column with two values is preferred to a column of grades, such as stars, if its name is
+    typical of labels or is a past participle such as "installed".
     """
     named = [column for column in of_words(columns, _LABELS) if _rule(column)]
     binary = [column for column in columns if column.distinct == 2 and _rule(column)]
@@ -161,8 +161,9 @@ def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
 
 
 def _rule(column: ColumnFacts) -> tuple[str, float] | None:
-    """Return the schema text that makes this column the label, and the label rate; return None if
-    the column cannot be the label."""
+    """Return the schema text that makes this column the label, and the label rate, or None if the
+    column cannot be the label.
+    """
     name, values = _name(column.name), column.values
     if column.kind in ("integer", "real") and set(values.unique()) <= {0, 1}:
         return (name, _share(values == 1)) if column.distinct == 2 else None
@@ -246,13 +247,14 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
 
 
 def _remark(column: ColumnFacts) -> str:
-    """Return a remark on doubts about the use of a column, or ""."""
+    """Return a remark if the proposed use of a column is doubtful, or ""."""
     if column.odd:
         return f"; cells such as {column.odd!r:.40} are not numbers; clean them for dense"
     if column.kind != "integer" or column.distinct < _MIN_IDS or column.words & _ENTITY_WORDS:
         return ""
     low, high = (float(value) for value in (column.values.min(), column.values.max()))
-    is_dense = high - low < 2 * column.distinct  # most numbers in the range occur
+    # most numbers in the range occur, as is typical of IDs
+    is_dense = high - low < 2 * column.distinct
     return f"; for IDs, write {_name(column.name)}: integer under sparse" if is_dense else ""
 
 
@@ -289,7 +291,7 @@ def _transform(column: ColumnFacts) -> str:
 
 
 def _name(name: str) -> str:
-    """Return a column name as YAML, quoted if YAML would read the plain name differently."""
+    """Return a column name as YAML, quoted if YAML would misread the plain name."""
     try:
         is_plain = load_yaml(f"{{{name}: 1}}") == {name: 1}
     except ConfigError:

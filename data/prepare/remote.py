@@ -23,9 +23,8 @@ def version(path: InputPath) -> tuple[object, ...]:
 
 
 def written(path: InputPath, *, again: bool = False) -> tuple[int, object]:
-    """Return the size and the modification time, which change on writes but not on reads.
-
-    For a URL, these are the facts of its listing or, with ``again``, of a new request.
+    """Return the size and modification time, which change on writes but not on reads. For a URL,
+    they come from its listing or, if ``again``, from a new request.
     """
     if isinstance(path, RemotePath):
         path = path.fresh() if again else path

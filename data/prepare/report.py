@@ -9,15 +9,19 @@ _LOG = logging.getLogger(__name__)
 _COUNTED = (
     ("dense", "clamped", "values clamped to the input range of their transform"),
     ("fields", "cut", "values dropped because a row had more than the maximum"),
-    ("fields", "collisions", "strings with the same 64-bit key as another string, now the rare id"),
+    (
+        "fields",
+        "collisions",
+        "strings mapped to the rare id, because another string has the same 64-bit key",
+    ),
 )
 
 
 def report_values(content: Mapping[str, Any], *, has_own_ids: bool) -> None:
     """Log the counts in a manifest's ``content`` and the growth of the vocabularies.
 
-    For a set with the ids of an existing set, also log the number of lookups of values without an
-    id.
+    For a set that uses the ids of an existing set, also log the number of lookups of values without
+    an id.
     """
     counted = list(_COUNTED)
     if not has_own_ids:

@@ -21,13 +21,12 @@ _MAX_BYTES = 16 << 20
 _FIRST_LINES = 50
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 _QUOTE_BY_DEFAULT = (",", ";")
-"""Separators of CSV files; cells after the sample may need quotes"""
+"""Separators of CSV files, in which cells after the sample may be quoted"""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Contains the first rows of some files; cells of text files are strings, and empty cells are
-    null."""
+    """The first rows of some files; cells of text files are strings, and empty cells are null."""
 
     frame: pl.DataFrame
     files: tuple[str, ...]
@@ -37,7 +36,7 @@ class Sample:
 
 
 def needs_schema(source: Input) -> bool:
-    """Return True if the file is a table with column names, and these names are not Criteo's."""
+    """Return whether the file is a table with column names that are not Criteo's."""
     if source.is_table:
         is_local = isinstance(source.path, Path)
         return is_local and not set(CRITEO.features) <= set(table_columns(source.path))
@@ -48,7 +47,7 @@ def needs_schema(source: Input) -> bool:
 
 
 def read_sample(inputs: Sequence[Input]) -> Sample:
-    """Return the first rows of up to eight files; raise DataError without column names."""
+    """Return the first rows of up to eight files; raise DataError if there are no column names."""
     count = min(len(inputs), _MAX_FILES)
     chosen = [inputs[k * len(inputs) // count] for k in range(count)]
     names = tuple(source.path.name for source in chosen)
@@ -88,8 +87,9 @@ def _head(source: Input, num_bytes: int) -> str:
 
 
 def _separator(text: str) -> str | None:
-    """Return the separator that splits names and rows into equal numbers of cells, or None if there
-    is none."""
+    """Return the separator that splits the header and the rows into equal numbers of cells, or
+    None.
+    """
     lines = _QUOTED.sub("q", "\n".join(text.split("\n", _FIRST_LINES)[:_FIRST_LINES])).split("\n")
     lines = [line for line in lines if line]
     best, most = None, 1
@@ -114,7 +114,7 @@ def _cells(source: Input, text: str, separator: str, num_rows: int) -> pl.DataFr
     names, body = _names(text, separator), text.partition("\n")[2]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
-    while body.count('"') % 2:  # the last quoted cell may be cut off
+    while body.count('"') % 2:  # the last quoted cell may be cut off by the end of the sample
         body = body[: body.rfind('"')]
         body = body[: body.rfind("\n") + 1]
     if not body:

@@ -41,7 +41,7 @@ def read_schema(source: Path | Mapping[str, Any]) -> Schema:
     """Read a schema from a YAML file or a mapping; docs/data.md documents the keys.
 
     ``columns`` lists the columns in file order (by default: label, dense, sparse, and other
-    columns); unused columns are skipped. Raise ConfigError with the key, the value and the rule.
+    columns); unused columns are skipped. Raises ConfigError with the key, the value, and the rule.
     """
     key, raw = "schema", cast("object", source)
     if isinstance(source, Path):
@@ -222,7 +222,9 @@ class _Reader:
         decimal = how.get("decimal", ".")
         self.need(decimal in (".", ","), f"{place}decimal", decimal, "'.' or ','")
         if decimal == "," and kind == "integer":
-            raise ConfigError(f"{self.key}: {place}integers have no decimal comma; remove decimal")
+            raise ConfigError(
+                f"{self.key}: {place}integers cannot have a decimal comma; remove decimal"
+            )
         return DenseColumn(
             name=name,
             whole=kind == "integer",

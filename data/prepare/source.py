@@ -25,7 +25,7 @@ from sbpflow.errors import ConfigError, DataError
 _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
 _START_BYTES = 1 << 20  # contains a whole block of every compressed format
-_REST_BYTES = 1 << 16  # read after a piece of a remote file, for the rest of its last line
+_REST_BYTES = 1 << 16  # read beyond a piece of a remote file, to complete its last line
 _MAX_SHOWN = 8
 _COMPRESSION_RATIO = 3
 """Ratio of the size of Criteo's text to the size of its .gz files"""
@@ -46,15 +46,15 @@ _FORMATS = {
     b"\xfe\xff": "is UTF-16 text; convert it with `iconv -f UTF-16 -t UTF-8`",
     b"\xef\xbb\xbf": "starts with a byte order mark; remove it with `tail -c +4`",
 }
-"""First bytes of files that are not plain text tables, with the advice for each format"""
+"""First bytes of files that are not plain text tables, with advice for each format"""
 
 _MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}
-"""First bytes by suffix; .zst is omitted because the first frame may be a skippable frame"""
+"""First bytes by suffix; .zst is omitted, because a file may start with a skippable frame"""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Describes an input file; ``order`` is the file's position among the inputs."""
+    """An input file; ``order`` is its position among the inputs."""
 
     order: int
     path: InputPath
@@ -79,8 +79,8 @@ class Input:
 def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ...]:
     """Return the given files and, in natural order, the data files in the given folders.
 
-    Log the files that are not read unless ``log`` is False. Raise ConfigError if no file is found,
-    a file is given twice, or the format of a file is not supported.
+    Logs the files that are not read, unless ``log`` is False. Raises ConfigError if no file is
+    found, a file is given twice, or a format is not supported.
     """
     check_exists(paths)
     files: list[InputPath] = []
@@ -117,7 +117,7 @@ def check_exists(paths: Sequence[InputPath]) -> None:
     for path in paths:
         try:
             exists = path.is_file() or path.is_dir()
-        except ConfigError as error:  # no package for the URL
+        except ConfigError as error:  # the package for the URL scheme is not installed
             raise ConfigError(f"--input {error}") from error
         if not exists:
             raise ConfigError(f"--input {path}: no such file or folder")
@@ -131,7 +131,7 @@ def _is_data(path: InputPath) -> bool:
 def _log_skipped(
     folder: InputPath, entries: Sequence[InputPath], taken: Sequence[InputPath]
 ) -> None:
-    """Log the entries of a folder that are not read, because these files may contain rows."""
+    """Log the entries of a folder that are not read, because they may contain rows."""
     skipped = sorted(path.name for path in entries if path not in taken)
     if skipped:
         more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
@@ -166,7 +166,7 @@ def _check_start(source: Input) -> None:
 
 
 def _open_start(source: Input) -> IO[bytes]:
-    """Open a file to read its start; one request gets the start of a remote file."""
+    """Open a file to read its start, which takes a single request for a remote file."""
     if not isinstance(source.path, RemotePath):
         return source.path.open("rb")
     return io.BytesIO(source.path.read(0, min(source.num_bytes, _START_BYTES)))
@@ -216,15 +216,14 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
 
 
 def no_line_end(path: InputPath) -> DataError:
-    """Return the error for a line without an end."""
+    """Return the error for a line without a newline."""
     return DataError(
         f"{path}: no line end within {MAX_LINE_BYTES >> 20} MiB; use a text table with line ends"
     )
 
 
 class Text(NamedTuple):
-    """Combines a stream of decompressed bytes with the original file, whose position shows the
-    progress."""
+    """A stream of decompressed bytes, with the original file, whose position shows the progress."""
 
     file: IO[bytes]
     raw: IO[bytes]
@@ -232,7 +231,7 @@ class Text(NamedTuple):
 
 @contextmanager
 def open_text(path: InputPath) -> Iterator[Text]:
-    """Open the text of a file; decompress the text if the suffix requires this."""
+    """Open the text of a file, decompressing it if the suffix says so."""
     with path.open("rb") as raw, _text_of(path, raw) as text:
         yield text
 

@@ -24,7 +24,7 @@ SplitKind = Literal["time", "date", "ratio", "file", "test"]
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """Describes a rule that assigns rows to splits.
+    """A rule that assigns rows to splits.
 
     ``time`` and ``ratio`` use the fractions of train, val and test, and ``file`` uses file name
     patterns. ``date`` uses a column and two times: rows before the first time belong to train, rows
@@ -40,7 +40,9 @@ class SplitRule:
     """Times as strings: ``2024-05-01``, ``2024-05-01 12:00:00`` or an integer"""
 
     def check_column(self, time: tuple[str, str] | None) -> None:
-        """Raise ConfigError unless the column is the schema's time and the times fit its kind."""
+        """Raise ConfigError if the column is not the schema's time, or the times do not fit its
+        kind.
+        """
         if self.kind != "date":
             return
         if time is None or time[0] != self.column:
@@ -131,7 +133,7 @@ def parse_split(text: str) -> SplitRule:
 
 
 def _by_date(text: str, rest: str) -> SplitRule:
-    """Parse ``ts<A,ts<B``; with a single time, rows from this time on belong to test."""
+    """Parse ``ts<A,ts<B``. If there is only one time, rows from this time on belong to test."""
     pairs = [item.strip().rpartition("<") for item in rest.split(",")]
     names = {name.strip() for name, _, _ in pairs if name}
     times = tuple(time.strip() for _, _, time in pairs)

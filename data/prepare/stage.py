@@ -39,7 +39,8 @@ _STAGED_KEYS = (
 
 _EARLY_LINES = 10_000
 _EARLY_BAD = 0.5
-"""Minimum fraction of bad lines to refuse a file early, after ``_EARLY_LINES`` lines"""
+"""After ``_EARLY_LINES`` lines, a file with at least this fraction of bad lines is rejected early
+"""
 
 
 def stage_inputs(
@@ -76,16 +77,15 @@ def stage_inputs(
 
 
 def encoded_record(target: Path) -> Path:
-    """Return the path of the record that exists once a staged piece has been encoded."""
+    """Return the path of the record that marks a staged piece as encoded."""
     return target.parent.with_name("encoded") / f"{target.stem}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Describes a piece to stage, or all pieces of a file that must be read in order.
-
-    Pieces of such a file have the ``text``, if tasks share the memory of the reader. Otherwise, one
-    task reads the whole file, and ``index`` is None.
+    """A piece to stage, or all pieces of a file that must be read in order. If tasks share the
+    reader's memory, the pieces of such a file contain the ``text``. Otherwise, one task reads the
+    whole file, and ``index`` is None.
     """
 
     source: Input
@@ -142,7 +142,7 @@ def _check_labels(
 
 
 def _stage(job: _Job, *, options: PrepareOptions, work: Path) -> list[tuple[StagedPiece, int]]:
-    """Stage the pieces of a job; return each piece with the number of its file bytes."""
+    """Stage the pieces of a job; return each piece with the number of file bytes read."""
     jobs = (job,) if job.index is not None else _in_order(job, options)
     return [(_stage_piece(each, options, work), each.num_bytes) for each in jobs]
 
@@ -251,7 +251,7 @@ def _num_names(job: _Job, schema: Schema) -> int:
 
 
 def _is_whole(target: Path, record: Mapping[str, Any], options: PrepareOptions) -> bool:
-    """Return True if the staged files are unchanged or no longer needed."""
+    """Return whether the staged files are unchanged or no longer needed."""
     if read_record(encoded_record(target), ENCODED_KEYS) is not None:
         return True
     files = staged_files(target, options)
@@ -259,8 +259,10 @@ def _is_whole(target: Path, record: Mapping[str, Any], options: PrepareOptions) 
 
 
 def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:
-    """Return 64-bit keys of a column pair, or null if a value is missing; keys of hex values never
-    collide."""
+    """Return 64-bit keys of a column pair, or null if a value is missing.
+
+    Keys of hex values never collide.
+    """
     left, right = (frame[name].cast(pl.UInt64) for name in pair)
     a, b = (column.fill_null(0).to_numpy() for column in (left, right))
     if schema.kind(pair[0]) == schema.kind(pair[1]) == "hex":

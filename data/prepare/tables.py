@@ -23,7 +23,7 @@ def _scan(path: Path) -> pl.LazyFrame:
 
 
 def count_rows(path: Path) -> int:
-    """Return a file's row count from its footer. Raise DataError if the file is damaged."""
+    """Return a file's row count from its footer. Raises DataError if the file is damaged."""
     try:
         return int(_scan(path).select(pl.len()).collect().item())
     except BaseException as error:
@@ -31,7 +31,7 @@ def count_rows(path: Path) -> int:
 
 
 def table_columns(path: Path) -> tuple[str, ...]:
-    """Return the column names of a file. Raise DataError if the file is damaged."""
+    """Return the column names of a file. Raises DataError if the file is damaged."""
     try:
         return tuple(_scan(path).collect_schema().names())
     except BaseException as error:
@@ -39,7 +39,7 @@ def table_columns(path: Path) -> tuple[str, ...]:
 
 
 def table_head(path: Path, num_rows: int) -> pl.DataFrame:
-    """Return a file's first rows. Raise DataError if the file is damaged."""
+    """Return a file's first rows. Raises DataError if the file is damaged."""
     try:
         return _scan(path).head(num_rows).collect()
     except BaseException as error:
@@ -54,10 +54,9 @@ def plain_types(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def _unreadable(path: Path, error: BaseException) -> BaseException:
-    """Return a DataError for errors that a damaged file causes, and return other errors unchanged.
-
+    """Return a DataError for an error that a damaged file can cause, or else the error unchanged.
     Some damage causes a panic in Polars' Rust code. PanicException derives from BaseException and
-    is not public, so this function recognizes the type by its name.
+    is not public, so it is recognized by name.
     """
     panicked = type(error).__name__ == "PanicException"
     if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):
@@ -104,8 +103,7 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
         lists = {name for column in schema.many for name in (column.name, column.weights)}
         return name in lists and kind.inner in _COLUMN_TYPES
     if schema.time is not None and name == schema.time[0]:
-        # If dates were read as integers, the unit would be days, or another unit that the file
-        # uses.
+        # Dates read as integers would be in days or whatever unit the file uses.
         is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
         is_date = is_date and name not in schema.features
         return kind in _COLUMN_TYPES or (is_date and schema.time[1] != "integer")

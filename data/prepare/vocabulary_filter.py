@@ -1,7 +1,6 @@
 """Decide which counted values get their own ids, and assign new ids or a parent's ids.
 
-Each vocabulary is written to the set atomically and recorded, so a resumed run skips the
-vocabulary.
+Each vocabulary is written to the set atomically and recorded, so a resumed run skips it.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ _LOAD_PARTS = 8
 
 @dataclass(frozen=True)
 class FilteredVocabulary:
-    """Describes a vocabulary of one or more fields, with counts from the train part."""
+    """A vocabulary of one or more fields, with counts from train."""
 
     name: str
     num_rows: int
@@ -45,16 +44,15 @@ class FilteredVocabulary:
     collisions: int
     """Number of keys shared by several train strings; later strings get the rare id"""
     grown: dict[str, int]
-    """Numbers of added values and of spare ids used for them; empty if the set has not grown"""
+    """Numbers of added values and of spare ids used for them; empty if nothing was grown"""
     spare: int
 
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary, mapped from its files so that only used parts take memory."""
+        """Return the vocabulary, mapped from its files so that only parts in use take memory."""
         return read_vocabulary(self.folder, self.name, self.num_rows, self.entry)
 
     def counts(self, is_shared: bool) -> dict[str, Any]:
-        """Return a field's counts for the manifest; for a shared vocabulary, lookups are
-        omitted."""
+        """Return a field's counts for the manifest. Lookups are omitted for a shared vocabulary."""
         counts: dict[str, Any] = {"rare_values": self.rare_values}
         if not is_shared:
             counts |= {"train_missing": self.missing, "train_rare": self.rare}
@@ -122,15 +120,15 @@ def _with_strings(
         frame = pl.read_ipc(file)
         piece_keys = frame["key"].to_numpy()
         place = np.minimum(np.searchsorted(keys, piece_keys), len(keys) - 1)
-        found = (keys[place] == piece_keys) & (checks[place] == frame["check"].to_numpy())
-        strings[place[found]] = frame["text"].filter(pl.Series(found)).to_list()
+        has_id = (keys[place] == piece_keys) & (checks[place] == frame["check"].to_numpy())
+        strings[place[has_id]] = frame["text"].filter(pl.Series(has_id)).to_list()
     return vocabulary.with_strings(strings.tolist())
 
 
 def _new(
     name: str, counted: FieldCounts, has_id: NDArray[np.bool_], options: PrepareOptions
 ) -> Vocabulary:
-    """Return a new vocabulary, in which spare ids are distributed like values without lookups."""
+    """Return a new vocabulary. Spare ids are distributed like values without lookups."""
     number = int(np.count_nonzero(has_id))
     num_rare = int(counted.counts[~has_id].sum())
     num_spare = round(options.spare * number)
@@ -149,7 +147,7 @@ def grow(
     """Add values with at least ``min_count`` lookups to a vocabulary, first in spare ids and then
     in new rows.
 
-    Existing ids do not change. A seeded permutation assigns the new ids, and counts are summed.
+    Existing ids do not change, new ids are assigned by a seeded permutation, and counts are added.
     """
     is_new = (counted.counts >= min_count) & ~np.isin(counted.keys, parent.keys)
     num_new = int(is_new.sum())
@@ -187,7 +185,7 @@ def _skew(vocabulary: Vocabulary) -> float:
 
 
 def save(path: Path, vocabulary: FilteredVocabulary) -> None:
-    """Write the record of a vocabulary after its files are complete."""
+    """Write the record of a vocabulary, once its files are complete."""
     counts = {key: getattr(vocabulary, key) for key in _RECORD_KEYS if key != "rows"}
     write_record(path, {**counts, "rows": vocabulary.num_rows})
 

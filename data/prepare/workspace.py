@@ -1,8 +1,7 @@
-"""Create, recognize and remove the work folder, which contains unfinished results, next to an
-output.
+"""Create, recognize, and remove the work folder with unfinished results next to an output.
 
-A result is complete once its record, a JSON file, has been written atomically. This module empties
-only folders with this program's mark; any other folder of that name belongs to the user.
+A result is complete once its record, a JSON file, has been written atomically. Only folders with
+this program's mark are emptied; any other folder of that name belongs to the user.
 """
 
 import json
@@ -29,7 +28,7 @@ class DamagedWork(DataError):
 
 
 def partial_of(path: Path) -> Path:
-    """Return a unique name for an unfinished file, because two workers may write ``path``."""
+    """Return a unique temporary name, because two workers may write ``path`` at the same time."""
     return path.with_name(f"{path.name}.{uuid4().hex[:12]}.partial")
 
 
@@ -57,7 +56,7 @@ def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
 
 
 def require_record(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """Return the record of a result. Raise DamagedWork if the record is missing."""
+    """Return the record of a result. Raises DamagedWork if the record is missing."""
     record = read_record(path, keys)
     if record is None:
         raise DamagedWork(f"{path} is missing or damaged")
@@ -65,12 +64,12 @@ def require_record(path: Path, keys: Collection[str]) -> dict[str, Any]:
 
 
 def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
-    """Return a checksum of content and file name, so a renamed record is not valid."""
+    """Return a checksum of the content and the file name, so that a renamed record is invalid."""
     return zlib.crc32(json.dumps([path.name, content], sort_keys=True).encode("ascii"))
 
 
 def work_folder(output: Path) -> Path:
-    """Return ``OUTPUT.work``. Raise ConfigError if the output has no name or no usable parent."""
+    """Return ``OUTPUT.work``. Raises ConfigError if the output has no name or no usable parent."""
     local_path(output)  # refuse a URL that a program has converted to a Path
     if not output.name or output.name in (".", ".."):
         raise ConfigError(f"--output: {output} has no folder name; use, for example, out/criteo")
@@ -82,7 +81,7 @@ def only_run(output: Path) -> Iterator[None]:
     """Lock ``OUTPUT.work.lock`` (flock) while an output is made.
 
     The file is removed at the end, so a lock is valid only while the path still refers to the
-    locked file. Raise ConfigError if another run holds the lock.
+    locked file. Raises ConfigError if another run holds the lock.
     """
     path = work_folder(output).with_name(f"{output.name}.work.lock")
     try:
@@ -118,10 +117,8 @@ def _locked(path: Path, output: Path) -> IO[str]:
 
 
 def open_work(output: Path, plan: str) -> tuple[Path, bool]:
-    """Return the work folder, and whether this folder already contains results of the same
-    ``plan``.
-
-    Raise ConfigError if the folder cannot be created or belongs to something else.
+    """Return the work folder, and whether it already contains results of the same ``plan``. Raises
+    ConfigError if the folder cannot be created or was not made by this program.
     """
     work = work_folder(output)
     if work.is_dir() and set(os.listdir(work)) <= {_NEW_MARK}:

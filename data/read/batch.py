@@ -13,8 +13,7 @@ Ids = Tensor | BatchIds
 
 
 class Cursor(NamedTuple):
-    """Describes a read position by an epoch and the number of preceding rows in the epoch's global
-    order."""
+    """A read position: an epoch, and the number of preceding rows in the epoch's global order."""
 
     epoch: int
     row: int
@@ -22,7 +21,7 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Contains this rank's b rows of a global batch."""
+    """This rank's b rows of a global batch."""
 
     labels: Tensor
     """[b] float32: the first label"""
@@ -37,8 +36,10 @@ class Batch:
     step: int
     """Number of the step in the epoch"""
     cursor: Cursor
-    """Position **after** this batch regardless of read-ahead: ``state_dict(batch.cursor)`` is the
-    state of a run that has trained on the batch"""
+    """Position **after** this batch, regardless of read-ahead:
+
+    ``state_dict(batch.cursor)`` is the state of a run that has trained on the batch
+    """
     weights: Tensor | None = None
     """[b] float32 with mean 1 over train, if the set has sample weights"""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -47,7 +48,7 @@ class Batch:
 
 
 class Loader(Protocol):
-    """Defines the loader interface that training uses."""
+    """The interface that training expects of a loader."""
 
     @property
     def num_steps(self) -> int:

@@ -31,20 +31,20 @@ _WIDE_COLUMNS = ("group", "time", "row_key")  # columns with 64 bits per value
 
 
 BLOCK_BYTES = 16 << 20
-"""Batches are read together up to this size, because Python code and thread handovers for a block
-take as long as copying 1 or 2 MB."""
+"""Batches are read together up to this size, because the Python code and thread handovers for a
+block take as long as copying 1 or 2 MB.
+"""
 
 
 class Block(NamedTuple):
-    """Contains the ``words`` [n] of consecutive batches; ``sizes`` contains each batch's row
-    count."""
+    """The ``words`` [n] of consecutive batches; ``sizes`` has the row count of each batch."""
 
     words: Words
     sizes: tuple[int, ...]
 
 
 class BatchColumns(NamedTuple):
-    """Contains the columns of a ``Batch`` as views of a block."""
+    """The columns of a ``Batch``, as views of a block."""
 
     labels: Tensor
     dense: Tensor
@@ -65,7 +65,7 @@ class BlockReader:
     ) -> None:
         types = manifest.part_types
         self._manifest, self._split_name = manifest, split
-        # Divide the number of maps among the kinds of files; words may be mapped twice, for views.
+        # Divide the number of maps among the kinds of files. Words may be mapped twice, for views.
         share = max(1, max_maps() // (1 + max(1, len(types))))
         self._max_maps = share if most is None else most
         self._words = SplitRows(manifest, split, self._max_maps)
@@ -103,8 +103,9 @@ class BlockReader:
 
     @property
     def max_rows(self) -> int:
-        """Return the maximum row count of a block with several batches, or 0 if lists require one
-        batch per block."""
+        """Return the maximum row count of a block with several batches; 0 if lists allow only one
+        per block.
+        """
         return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
 
     def new_views(self) -> SplitRows | None:
@@ -230,7 +231,7 @@ def _columns_where(chosen: NDArray[np.bool_]) -> "slice | NDArray[np.int64]":
 
 
 def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:
-    """Return the bounds of ids in the set; ``prepare`` and the checksums guarantee these bounds."""
+    """Return the bounds of ids in the set, which ``prepare`` and the checksums guarantee."""
     limits = {field.name: ANY_ID if field.keyed else field.rows for field in manifest.fields}
     return IdBounds(
         columns=tuple(limits[f.name] for f in manifest.fixed for _ in range(f.hot)) + crosses,
@@ -243,7 +244,7 @@ Array = TypeVar("Array", Words, Tensor)
 
 
 class _Sections(Generic[Array]):
-    """Returns consecutive sections of a block, an array or tensor [n]."""
+    """Cuts consecutive sections from a block, an array or tensor [n]."""
 
     def __init__(self, words: Array) -> None:
         self.words = words
@@ -258,7 +259,7 @@ class _Sections(Generic[Array]):
         begin, self._at = self._at, self._at + size * words
         section = self.words[begin : self._at]
         if words == 2:
-            # Give an empty section the shape [0, 2], because torch cannot view it otherwise.
+            # Reshape an empty section to [0, 2], because torch cannot view it otherwise.
             section = section.reshape(size, 2)
             section = section.view(torch.int64 if isinstance(section, Tensor) else np.int64)
         return section.reshape(size) if columns is None else section.reshape(num_rows, columns)

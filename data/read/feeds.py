@@ -28,24 +28,22 @@ Group = TypeVar("Group")
 _AHEAD = 3
 _READERS = 2
 _RUNS_AHEAD = 1
-# Number of blocks in use: read ahead, in a DALI run, finished by DALI, being delivered, or being
-# consumed.
+# Blocks in use: read ahead, in a DALI run, finished by DALI, being delivered, being consumed.
 _MAX_BUFFERS = _AHEAD + _RUNS_AHEAD + 4
 _SPARE_SHARE = 16  # a new buffer is 1/16 larger than needed
 
 
 class Buffers:
-    """Pools arrays for batches; an array is reused when no reference to it remains.
-
-    In new memory, page faults cost as much as copying the data. Each array is a view of a lease
+    """A pool of arrays for batches; an array is reused when no reference to it remains. With new
+    memory, page faults would cost as much as copying the data. Each array is a view of a lease
     object, and all numpy or torch views of the array keep the lease alive. When the last view is
     gone, the lease's finalizer returns the memory to the pool.
     """
 
     def __init__(self) -> None:
-        # A lease may end in any thread at any time, and deque operations are atomic. The most
-        # recently returned memory is reused first, because writing to cached memory takes a fifth
-        # less time.
+        # A deque, because leases may end in any thread at any time and deque operations are atomic.
+        # The most recently returned memory is reused first, because writing to cached memory takes
+        # a fifth less time.
         self._free: deque[Words] = deque()
 
     def take(self, num_words: int) -> Words:
@@ -53,13 +51,12 @@ class Buffers:
         for _ in range(len(self._free)):
             try:
                 memory = self._free.pop()
-            except IndexError:  # another reader has taken the last array
+            except IndexError:  # another reader took the last array
                 break
             if memory.shape[0] >= num_words:
                 return self._lease(memory)[:num_words]
             self._free.appendleft(memory)
-        # Sizes of batches with lists differ. Because of the extra room, most batches fit into an
-        # old buffer.
+        # Batches with lists vary in size; thanks to the extra room, most fit into an old buffer.
         return self._lease(np.empty(num_words + num_words // _SPARE_SHARE, np.int32))[:num_words]
 
     def _lease(self, memory: Words) -> Words:
@@ -74,7 +71,7 @@ def _give_back(free: deque[Words], memory: Words) -> None:
 
 
 class Threads:
-    """Manages threads that end when their loader is closed or garbage-collected."""
+    """Threads that end when their loader is closed or garbage-collected."""
 
     def __init__(self) -> None:
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-ahead")
@@ -91,7 +88,7 @@ def read_ahead(
 ) -> Iterator[Block]:
     """Yield ``read(group)`` for each group in order while threads read the next few groups.
 
-    The garbage collection of an abandoned iterator, which may happen in any thread, never waits.
+    Garbage collection of an abandoned iterator, which may happen in any thread, never blocks.
     """
     pending: deque[Future[Block]] = deque()
     try:
@@ -142,7 +139,7 @@ def dali_feed(
     """Pass each block through a DALI pipeline, as one sample.
 
     A DALI run involves three threads, so a consumer would wait about 1 ms after each step. To avoid
-    this delay, a separate thread runs the pipeline ahead.
+    this delay, another thread runs the pipeline ahead.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
@@ -184,10 +181,10 @@ def dali_feed(
             block = torch.from_dlpack(output[0])
             return split(block.clone() if gpu else block, sizes.popleft())
 
-        # On a GPU, the consumer must convert and copy the block, because the conversion uses the
-        # current stream, and DALI reuses a block without waiting for the consumer's stream. On a
-        # CPU, this thread converts the block, because a consumer's first torch calls take five
-        # times as long after a step of a few ms.
+        # On a GPU, the consumer must convert and copy the block: the conversion uses the current
+        # stream, and DALI reuses a block without waiting for the consumer's stream. On a CPU, this
+        # thread converts the block, because the consumer's first torch calls after a step of a few
+        # ms are five times as slow.
         if gpu:
             return split_block
         parts = split_block()

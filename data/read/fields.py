@@ -8,10 +8,8 @@ from sbpflow.run.model.spec import Fields, IdField
 
 
 def fields_of(manifest: Manifest) -> Fields:
-    """Return dense columns, id columns and crosses in the order of a batch.
-
-    If the set contains statistics, the fields include id repetition rates. Encoded rows do not have
-    statistics.
+    """Return dense columns, id columns, and crosses in the order of a batch. If the set has
+    statistics, the fields include the frequencies of ids. Encoded rows do not have statistics.
     """
     recorded = load_stats(manifest) if manifest.content.get("stats") else []
     stats = {field.name: field for field in recorded}

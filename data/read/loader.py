@@ -2,7 +2,7 @@
 
 Step s of an epoch consists of rows [sB, (s+1)B) of the order (``data.read.order``), and each rank
 reads a balanced part of each step. A state therefore works with any world size: a restored loader
-delivers exactly the undelivered rows of the epoch.
+delivers exactly the remaining rows of the epoch.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Describes a global batch by its rows in the order, and this rank's part of the rows."""
+    """A global batch: its rows in the epoch's order, and this rank's part of them."""
 
     number: int
     end: int
@@ -42,7 +42,7 @@ class _Step:
 
 
 class RowLoader:
-    """Loads the rows of one split; ``open_loader`` documents the arguments."""
+    """Loads the rows of one split; see ``open_loader`` for the arguments."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class RowLoader:
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
-        """Number of the current read; iterators with other numbers are no longer valid."""
+        """Number of the current read; iterators of earlier reads are no longer valid"""
         self._is_closed = False
         self._threads = Threads()
 
@@ -109,14 +109,13 @@ class RowLoader:
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Yield the batches of ``epoch`` from its start, or from the cursor of a restored state.
 
-        A loader maintains only one cursor, so this call ends any earlier read, and the earlier
-        iterator raises DataError. Raise DataError if the set in the folder has been replaced.
+        A loader has only one cursor, so this call ends any earlier read, whose iterator then raises
+        DataError. Also raises DataError if the set in the folder has been replaced.
         """
         _check_integer("epoch", epoch, 0, MAX_SEED)
         self._check_open("epoch")
-        # In file order, a batch may be a view of a map, and the consumer may write to the view.
-        # Therefore these maps are used for this epoch only. In other orders, rows are copied from
-        # the maps.
+        # In file order, a batch may be a view of a map, and the consumer may write to it, so these
+        # maps are used only for this epoch. In other orders, rows are copied from the maps.
         views = self._rows.new_views() if self._shuffle == "none" else None
         if views is None:
             check_shards(self._manifest, self._split)
@@ -162,8 +161,8 @@ class RowLoader:
                 words = self._rows.read(runs, buffers.take)
             return Block(words, tuple(step.stop - step.start for step in group))
 
-        # For views, DALI needs only one reader, because another thread handover costs more than a
-        # view. Gathering rows takes long enough to keep two readers busy.
+        # For views, DALI needs only one reader, because a thread handover costs more than a view.
+        # Gathering rows takes long enough to keep two readers busy.
         if self._backend == "dali" and order.shuffle == "none":
             blocks = map(read, groups)
         else:
@@ -194,7 +193,7 @@ class RowLoader:
     def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
         """Yield the steps that contain rows of this rank, grouped into blocks.
 
-        In file order, a group lies in one shard, so the group can be a view of the shard's map.
+        In file order, each group is within one shard, so that it can be a view of the shard's map.
         """
         group: list[_Step] = []
         num_rows, max_rows = 0, self._rows.max_rows
@@ -234,10 +233,9 @@ class RowLoader:
         return {"split": self._split, "shuffle": self._shuffle, "seed": self._seed}
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """Return the epoch, the row cursor, and all values that determine the rows.
-
-        Without ``cursor``, the state is after the last delivered batch. A run with read-ahead must
-        pass ``batch.cursor`` of the last batch it has trained on.
+        """Return the epoch, the row cursor, and all values that determine the rows. The default
+        ``cursor`` is after the last delivered batch. A run with read-ahead must pass the
+        ``batch.cursor`` of the last batch that it has trained on.
         """
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
         manifest = self._manifest
@@ -249,12 +247,11 @@ class RowLoader:
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state``. Raise DataError if the rows, split, seed or shuffle of the state
-        differ."""
+        """Continue from ``state``. Raises DataError if its rows, split, seed, or shuffle differ."""
         self._check_open("load_state_dict")
         wanted = self._identity()
         if state.get("fingerprint") != self._manifest.fingerprint:
-            # States of earlier versions contain a fingerprint instead of a content ID.
+            # Earlier versions saved a fingerprint instead of a content ID.
             key = "content_id" if "content_id" in state else "fingerprint"
             wanted = {key: getattr(self._manifest, key), **wanted}
         for key, value in wanted.items():
@@ -292,7 +289,8 @@ def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
     """Return the backend for ``data.loader``; for ``auto``, log the choice."""
     if wanted != "auto":
         return wanted
-    # find_spec does not load DALI: it imports only ``nvidia``, which CUDA's libraries share.
+    # find_spec does not load DALI; it only imports ``nvidia``, a namespace shared with CUDA's
+    # libraries.
     has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
     chosen: Backend = "dali" if has_dali else "memmap"
     _LOG.info(
@@ -324,7 +322,7 @@ def open_loader(
     its row count. ``crosses`` are computed from the set's columns, and come after the set's columns
     in ``Batch.ids``. The order is the same for both backends, and ``auto`` selects DALI if it is
     installed. At most ``max_maps`` files are mapped into memory; other files are read on request.
-    Raise ConfigError for an invalid argument, and DataError for a damaged set.
+    Raises ConfigError for an invalid argument, and DataError for a damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
     _check_integer("rank", rank, 0, world_size - 1)
@@ -348,7 +346,7 @@ def open_loader(
             'device=torch.device("cpu")'
         )
     if manifest.cache is not None and shuffle != "none":
-        # Each batch has rows of all shards, so all of them are mapped, as those of a local set.
+        # Each batch has rows of all shards, so map all of them, as for a local set.
         manifest.cache.get_split(split)
         manifest = replace(manifest, cache=None)
     rows = BlockReader(manifest, split, crosses, max_maps)
@@ -366,7 +364,5 @@ def open_loader(
         tail=tail,
     )
     if loader.num_dropped_rows:
-        _LOG.info(
-            "%s: %d rows at the end of each epoch are dropped", split, loader.num_dropped_rows
-        )
+        _LOG.info("%s: the last %d rows of each epoch are dropped", split, loader.num_dropped_rows)
     return loader

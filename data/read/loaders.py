@@ -21,9 +21,8 @@ def open_loaders(
     device: torch.device,
     crosses: Sequence[HashedColumn] = (),
 ) -> dict[str, RowLoader]:
-    """Open the loaders by split; only ``train`` is shuffled or may drop its tail.
-
-    Raise ConfigError if train has no labels or not a single batch.
+    """Open the loaders by split; only ``train`` is shuffled or may drop its tail. Raises
+    ConfigError if train has no labels or less than one batch.
     """
     if not manifest.labelled:
         raise ConfigError(

@@ -21,12 +21,11 @@ Shuffle = Literal["none", "blocks", "runs", "rows"]
 RUN_ROWS: dict[Shuffle, int] = {"blocks": 4096, "runs": 16, "rows": 1}
 SHUFFLES: tuple[Shuffle, ...] = ("none", *RUN_ROWS)
 
-_PLACE_OF_SHORT_RUN = 1  # use a different random stream than the permutation
+_PLACE_OF_SHORT_RUN = 1  # separates this random stream from the permutation's
 
 
 class Runs(NamedTuple):
-    """Describes runs of ``lengths[i]`` consecutive rows starting at row ``firsts[i]``; both are
-    int64 [n]."""
+    """Runs of ``lengths[i]`` consecutive rows starting at row ``firsts[i]``; both are int64 [n]."""
 
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -34,9 +33,8 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Defines the order of one epoch, which maps a position to a row of the split.
-
-    The remaining rows at the end of the split form a short run at a random position in the order.
+    """The row order of one epoch, which maps positions to rows of the split. Rows left over at the
+    end of the split form a short run at a random position in the order.
     """
 
     num_rows: int
@@ -54,7 +52,7 @@ class RowOrder:
 
     @cached_property
     def _short(self) -> tuple[int, int]:
-        """Return the number of full runs before the short run, and the length of the short run."""
+        """Return the number of full runs before the short run, and its length."""
         num_runs, rows = divmod(self.num_rows, self._run_rows)
         key = np.random.SeedSequence((self.seed, self.epoch, _PLACE_OF_SHORT_RUN))
         word = int(key.generate_state(1, np.uint64)[0])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sbpflow.runtime.random.splitmix import MIX_1, MIX_2
 
 _ROUNDS = 4
-_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # with few bits, more rounds are needed to mix well
+_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # more rounds, because a few bits take longer to mix well
 _FIRST, _SECOND = np.uint64(MIX_1), np.uint64(MIX_2)
 _HIGH_HALF = np.uint64(32)
 
@@ -21,7 +21,7 @@ Words64 = NDArray[np.uint64]
 
 
 class Permutation:
-    """Represents a permutation of range(size); equal keys produce equal permutations."""
+    """A permutation of range(size); equal keys give equal permutations."""
 
     def __init__(self, size: int, *key: int) -> None:
         if not 0 < size < 2**63:
@@ -35,8 +35,8 @@ class Permutation:
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the images [n] of indices [n] in range(size); indices may repeat."""
         image = self._rounds(index.astype(np.uint64))
-        # At most 2 * side positions of the square are outside of range(size), so few remain after a
-        # pass.
+        # At most 2 * side positions of the square are outside of range(size), so only a few indices
+        # need another pass.
         while (outside := np.flatnonzero(image >= self._size)).size:
             image[outside] = self._rounds(image[outside])
         return image.astype(np.int64)

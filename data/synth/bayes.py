@@ -1,8 +1,7 @@
 """Compute the best possible AUC and logloss for rows with known click probabilities.
 
 To avoid label noise, a row with probability p counts as p clicks and 1 - p non-clicks. Rows are
-summed in fine bins of the logit, so the memory is constant and the row order hardly affects the
-result.
+added up in fine bins of the logit, so memory is constant and the row order hardly matters.
 """
 
 import numpy as np
@@ -13,7 +12,7 @@ _LIMIT = 16.0
 
 
 class BayesTally:
-    """Sums rows by logit bin, for computing AUC and logloss."""
+    """Adds up rows by logit bin, for computing AUC and logloss."""
 
     def __init__(self) -> None:
         self._clicks = np.zeros(_BINS)

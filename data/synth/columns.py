@@ -1,8 +1,8 @@
-"""Generate Criteo-like ranks, integers and masks for any row range as a function of (seed, row).
+"""Generate Criteo-like ranks, integers, and masks for any row range as a function of (seed, row).
 
 Rows are sampled in fixed blocks with separate random streams, so a row does not depend on the
 requested range. The structure (chains, shared masks, tails, correlated integers) was measured on
-the Kaggle rows; ``criteo_profile.json`` contains the measurements.
+the Kaggle data; ``criteo_profile.json`` contains the measurements.
 """
 
 import heapq
@@ -33,7 +33,7 @@ MASKS = (
     ("I3",), ("I5",), ("I6",), ("I8",), ("I12",), ("C6",), ("C22",),
 )  # fmt: skip
 FOLLOWS = {"I1": ("I5", -0.72), "I10": ("I1", 0.83), "I11": ("I7", 0.89), "I13": ("I4", 0.71)}
-"""Share of rows by integer pair in which one integer copies (or mirrors) the other's quantile"""
+"""By pair of integers, the share of rows in which one copies (or mirrors) the other's quantile"""
 
 _DERIVED = {name for chain in CHAINS for name in chain[1:]} | {"C7"}
 _INTEGERS_IN_ORDER = ("I5", *(name for name in CRITEO.dense if name != "I5"))
@@ -45,7 +45,7 @@ _MOST_SEGMENTS = 2
 
 @cache
 def profile() -> dict[str, Any]:
-    """Return the measured aggregates from the package's profile file."""
+    """Return the measurements from the package's profile file."""
     file = Path(__file__).with_name("criteo_profile.json")
     try:
         return object_of(read_json(file), str(file))
@@ -55,7 +55,7 @@ def profile() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Contains consecutive rows: ranks (-1 for missing), integers and missing masks by column name.
+    """Consecutive rows: ranks (-1 for missing), integers, and missing masks by column name.
 
     A rank determines the frequency of a value and its effect on the click. ``values`` [rows]
     distinguishes all values that have the same rank at different times; without drift, values equal
@@ -112,8 +112,9 @@ class Columns:
     def _values(self, name: str, ranks: Ranks, block: int) -> Ranks:
         """Return the values with these ranks: rank + size * generation, and -1 for missing.
 
-        During a generation, the rows of a rank move from one value to the next, so the frequency of
-        a value first rises and then falls. Each rank begins its generations at a different row.
+        During a generation, a rank gradually moves its rows from one value to the next, so the
+        frequency of a value rises and then falls. Each rank begins its generations at a different
+        row.
         """
         tail = self.tails[name]
         if not self._drift or len(tail.segments) <= _MOST_SEGMENTS:
@@ -171,7 +172,7 @@ def _integer_table(name: str) -> NDArray[np.int32]:
 
 
 class _Refinement:
-    """Generates a column that determines C13, as C11 does, but is not a function of C11.
+    """Generates a column that, like C11, determines C13, but is not a function of C11.
 
     Each C13 value owns ranks of the column, and the masses of these ranks add up to the value's
     mass.
@@ -192,7 +193,7 @@ class _Refinement:
 
 
 def _deal(owner_mass: Floats, mass: Floats) -> tuple[Ranks, Floats, Floats]:
-    """Assign ranks to the owners with the largest deficit; return ranks, edges and starts."""
+    """Assign ranks to the owners with the largest deficit; return ranks, edges, and starts."""
     lacking = [(-value, owner) for owner, value in enumerate(owner_mass)]
     heapq.heapify(lacking)
     descending = np.argsort(-mass, kind="stable")

@@ -43,14 +43,14 @@ _SHARD_BLOCKS = 4
 _HOT_RANKS = 64
 _TRANSPOSED_ROWS = 1024
 _NEXT_PLACE = 0.382
-"""Distance of a rank's consecutive values in a table, as a fraction of the table"""
+"""Distance between consecutive values of a rank, as a fraction of the table"""
 
 
 class IdMaps:
     """Maps values and pairs of values to table ids by the rules of ``data.format.ids``, or to keys.
 
-    The number of rows of a table is the number of values that its column has at any one time. With
-    drift, an id therefore denotes a different value after some time.
+    A table has as many rows as its column has values at any one time. With drift, an id therefore
+    stands for different values over time.
     """
 
     def __init__(self, options: SynthOptions, columns: Columns) -> None:
@@ -94,8 +94,8 @@ class IdMaps:
         """Return the ids or keys of a field (``C1`` or ``C1xC2``), one array per position in the
         list of ids.
 
-        As in the MLPerf DLRMv2 data, ids after the first position are a fixed function of the first
-        id, spread evenly over the table.
+        As in the MLPerf DLRMv2 data, all ids after the first are a fixed function of the first id,
+        spread evenly over the table.
         """
         if self.keyed:
             return self._keys(rows, name)
@@ -234,7 +234,7 @@ def _bayes(tallies: list[dict[str, BayesTally]]) -> dict[str, dict[str, float]]:
 def _write_range(
     shared: tuple[Generator, IdMaps, Path, tuple[int, int]], rows: tuple[int, int]
 ) -> tuple[dict[str, Any], dict[str, BayesTally]]:
-    """Write the shards of rows [start, stop); return the shards and Bayes sums by split."""
+    """Write the shards of rows [start, stop); return the shards and Bayes sums, by split."""
     generator, maps, folder, bounds = shared
     words, parts, probability = make_rows(generator, maps, *rows)
     split = np.searchsorted(bounds, np.arange(*rows), side="right")

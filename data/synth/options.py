@@ -26,7 +26,7 @@ Format = Literal["prepared", "tsv"]
 
 @dataclass(frozen=True, kw_only=True)
 class SynthOptions:
-    """Contains the options of ``sbpflow synth``; see ``sbpflow synth --help``."""
+    """The options of ``sbpflow synth``; see ``sbpflow synth --help``."""
 
     rows: int
     output: Path
@@ -35,13 +35,13 @@ class SynthOptions:
     ctr: float = 0.2562
     auc: float = 0.80
     min_mass: float = 5e-4
-    """Minimum frequency of values and pairs with signal"""
+    """Minimum frequency of values and pairs that affect the label"""
     products: float = 0.0
     """Share of the logit's variance from vector products of two columns' values"""
     skew: tuple[tuple[str, float], ...] = ()
     drift: float = 0.0
     keys: bool = False
-    """Write 64-bit keys instead of ids, the same as ``prepare --keys`` from the text"""
+    """Write 64-bit keys instead of ids, the same as ``prepare --keys`` computes from the text"""
     hot: tuple[tuple[str, Hot], ...] = ()
     split: SplitRule = field(default_factory=lambda: SplitRule("time", (0.8, 0.1, 0.1)))
     seed: int = 7

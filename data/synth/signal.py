@@ -1,4 +1,4 @@
-"""Compute a logit with a known AUC from ids, a cross, dense values and missing cells.
+"""Compute a logit with a known AUC from ids, a cross, dense values, and missing cells.
 
 Only values that are frequent enough to learn have weights, so a model can reach the optimum.
 Weights are normally distributed, and every kind of term contributes a fixed share of the logit's
@@ -16,7 +16,7 @@ ID_TERMS = ("C2", "C5", "C7", "C10", "C13", "C14", "C17", "C18", "C24", "C26")
 CROSS_TERMS = (("C1", "C2"),)
 DENSE_TERMS = {"I5": -1.0, "I6": -1.0, "I7": 1.0, "I11": 1.0, "I13": -1.0}
 MISSING_TERMS = {"I1": -1.0, "I5": -1.0, "I6": -1.0, "C3": 1.0}
-"""Weights with the signs of the click rate effects measured on real rows"""
+"""Weights, with the signs of the effects on the click rate that were measured on real rows"""
 SHARES = {"ids": 0.55, "crosses": 0.15, "dense": 0.25, "missing": 0.05}
 """Shares of the logit's variance by kind, divided equally within a kind"""
 PRODUCT_TERMS = (("C2", "C14"), ("C5", "C18"), ("C10", "C17"))
@@ -134,7 +134,7 @@ def _mean_and_std(name: str, blocks: list[Rows]) -> tuple[float, float]:
 def _weights(raw: Floats, products: float) -> Floats:
     """Return the weights of terms that give each kind its share of the variance.
 
-    Products get a share of the total variance, and the other kinds divide the rest.
+    Products get their share of the total variance, and the other kinds divide the rest.
     """
     sizes = {
         "ids": len(ID_TERMS),
@@ -152,7 +152,7 @@ def _weights(raw: Floats, products: float) -> Floats:
 
 
 def _calibrate(logits: Floats, ctr: float, auc: float) -> tuple[float, float]:
-    """By bisection, find the offset and scale that give the requested click rate and Bayes AUC."""
+    """Find, by bisection, the offset and scale that give the requested click rate and Bayes AUC."""
     counts, edges = np.histogram(logits, bins=_BINS)
     middles = (edges[1:] + edges[:-1]) / 2
     low, high, offset = 0.0, 20.0, 0.0

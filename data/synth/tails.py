@@ -25,8 +25,7 @@ def uniform(bits: Bits) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Describes ranks [start, stop) with total ``mass`` and a density proportional to rank **
-    -slope."""
+    """Ranks [start, stop) with total ``mass`` and a density proportional to rank ** -slope."""
 
     start: float
     stop: float
@@ -55,7 +54,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Tail:
-    """Describes the distribution of one column over ``size`` ranks."""
+    """The distribution of one column over ``size`` ranks."""
 
     size: int
     head: tuple[float, ...]
@@ -68,8 +67,9 @@ class Tail:
 
     @cached_property
     def _places(self) -> NDArray[np.int16]:
-        """Map the first bits of a number to the number's index in ``bounds``, or to -1 if
-        ambiguous."""
+        """Map the leading bits of a number to the number's index in ``bounds``, or to -1 if
+        ambiguous.
+        """
         edges = np.arange((1 << _TABLE_BITS) + 1) / (1 << _TABLE_BITS)
         low = np.searchsorted(self.bounds, edges[:-1], side="right")
         high = np.searchsorted(self.bounds, edges[1:], side="left")
@@ -111,7 +111,7 @@ class Tail:
         return out
 
     def masses(self) -> Floats:
-        """Return the mass of every rank; the array has one entry per rank."""
+        """Return the mass of every rank, as an array with one entry per rank."""
         masses = np.zeros(self.size)
         masses[: len(self.head)] = self.head
         for segment in self.segments:
@@ -135,7 +135,9 @@ class Tail:
         return Tail(size, self.head, tuple(segments))
 
     def sharpened(self, skew: float) -> "Tail":
-        """Return masses to the power ``skew``: 1 changes nothing, 0 makes all masses equal."""
+        """Return the distribution with masses raised to ``skew``: 1 changes nothing, 0 makes all
+        equal.
+        """
         if skew == 1.0:
             return self
         head = [mass**skew for mass in self.head]
@@ -173,7 +175,7 @@ class Coarsening:
 
     @cached_property
     def _table(self) -> Ranks:
-        """Return the map for the frequent ranks, because these ranks occur in most rows."""
+        """Return a lookup table for the frequent ranks, which occur in most rows."""
         ranks = np.arange(min(self.fine.size, 1 << _TABLE_BITS))
         target, _ = self._head
         return np.concatenate([target, self._tail(ranks[len(target) :])])

@@ -56,7 +56,7 @@ def _block_text(generator: Generator, block: int, first: int, last: int) -> byte
 
 
 def write_tsv(generator: Generator, options: SynthOptions) -> None:
-    """Write all rows to ``options.output``; the file exists only when it is complete."""
+    """Write all rows to ``options.output``, which is created only when it is complete."""
     partial = Path(str(options.output) + ".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     waiting: deque[tuple[int, Future[bytes]]] = deque()

@@ -1,7 +1,7 @@
 """Train on a Ray cluster: python ray_train.py --workers N --config FILE key=value ...
 
-Ray starts the workers, connects them with torch's process group, and starts all of them again after
-a failure; the run then resumes from its last checkpoint. ``run.dir``, ``checkpoint.dir`` and
+Ray starts the workers, connects them by torch's process group, and restarts all of them after a
+failure; the run then resumes from its last checkpoint. ``run.dir``, ``checkpoint.dir`` and
 ``data.path`` must be absolute paths on a disk that all machines share. Needs ``ray[train]``.
 """
 
@@ -14,7 +14,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def train_worker(job: dict) -> None:
-    """Train as one rank; Ray has created the process group, and sbpflow uses this group."""
+    """Train as one rank. Ray has created the process group, which sbpflow uses."""
     from sbpflow.commands.train import run_rank
 
     run_rank(job["config"], job["overrides"])
@@ -39,7 +39,7 @@ def main() -> None:
         ),
         torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if args.gpus else "gloo"),
         run_config=RunConfig(
-            # Ray's own records of the run; sbpflow writes checkpoints by itself.
+            # for Ray's own records; sbpflow writes its checkpoints itself
             storage_path=os.path.abspath(os.environ.get("RAY_RESULTS", "runs/ray")),
             failure_config=FailureConfig(max_failures=args.max_failures),
         ),

@@ -1,1 +1,1 @@
-"""Measures this machine by running the engine and fits the prices of plans to the measurements."""
+"""Runs the engine on this machine, and fits the prices of plans to the measured times."""

@@ -1,7 +1,7 @@
 """``sbpflow calibrate``: measure this machine and fit a profile.
 
-Every rank runs ``calibrate``. It measures one random task after another until the time is used up,
-alternating between the plans of a task. It writes every plan to a journal, so an interrupted
+Every rank runs ``calibrate``. It measures random tasks until the time is used up, alternating
+between the plans of a task. Every measurement is written to a journal, so an interrupted
 calibration resumes where it stopped.
 """
 
@@ -39,7 +39,7 @@ MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Configures the duration and the tasks of a calibration.
+    """The duration and the tasks of a calibration.
 
     ``seconds`` limits the whole calibration. ``most_rows`` limits the size of the tables. Each plan
     runs ``steps`` steps in each of ``rounds`` rounds.
@@ -59,7 +59,7 @@ QUICK = Settings(seconds=4.0, most_rows=5_000, steps=2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """Describes the measurement in a line of a journal."""
+    """A line of a journal: the measurement of one plan."""
 
     sample: Annotated[int, Range(low=0)]
     name: str
@@ -68,10 +68,9 @@ class _Entry:
 
 
 class Journal:
-    """Stores the measurements of plans, one JSON object per line. Only rank 0 writes the file.
-
-    A line written by another machine, software version, or task design has different ``facts`` and
-    is ignored.
+    """The file of measurements, with one JSON object per plan and line. Only rank 0 writes it.
+    Lines from other machines, software versions, or task designs have different ``facts`` and are
+    ignored.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
@@ -91,11 +90,11 @@ class Journal:
                 damaged += 1
         if damaged or cut_off:
             LOG.warning(
-                "%s: %d lines are damaged or incomplete; their content is measured again",
+                "%s: %d lines are damaged or incomplete; these measurements are repeated",
                 path,
                 damaged + bool(cut_off),
             )
-        if cut_off:  # an earlier run was killed while writing, so end its line first
+        if cut_off:  # an earlier run was killed while writing; end its line first
             with path.open("a", encoding="ascii") as file:
                 file.write("\n")
 
@@ -157,7 +156,7 @@ def calibrate(boxing: Boxing, settings: Settings, journal_path: Path) -> Profile
 
 
 def _measure(boxing: Boxing, settings: Settings, journal: Journal | None, number: int) -> None:
-    """Measure the plans of a sample that are missing in rank 0's journal."""
+    """Measure the plans of a sample that rank 0's journal does not contain."""
     world = boxing.world
     sample = draw_sample(
         number + 1000 * settings.seed,

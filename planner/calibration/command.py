@@ -37,7 +37,7 @@ def save_on_all_hosts(boxing: Boxing, profile: Profile | None, path: Path) -> No
     """Write rank 0's profile to ``path`` on every host; the first rank of each host writes the
     file.
 
-    In later runs, each host plans from its local file, and all hosts must compute the same plan.
+    In later runs, each host plans from its own file, and all hosts must compute the same plan.
     """
     text = from_first_rank(boxing, "" if profile is None else profile.as_json())
     if boxing.world.rank in [host[0] for host in boxing.world.topology.hosts]:
@@ -56,12 +56,12 @@ def _settings(args: Namespace) -> Settings:
 
 
 def default_ranks() -> int:
-    """Return one rank per CUDA device, or 2 ranks without any CUDA device."""
+    """Return the number of CUDA devices, at least 2."""
     return max(2, torch.cuda.device_count())
 
 
 def describe(profile: Profile) -> str:
-    """Format a profile's provenance and prediction errors as text."""
+    """Format a profile's origin and prediction errors as text."""
     lines = [f"{key:<22} {value}" for key, value in profile.about.items()]
     lines += [f"{'source of ' + key:<22} {value}" for key, value in profile.sources.items()]
     for key, value in profile.errors.items():

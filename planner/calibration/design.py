@@ -26,19 +26,19 @@ from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task, dense_work
 from sbpflow.sbp.sbp import balanced_sizes
 
-# limit for all tables of a sample; each rank that stores a table allocates the table
+# limit for all tables of a sample, each of which is allocated on every rank that stores it
 MOST_ELEMENTS = 1 << 24
 DIMS = (4, 8, 16, 32, 64)
-# widths of hidden layers; narrow layers read and write more numbers per multiply-add
+# widths of hidden layers; narrow layers do more reads and writes per multiply-add
 HIDDEN = ((16,), (64, 32), (16,), (256, 64))
-# In every seventh sample, a batch contains as many ids as the batch of a large model.
+# In every seventh sample, batches have as many ids as those of a large model.
 LARGE_EVERY = 7
-_SPREAD = 7919  # a prime that spreads the hot rows over a table, as in prepared data sets
+_SPREAD = 7919  # a prime; multiplying by it spreads hot rows over a table, as in prepared sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """Describes the law of a table's ids: row k has a share proportional to (k + q) ** -s."""
+    """The distribution of a table's ids: row k has a share proportional to (k + q) ** -s."""
 
     s: float
     q: float
@@ -46,8 +46,8 @@ class Law:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Stores a random task, the laws of its tables' ids by table name, and the widths of the dense
-    part's hidden layers.
+    """A random task, the id distributions of its tables by name, and the widths of the dense part's
+    hidden layers.
     """
 
     task: Task
@@ -57,7 +57,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Rows:
-    """Contains a rank's rows of a batch, in the form that ``Trainer.step`` accepts."""
+    """A rank's rows of a batch, in the form that ``Trainer.step`` accepts."""
 
     labels: Tensor
     dense: Tensor
@@ -66,9 +66,7 @@ class Rows:
 
 
 def drawing() -> str:
-    """Return a digest of the sampling method; if the digest changes, sample numbers denote other
-    tasks.
-    """
+    """Return a digest of the sampling method, with which sample numbers change their meaning."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
@@ -89,7 +87,7 @@ def draw_sample(
     total = float((rows * np.asarray(dims)).sum())
     if total > MOST_ELEMENTS:
         rows = np.maximum((rows * (MOST_ELEMENTS / total)).astype(int), 30)
-    # limits the ids per sample, so that steps stay short
+    # keeps steps short
     most_ids = (1_600_000 if large else 400_000) // batch
     while hotness.sum() > most_ids and hotness.max() > 1:
         hotness = np.maximum(hotness // 2, 1)
@@ -180,9 +178,7 @@ def _cumulative(num_rows: int, law: Law) -> NDArray[np.float64]:
 
 
 def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
-    """Return the kinds of shape that this table can have on all ranks, on half of the ranks, or on
-    one rank.
-    """
+    """Return the kinds of shape that this table can have: on all ranks, half of them, or one."""
     if world_size == 1:
         return [Shape("B", "local")]
     shapes = [
@@ -237,8 +233,8 @@ def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
 
 
 def _homogeneous(task: Task) -> dict[str, Plan]:
-    """Give all tables the same shape and balance whole tables; a table that does not allow the
-    shape stays whole.
+    """Give all tables the same shape, except that tables that do not allow it stay whole and are
+    balanced.
     """
     world = tuple(range(task.world_size))
     if task.world_size == 1:
@@ -262,7 +258,7 @@ def _homogeneous(task: Task) -> dict[str, Plan]:
 
 
 def balanced_whole(task: Task) -> Plan:
-    """Place each table whole: the most expensive table first, on the least loaded rank."""
+    """Place whole tables greedily: most expensive first, each on the least loaded rank."""
     loads = [0.0] * task.world_size
     plan: Plan = {}
     weight = {table.name: task.lookups(table) * (8 + table.dim) for table in task.tables}

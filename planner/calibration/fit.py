@@ -1,10 +1,10 @@
 """Fits non-negative prices to measured steps and shrinks the prices toward the built-in constants.
 
-A step time is the work of the busiest rank plus the transfer time of the busiest rank. First, four
-factors are fitted freely: for all constants of work, for the dense part, for bytes, and for calls.
-The factors adapt the constants to the machine and its link. Then each price may deviate from its
-scaled constant if the measurements outweigh a penalty. All errors are measured on tasks that were
-not used in the fit.
+A step time is modeled as the maximum work of any rank plus the maximum transfer time of any rank.
+First, four factors are fitted freely: for all constants of work, for the dense part, for bytes, and
+for calls. The factors adapt the constants to the machine and its link. Then each price may deviate
+from its scaled constant, against a penalty. All errors are measured on tasks that were not used in
+the fit.
 """
 
 import statistics
@@ -21,17 +21,17 @@ from sbpflow.planner.costs.profile import DENSE_BYTES, ERROR, Link, Profile, par
 
 FOLDS = 4
 LEAST_SAMPLES = 3
-LEAST_PLANS = 3  # tasks with fewer plans are not ranked
+LEAST_PLANS = 3  # plans are only ranked within tasks that have at least this many
 # weight of the squared relative change of a price, in units of one measured step
 SHRINKAGE = 0.01
 DENSE_MS = vector_of(
     {"dense_macs": 2e-7, "dense_elements": 1e-6, "dense_parameters": 5e-6}
-)  # assumed, until measured
+)  # a default until it is measured
 _BYTES = SENT + vector_of({"dense_parameters": DENSE_BYTES})
 _CALLS = vector_of({**CALLS, "always": 1.0})
 _ALWAYS = vector_of({"always": 1.0})
 _NONE = np.zeros(NUM_FEATURES)
-# Each row defines a factor of the first fit: [2, F] ms per count of work and of transfers.
+# One factor of the first fit per entry: [2, F] ms per count, of work and of transfers.
 _FACTORS = np.array(
     [[WORK_MS, _NONE], [DENSE_MS, _NONE], [_ALWAYS, _NONE], [_NONE, 1e-6 * _BYTES], [_NONE, _CALLS]]
 )
@@ -39,9 +39,7 @@ _FACTORS = np.array(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Describes one measured plan: the counts ``totals`` [D, F], and the step time in each
-    round.
-    """
+    """One measured plan: the counts ``totals`` [D, F], and the step time in each round."""
 
     sample: int
     totals: Floats
@@ -89,8 +87,8 @@ def fit(
 def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Floats:
     """Return [2, F] ms per count of a rank's work and of its transfers.
 
-    The busiest ranks depend on the prices, so each fit is repeated with the prices of the previous
-    fit. An infinite ``shrinkage`` keeps the ratios of the constants.
+    Which ranks are busiest depends on the prices, so the fit is repeated with the busiest ranks of
+    the previous fit. An infinite ``shrinkage`` keeps the ratios of the constants.
     """
     totals = np.stack([record.totals for record in records])
     ms = np.array([record.step_ms for record in records])
@@ -114,15 +112,13 @@ def predicted_ms(prices: Floats, records: Sequence[Record]) -> Floats:
 
 
 def _busiest(totals: Floats, prices: Floats) -> Floats:
-    """Return the counts [n, 2, F] of the rank with the maximum work and of the rank with the
-    maximum transfer time.
-    """
+    """Return the counts [n, 2, F] of the ranks with the most work and the longest transfers."""
     busiest = (totals @ prices.T).argmax(axis=1)  # [n, 2]
     return np.take_along_axis(totals, busiest[:, :, None], axis=1)
 
 
 def _terms(scaled: Floats) -> Floats:
-    """Return the prices that may change separately, [T, 2, F]: the work of each count, and the
+    """Return the terms [T, 2, F] whose prices may vary separately: the work of each count, and the
     link.
     """
     work = scaled[:, 0].sum(axis=0)
@@ -133,8 +129,8 @@ def _terms(scaled: Floats) -> Floats:
 def _solve(counts: Floats, terms: Floats, ms: Floats, shrinkage: float = 0.0) -> Floats:
     """Return non-negative factors [T] of ``terms`` that minimize the squared relative errors.
 
-    ``shrinkage`` is the weight of the squared differences of the factors from 1. The fit is
-    repeated with lower weights for large errors, so single slow measurements do not dominate.
+    ``shrinkage`` is the weight of the squared distances of the factors from 1. The fit is repeated
+    with lower weights for large errors, so that single slow measurements do not dominate.
     """
     x = np.einsum("nkf,tkf->nt", counts, terms) / ms[:, None]
     robust, factors = np.ones(len(ms)), np.ones(len(terms))
@@ -180,13 +176,10 @@ def held_out_steps(
 
 
 def errors_of(records: Sequence[Record], predicted: Floats) -> dict[str, list[float]]:
-    """Return the errors of predicted step times: two errors over all steps, and the others per
-    task.
-
-    A model can predict steps well and still choose badly. The regret is the slowdown of the plan
-    with the shortest predicted time relative to the fastest plan of the task. For comparison, the
-    regret of a random plan and the regret of the first round of measurements (the noise) are also
-    returned.
+    """Return the errors of predicted step times: two over all steps, and the others per task. A
+    model can predict steps well and still choose badly. The regret is how much slower the plan with
+    the shortest predicted time is than the task's fastest plan. For comparison, the result includes
+    the regret of a random plan, and of choosing by the first round of measurements (the noise).
     """
     residual = np.abs(np.log(predicted / [record.step_ms for record in records]))
     errors: dict[str, list[float]] = {
@@ -211,6 +204,6 @@ def errors_of(records: Sequence[Record], predicted: Floats) -> dict[str, list[fl
 
 
 def spearman(a: Floats, b: Floats) -> float:
-    """Return the rank correlation of two lists of different values."""
+    """Return the rank correlation of two lists without ties."""
     ranks = [np.argsort(np.argsort(values)).astype(float) for values in (a, b)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

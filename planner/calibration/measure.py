@@ -1,4 +1,4 @@
-"""Runs plans on the ranks of a world with the engine's own trainer and times their steps."""
+"""Runs plans on the ranks of a world, with the engine's own trainer, and times their steps."""
 
 import json
 import random
@@ -25,19 +25,17 @@ from sbpflow.training.trainer import Trainer
 
 
 def from_all_ranks(boxing: Boxing, value: object) -> list[Any]:
-    """Return the JSON values of all ranks, in rank order; every rank calls this function."""
+    """Return the JSON values of all ranks, in rank order. Every rank must call this function."""
     return [json.loads(text) for text in gather_texts(boxing, json.dumps(value))]
 
 
 def from_first_rank(boxing: Boxing, value: object) -> Any:  # noqa: ANN401
-    """Return rank 0's JSON value on every rank; every rank calls this function."""
+    """Return rank 0's JSON value on every rank. Every rank must call this function."""
     return from_all_ranks(boxing, value)[0]
 
 
 class _Layers(nn.Module):
-    """Implements the dense part: hidden layers over the concatenated outputs, followed by one
-    output.
-    """
+    """The dense part: hidden layers over the concatenated outputs, followed by one output."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -57,9 +55,7 @@ def make_trainer(
     hidden: Sequence[int] = (),
     kernels: Mapping[str, KernelChoice] | None = None,
 ) -> Trainer:
-    """Build a trainer for this plan and a dense part with ``hidden`` layers; every rank calls this
-    function.
-    """
+    """Build a trainer for this plan and a dense part with ``hidden`` layers, on every rank."""
     tables = EmbeddingCollection(
         embedding_plan(task, plan), boxing, seed=1, kernel="auto" if kernels is None else kernels
     )
@@ -73,7 +69,7 @@ def make_trainer(
 
 
 class _Turn:
-    """Stores one plan's trainer on this rank."""
+    """One plan's trainer on this rank."""
 
     def __init__(
         self, boxing: Boxing, sample: Sample, plan: Mapping[str, Choice], batches: Sequence[Rows]
@@ -83,11 +79,8 @@ class _Turn:
         self.run(2)
 
     def run(self, steps: int) -> list[float]:
-        """Return the ms of each step; every step except the last sends the ids of the next batch in
-        advance.
-
-        The first step receives no ids in advance, and the last step sends no ids, so both steps are
-        omitted from the result.
+        """Return the ms of each step except the first and the last. Steps send the ids of the next
+        batch in advance; the first step receives none in advance, and the last sends none.
         """
         self._boxing.world.barrier()
         times: list[float] = []
@@ -113,9 +106,9 @@ def measure_in_turns(
     """Return the ms of a step of each plan in each round, [plans][rounds].
 
     The plans of a task alternate, so drift over minutes affects all of them equally. Each round
-    uses a different order, because the state of the caches depends on the previous plan. The time
-    of a step is the time on the slowest rank, and the time of a round is the lower quartile of the
-    round's steps. Every rank calls this function and gets the same result.
+    uses a different order, because the state of the caches depends on the previous plan. A step's
+    time is that of the slowest rank, and a round's time is the lower quartile of its steps. Every
+    rank must call this function, and all get the same result.
     """
     batches = draw_batches(sample, boxing.world.rank, 2, boxing.world.device)
     turns = [_Turn(boxing, sample, plan, batches) for plan in plans]

@@ -1,1 +1,1 @@
-"""Computes the cost of a plan: counts of work, their prices, and the resulting step time."""
+"""Computes the cost of a plan from counts of work and their prices."""

@@ -23,10 +23,9 @@ _ONCE_PER_STEP = [INDEX[name] for name in ("always", "dense_parameters")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Contains a plan's predicted step time in ms, and the bytes that each rank stores and sends.
-
-    For held-out tasks, nine of ten measured steps are within ``error`` (a fraction) of the
-    prediction; ``error`` is NaN if nothing was measured.
+    """A plan's predicted step time in ms, and the bytes that each rank stores and sends. On
+    held-out tasks, nine of ten measured steps were within ``error`` (a fraction) of the prediction;
+    ``error`` is NaN if nothing was measured.
     """
 
     step_ms: float
@@ -36,9 +35,8 @@ class Prediction:
 
 
 class TaskCost:
-    """Prices one task with a profile.
-
-    ``prices`` [F, 3] contains the ms of work, the ms of transfers, and the bytes per count.
+    """Prices the plans of a task with a profile. ``prices`` [F, 3] has the ms of work, the ms of
+    transfers, and the bytes per count.
     """
 
     def __init__(self, profile: Profile, task: Task) -> None:
@@ -55,7 +53,7 @@ class TaskCost:
 
     @property
     def prices_digest(self) -> str:
-        """Return a digest of the profile, independent of the task, for the file names of caches."""
+        """Return a digest of the profile, independent of the task, for the names of cache files."""
         return hashlib.sha256(self.profile.as_json().encode()).hexdigest()
 
     def predict(self, plan: Mapping[str, Choice]) -> Prediction:
@@ -71,9 +69,8 @@ class TaskCost:
 
 
 def count_work(task: Task, plan: Mapping[str, Choice]) -> Floats:
-    """Return the counts [D, F] of a plan: the base, and the shards, home, and keys of each table.
-
-    The key columns contain the number of distinct keys.
+    """Return the counts [D, F] of a plan: the base, plus each table's shards, home, and keys. Equal
+    keys are counted once.
     """
     total = np.tile(base_work(task), (task.world_size, 1))
     keys: set[Key] = set()

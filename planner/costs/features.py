@@ -1,8 +1,7 @@
-"""Describes a table's ids by a curve (``sbpflow/costs/ids.py``) and by frequency bins.
-
-The learned planners use DreamShard's 17 bins as features (utils.py and tools/gen_dlrm_data.py at
-73128ed). The bins group rows by their number of lookups in one batch of 65,536 samples: bin 0 for
-one lookup, bin j for (2^(j-1), 2^j], and bin 16 for more than 2^15.
+"""Describes a table's ids by a curve (``sbpflow/costs/ids.py``) and by frequency bins. The learned
+planners use DreamShard's 17 bins as features (utils.py and tools/gen_dlrm_data.py at 73128ed). The
+bins group rows by number of lookups in a batch of 65,536 samples: bin 0 for one lookup, bin j for
+(2^(j-1), 2^j], and bin 16 for more than 2^15.
 """
 
 import math
@@ -23,11 +22,9 @@ _DRAWS = tuple(float(2**k) for k in range(4, 31, 2))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdStats(IdCurve):
-    """Describes a table's distinct ids by a curve, and the distribution of lookups over rows by
-    bins.
-
-    ``bin_rows`` and ``bin_lookups`` are the fractions of distinct rows and of lookups in each of
-    the 17 bins. Raises ConfigError for impossible values.
+    """The curve of a table's distinct ids, and the distribution of lookups over rows. ``bin_rows``
+    and ``bin_lookups`` are the fractions of distinct rows and of lookups in each of the 17 bins.
+    Raises ConfigError for impossible values.
     """
 
     bin_rows: tuple[float, ...]
@@ -66,8 +63,8 @@ def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample:
 def _expected_bins(
     count: Floats, each: Floats, lookups: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the fractions of touched rows and of lookups by bin, assuming Poisson-distributed
-    lookups per row.
+    """Return the fractions of touched rows and of lookups by bin, for Poisson-distributed lookups
+    per row.
     """
     expected = each * lookups
     edges = np.array([0.0, *(2.0**j for j in range(NUM_BINS - 1))])
@@ -80,7 +77,7 @@ def _expected_bins(
 
 
 def _fractions(values: Sequence[float] | Floats) -> tuple[float, ...]:
-    """Divide the values by their sum; the sum may be 0."""
+    """Divide the values by their sum, which may be 0."""
     array = np.asarray(values, dtype=np.float64)
     return tuple((array / max(float(array.sum()), 1e-300)).tolist())
 
@@ -96,8 +93,8 @@ def _up_to(edges: Floats, means: Floats) -> Floats:
 
 
 def zipf_mandelbrot(num_rows: int, s: float, q: float, ids_per_sample: float) -> IdStats:
-    """Compute statistics if row k of 1 to ``num_rows`` has a share proportional to (k + q) **
-    -s.
+    """Compute statistics of a table whose row k, from 1 to ``num_rows``, has a share proportional
+    to (k + q) ** -s.
     """
     edges = np.unique(np.geomspace(1, num_rows + 1, 120).astype(np.int64))
     rows = np.diff(edges).astype(np.float64)
@@ -111,8 +108,8 @@ def from_bins(
 ) -> IdStats:
     """Compute statistics from the published bins of a batch of 65,536 samples.
 
-    The bins omit rows that the batch did not touch, so the statistics assume that larger batches
-    touch the same rows.
+    The bins omit rows that the batch did not touch, so larger batches are assumed to touch the same
+    rows.
     """
     if len(bin_rows) != NUM_BINS or len(bin_lookups) != NUM_BINS:
         raise ConfigError(

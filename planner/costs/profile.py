@@ -1,8 +1,8 @@
 """Stores the prices of one machine: ms per count of a rank's work, and the links.
 
 ``sbpflow calibrate`` writes a profile per machine and kind of ranks. ``planner.clusters.described``
-creates a profile from published figures for a machine that is not available. ``sources`` states
-which prices are measured and which prices are assumed.
+creates a profile from published figures for a machine that is not available. ``sources`` says which
+prices are measured and which are assumed.
 """
 
 import json
@@ -28,20 +28,19 @@ from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 
 FORMAT = 4
-MOST_BYTES = 2**26  # of a file
+MOST_BYTES = 2**26  # version of the file format
 Price = Annotated[float, Range(low=0, below=1e12)]  # ms per count, or a factor
 Ranks = Annotated[int, Range(low=1, below=2**31)]
 RANKS_HERE = "ranks on a machine"  # a key of ``about``
-ERROR = "nine of ten steps within"  # a key of ``errors``
+ERROR = "nine of ten steps are within this"  # a key of ``errors``
 # A ring sends each 4-byte gradient about twice: once to add, once to distribute the sums.
 DENSE_BYTES = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Describes the links between ranks.
-
-    Bandwidths are given per rank in GB/s, and latencies in ms per call and partner.
+    """The links between ranks. Bandwidths are in GB/s per rank, and latencies in ms per call and
+    partner.
     """
 
     ranks_per_node: Annotated[int, Range(low=0, below=2**31)] = 0  # 0: all ranks on one node
@@ -51,8 +50,8 @@ class Link:
     between_call_ms: Price = 0.0
 
     def byte_ms(self, world_size: int) -> float:
-        """Return the ms per byte if a rank sends evenly to all other ranks; both kinds of link are
-        used at the same time.
+        """Return the ms per byte if a rank sends evenly to all others, using both kinds of link at
+        once.
         """
         near, far = self._shares(world_size)
         within, between = self.hop_byte_ms(world_size)
@@ -65,7 +64,9 @@ class Link:
         return within, 1e-6 / self.between_gb_per_s if far else within
 
     def call_ms(self, world_size: int) -> float:
-        """Return the ms of one collective over all ranks, without the time for the bytes."""
+        """Return the latency of one collective over all ranks, in ms, without the time for the
+        bytes.
+        """
         _, far = self._shares(world_size)
         each = self.between_call_ms if far else self.within_call_ms
         return each * partners(world_size)
@@ -76,7 +77,7 @@ class Link:
         return 1 if rest else max(hosts, 1)
 
     def _shares(self, world_size: int) -> tuple[float, float]:
-        """Return the fractions of a rank's traffic within the rank's node and between nodes."""
+        """Return the fractions of a rank's traffic within its node and between nodes."""
         per_node = self.ranks_per_node or world_size
         if world_size <= per_node:
             return 1.0, 0.0
@@ -85,18 +86,18 @@ class Link:
 
 
 def partners(world_size: int) -> float:
-    """Return the number of latencies of a collective: one per partner, growing slowly above 8."""
+    """Return how many latencies a collective costs: one per partner, growing slowly above 8."""
     rounds = max(world_size - 1, 0)
     return rounds if rounds < 8 else 8 + math.log2(rounds / 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Contains the prices of one machine and its links; stored as JSON.
+    """The prices of one machine and its links, stored as JSON.
 
     ``work_ms`` contains the ms per count of a rank's work, by feature of ``costs.counts``.
     ``errors`` contains the errors on held-out tasks that ``calibration.fit`` computes. ``about``
-    states when, where, and on what hardware the profile was measured.
+    says when, where, and on which hardware the profile was measured.
     """
 
     work_ms: Mapping[str, Price]
@@ -132,7 +133,7 @@ class Profile:
         return np.stack([work, transfer_ms(byte, call, hops) + dense], axis=1)
 
     def as_json(self) -> str:
-        """Return the content of a file that ``load`` reads."""
+        """Return the content version of the file format that ``load`` reads."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     def save(self, path: Path) -> None:

@@ -17,7 +17,7 @@ from sbpflow.sbp.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class ShapeCost:
-    """Contains the counts that one table adds in one shape.
+    """The counts that one table adds in one shape.
 
     The counts ``kinds[kind[s]]`` [F] are added to the rank of shard s, and ``home`` [F] to every
     rank. Each key in ``keys(ranks)`` is counted once per plan.
@@ -119,7 +119,7 @@ def _keys(
             result.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))
         if shape.splits_columns and rule.shares_row_state:
             result.append((INDEX["num_squares"], stack))
-        # A search looks up keys millions of times, and a string caches its hash.
+        # A string, because a search looks up keys millions of times and strings cache their hash.
         return tuple((feature, repr(rest)) for feature, *rest in result)
 
     return keys

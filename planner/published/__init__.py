@@ -1,1 +1,1 @@
-"""Implements planners from published papers behind one interface, for comparison."""
+"""Planners from published papers behind a common interface, for comparison."""

@@ -34,7 +34,7 @@ ENTROPY, BASELINE, MOST_GRADIENT = 0.001, 0.5, 40.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Configures the amount of training."""
+    """The amount of training."""
 
     steps: int = 20_000  # tables placed
     episodes: int = 8  # side by side
@@ -44,7 +44,7 @@ class Amount:
 
 
 class Net(nn.Module):
-    """Contains the networks, with the same layer widths as in the source."""
+    """The networks, with the same layer widths as in the source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Episodes:
-    """Stores parallel placements, with the tables in the order in which they were placed."""
+    """Parallel placements, with the tables in the order in which they were placed."""
 
     features: Tensor  # [T, 21]
     sizes: Tensor  # [T], as shares of a device's available memory
@@ -94,7 +94,7 @@ class _Episodes:
 
 @dataclass
 class AutoShard:
-    """Contains the trained networks."""
+    """The trained networks."""
 
     net: Net
     scaling: Scaling
@@ -102,12 +102,12 @@ class AutoShard:
 
     @classmethod
     def blank(cls, num_ranks: int) -> "AutoShard":
-        """Create untrained networks; the networks are the same for any number of ranks."""
+        """Create untrained networks, which have the same form for any number of ranks."""
         return cls(Net(), Scaling.none())
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "AutoShard":
-        """Train on tasks, with the tasks' prices in place of measurements."""
+        """Train on tasks, using their prices in place of measurements."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return _Training(settings, seed, amount or Amount()).run()

@@ -2,20 +2,20 @@
 policy.
 
 Source: NeurIPS'22; daochenzha/dreamshard 73128ed and e76a4ad (``models.py``, ``env.py``,
-``training.py``). An MLP over a table's 21 features is summed per device. Two heads predict a
-device's work and exchange, and another head predicts the cost of the whole placement from the
-maximum over devices. The policy places tables in descending order of predicted cost, with a
-probability for every device with enough memory. The policy learns by REINFORCE only from the cost
-network's prediction. As in the source, the policy sees the order of the tables but not the table
-that it places. Between the updates, placements of the policy are measured, and the cost network is
-trained on all measurements so far.
+``training.py``). The outputs of an MLP over each table's 21 features are summed per device. Two
+heads predict a device's work and exchange, and another head predicts the cost of the whole
+placement from the maximum over devices. The policy places tables in descending order of predicted
+cost, with a probability for every device with enough memory. The policy learns by REINFORCE only
+from the cost network's prediction. As in the source, the policy sees the order of the tables but
+not the table that it places. Between the updates, placements of the policy are measured, and the
+cost network is trained on all measurements so far.
 
-Differences: One head predicts the forward and the backward work, because prices do not separate the
-two. This machine's prices of whole plans replace measurements; the prices are divided by the mean
-of the first prices, because the learning rates were chosen for milliseconds on another machine.
-Rows, sizes, and pooling are logarithms, scaled by the training tables instead of each task's own
-tables. Devices without enough memory also have probability 0 in training. The episodes of a batch
-run in parallel.
+Differences: One head predicts forward and backward work together, because prices do not separate
+the two. This machine's prices of whole plans replace measurements; they are divided by the mean of
+the first prices, because the learning rates were chosen for milliseconds on another machine. Rows,
+sizes, and pooling are logarithms, scaled by the training tables instead of each task's own tables.
+Devices without enough memory also have probability 0 in training. The episodes of a batch run in
+parallel.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ ENTROPY = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Configures measurement and training, with the defaults of the source."""
+    """The amount of measurement and training, with the defaults of the source."""
 
     iterations: int = 10
     placements: int = 10  # placements measured in each iteration
@@ -48,7 +48,7 @@ class Amount:
 
 
 class Net(nn.Module):
-    """Contains the cost network and the policy, with the same layer widths as in the source."""
+    """The cost network and the policy, with the same layer widths as in the source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Net(nn.Module):
 
 @dataclass
 class DreamShard:
-    """Contains the trained networks and the unit of the predicted costs."""
+    """The trained networks, and the unit of the predicted costs."""
 
     net: Net
     scaling: Scaling
@@ -87,12 +87,12 @@ class DreamShard:
 
     @classmethod
     def blank(cls, num_ranks: int) -> "DreamShard":
-        """Create untrained networks; the networks are the same for any number of ranks."""
+        """Create untrained networks, which have the same form for any number of ranks."""
         return cls(Net(), Scaling.none())
 
     @staticmethod
     def train(settings: Sequence[Setting], seed: int, amount: Amount | None = None) -> "DreamShard":
-        """Train on tasks, with the tasks' prices in place of measurements."""
+        """Train on tasks, using their prices in place of measurements."""
         return _Training(settings, seed, amount or Amount()).run()
 
     def plan(self, setting: Setting) -> Assignment:
@@ -150,9 +150,7 @@ class DreamShard:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Stores a priced placement: the costs of each device [devices, NUM_PARTS] and of the whole, in
-    units.
-    """
+    """A priced placement: costs of each device [devices, NUM_PARTS] and of the whole, in units."""
 
     features: Tensor
     devices: Tensor

@@ -10,11 +10,11 @@ at most 20 times. The planner returns the best of these plans and of the plan wi
 rows over all ranks. A group of tables is copied, exchanges partial sums, or exchanges distinct
 rows.
 
-Differences: Two branches that choose the wrong cut when only one cut is possible are corrected. The
-weights, chosen by hand in the source, come from this machine's prices. The two thresholds that
-select the copied and the distinct-row tables, also chosen by hand in the source, are searched on a
-grid of nine points for the lowest price, so EMBark performs better than with its defaults. Tables
-with both row and column parts are placed on a grid of ranks.
+Differences: Two branches that chose the wrong cut when only one cut was possible are corrected. The
+weights, which are chosen by hand in the source, come from this machine's prices. The two thresholds
+that select the copied and the distinct-row tables, also chosen by hand in the source, are searched
+on a grid of nine points for the lowest price, so EMBark performs better than with its defaults.
+Tables with both row and column parts are placed on a grid of ranks.
 """
 
 from itertools import product
@@ -29,7 +29,7 @@ from sbpflow.planner.task import Shape
 
 ITERATIONS = 20
 LEAST_COLUMNS = 32  # only column parts wider than this are halved, as in the source
-# shares of tables: the smallest tables are copied, and the coldest tables exchange distinct rows
+# shares of tables: the smallest are copied, and the coldest exchange distinct rows
 SHARES = (0.0, 0.25, 0.5)
 
 
@@ -144,7 +144,7 @@ class _Search:
         copied: set[int],
         unique: set[int],
     ) -> dict[int, tuple[int, int]] | None:
-        """Halve the table in the direction with the lower maximum; return the cuts, or None if the
+        """Halve the table in the direction with the lower maximum. Returns the cuts, or None if the
         table cannot be halved.
         """
         if table not in cuts:

@@ -21,14 +21,12 @@ def size_greedy(setting: Setting) -> Assignment:
 
 
 def dim_greedy(setting: Setting) -> Assignment:
-    """Balance columns, because they determine the size of the exchange."""
+    """Balance columns, which determine the size of the exchange."""
     return _balanced(setting, setting.dims)
 
 
 def lookup_greedy(setting: Setting) -> Assignment:
-    """Balance columns times ids per sample, because this product determines how much a lookup
-    reads.
-    """
+    """Balance columns times ids per sample, which determines how much a lookup reads."""
     return _balanced(setting, setting.dims * setting.pooling)
 
 

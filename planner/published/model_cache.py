@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from pickle import UnpicklingError  # raised by torch.load; nothing is unpickled here
+from pickle import UnpicklingError  # raised by torch.load; nothing is unpickled
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -30,11 +30,11 @@ _DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError, OSError),
     UnpicklingError,
 )
-VERSION = 2  # increment this version when the same arguments would train a different planner
+VERSION = 2  # increment if the same arguments would train a different planner
 
 
 class Learned(Protocol):
-    """Describes a planner with networks: a dataclass of modules, a ``Scaling``, and numbers."""
+    """A planner with networks: a dataclass of modules, a ``Scaling``, and numbers."""
 
     @classmethod
     def blank(cls, num_ranks: int) -> Self:
@@ -50,7 +50,7 @@ class Learned(Protocol):
 
 
 def path_of(name: str, like: TaskCost, seed: int) -> Path:
-    """Return the file of the planner trained on tasks that are similar to this task."""
+    """Return the file of the planner that was trained on tasks similar to this one."""
     task = like.task
     facts = [name, VERSION, seed, task.world_size, task.batch_size]
     digest = hashlib.sha256(json.dumps([*facts, like.prices_digest]).encode()).hexdigest()[:20]
@@ -66,7 +66,7 @@ def save_model(model: Learned, path: Path) -> None:
 
 
 def load_model(model: Learned, path: Path) -> bool:
-    """Fill an untrained model from the file; return False if the file is missing, is damaged, or
+    """Fill an untrained model from the file; return False if the file is missing or damaged, or
     does not match.
     """
     if not path.is_file():

@@ -1,6 +1,4 @@
-"""Contains code that the learned planners share: small networks, sums per device, and scaled
-features.
-"""
+"""Code that the learned planners share: small networks, sums per device, and scaled features."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from sbpflow.planner.published.setting import NUM_FEATURES, Setting
 from sbpflow.planner.search.problem import Floats
 
-LOGARITHMIC = (1, 2, 3)  # rows, pooling and size span several orders of magnitude
+LOGARITHMIC = (1, 2, 3)  # rows, pooling, and size span several orders of magnitude
 
 
 def mlp(*widths: int, last: bool = False) -> nn.Sequential:
@@ -45,9 +43,7 @@ def descend(
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Stores the means and standard deviations of the training tables' features; the bins are not
-    scaled.
-    """
+    """Means and standard deviations of the training tables' features. The bins are not scaled."""
 
     mean: Floats
     deviation: Floats

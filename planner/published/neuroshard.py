@@ -38,7 +38,7 @@ WITHOUT_SIZE = [n for n in range(21) if n != 3]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Configures the amount of measurement and training."""
+    """The amount of measurement and training."""
 
     sets: int = 10_000
     placements: int = 2_000
@@ -67,7 +67,7 @@ def exchange_net(num_ranks: int) -> nn.Sequential:
 
 @dataclass
 class NeuroShard:
-    """Contains networks trained for one number of devices."""
+    """Networks that were trained for one number of devices."""
 
     compute: ComputeNet
     exchange: nn.Sequential
@@ -111,9 +111,7 @@ class NeuroShard:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Contains the column parts to place, with the table, columns, bytes, and scaled features of
-    each part.
-    """
+    """The column parts to place, with each part's table, columns, bytes, and scaled features."""
 
     table: tuple[int, ...]
     dims: Floats
@@ -191,14 +189,14 @@ class _Beam:
                 cost = self._cost(parts, placed)
                 if cost < best[1]:
                     best = (placed, cost)
-            if not limited:  # a larger limit gives the same placement
+            if not limited:  # a larger limit would give the same placement
                 break
         return best
 
     def _greedy(
         self, parts: _Parts, order: list[int], scale: float
     ) -> tuple[list[list[int]] | None, bool]:
-        """Return the parts by device, or None if a part does not fit, and whether the column limit
+        """Return the parts by device (None if a part does not fit), and whether the column limit
         mattered.
         """
         size = self.setting.num_ranks

@@ -1,4 +1,4 @@
-"""Converts a task for a published planner and converts the planner's answer into a plan.
+"""Converts a task for a published planner, and the planner's answer into a plan.
 
 Most published planners place whole tables and return a device number for each table.
 ``Setting.whole`` converts these numbers into an assignment with the ``columns`` exchange. This
@@ -31,7 +31,7 @@ NUM_FEATURES = 4 + NUM_BINS
 
 @dataclass(frozen=True)
 class Setting:
-    """Combines a task with the search problem that prices the task's plans."""
+    """A task, and the search problem that prices its plans."""
 
     task: Task
     problem: Problem
@@ -59,9 +59,7 @@ class Setting:
 
     @cached_property
     def whole_option(self) -> tuple[int, ...]:
-        """Return each table's option for a whole table on one rank; raise PlanError if a table
-        lacks this option.
-        """
+        """Return each table's option for a whole table on one rank; raise PlanError without one."""
         numbers: list[int] = []
         for name, options in zip(self.problem.names, self.problem.options, strict=True):
             number = option_number(options, self._whole_shape)
@@ -87,7 +85,7 @@ class Setting:
 
     @cached_property
     def room_bytes(self) -> Floats:
-        """Return the bytes [ranks] available for tables after the fixed memory of a plan with whole
+        """Return the bytes [ranks] that the fixed memory of a plan with whole tables leaves for
         tables.
         """
         home = sum(

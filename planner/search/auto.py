@@ -1,8 +1,8 @@
 """Runs the whole search: seeds, local search from the best seeds, and a final descent.
 
-By the model's prices, the result is never worse than any seed, and moving any single table would
-not improve the result. The same problem, seed, and effort give the same plan, because budgets limit
-insertions instead of seconds.
+By the model's prices, the result is at least as good as every seed, and moving a single table would
+not improve it. The same problem, seed, and effort give the same plan, because budgets count
+insertions, not seconds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,15 +36,13 @@ STARTS = 4  # number of seeds that local search improves before continuing with 
 NUM_ALIKE = 8  # number of the cheapest shapes that are tried for all tables
 MIXED = 3  # number of the cheapest shapes that are tried in pairs
 SCALES = (1.1, 1.25)  # factors of the mean load for plans that split only tables above this load
-CLOSE = 3e-3  # the search ends within this fraction of the lower bound, far below any model's error
+CLOSE = 3e-3  # the search ends within this fraction of the lower bound, far below the model's error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Contains the best plan, every seed by name (``plans``), and the seeds' prices (``seeds``).
-
-    ``others`` contains the next best plans of the search; measurements can help to choose among
-    these plans.
+    """The best plan, every seed by name (``plans``), and the seeds' prices (``seeds``). ``others``
+    has the search's next best plans, which may turn out to be faster when measured.
     """
 
     assignment: Assignment
@@ -107,9 +105,7 @@ def search(
 def _more_seeds(
     problem: Problem, weights: Floats, mean: Floats
 ) -> Iterator[tuple[str, Assignment]]:
-    """Generate further plans by name, for problems in which the first plans are far from the
-    bound.
-    """
+    """Generate more plans, by name, for problems where the first plans are far from the bound."""
     order = heaviest_first(weights)
     for scale in SCALES:
         packed = build(problem, Inserter(problem, floor=scale * mean), order)
@@ -126,7 +122,7 @@ def _least_ms(problem: Problem, plans: Mapping[str, Assignment]) -> float:
 
 
 def _starts(problem: Problem, plans: Mapping[str, Assignment]) -> list[Assignment]:
-    """Return the best plans with different prices, so no plan appears under two names."""
+    """Return the best plans, keeping one per price so that no plan appears under two names."""
     chosen: list[Assignment] = []
     seen: set[tuple[float, float]] = set()
     ranked = sorted(

@@ -7,8 +7,9 @@ sums over tables:
 * Each table adds to the mean at least as much as its cheapest option. A multiplier on bytes
   accounts for the memory that the ranks lack in total.
 * The rank with a table's heaviest shard takes the time of that shard plus the work that every
-  table adds to all ranks. An option that alone makes this rank slower than the given plan cannot be
-  in a better plan and is dropped. Shares of the bound apply to ranks with the heaviest shards.
+  table adds to all ranks. An option that alone makes this rank slower than the given plan cannot
+  be part of a better plan, so it is dropped. Shares of the bound apply to ranks with the
+  heaviest shards.
 """
 
 from dataclasses import dataclass
@@ -20,14 +21,13 @@ from numpy.typing import NDArray
 from sbpflow.planner.search.problem import BYTES, Floats, Key, Option, Problem
 
 DUAL_ROUNDS = 60
-# The multipliers on bytes are relative to the mean time per memory limit.
+# Multipliers on bytes to try, relative to (mean time) / (memory limit).
 MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Stores a bound in ``ms``; ``gap`` is the relative excess of the plan's ``plan_ms`` over the
-    bound.
+    """A bound in ``ms``; ``gap`` is the relative excess of the plan's ``plan_ms`` over it.
 
     ``options`` contains the options of each table that can occur in a faster plan, starting with
     the option that reaches the bound.
@@ -48,8 +48,8 @@ def bound(problem: Problem, plan_ms: float) -> Bound:
     Three kinds of multipliers raise the bound. The first applies to bytes. The second kind
     distributes a key's cost over the tables that could have the key; the shares add up to at most
     this cost. The third kind consists of shares of the bound for the ranks with the heaviest
-    shards; these shares add up to at most 1. The bound is valid for any values of the multipliers,
-    so dual ascent raises the multipliers as long as the bound improves.
+    shards; these shares add up to at most 1. The bound is valid for any multipliers, so dual ascent
+    raises them as long as the bound improves.
     """
     before = problem.base[:, :BYTES]
     room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
@@ -61,12 +61,12 @@ def bound(problem: Problem, plan_ms: float) -> Bound:
 
 
 class _Dual:
-    """Stores all tables' options as arrays: ms, bytes, and the keys that each option needs.
+    """All tables' options as arrays: ms, bytes, and the keys that each option needs.
 
     ``homes`` is the work that an option adds to every rank, ``spread`` is the work that the
     option's shards add to the mean rank, and ``heaviest`` is the maximum work that the shards add
-    to one rank. Options whose heaviest shard alone takes ``most_ms`` or more are omitted. Without
-    tables, a rank may have ``uneven_ms`` less than the mean.
+    to one rank. Options whose heaviest shard alone takes ``most_ms`` or more are omitted. Before
+    any table is placed, a rank may be up to ``uneven_ms`` below the mean.
     """
 
     def __init__(self, problem: Problem, most_ms: float, uneven_ms: Floats) -> None:
@@ -110,7 +110,7 @@ class _Dual:
         self._pair_up()
 
     def _pair_up(self) -> None:
-        """Number the (table, key) pairs; all options of a table share the table's payment for a
+        """Number the (table, key) pairs, because all options of a table share its payment for a
         key.
         """
         of_pair = self.table[self.rows] * max(len(self.key_ms), 1) + self.keys
@@ -137,8 +137,8 @@ class _Dual:
         return float(least.sum() - multiplier * room) - uneven
 
     def raised(self, room: float) -> tuple[float, Floats]:
-        """Return the best bound over rounds that change the shares, and for each option the excess
-        over this bound of plans that use the option.
+        """Run rounds that change the shares. Return the best bound and, for each option, by how
+        much plans that use it exceed this bound.
         """
         unit = max(abs(self.value(0.0, 0.0)), 1e-9)
         bytes_ms = max(
@@ -190,8 +190,8 @@ class _Dual:
 
 
 def _row(problem: Problem, option: Option) -> Floats:
-    """Return the ms of home, all bytes, and, for work and transfers, the ms of the mean rank's
-    shards and of the heaviest shard.
+    """Return an option's ms of home, all bytes, and, for work and transfers, the ms of the mean
+    rank's shards and of the heaviest shard.
     """
     size, shards = problem.num_ranks, option.shards
     held = size * option.home[BYTES] + shards[:, BYTES].sum()
@@ -200,7 +200,7 @@ def _row(problem: Problem, option: Option) -> Floats:
 
 
 def _shared(problem: Problem, option: Option) -> list[Key]:
-    """Return the option's keys that are not present yet, ignoring the choice of ranks."""
+    """Return the option's keys that are not yet present, for any choice of ranks."""
     ranks = tuple(range(option.num_shards))
     return [
         _anywhere(key, ranks)
@@ -214,5 +214,5 @@ def _key_ms(problem: Problem, key: Key) -> float:
 
 
 def _anywhere(key: Key, ranks: tuple[int, ...]) -> Key:
-    """Return the key without its ranks, so the key is the same on any ranks."""
+    """Return the key without its ranks, so that it is equal for all choices of ranks."""
     return (key[0], key[1].replace(repr(ranks), "ranks")) if ranks else key

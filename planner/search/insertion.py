@@ -1,8 +1,8 @@
 """Finds the best way to add one table to a plan, over all options and suitable ranks.
 
-This module is used by greedy construction, reinsertion, and the alternatives of a report. Equal
-shards on the best-scored ranks, or on a block of neighboring ranks, change the maxima over ranks in
-a way that a few array operations compute for all options at once.
+Greedy construction, reinsertion, and the alternatives in a report use this module. Shards are
+placed on the best-scored ranks or on a block of neighboring ranks. For equal shards, a few array
+operations then compute the new maxima over ranks for all options at once.
 """
 
 from collections.abc import Collection
@@ -23,14 +23,13 @@ from sbpflow.planner.search.problem import (
 )
 
 # The search goal is the step time plus this share of the mean load. The step time is a maximum over
-# ranks, so most moves do not change the step time; the mean load rewards moves that reduce the
-# total work.
+# ranks, so most moves do not change it; the mean load rewards moves that reduce total work.
 EVENNESS = 0.05
 NO_ROOM = 1e6  # penalty in ms for exceeding a rank's memory limit by 100%
 
 
 class Insertion(NamedTuple):
-    """Contains a move, and the resulting search ``goal`` and step time in ms."""
+    """A move, and the resulting search ``goal`` and step time in ms."""
 
     goal: float
     ms: float
@@ -48,7 +47,7 @@ def goal(state: State) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """Stores the options of a table with the same number of shards, as arrays.
+    """The options of a table with the same number of shards, as arrays.
 
     ``shards`` [n, 3] contains the largest shard load of each option, and ``homes`` [n, 3] the load
     on every rank.
@@ -64,7 +63,7 @@ class Inserter:
     """Prices insertions of tables into states of one problem.
 
     ``allowed`` [table] contains the numbers of the options to try (by default, all options). Loads
-    [2] below ``floor`` do not count, because the complete plan will reach these loads anyway.
+    [2] below ``floor`` do not count, because the complete plan will reach them anyway.
     """
 
     def __init__(
@@ -90,24 +89,23 @@ class Inserter:
         Options with a key in ``avoid`` are omitted unless no other option remains.
         """
         options, now = self.problem.options[table], _Sums.of(state)
-        found: list[Insertion] = []
+        insertions: list[Insertion] = []
         for tried in self._tried[table]:
-            found += self._priced(state, now, options, tried)
+            insertions += self._priced(state, now, options, tried)
         if avoid:
-            keys = (options[i.move.option].keys(i.move.ranks) for i in found)
-            free = [i for i, mine in zip(found, keys, strict=True) if avoid.isdisjoint(mine)]
-            found = free or found
-        found.sort(key=lambda insertion: insertion.goal)
-        return found
+            keys = (options[i.move.option].keys(i.move.ranks) for i in insertions)
+            free = [i for i, mine in zip(insertions, keys, strict=True) if avoid.isdisjoint(mine)]
+            insertions = free or insertions
+        insertions.sort(key=lambda insertion: insertion.goal)
+        return insertions
 
     def best(self, state: State, table: int, avoid: frozenset[object] = frozenset()) -> Insertion:
         return self.ranked(state, table, avoid)[0]
 
     def _ranks(self, now: "_Sums", tried: _Tried) -> tuple[Ints, Ints]:
         """Choose ranks [m, count] for the options ``which`` [m]: the best ranks and the best block.
-
-        Tables on the same block share the keys that depend on ranks; individually chosen ranks
-        rarely coincide.
+        Blocks are tried because tables on the same block share keys that depend on ranks, and
+        individually chosen ranks rarely coincide.
         """
         size, count, which = len(now.loads), tried.count, np.arange(len(tried.numbers))
         if count in (0, size):
@@ -140,7 +138,7 @@ class Inserter:
         shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 3]
         most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
         ms = np.maximum(most + homes, self._floor)[:, :BYTES].sum(axis=1)
-        # Squares change by the home load on all ranks and by the shard loads on some ranks.
+        # The sums of squares change by the home load on all ranks and by shard loads on some ranks.
         squares = now.squares + homes * (2 * now.total + len(now.loads) * homes)
         squares += (shards * (2 * (mine + homes[:, None]) + shards)).sum(1)
         even = np.sqrt(np.maximum(squares[:, :BYTES], 0.0) / len(now.loads)).sum(axis=1)
@@ -156,9 +154,7 @@ class Inserter:
 
 
 class _Sums(NamedTuple):
-    """Contains a state's loads [ranks, 3] and values derived from the loads that all insertions
-    use.
-    """
+    """A state's loads [ranks, 3], and values derived from them that all insertions use."""
 
     loads: Floats
     most: Floats

@@ -33,9 +33,7 @@ LEAST_GAIN = 1e-6  # relative; smaller differences between two plans are roundin
 
 
 def build(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
-    """Build a whole plan by inserting tables in ``order``, each table at the currently best
-    place.
-    """
+    """Build a whole plan by inserting tables in ``order``, each at the currently best place."""
     state = State(problem)
     for table in order:
         state.add(table, inserter.best(state, table).move)
@@ -43,9 +41,8 @@ def build(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
 
 
 def descend(problem: Problem, inserter: Inserter, start: Assignment) -> Assignment:
-    """Move single tables as long as a move makes the plan faster or reduces the plan's excess.
-
-    In the result, no insertion of a table is better than the table's present place.
+    """Move single tables as long as a move makes the plan faster or reduces its excess. In the
+    result, every table is at its best place, given the others.
     """
     state = State(problem, start)
     queue, waiting = list(range(problem.num_tables)), 0
@@ -57,7 +54,7 @@ def descend(problem: Problem, inserter: Inserter, start: Assignment) -> Assignme
 
 
 def _moved(state: State, inserter: Inserter, table: int) -> bool:
-    """Move the table to a place with a better price, if there is one."""
+    """Move the table to a better place, if there is one."""
     price, before = state.price(), state.remove(table)
     for insertion in inserter.ranked(state, table):
         if price.excess_bytes or insertion.ms < price.ms * (1 - LEAST_GAIN):
@@ -73,7 +70,7 @@ def _moved(state: State, inserter: Inserter, table: int) -> bool:
 
 
 class LocalSearch:
-    """Improves plans of one problem until a plan takes at most ``enough_ms``.
+    """Improves plans of one problem until one takes at most ``enough_ms``.
 
     Every random choice depends on ``seed``.
     """
@@ -89,7 +86,7 @@ class LocalSearch:
     def improve(
         self, start: Assignment, insertions: int, progress: Callable[[int], object] = int
     ) -> Assignment:
-        """Return the best plan after this many insertions, never worse than ``start``.
+        """Return the best plan found within this many insertions, never worse than ``start``.
 
         ``progress`` is called with the number of insertions since the last call.
         """
@@ -114,7 +111,7 @@ class LocalSearch:
         return best
 
     def _ruin(self, state: State, limit: float) -> float | None:
-        """Ruin and recreate once; return the new goal, or None if the plan is unchanged."""
+        """Ruin and recreate once. Returns the new goal, or None if the plan is unchanged."""
         before = list(state.moves)
         avoid: frozenset[object] = frozenset()
         if self.random.random() < GROUP_RUIN and len(state.present) > 1:
@@ -151,7 +148,7 @@ class LocalSearch:
         return keys[int(self.random.integers(len(keys)))]
 
     def _chosen(self, state: State) -> list[int]:
-        """Choose the tables to remove: from a slowest rank and another rank, or any tables."""
+        """Choose the tables to remove: from a slowest rank and another rank, or from anywhere."""
         most = min(LARGEST_RUIN, max(4, self.problem.num_tables // 3))
         count = min(int(self.random.integers(1, most + 1)), self.problem.num_tables)
         if self.random.random() < 0.3:
@@ -214,9 +211,7 @@ class LocalSearch:
         return step + EVENNESS * even + NO_ROOM * excess / limit.mean()
 
     def _exchange(self, state: State, table: int, other: int, limit: float) -> float | None:
-        """Swap two whole tables; undo the swap if keys that depend on ranks make the swap too
-        expensive.
-        """
+        """Swap two whole tables; undo this if keys that depend on ranks make it too expensive."""
         first, second = state.remove(table), state.remove(other)
         state.add(table, Move(first.option, second.ranks))
         state.add(other, Move(second.option, first.ranks))

@@ -1,9 +1,9 @@
 """Represents a planning problem as arrays: the load that each option adds to the ranks.
 
 A load consists of three numbers: ms of work, ms of transfers, and bytes. A table's move consists of
-an ``Option`` and the ranks of the option's shards. Loads are summed over tables, so changing a plan
-takes one subtraction and one addition. The step time is the maximum work of any rank plus the
-maximum transfer time of any rank. This module is pure arithmetic and does not use the engine.
+an ``Option`` and the ranks of its shards. Loads are summed over tables, so changing a plan takes
+one subtraction and one addition. The step time is the maximum work of any rank plus the maximum
+transfer time of any rank. This module is pure arithmetic and does not use the engine.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,13 +18,13 @@ from sbpflow.errors import PlanError
 BYTES = 2  # the last number of a load
 NO_LIMIT = 1e18  # bytes
 _NOTHING = np.zeros(3)
-# shards with a smaller difference in load are treated as equal when ranks are chosen
+# shards that differ less in load are treated as equal when choosing ranks
 ALIKE = 0.01
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """Describes one way to store a table, with its ranks left open.
+    """One way to store a table, with the ranks left open.
 
     ``shape`` names the option. The load ``kinds[kind[s]]`` is added to the rank of shard s, and
     ``home`` to every rank for the rank's own samples. A copied table has no shards; ``home``
@@ -67,7 +67,7 @@ def step_ms(loads: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Contains the options of all tables, the memory of all ranks, and the loads of keys.
+    """The options of all tables, the memory of all ranks, and the loads of keys.
 
     ``options`` contains the allowed options of every table, and ``limit_bytes`` [ranks] the memory
     of each rank. ``base`` [ranks, 3] and the keys ``present`` come from fixed parts, such as pinned
@@ -105,9 +105,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Assigns a table to option number ``option``, with shard s on ``ranks[s]``; a copy has no
-    ranks.
-    """
+    """A table's option number and ranks, with shard s on ``ranks[s]``; a copy has no ranks."""
 
     option: int
     ranks: tuple[int, ...]
@@ -118,7 +116,7 @@ Assignment = tuple[Move, ...]  # a complete plan: one move per table
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """Stores a plan's time, the loads [ranks, 3], and the bytes in excess of the limits."""
+    """A plan's time, its loads [ranks, 3], and the bytes in excess of the limits."""
 
     ms: float
     loads: Floats
@@ -139,9 +137,7 @@ class Priced:
 
 
 class State:
-    """Tracks a plan under search: the loads of all ranks, updated as tables are added and
-    removed.
-    """
+    """A plan during search: the loads of all ranks, updated as tables are added and removed."""
 
     def __init__(self, problem: Problem, assignment: Sequence[Move] = ()) -> None:
         self.problem = problem
@@ -176,7 +172,7 @@ class State:
         return move
 
     def new_keys(self, option: Option, ranks: tuple[int, ...]) -> Floats:
-        """Return the total load [3] of the option's keys that are not in the plan yet."""
+        """Return the total load [3] of the option's keys that are not yet in the plan."""
         new = [key[0] for key in option.keys(ranks) if key not in self.present]
         return self.problem.key_loads[new].sum(axis=0) if new else _NOTHING
 
@@ -202,7 +198,9 @@ def price_of(problem: Problem, assignment: Sequence[Move]) -> Priced:
 
 
 def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
-    """Raise PlanError unless every table has a valid option and distinct ranks of this world."""
+    """Raise PlanError if a table's option is invalid or its ranks are not distinct ranks of this
+    world.
+    """
     if len(assignment) != problem.num_tables:
         raise PlanError(
             f"plan: {len(assignment)} moves for {problem.num_tables} tables; use one per table"

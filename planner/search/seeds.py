@@ -1,7 +1,7 @@
 """Generates starting plans: one shape for all tables, small tables copied, and greedy plans.
 
-Experts and published heuristics would try these plans first, so the search result is never worse
-than such a plan.
+These are the plans that experts and published heuristics would try, so the search result is never
+worse than theirs.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -23,9 +23,7 @@ def heaviest_first(weights: Floats) -> list[int]:
 
 
 def bytes_of(problem: Problem) -> Floats:
-    """Return the bytes of each table [tables] if the table is stored once, in the smallest
-    option.
-    """
+    """Return the bytes [tables] of each table if stored once, in its smallest option."""
     return np.array(
         [
             min(float(option.home[BYTES] + option.shards[:, BYTES].sum()) for option in options)
@@ -48,8 +46,8 @@ def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter
 
 
 def families(problem: Problem) -> list[Hashable]:
-    """Return the shapes that a table can have. The shapes are sorted by the mean rank's ms if all
-    tables that allow a shape use this shape.
+    """Return the shapes that tables can have, sorted by the mean rank's ms if all tables that allow
+    the shape use it.
     """
     least = weights_of(problem)
     total: dict[Hashable, float] = {}
@@ -63,7 +61,7 @@ def families(problem: Problem) -> list[Hashable]:
 def homogeneous(
     problem: Problem, weights: Floats, shapes: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Return a plan for every shape; all tables that allow the shape use the shape."""
+    """Return one plan per shape, in which all tables that allow the shape use it."""
     order = heaviest_first(weights)
     for shape in shapes:
         inserter = narrowed(problem, [(shape,)] * problem.num_tables)
@@ -97,8 +95,8 @@ def mixed(
     problem: Problem, weights: Floats, shapes: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
     """Yield a plan for each pair of shapes, built as if the shapes' keys were already paid for.
-
-    Otherwise, greedy insertion would never create a group that pays off only for several tables.
+    Otherwise, greedy insertion would never create a group that only pays off for several tables
+    together.
     """
     order = heaviest_first(weights)
     for first, second in combinations(shapes, 2):
@@ -109,7 +107,7 @@ def mixed(
 
 
 def _paid(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Problem:
-    """Return the problem with the keys of these shapes present on all ranks from the start."""
+    """Return the problem with the keys of these shapes already present on all ranks."""
     present: dict[Key, None] = dict.fromkeys(problem.present)
     base = problem.base.copy()
     for options, shapes in zip(problem.options, chosen, strict=True):
@@ -125,7 +123,7 @@ def _paid(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Problem:
 def greedy(
     problem: Problem, weights: Floats, inserter: Inserter
 ) -> Iterator[tuple[str, Assignment]]:
-    """Insert tables one after another, each in its currently best option and ranks."""
+    """Insert tables one after another, each with the currently best option and ranks."""
     yield "greedy", build(problem, inserter, heaviest_first(weights)).assignment()
     whole = [[option.shape for option in options if option.whole] for options in problem.options]
     built = build(problem, narrowed(problem, whole), heaviest_first(weights))

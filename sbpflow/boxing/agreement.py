@@ -19,7 +19,9 @@ CHANNEL = "control"
 
 
 def gather_texts(boxing: Boxing, text: str) -> list[str]:
-    """Return every rank's string, of any length, in rank order; every rank must call this."""
+    """Return the strings of all ranks, in rank order. Strings may have any length; every rank must
+    call this.
+    """
     if boxing.world.size == 1:
         return [text]
     device, raw = boxing.world.device, text.encode()
@@ -36,11 +38,11 @@ def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str
 
 
 def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
-    """Return the result of ``attempt``; if it raises ConfigError on any rank, raise the error on
-    every rank.
+    """Return the result of ``attempt``. If it raises ConfigError on any rank, raise that error on
+    all.
 
-    Every rank must call this function. Otherwise, after an error on only one rank, the other ranks
-    would wait for that rank in a collective.
+    Every rank must call this function. Without it, an error on a single rank would leave the other
+    ranks waiting for that rank in their next collective.
     """
     result, refused = None, ""
     try:
@@ -55,7 +57,9 @@ def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
 
 
 def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
-    """Gather (Split) or sum (Partial) equally shaped parts of all ranks on every rank."""
+    """Gather (Split) or sum (Partial) the equally shaped parts of all ranks; every rank gets the
+    result.
+    """
     world = boxing.world
     placement = Placement.line(world.device.type, world.size)
     shape = tuple(part.shape)

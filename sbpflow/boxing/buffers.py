@@ -1,7 +1,7 @@
-"""Reuses the CPU buffers that conversions use for packing and receiving.
+"""Reuses the CPU buffers in which conversions pack and receive data.
 
-For a new buffer of several MiB, page faults cost about as much as copying data into the buffer. On
-CUDA, buffers are not kept, because torch's allocator already caches memory.
+The page faults of a new buffer of several MiB cost about as much as filling it. On CUDA, buffers
+are not kept, because torch's allocator already caches memory.
 """
 
 import math
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 MAX_KEPT_BYTES = 256 * 1024 * 1024  # maximum total size of free buffers
-# smaller buffers are not kept: allocating them is fast, because their memory stays mapped
+# smaller buffers are not kept, because malloc does not unmap their memory and so hands it out again
+# quickly
 MIN_BYTES = 1024 * 1024
 
 
@@ -28,7 +29,9 @@ class Staging:
         return sum(buffer.numel() for buffer in self._free)
 
     def loan(self) -> "Loan":
-        """Return a source of buffers for one step, which gives the buffers back at its end."""
+        """Return a ``Loan``, which lends buffers to one step and takes them back when the step
+        ends.
+        """
         return Loan(self)
 
     def pop(self, num_bytes: int) -> Tensor:
@@ -40,7 +43,9 @@ class Staging:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def push(self, buffers: list[Tensor]) -> None:
-        """Keep buffers for later use; beyond the size limit, drop the smallest buffers."""
+        """Keep buffers for later use. If their total size exceeds the limit, drop the smallest
+        ones.
+        """
         with self._lock:
             self._free += buffers
             while self.kept_bytes > MAX_KEPT_BYTES:
@@ -67,7 +72,9 @@ class Loan:
         return buffer[:num_bytes].view(like.dtype).view(shape)
 
     def copy(self, view: Tensor) -> Tensor:
-        """Return ``view`` itself if it is contiguous, else a contiguous copy in a lent buffer."""
+        """Return ``view`` itself if it is contiguous, else a contiguous copy of it in a borrowed
+        buffer.
+        """
         if view.numel() * view.itemsize < MIN_BYTES or view.is_contiguous():
             return view.contiguous()
         return self.take(view.shape, view).copy_(view)

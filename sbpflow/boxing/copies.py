@@ -1,9 +1,9 @@
-"""Copies boxes of a part to ranges of a flat buffer before a collective, and back afterwards.
+"""Packs boxes of a part into a flat buffer before a collective, and unpacks them afterwards.
 
-Each factory inspects the pieces once and returns the cheapest function: without a copy if the
-pieces are already in order, with one strided copy if the pieces are equal, or else with a loop.
-Below about 100 KiB, the number of tensor calls matters more than the bytes: a call costs at least 1
-us, or 10 us after a context switch.
+Each factory inspects the pieces once and returns the cheapest function that does the job: no copy
+if the pieces are already in order, one strided copy if they are equal, and a loop of copies
+otherwise. Below about 100 KiB, the number of tensor calls matters more than the bytes: a call costs
+at least 1 us, or 10 us after a context switch.
 """
 
 import math
@@ -29,8 +29,7 @@ Pack = Callable[[Tensor, Loan], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Describes the range of a flat buffer that starts at ``offset`` and contains the elements of
-    ``box``."""
+    """A range of a flat buffer: it starts at ``offset`` and contains the elements of ``box``."""
 
     offset: int
     box: Box
@@ -44,7 +43,7 @@ class Piece:
         return lengths(self.box)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return a view of the range of ``flat`` in the shape of the box."""
+        """Return a view of this range of ``flat``, in the shape of the box."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
@@ -60,8 +59,10 @@ def as_it_is(part: Tensor, loan: Loan) -> Tensor:
 
 
 def pad_to(total: int) -> Pack:
-    """Copy the flat part to the start of a buffer of ``total`` elements; leave the rest
-    uninitialized."""
+    """Return a function that copies the flat part to the start of a buffer of ``total`` elements.
+
+    The rest of the buffer is uninitialized.
+    """
 
     def pad(part: Tensor, loan: Loan) -> Tensor:
         padded = loan.take((total,), part)
@@ -94,7 +95,7 @@ def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
 
 
 def cutter(inside: Box, shape: Shape) -> LocalFn:
-    """Return a function that takes a view of a box of a part of ``shape``."""
+    """Return a function that returns a view of a box of its argument, a part of ``shape``."""
     dims = [dim for dim, extent in enumerate(inside) if extent != slice(0, shape[dim])]
     if not dims:
         return keep
@@ -106,15 +107,18 @@ def cutter(inside: Box, shape: Shape) -> LocalFn:
 
 
 def slicer(inside: Box, shape: Shape) -> LocalFn:
-    """Return a function that takes a contiguous copy of a box of a part of ``shape``."""
+    """Return a function that returns a contiguous copy of a box of its argument, a part of
+    ``shape``.
+    """
     cut = cutter(inside, shape)
     return keep if cut is keep else lambda part: cut(part).contiguous()
 
 
 def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | int) -> LocalFn:
-    """Return a function that copies a box of a part of ``src_shape`` into a larger part.
+    """Return a function that copies the box ``inside`` of a part into a larger part.
 
-    The result has ``shape`` and is ``fill`` outside of the box ``at``.
+    The argument has shape ``src_shape``. The result has ``shape``, contains the copy in the box
+    ``at``, and is ``fill`` elsewhere.
     """
     take_out, put_in = cutter(inside, src_shape), cutter(at, shape)
 
@@ -136,8 +140,8 @@ def packer(pieces: list[Piece], shape: Shape) -> Pack:
         return lambda part, loan: loan.copy(cut(part))
     dim = _even_dim(pieces, shape)
     if dim is not None:
-        # If the pieces are equal along one dim, a strided view [piece, *shape of a piece] arranges
-        # the pieces in order, so that a single copy packs them all. Separate copies would need one
+        # If the pieces divide one dim evenly, a strided view [piece, *shape of a piece] lists the
+        # pieces in order, so a single copy packs them all. Copying them one by one would take a
         # torch call per piece, and for small parts a call costs more than copying the bytes.
         strides, length = _strides(shape), shape[dim] // len(pieces)
         view = (len(pieces), *shape[:dim], length, *shape[dim + 1 :])
@@ -160,10 +164,10 @@ def _strides(shape: Shape) -> Shape:
 
 
 def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
-    """Return a function that assembles a part from a buffer of ``total`` elements.
+    """Return a function that assembles a part of ``shape`` from a buffer of ``total`` elements.
 
-    The pieces of the buffer cover every element of the part once. If the pieces ``lie_in_order``,
-    the buffer itself is the result.
+    The pieces of the buffer cover every element of the part exactly once. If the pieces
+    ``lie_in_order``, the buffer itself is the result.
     """
     if lie_in_order(pieces, shape, total):
         return shape, keep
@@ -171,9 +175,9 @@ def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
     if dim is None:
         return (total,), _scatterer(pieces, shape)
     if _even_dim(pieces, shape) == dim and total == numel(whole(shape)):
-        # Receive a stack of equal pieces, because gloo and NCCL divide the first dim by rank. `cat`
-        # of the slices needs one pass, but copying each piece to its strided position would need
-        # one pass per piece.
+        # gloo and NCCL divide the first dim by rank, so equal pieces arrive as a stack. `cat` of
+        # the stacked pieces writes the result in one pass over memory; copying each piece to its
+        # strided position would take one pass per piece.
         count, (first, *rest) = len(pieces), pieces[0].shape
         each = (count, first, *rest)
         return (count * first, *rest), lambda stack: torch.cat(stack.view(each).unbind(), dim)
@@ -188,7 +192,8 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
     """
     box = whole(shape)
     if all(piece.box == box for piece in pieces) and len(pieces) > 1:
-        # The terms arrive in rank order, but are combined in list order.
+        # Terms arrive in rank order of the group; ``pieces`` gives the order in which to combine
+        # them.
         places = [piece.offset // max(1, numel(box)) for piece in pieces]
         return (len(pieces), *shape), lambda stack: _combine_whole(stack.unbind(), places, op)
 
@@ -203,8 +208,7 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
 
 
 def adder(cut: LocalFn, places: list[int], op: Reduction) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a ``combiner`` of the received terms and this rank's own term, which is cut from the
-    part."""
+    """Like ``combiner``, but take this rank's own term from its part, not from the buffer."""
     return lambda part, stack: _combine_whole([*stack.unbind(), cut(part)], places, op)
 
 
@@ -241,14 +245,16 @@ def _scatterer(pieces: list[Piece], shape: Shape) -> LocalFn:
 
 
 def closed_up(pieces: list[Piece]) -> list[Piece]:
-    """Return the same boxes in a buffer without gaps."""
+    """Return pieces with the same boxes, at new offsets that leave no gaps in the buffer."""
     offsets = accumulate((piece.numel for piece in pieces), initial=0)
     return [Piece(offset, piece.box) for offset, piece in zip(offsets, pieces, strict=False)]
 
 
 def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
-    """Return the range of the flat part that consists of the pieces in order, or None if there is
-    none."""
+    """Return the range of the flat part that consists of exactly these pieces, in order.
+
+    Return None if there is no such range.
+    """
     start = _run_start(pieces[0].box, shape) if pieces else None
     if start is None:
         return None
@@ -259,13 +265,14 @@ def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
 
 
 def run_taker(run: slice) -> Pack:
-    """Return a function that takes a range of the flat part, without a copy if the part is
-    contiguous."""
+    """Return a function that returns the range ``run`` of the flat part; it copies only a part that
+    is not contiguous.
+    """
     return lambda part, loan: loan.copy(part).view(-1)[run]
 
 
 def lie_in_order(pieces: list[Piece], shape: Shape, total: int) -> bool:
-    """Return True if the buffer equals the flat part: each piece is a range at its own offset."""
+    """Return True if the buffer is the flat part: each piece lies at its offset in the part."""
     return total == numel(whole(shape)) and all(
         _run_start(piece.box, shape) == piece.offset for piece in pieces
     )
@@ -292,7 +299,7 @@ def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
 
 
 def _even_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the dim that the pieces divide into equal lengths, in order; None if there is none."""
+    """Return the dim that the pieces divide evenly and in order, or None if there is none."""
     dim = _joining_dim(pieces, shape)
     if dim is None or shape[dim] % len(pieces):
         return None

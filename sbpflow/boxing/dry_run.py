@@ -1,7 +1,7 @@
-"""Implements boxing without running ranks, and records the steps of one rank.
+"""Records the conversion steps of one rank without running any ranks.
 
-``explain`` and tests run the forward and backward of a model on meta tensors, and ``DryBoxing``
-records exactly the steps that a real run would execute.
+``explain`` and tests run a model's forward and backward on meta tensors. ``DryBoxing`` then records
+exactly the steps that a real run would execute.
 """
 
 import torch
@@ -17,8 +17,8 @@ from sbpflow.sbp.layout import Layout
 class DryBoxing(Boxing):
     """Records requested steps in ``trace`` and requested conversions in ``conversions``.
 
-    ``trace`` contains all steps in order, even steps without communication. ``conversions``
-    contains the conversions to which the steps belong.
+    ``trace`` lists all steps in order, including steps without communication. ``conversions`` lists
+    the conversions that these steps belong to.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:

@@ -1,8 +1,8 @@
 """Runs planned conversions on plain local tensors.
 
-This module executes the steps of ``plan`` without making decisions. Only this module and the
-embedding exchange call collectives of c10d; ``pairs`` sends messages. Results do not have autograd
-history: ``global_tensor`` pairs each conversion with its adjoint.
+This module executes the steps of ``plan`` and decides nothing itself. Only this module and the
+embedding exchange call c10d collectives; ``pairs`` sends point-to-point messages. Results have no
+autograd history: ``sbpflow.tensor.autograd`` pairs each conversion with its adjoint.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -32,7 +32,8 @@ from sbpflow.runtime.ranks.world import (
 )
 from sbpflow.sbp.layout import Layout
 
-MAX_READY_STEPS = 8192  # maximum number of compiled programs; beyond this, all are dropped
+# Maximum number of cached programs; when it is reached, the cache is emptied.
+MAX_READY_STEPS = 8192
 
 Finish = Callable[[], Tensor | None]
 Work = dist.Work | pairs.Messages | None
@@ -42,10 +43,10 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class Pending:
-    """Represents a conversion in progress.
+    """A conversion in progress.
 
-    Call ``wait`` once; do not change the input part until ``wait`` returns. If the world's
-    ``wait_at_once`` is set, the transfer is already complete.
+    Call ``wait`` exactly once, and do not change the input part until ``wait`` returns. If the
+    world's ``wait_at_once`` is set, the transfer is already complete.
     """
 
     def __init__(self, finish: Finish, world: World) -> None:
@@ -68,19 +69,20 @@ class Boxing:
     def __init__(self, world: World) -> None:
         self.world = world
         self._staging = Staging()
-        # Programs are found by id(step), because hashing a step costs more than running its Python
-        # part. A program refers to its step, so the id is not reused.
+        # The key is id(step), because hashing a step takes longer than all other Python code that
+        # runs it. A program keeps a reference to its step, so the id cannot be reused while it is a
+        # key.
         self._ready: dict[tuple[int, str], tuple[Program, Link | None]] = {}
         self._planned: dict[ConversionKey, tuple[BoxingStep, ...]] = {}
         self._requested: list[ConversionKey] | None = None
 
     def follow(self, conversions: Iterable[Conversion]) -> None:
-        """From now on, use the steps of ``conversions`` from a run's plan."""
+        """From now on, use the planned steps of ``conversions`` instead of planning them again."""
         self._planned |= {conversion.key: conversion.steps for conversion in conversions}
 
     @contextmanager
     def expecting(self, conversions: Sequence[Conversion] | None) -> Generator[None]:
-        """Within the block, require exactly these conversions in this order.
+        """Within the block, allow exactly these conversions, in this order.
 
         Raise SbpError for any deviation. ``None`` allows any conversions.
         """
@@ -105,8 +107,7 @@ class Boxing:
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """Return a conversion's steps from the plan; if the plan does not contain the conversion,
-        plan the steps now."""
+        """Return the steps of a conversion. If the plan does not contain it, plan it now."""
         key = (id, src, dst, shape, dtype)
         if self._requested is not None:
             self._requested.append(key)
@@ -116,7 +117,7 @@ class Boxing:
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.world.backend_of(dst))
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
-        """Compile ``steps`` and create their process groups now instead of on first use."""
+        """Compile ``steps`` and create their process groups now rather than on first use."""
         for step in steps:
             self.world.check(step.id, f"prepare, channel {channel}")
             self._get_ready(step, channel)
@@ -131,10 +132,10 @@ class Boxing:
     ) -> Tensor | None:
         """Convert this rank's part, a plain tensor (``None`` outside the source placement).
 
-        Return the new part, detached, or ``None`` outside the destination. The result shares memory
-        with ``part`` if no copy was necessary. ``donate`` allows overwriting ``part``, which saves
-        the copy of an all-reduce. Raise SbpError if the shape or dtype of ``part`` differs from the
-        first step's.
+        Return the new part, detached, or ``None`` outside the destination placement. The result may
+        share memory with ``part``. With ``donate``, an all-reduce may overwrite ``part`` instead of
+        copying it. Raise SbpError if ``part`` does not have the shape and dtype that the first step
+        expects.
         """
         part = _without_history(part)
         for index, step in enumerate(steps):
@@ -149,7 +150,7 @@ class Boxing:
         *,
         donate: bool = False,
     ) -> Pending:
-        """Start the conversion that ``run`` executes; return after starting the first transfer."""
+        """Like ``run``, but return as soon as the first transfer has started."""
         part = _without_history(part)
         for index, step in enumerate(steps):
             finish = self._issue(step, _between(index, part), channel, donate)
@@ -167,7 +168,8 @@ class Boxing:
         if len(self._ready) >= MAX_READY_STEPS:
             self._ready.clear()
         world, own_link = self.world, None
-        for ranks in step.groups:  # c10d requires all ranks to create all groups, in the same order
+        # c10d requires that every rank creates every group, in the same order.
+        for ranks in step.groups:
             link = world.link(ranks, channel, step.id)
             own_link = link if world.rank in ranks else own_link
         in_pairs = world.passes_messages(world.backend_of(step.dst))
@@ -210,8 +212,9 @@ class Boxing:
         return partial(_finish, work, program, finish, received, loan, world.waits)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
-        """Compare the step with other ranks' steps; notify the other ranks if this rank rejects its
-        part."""
+        """Check that all ranks execute this step, and tell the other ranks if this rank rejects its
+        part.
+        """
         fault: SbpError | None = None
         try:
             self._accept(step, step.src.part_shape(step.shape, self.world.rank), part)
@@ -224,7 +227,7 @@ class Boxing:
             f"{step.dtype}{list(step.shape)}, channel {channel}",
             "" if fault is None else str(fault),
         )
-        if fault is not None:  # in a world of one rank, check() compares nothing
+        if fault is not None:  # check() does nothing in a world of one rank
             raise fault
 
     def _accept(
@@ -259,11 +262,11 @@ def _without_history(part: Tensor | None) -> Tensor | None:
 
 
 def _between(index: int, part: Tensor | None) -> Tensor | None:
-    """Return the input of the step at ``index``; after the first step, the input must not require
-    grad.
+    """Return the input of the step at ``index``; after the first step, detach it.
 
-    A first step without communication may return the part itself, while ranks outside that step
-    create a new tensor. Checked mode compares whether inputs require grad.
+    A first step without communication may return the part itself, which may require grad, while
+    ranks outside that step create a new tensor, which does not. Checked mode compares this property
+    across ranks, so it must be the same on all of them.
     """
     return part.detach() if index and part is not None and part.requires_grad else part
 
@@ -334,8 +337,8 @@ def _run_all_gather(program: Program, part: Tensor, link: Link, loan: Loan) -> I
     packed = program.pack(part, loan)
     gathered = _receive_buffer(program, part, loan)
     sent, into = _as_sent(program, packed), _as_sent(program, gathered)
-    # gloo gathers only along the first dim, and empty parts such as [6, 0] and [7, 0] may differ in
-    # shape.
+    # gloo gathers only along the first dim, and the shapes of empty parts, such as [6, 0] and [7,
+    # 0], may differ. Flat buffers avoid both problems.
     if sent.ndim == 0 or sent.shape[1:] != into.shape[1:] or not into.numel():
         sent, into = sent.view(-1), into.view(-1)
     return gathered, all_gather_single(into, sent, group=link.group, async_op=True)

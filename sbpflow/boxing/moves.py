@@ -1,20 +1,20 @@
 """Computes which rank sends which box of a logical tensor to which rank, for any two layouts.
 
-A conversion is a set of transfers (from rank, to rank, box); ``plan`` chooses the collective. The
-same rules apply to all layouts, placements, and numbers of axes:
+A conversion is a set of transfers (source rank, destination rank, box); ``plan`` chooses the
+collective that does them. The same rules apply to all layouts, placements, and numbers of axes:
 
-* Source ranks that differ only along B axes store the same data: one of these ranks sends it.
-* Source ranks that differ only along P axes store terms: each term is sent, and the receiver adds
-  up the terms.
-* Destination ranks that differ only along P axes store terms of the result: exactly one of these
-  ranks gets each source term, and the others fill in the neutral element. The receiving rank is the
-  same for all copies along B.
-* If source and destination reduce differently, as in P -> P(max), the receiving rank gets all terms
-  of a box, because it must add up the terms. A single step cannot do both reductions, so ``plan``
-  uses several steps; the transfers of this module only show whether anything must be sent.
+* Source ranks that differ only along B axes store the same data: one of them sends it.
+* Source ranks that differ only along P axes store different terms: all are sent, and the receiver
+  adds them up.
+* Destination ranks that differ only along P axes store terms of the result: exactly one of them
+  gets each source term, and the others fill in the neutral element. All copies along B axes make
+  the same choice.
+* If source and destination reduce differently, as in P -> P(max), one rank must get all terms of a
+  box in order to add them up. A single step cannot do both reductions, so ``plan`` uses several
+  steps; the transfers computed here only show whether anything must be sent.
 
-Data that is already on its rank is sent to the same rank at no cost. All functions are pure
-arithmetic.
+Data that is already in place counts as a transfer from a rank to itself, at no cost. All functions
+are pure arithmetic.
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,7 +32,9 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class BoxTransfer:
-    """Rank ``src`` sends ``box``, in indices of the full tensor, to ``dst``, possibly itself."""
+    """Rank ``src`` sends ``box`` to ``dst`` (possibly itself). The box uses indices of the full
+    tensor.
+    """
 
     src: int
     dst: int
@@ -45,11 +47,10 @@ class BoxTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """Groups ranks with the same box into ``rows``.
+    """The ranks that store the same box, grouped into ``rows`` of equal copies.
 
-    A source cell consists of one row, and any of its ranks may send. A destination cell contains
-    one row per coordinate along the P axes. Only one row of a destination cell receives; its ranks
-    are copies along the B axes.
+    A source cell has one row, and any of its ranks may send. A destination cell has one row per
+    coordinate along the P axes; only one of these rows receives data.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -58,8 +59,8 @@ class _Cell:
 
 def numel(box: Box) -> int:
     """Return the number of elements in a box; 1 for a 0-d tensor."""
-    # use a loop, which is twice as fast as math.prod, because every pair of parts calls this
-    # function
+    # A loop is twice as fast as math.prod here, and this function is called for every pair of
+    # parts.
     count = 1
     for extent in box:
         count *= extent.stop - extent.start
@@ -92,9 +93,9 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTra
     together = not one_step_legal(src, dst)
     moves: list[BoxTransfer] = []
     for target in _cells(dst, shape, _Role.TARGET):
-        # The source cells of a bundle must send to the same row of the target. If terms must be
-        # combined, a bundle contains all cells with the same box; otherwise, each cell is a
-        # separate bundle.
+        # The source cells of a bundle must send to the same row of the target cell. If terms must
+        # be combined, a bundle consists of all cells with the same box; otherwise, of a single
+        # cell.
         bundles: dict[object, tuple[Box, list[_Cell]]] = {}
         for number, source in enumerate(sources.near(target.box)):
             box = intersect(source.box, target.box)
@@ -116,21 +117,20 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTra
 
 
 def one_step_legal(src: Layout, dst: Layout) -> bool:
-    """Return True if one step can do the conversion.
+    """Return True if a single step can do the conversion.
 
-    A step does at most one reduction, so P(max) -> P needs two steps.
+    A step does at most one kind of reduction, so P(max) -> P needs two steps.
     """
     ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
     return len(ops) <= 1
 
 
 def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int, int]:
-    """Return the elements that each rank sends to others; ranks that send nothing may be missing.
+    """Return how many elements each rank sends to others; ranks that send nothing may be missing.
 
-    The numbers equal the sums over ``find_moves``. For one axis, the numbers are computed without
-    listing the transfers, because the number of transfers is quadratic in the number of ranks. A
-    rank sends all of its data once (or once to every rank if the destination is B), except the data
-    that its own part needs.
+    The counts are those of ``find_moves``. With one axis, they are computed without listing the
+    transfers, whose number is quadratic in the number of ranks: a rank sends all of its data once
+    (or once to every rank if the destination is B), except what it keeps for its own part.
     """
     if src.placement != dst.placement or src.placement.ndim != 1:
         sent: dict[int, int] = {}
@@ -139,7 +139,8 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
                 sent[move.src] = sent.get(move.src, 0) + move.numel
         return sent
     for layout in (src, dst):
-        layout.part_slices(shape, layout.placement.ranks[0])  # raises SbpError for a misfit
+        # Raises SbpError if the layout does not fit the shape.
+        layout.part_slices(shape, layout.placement.ranks[0])
     (before,), (after,) = src.nd_sbp, dst.nd_sbp
     ranks = src.placement.ranks
     if not one_step_legal(src, dst):  # every other rank sends its term to the first rank
@@ -156,10 +157,11 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
 
 
 class _Sources:
-    """Finds source cells by their range along one dim, instead of comparing every pair of cells.
+    """Finds the source cells that overlap a box without comparing every pair of cells.
 
-    The boxes of a layout are either equal or disjoint along a dim, so the cells that overlap a
-    target are adjacent when sorted by their starts. The dim with the most splits is used.
+    Along a dim, the boxes of a layout are either equal or disjoint. If the cells are sorted by
+    their starts along that dim, those that overlap a box are adjacent, and a binary search finds
+    them. The dim with the most splits is used.
     """
 
     def __init__(self, cells: list[_Cell]) -> None:
@@ -188,8 +190,9 @@ class _Role(Enum):
 
 
 def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
-    """Group the ranks by their boxes, and source ranks also by their terms."""
-    # Sources send all terms, but along a destination's P axes only one coordinate receives.
+    """Group the ranks by box; in a source layout, also by term."""
+    # All terms of a source are sent, so each needs a cell. Of a destination's P coordinates, only
+    # one receives, so they share a cell.
     together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
     cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:
@@ -209,10 +212,11 @@ def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
 def _meet(
     senders: tuple[int, ...], receiver: int, origin: Placement, target: Placement
 ) -> tuple[int, int]:
-    """Return (sender, receiver); the sender is the receiver itself if it is among ``senders``.
+    """Return (sender, receiver); a receiver among ``senders`` sends to itself.
 
-    Otherwise, on one placement, the sender is the rank that differs along the fewest axes, so that
-    one-axis steps stay on their axis. Between placements, senders alternate.
+    Otherwise, within a placement, the sender is the rank whose coordinates differ from the
+    receiver's along the fewest axes, so that a step that changes one axis communicates only along
+    that axis. Between placements, the senders take turns.
     """
     if receiver in senders:
         return receiver, receiver
@@ -224,8 +228,7 @@ def _meet(
 
 
 def _effort(pairs: list[tuple[int, int]], origin: Placement, target: Placement) -> tuple[int, int]:
-    """Return the number of transfers between different ranks, and the number of axes that they
-    cross."""
+    """Return the number of transfers between different ranks, and the number of axes they cross."""
     far = sum(_axes_between(origin, *pair) for pair in pairs) if origin == target else 0
     return sum(sender != receiver for sender, receiver in pairs), far
 

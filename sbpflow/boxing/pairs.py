@@ -1,13 +1,13 @@
 """Sends messages between pairs of ranks, and implements all-to-all with these messages.
 
-Messages between ranks of a host go through shared memory if the host shares memory, and other
-messages through gloo.
+Messages between ranks of a host use shared memory where the host supports it; all other messages
+use gloo.
 
-gloo's own all-to-all posts its sends before its receives. A rank signals readiness to receive in
-the same stream as its data, so the slower of two ranks signals after sending all its data. The two
-directions of their link are then used one after the other. Posting the receives first takes half as
-long (measurements are in ``docs/decisions/engine.md``). Within one host, messages are not faster,
-and a collective needs fewer calls.
+gloo's own all-to-all posts its sends before its receives. A rank announces that it is ready to
+receive in the same stream as its data, so the slower of two ranks announces this only after sending
+all its data, and the link carries data in only one direction at a time. Posting the receives first
+halves the time (measurements are in ``docs/decisions/engine.md``). Within a single host, separate
+messages are not faster, and a collective needs fewer calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,14 @@ from sbpflow.runtime.ranks.shared_messages import Arriving
 from sbpflow.runtime.ranks.world import Link
 
 _MAX_TAG = 2**31 - 1
-# Count the transfers of each group; a group's ranks make the same transfers in the same order.
+# Number of calls so far per group. The ranks of a group make the same calls in the same order, so
+# the count is a tag on which they agree.
 _transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Represents messages in flight; do not use the send or receive buffers before ``wait``."""
+    """Messages in flight. Do not touch the send or receive buffers before ``wait`` returns."""
 
     works: Sequence[dist.Work | Arriving]
 
@@ -40,16 +41,17 @@ class Messages:
 def pass_messages(
     sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], link: Link
 ) -> Messages:
-    """Send to and receive from ranks of the link, given by global rank; gloo skips empty tensors.
+    """Send to and receive from ranks of the link, given by global rank; empty tensors are not sent.
 
-    Every rank of the link makes the same calls in the same order, and both ends of a message use
-    the same size. Each call uses a separate tag in gloo. Therefore, if ranks disagree on a size,
-    the next call cannot receive messages of this call, and ``wait`` raises RuntimeError for the
-    missing messages.
+    Every rank of the link must make the same calls in the same order, and both ends must agree on
+    the size of each message. Each call has its own gloo tag. If ranks disagree on a size, the next
+    call therefore cannot receive leftover messages of this call, and ``wait`` raises RuntimeError
+    for the missing ones.
     """
     group, shared = link.group, link.shared
     tag = _transfers.get(group, 0)
-    # count this call even if the rank sends and receives nothing
+    # Count this call even if this rank sends and receives nothing, because the other ranks count
+    # it.
     _transfers[group] = (tag + 1) & _MAX_TAG
     arriving: list[Arriving] = []
     operations: list[dist.P2POp] = []
@@ -75,10 +77,10 @@ def all_to_all(
     rank: int,
     link: Link,
 ) -> Messages:
-    """Do the same as ``all_to_all_single`` on the first dim.
+    """Like c10d's ``all_to_all_single``, along the first dim.
 
-    ``sizes`` are the sizes received from and sent to each of the link's ``ranks``, in ascending
-    order. ``rank`` is this rank. ``received`` and ``sent`` must be contiguous.
+    ``sizes`` contains the sizes received from and sent to each of the link's ``ranks``, which are
+    in ascending order. ``rank`` is this rank. ``received`` and ``sent`` must be contiguous.
     """
     receives = dict(zip(ranks, received.split(list(sizes[0])), strict=True))
     sends = dict(zip(ranks, sent.split(list(sizes[1])), strict=True))

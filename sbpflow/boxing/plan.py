@@ -1,8 +1,8 @@
-"""Plans conversions: a printable list of steps, each with at most one collective and its bytes.
+"""Plans conversions as lists of steps, each with at most one collective and its bytes.
 
 The functions are pure and need no tensors or running ranks, so ``explain`` and the planner can call
-them for any world. The executor runs exactly these steps. n-D layouts, and partial sums that change
-placement, may need several steps. ``search`` finds these steps.
+them for any world. The executor runs exactly these steps. n-D layouts and partial sums that change
+placement may need several steps, which ``search`` finds.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ __all__ = ["BoxingStep", "Collective", "Conversion", "format_steps", "plan_boxin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """Contains a requested conversion and its steps; ``id`` names the caller."""
+    """A requested conversion and its steps; ``id`` names the caller."""
 
     id: str
     src: Layout
@@ -51,9 +51,9 @@ def plan_boxing(
 ) -> tuple[BoxingStep, ...]:
     """Return the cheapest steps that convert ``src`` to ``dst`` without changing the full value.
 
-    The result is empty if the layouts are equal. If there are several steps, their ids are
-    numbered: "<id>.0", "<id>.1". ``backend`` is "gloo" or "nccl". Raise SbpError if a split does
-    not fit ``shape``, or if P is used with a dtype that cannot be added.
+    If the layouts are equal, there are no steps. If there are several, their ids are numbered:
+    "<id>.0", "<id>.1". ``backend`` is "gloo" or "nccl". Raise SbpError if a split does not fit
+    ``shape``, or if P is used with a dtype that cannot be added.
     """
     if backend not in ("gloo", "nccl"):
         raise SbpError(f"backend {backend!r} is unknown; use gloo or nccl")
@@ -79,7 +79,7 @@ def _plan(
 
 
 def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
-    """Return True if one step is certainly the best plan and no search is needed."""
+    """Return True if a single step is known to be the best plan, so no search is needed."""
     if not one_step_legal(src, dst):
         return False
     if src.placement == dst.placement and src.placement.ndim == 1:
@@ -91,13 +91,12 @@ def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
 def last_linear_layout(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> Layout:
-    """Return the last layout without P(max) or P(min) before ``dst``; ``dst`` can be made from this
-    layout locally.
+    """Return a layout without P(max) or P(min) from which ``dst`` can be made locally.
 
     The result is ``src`` itself if possible. Otherwise, the candidates are layouts on the placement
-    of ``dst`` with S or B instead of P(max), and the result is the candidate that costs the fewest
-    bytes to reach. The backward of the conversion passes through this layout, because each element
-    of ``dst`` is then either neutral or a copy of an element on the same rank.
+    of ``dst`` with S or B in place of P(max), and the one that takes the fewest bytes to reach is
+    chosen. The backward of the conversion goes through this layout: each element of ``dst`` is then
+    either neutral or a copy of an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src
@@ -106,8 +105,8 @@ def last_linear_layout(
         steps = plan_boxing(src, layout, shape, dtype, id="", backend=backend)
         return sum(step.total_bytes + COLLECTIVE_COST_BYTES * bool(step.groups) for step in steps)
 
-    # The layout with only B is always a candidate. All ranks agree, because `min` returns the first
-    # of equal prices.
+    # There is always a candidate: the layout with only B. All ranks choose the same one, because
+    # `min` returns the first of several equal prices.
     return min(layouts_before(src, dst, shape), key=price)
 
 

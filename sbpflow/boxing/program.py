@@ -1,6 +1,6 @@
-"""Compiles one rank's share of a step: the packing, the sizes to exchange, and the unpacking.
+"""Compiles what one rank does in a step: how it packs, which sizes it exchanges, how it unpacks.
 
-A program handles only local tensors; ``executor`` runs the collective between ``pack`` and
+A program touches only local tensors; ``executor`` runs the collective between ``pack`` and
 ``unpack``.
 """
 
@@ -40,25 +40,28 @@ from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
 from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Partial, Reduction
 
-# If a piece of at least this size stays on its rank, it bypasses the buffers. For smaller pieces,
-# the extra calls cost more than the copies that they avoid (benchmarks.boxing, gloo, 2 ranks).
+# A piece that stays on its rank bypasses the buffers if it has at least this size. For smaller
+# pieces, the extra calls cost more than the copies they save (benchmarks.boxing, gloo, 2 ranks).
 APART_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """``pack`` makes the send buffer from the part; ``unpack`` makes the result from received data.
+    """``pack`` builds the send buffer from the part; ``unpack`` builds the result from received
+    data.
 
     * ``group`` is None if nothing is exchanged; then ``unpack`` gets the part itself. Otherwise,
       ``unpack`` gets a buffer of ``receive_shape``.
-    * ``keeps_received`` means that the receive buffer becomes the result and must not be lent.
+    * ``keeps_received`` means that the receive buffer becomes the result, so it must be a new
+      tensor instead of a borrowed buffer.
     * ``sizes`` are the numbers of elements that an all-to-all receives from and sends to each rank
       of the group; None if all numbers are equal.
     * ``comm_dtype`` is the dtype in which buffers are sent, or None to keep their dtype.
-    * ``stays`` and ``add_own`` are for an exchange without the piece that this rank would send to
-      itself. ``stays`` copies that piece. If the piece is a term, ``add_own``, (part, received) ->
-      result, replaces ``unpack``.
-    * ``in_pairs`` is this rank if an all-to-all consists of messages between pairs of ranks.
+    * ``stays`` and ``add_own`` are set if the exchange leaves out the piece that this rank would
+      send to itself. ``stays`` then copies that piece. If the piece is a term of a sum,
+      ``add_own``, (part, received) -> result, replaces ``unpack``.
+    * ``in_pairs`` is the number of this rank if all-to-alls are sent as messages between pairs of
+      ranks, else None.
     """
 
     step: BoxingStep
@@ -80,12 +83,13 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Stays:
-    """Describes a piece that stays on its rank and is copied directly into the result.
+    """A piece that stays on its rank and is copied directly into the result.
 
-    ``cut`` returns the piece in the part, and ``put`` returns its destination in the result. A
-    direct copy saves the copies to the send buffer, from the backend to itself, and from the
-    receive buffer. The data of other ranks is received into ``run`` of the flat result, or copied
-    from the receive buffer by ``pieces``.
+    ``cut`` returns a view of the piece in the part, and ``put`` a view of its destination in the
+    result. One direct copy replaces three: into the send buffer, through the backend, and out of
+    the receive buffer. The data of other ranks is received directly into the range ``run`` of the
+    flat result or, if ``run`` is None, copied there from the receive buffer according to
+    ``pieces``.
     """
 
     shape: Shape
@@ -105,7 +109,7 @@ class Stays:
 def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Program:
     """Return the program of ``rank`` in ``step``.
 
-    If ``in_pairs``, all-to-alls are messages between pairs of ranks.
+    With ``in_pairs``, all-to-alls are sent as messages between pairs of ranks.
     """
     group = step.group_of(rank)
     base = Program(
@@ -135,7 +139,7 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
 def _comm_dtype(dtype: torch.dtype) -> torch.dtype | None:
     """Return a dtype of the same size that the backends support, or None if they support ``dtype``.
 
-    Such a dtype can only be used for transfers without additions, which copy bits.
+    This works only for transfers that copy bits, not for transfers that add values.
     """
     if dtype in WIRE_DTYPES or dtype == torch.bool:
         return None
@@ -148,7 +152,7 @@ def _landed(base: Program, landing: Landing) -> Program:
 
 
 def reduction_of(step: BoxingStep) -> Reduction:
-    """Return the reduction of this step, or sum if the step does not reduce terms."""
+    """Return the reduction of this step ("sum" if the step does not reduce)."""
     ops: list[Reduction] = [
         s.op for s in (*step.src.nd_sbp, *step.dst.nd_sbp) if isinstance(s, Partial)
     ]
@@ -161,7 +165,7 @@ def _nothing(part: Tensor) -> None:
 
 
 def _local(step: BoxingStep, rank: int) -> Unpack:
-    """Slice the part, or embed it in a part of neutral elements, without communication."""
+    """Without communication, slice the part or embed it in a part of neutral elements."""
     dst_box = step.dst.part_slices(step.shape, rank)
     if dst_box is None:
         return _nothing
@@ -177,7 +181,7 @@ def _local(step: BoxingStep, rank: int) -> Unpack:
 
 
 def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
-    """Send every part, padded to the size of the largest part, to every rank of the group."""
+    """Send every rank's part, padded to the size of the largest one, to every rank of the group."""
     step = base.step
     stride = padded_part(step.src, step.shape, group)
     mine = numel(step.src.part_slices(step.shape, rank) or ())
@@ -189,7 +193,7 @@ def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
-    """Send the box that each rank of the group needs to that rank; combine terms in rank order."""
+    """Send each rank of the group the box that it needs; combine received terms in rank order."""
     step = base.step
     leaving = {move.dst: move for move in step.moves if move.src == rank}
     coming = {move.src: move for move in step.moves if move.dst == rank}
@@ -222,10 +226,10 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
-    """Return True if all ranks of the group send equal sizes below ``APART_BYTES`` to all ranks.
+    """Return True if every rank of the group sends every rank the same size, below ``APART_BYTES``.
 
-    The collective then needs no sizes. All ranks must decide in the same way, so this function
-    checks the whole group.
+    The collective then needs no sizes. All ranks must decide alike, so this function looks at the
+    transfers of the whole group.
     """
     inside = [move.numel for move in step.moves if move.src in group]
     return (
@@ -238,11 +242,10 @@ def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
 def _leave_out_own(
     base: Program, rank: int, group: tuple[int, ...], sent: dict[int, Piece]
 ) -> Program | None:
-    """Return the exchange without this rank's own piece, or None if leaving out the piece would
-    cost an extra copy.
+    """Return ``base`` without the piece that this rank sends to itself.
 
-    There is no extra copy if the other pieces still form one range of the part, or must be packed
-    anyway.
+    Return None if leaving out the piece would cost an extra copy. It costs none if the other pieces
+    still form one range of the part, or if they must be packed anyway.
     """
     if rank not in sent or base.sizes is None or len(sent) < 2:
         return None
@@ -267,11 +270,10 @@ def _leave_out_own(
 def _staying_apart(
     base: Program, rank: int, own: Piece, received: dict[int, Piece], shape: Shape
 ) -> Program | None:
-    """Copy this rank's own piece during the exchange; return None if the other pieces would then
-    need an extra copy.
+    """Return ``base`` with this rank's own piece copied during the exchange.
 
-    The other pieces need no extra copy if they are received into one range of the result or must be
-    copied anyway.
+    Return None if the other pieces would then need an extra copy. They need none if they are
+    received into one range of the result, or if they must be copied anyway.
     """
     coming = [piece for peer, piece in received.items() if peer != rank]
     run = run_of(coming, shape)
@@ -290,8 +292,11 @@ def _staying_apart(
 def _adding_apart(
     base: Program, rank: int, own: Piece, terms: dict[int, Piece], shape: Shape
 ) -> Program:
-    """Take this rank's term from the part after receiving the other terms; combine them with
-    ``terms``."""
+    """Return ``base`` such that only the terms of other ranks are received.
+
+    After the exchange, they are combined, in the order of ``terms``, with this rank's own term,
+    which is taken from its part.
+    """
     others = sorted(terms.keys() - {rank})
     places = [len(others) if source == rank else others.index(source) for source in terms]
     cut = cutter(own.box, base.part_shape or ())
@@ -309,8 +314,7 @@ def _in_order(pieces: dict[int, Piece], shape: Shape) -> bool:
 def _pieces(
     moves: dict[int, BoxTransfer], group: tuple[int, ...], origin: Box | None
 ) -> tuple[dict[int, Piece], list[int]]:
-    """Return the pieces of a buffer that contains one range per rank of the group, and the sizes of
-    the ranges."""
+    """Return the pieces of a buffer with one range per rank of the group, and the ranges' sizes."""
     pieces: dict[int, Piece] = {}
     sizes: list[int] = []
     for rank in group:

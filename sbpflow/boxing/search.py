@@ -1,7 +1,7 @@
-"""Finds the cheapest route between two layouts: a shortest path over steps, by bytes sent.
+"""Finds the cheapest route between two layouts: a shortest path whose edges are steps.
 
-A step changes one axis, or goes directly to the destination. The cost of a step is the bytes of its
-collective plus a constant per collective, so small tensors take fewer steps. The search is a pure
+A step either changes one axis or goes directly to the destination. It costs the bytes of its
+collective plus a constant, so small tensors take routes with fewer steps. The search is a pure
 function.
 """
 
@@ -26,12 +26,15 @@ COLLECTIVE_COST_BYTES = 16500
 def cheapest_route(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> tuple[Layout, ...]:
-    """Return the layouts on the cheapest route, including both ends; ties go to fewer steps, then
-    to the first listed."""
-    # Use Dijkstra's algorithm: nodes are layouts, edges are steps, and lengths are the bytes of the
-    # steps. A fixed table of routes is not enough, because the cheapest route depends on sizes: (P,
-    # S(0)) -> (B, B) may gather or reduce first. Queue entries are (cost, number of steps, listing
-    # order, route), because all ranks plan independently and must break ties in the same way.
+    """Return the layouts on the cheapest route, including both ends.
+
+    Of equally cheap routes, the one with the fewest steps wins, and then the one listed first.
+    """
+    # Dijkstra's algorithm: nodes are layouts, edges are steps, and lengths are costs in bytes. A
+    # fixed table of routes would not do, because the cheapest route depends on sizes: for (P, S(0))
+    # -> (B, B), either gathering or reducing first can be cheaper. Queue entries are (cost, number
+    # of steps, listing order, route): ranks plan independently, so all must break ties in the same
+    # way.
     values = _values(src, dst, shape)
     best: dict[Layout, float] = {}
     queue: list[tuple[int, int, int, tuple[Layout, ...]]] = [(0, 0, 0, (src,))]
@@ -53,8 +56,7 @@ def cheapest_route(
 
 
 def _values(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[Sbp, ...]:
-    """Return sbps to try for an axis: the sbps of both ends, B, and a split along the longest
-    dim."""
+    """Return the sbps to try on an axis: those of both ends, B, and a split of the longest dim."""
     longest = [Split(max(range(len(shape)), key=shape.__getitem__))] if shape else []
     return tuple(dict.fromkeys((*src.nd_sbp, *dst.nd_sbp, *longest, Broadcast())))
 
@@ -76,7 +78,9 @@ def _next_layouts(
 
 
 def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
-    """Yield layouts that become ``dst`` without a transfer; S or B replaces P(max) and P(min)."""
+    """Yield layouts with S or B in place of P(max) and P(min), from which ``dst`` can be made
+    locally.
+    """
     linear = [v for v in _values(src, dst, shape) if not isinstance(v, Partial)]
     options = [
         linear if isinstance(sbp, Partial) and sbp.op != "sum" else [sbp] for sbp in dst.nd_sbp
@@ -84,15 +88,16 @@ def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator
     for layout in _legal(dst.placement, list(product(*options))):
         try:
             layout.check_user(shape)
-        except SbpError:  # no layout on the route may leave ranks empty
+        except SbpError:  # skip layouts that would leave ranks empty
             continue
         if not any(elements_sent(layout, dst, shape).values()):
             yield layout
 
 
 def _arrivals(dst: Layout, values: tuple[Sbp, ...]) -> Iterator[NdSbp]:
-    """Yield the first layouts to try on another placement: the destination, and variants with split
-    B axes."""
+    """Yield the layouts in which a tensor may arrive on another placement: ``dst`` itself, and
+    variants of it with S instead of B.
+    """
     options = [
         [sbp, *(v for v in values if isinstance(v, Split))] if isinstance(sbp, Broadcast) else [sbp]
         for sbp in dst.nd_sbp
@@ -109,13 +114,15 @@ def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:
     for nd_sbp in candidates:
         try:
             yield Layout(placement, nd_sbp)
-        except SbpError:  # the explicit sizes belong to another axis
+        except SbpError:  # these explicit sizes are for an axis of another length
             continue
 
 
 def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Return True if every rank gets a valid part; explicit sizes of nested splits may not add
-    up."""
+    """Return True if every rank gets a valid part.
+
+    Explicit sizes of nested splits may not add up.
+    """
     try:
         for rank in layout.placement.ranks:
             layout.part_slices(shape, rank)

@@ -1,7 +1,6 @@
-"""Defines a step of a conversion, which consists of a collective, groups of ranks, and the bytes
-sent.
+"""Defines a step of a conversion: its collective, its groups of ranks, and the bytes it sends.
 
-Steps are pure values. ``plan`` makes lists of steps, and ``executor`` runs them.
+Steps are pure values. ``plan`` creates lists of steps, and ``executor`` runs them.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ Groups = tuple[tuple[int, ...], ...]
 # most one, are always padded.
 MAX_PADDING = 0.25
 
-# gloo and NCCL support these dtypes (torch 2.13); terms of other dtypes are exchanged and then
+# Dtypes that gloo and NCCL can reduce (torch 2.13). Terms of other dtypes are exchanged as bits and
 # added locally.
 WIRE_DTYPES = frozenset(
     {
@@ -37,20 +36,18 @@ WIRE_DTYPES = frozenset(
         torch.uint8,
     }
 )
-# torch can add and compare these dtypes on all devices; P requires one of these dtypes.
+# P needs one of these dtypes, which torch can add and compare on all devices.
 TERM_DTYPES = WIRE_DTYPES | {torch.int16}
-# ``_WIDER`` maps a dtype without addition to a dtype with addition that can represent all its
-# values.
+# For each dtype that cannot be added, a dtype that can be added and represents all its values.
 _WIDER = {torch.bool: torch.int8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoxingStep:
-    """Describes a step of a conversion; ``shape`` and ``dtype`` describe the full tensor.
+    """One step of a conversion; ``shape`` and ``dtype`` are those of the full tensor.
 
     ``groups`` are disjoint and in rank order; ranks communicate only within their group.
-    ``collective`` is the collective that the backend of the plan runs. ``id`` is
-    "<owner>/<fwd|bwd>/<n>".
+    ``collective`` is the one that the backend runs. ``id`` has the form "<owner>/<fwd|bwd>/<n>".
     """
 
     id: str
@@ -72,7 +69,7 @@ class BoxingStep:
 
     @cached_property
     def moves(self) -> tuple[BoxTransfer, ...]:
-        """Return all transfers of boxes, including boxes that stay on their rank."""
+        """Return all transfers, including those from a rank to itself."""
         return find_moves(self.src, self.dst, self.shape)
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
@@ -95,7 +92,8 @@ class BoxingStep:
         if self.collective == "all_gather":
             return ((size - 1) * padded_part(self.src, self.shape, group),) * size
         if self.collective in ("reduce_scatter", "all_reduce"):
-            # In a ring, a rank sends all but 1/size of the part, once to reduce and once to gather.
+            # A ring all-reduce sends (size - 1) / size of the part twice: once to reduce and once
+            # to gather.
             rounds = 2 if self.collective == "all_reduce" else 1
             whole = numel(self.src.part_slices(self.shape, group[0]) or ())
             return balanced_sizes(rounds * (size - 1) * whole, size)
@@ -150,12 +148,12 @@ def make_step(
 def _groups_of(
     src: Layout, dst: Layout, shape: tuple[int, ...]
 ) -> tuple[Groups, set[tuple[Sbp, Sbp]]]:
-    """Return the groups, and the (src, dst) sbps of the axes within the groups; across placements,
-    there are no such axes.
+    """Return the groups, and the (src, dst) sbps of the axes along which each group extends.
 
-    On one placement, the groups are the lines (or planes) along the axes that change, or the whole
-    placement if a transfer would leave these lines. If possible, the groups do not depend on sizes,
-    so that a short batch does not need new process groups.
+    Within a placement, the groups are the lines (or planes) along the axes that change, or the
+    whole placement if some transfer would leave its line. Between placements, there are no such
+    axes. Where possible, the groups do not depend on sizes, so that a short batch needs no new
+    process groups.
     """
     if src.placement != dst.placement:
         return (tuple(sorted({*src.placement.ranks, *dst.placement.ranks})),), set()
@@ -195,7 +193,7 @@ def _choose_collective(
 
 
 def padded_part(layout: Layout, shape: tuple[int, ...], group: tuple[int, ...]) -> int:
-    """Return the number of elements of the largest part in ``group``."""
+    """Return the number of elements in the largest part of ``group``."""
     return max(numel(layout.part_slices(shape, rank) or ()) for rank in group)
 
 

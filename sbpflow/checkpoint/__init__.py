@@ -1,1 +1,3 @@
-"""Saves checkpoints that any number of ranks can load, as bytes and JSON by logical tensor name."""
+"""Saves checkpoints, which any number of ranks can load, as bytes and JSON by logical tensor
+name.
+"""

@@ -1,6 +1,7 @@
-"""Writes one checkpoint on all ranks: each rank reports what it wrote, and rank 0 completes it.
+"""Coordinates writing one checkpoint: each rank reports what it has written, and rank 0 completes
+it.
 
-Reports go through a key-value store, with a deadline. This module issues no collectives, so any
+Reports go through a key-value store, with a deadline. This module calls no collectives, so any
 thread may save.
 """
 
@@ -42,10 +43,11 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # a small checkpoint takes millisecond
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Describes a logical tensor without its values; the same on all ranks.
+    """A logical tensor without its values; the same on all ranks.
 
-    If ``by_key``, the number of rows is known only when all ranks have reported theirs. The rows of
-    equal columns are saved in rank order. ``keys`` is the tensor of the keys of a growing table.
+    With ``by_key``, the number of rows is known only once all ranks have reported theirs; the rows
+    of each range of columns are then saved in rank order. ``keys`` names the tensor with the keys
+    of a growing table.
     """
 
     shape: tuple[int, ...]
@@ -55,10 +57,12 @@ class TensorSpec:
     keys: str | None = None
 
     def saved(self, pieces: Sequence[Piece], patches: Sequence[Patch]) -> SavedTensor:
-        """Return the tensor with the pieces and patches of all ranks, in rank order."""
+        """Return the index entry of the tensor, given the pieces and patches of all ranks in rank
+        order.
+        """
         shape = self.shape
         if self.by_key:
-            ends: dict[int, int] = {}  # by first column
+            ends: dict[int, int] = {}  # row at which the rectangles so far end, by first column
             pieces = [replace(piece, place=_stacked(piece.place, ends)) for piece in pieces]
             patches = [replace(patch, place=_stacked(patch.place, ends)) for patch in patches]
             shape = (max(ends.values(), default=0), *shape[1:])
@@ -73,7 +77,7 @@ class TensorSpec:
 
 
 def _stacked(place: Place, ends: dict[int, int]) -> Place:
-    """Move a rectangle down to the end of the earlier rectangles of its columns."""
+    """Move a rectangle down to where the earlier rectangles of the same columns end."""
     start = ends.get(place.col_start, 0)
     stop = ends[place.col_start] = start + place.num_rows
     return replace(place, row_start=start, row_stop=stop)
@@ -83,9 +87,9 @@ def _stacked(place: Place, ends: dict[int, int]) -> Place:
 class Attempt:
     """Writes the checkpoint of ``step`` in ``folder`` as one of ``size`` ranks.
 
-    The hexadecimal ``nonce`` is unique among all attempts in the folder. A delta has ``previous``,
-    whose digest is known on rank 0. ``may_publish`` raises CheckpointError if the folder now
-    belongs to another run.
+    The hexadecimal ``nonce`` is unique among all attempts in the folder. For a delta, ``previous``
+    is the checkpoint that it continues; only rank 0 knows the digest. ``may_publish`` raises
+    CheckpointError if the folder now belongs to another run.
     """
 
     folder: AnyPath
@@ -102,7 +106,7 @@ class Attempt:
     may_publish: Callable[[], None] = lambda: None
 
     def file(self) -> AnyPath:
-        """Create the folder of the file that this rank writes, and return the file's path."""
+        """Return the path of the file that this rank writes; create its folder."""
         with named(self._partial):
             self._partial.mkdir(exist_ok=True)
         return piece_file(self._partial, self.rank, self.nonce)
@@ -124,10 +128,10 @@ class Attempt:
         self._post(self._key(self.rank), {"refused": reason})
 
     def finish(self) -> tuple[AnyPath, str]:
-        """Wait until the checkpoint is complete; return its folder, and its digest on rank 0.
+        """Wait until the checkpoint is complete; return its folder and, on rank 0, its digest.
 
-        Raise CheckpointError on every rank if a rank could not write or did not report in time. The
-        message gives the reason or names the missing ranks.
+        Raise CheckpointError on every rank if any rank could not write or did not report in time.
+        The message gives the reason or lists the missing ranks.
         """
         digest = ""
         if self.rank == 0:
@@ -147,7 +151,8 @@ class Attempt:
         return self._target, digest
 
     def _complete(self) -> tuple[str, str]:
-        """Write the index from all reports on rank 0; return why it is not written, and its digest.
+        """On rank 0, write the index from all reports; return the reason for a failure, and the
+        digest.
 
         One of the two is "".
         """
@@ -160,7 +165,7 @@ class Attempt:
                 "",
             )
         reports = [self._read(key) for key in keys]
-        self.store.forget(keys)  # the thousands of reports of a long run would fill the store
+        self.store.forget(keys)  # over a long run, thousands of reports would fill the store
         for rank, report in enumerate(reports):
             if "refused" in report:
                 return f"rank {rank}: {report['refused']}", ""
@@ -212,7 +217,7 @@ class Attempt:
         return json.loads(self.store.get(key))
 
     def _await(self, keys: Sequence[str], limit_s: float) -> list[str]:
-        """Wait for keys; return the keys that are still missing after ``limit_s``."""
+        """Wait for keys up to ``limit_s``; return those that are still missing."""
         end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
         missing = list(keys)
         while missing := [key for key in missing if not self.store.check([key])]:

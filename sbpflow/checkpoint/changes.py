@@ -1,8 +1,9 @@
-"""Marks the rows that training changes, so that a delta contains only these rows.
+"""Tracks the rows that training changes, so that a delta contains only these rows.
 
-A delta has, for every rectangle of a table that a rank writes, the numbers of the changed rows and
-their values. The rectangles tile the table, so a reader notices a missing one. Rows of growing
-tables are numbered in the order of their keys; a row of a new key counts as changed.
+For every rectangle of a table that a rank writes, a delta contains the numbers and values of the
+changed rows. The rectangles tile the table, so a reader notices if one is missing. Rows of growing
+tables are numbered in the order of the addresses of their keys; the row of a new key counts as
+changed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +29,7 @@ Written = Sequence[tuple[str, Piece]]
 
 
 class ChangedRows(SelectedRows):
-    """The rows ``changed`` [n] of a store, ascending int64 on the CPU."""
+    """The rows ``changed`` of a store: [n] int64, ascending, on the CPU."""
 
     def __init__(self, store: RowStore, changed: Tensor) -> None:
         super().__init__(store, changed.numel())
@@ -41,25 +42,25 @@ class ChangedRows(SelectedRows):
         return torch.searchsorted(self.changed, numbers)
 
     def between(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of places of the store's rows [start, stop)."""
+        """Return the range of ``changed`` that contains the rows [start, stop) of the store."""
         first, end = torch.searchsorted(self.changed, torch.tensor([start, stop])).tolist()
         return first, end
 
     def among(self, trained: TrainedRows) -> TrainedRows:
-        """Return the changed rows among rows with keys."""
+        """Return those of the rows with keys that have changed."""
         marks = np.zeros(self.store.num_rows, np.bool)
         marks[self.changed] = True
         return trained.among(marks)
 
 
 class ChangeTracker:
-    """Marks the changed rows of all ``stores`` on this rank, from construction to ``close``."""
+    """Tracks the changed rows of all ``stores`` on this rank, from construction until ``close``."""
 
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
         self._marks: list[tuple[RowStore, Tensor, RowListener]] = []
         for store, _ in stores():
-            # The additional mark is for padding, which fixed-size lookups report as a row.
+            # The additional mark is for padding, which fixed-size lookups report like a row.
             device = store.kernel.weights.device
             marks = torch.zeros(store.num_rows + 1, dtype=torch.bool, device=device)
             listener = _marker(marks)
@@ -70,7 +71,7 @@ class ChangeTracker:
         """Return the rows that changed since the last call, and clear the marks."""
         changes: dict[int, ChangedRows] = {}
         for store, marks, _ in self._marks:
-            # NumPy finds few marks among many rows four times as fast as torch.
+            # NumPy, because it finds a few marks among many rows four times as fast as torch.
             changed = torch.from_numpy(np.flatnonzero(marks[:-1].cpu().numpy()))
             changes[id(store)] = ChangedRows(store, changed)
             marks.zero_()
@@ -93,7 +94,7 @@ def _marker(marks: Tensor) -> RowListener:
 
 
 class _Table(NamedTuple):
-    """A tensor of a table: its store, its key there, and its shard."""
+    """A tensor of a table: its store, its name in the store, and its shard."""
 
     store: RowStore
     key: str
@@ -101,7 +102,7 @@ class _Table(NamedTuple):
 
 
 class Changes:
-    """The rows of all stores of this rank that changed between two saves."""
+    """The rows on this rank that changed between two saves, for all stores."""
 
     def __init__(self, stores: Stores, changed: dict[int, ChangedRows]) -> None:
         self._changed = changed
@@ -112,13 +113,16 @@ class Changes:
                 for key in store.read(NO_ROWS):
                     tensor = name if key == WEIGHTS else f"{name}/{key}"
                     self._tables[tensor] = _Table(store, key, shard)
-        self._patches: list[tuple[str, Place, str]] = []  # tensor, rectangle, name of its rows
+        # (tensor, rectangle, name of the part with its row numbers).
+        self._patches: list[tuple[str, Place, str]] = []
 
     def parts_of(self, parts: Sequence[Part]) -> list[Part]:
-        """Replace the parts of tables by their changed rows; ``patches_of`` finds them again."""
+        """Replace the parts of tables by their changed rows. ``patches_of`` later turns them into
+        patches.
+        """
         result: list[Part] = []
         rows_names: dict[tuple[str, int, int], str] = {}
-        growing: dict[int, TrainedRows] = {}  # changed rows, by all rows
+        growing: dict[int, TrainedRows] = {}  # changed rows, by the id of the snapshot of all rows
         for part in parts:
             if part.name not in self._tables:
                 result.append(part)
@@ -126,7 +130,7 @@ class Changes:
             store, key, shard = self._tables[part.name]
             rows, start, stop, numbers = self._select(part, growing)
             span = (shard.table.name, start, stop)
-            if span not in rows_names:  # the tensors of a table share the numbers of their rows
+            if span not in rows_names:  # all tensors of a table share one part with row numbers
                 rows_names[span] = f"rows/{len(rows_names)}"
                 whole = Place(0, stop - start, 0, 1)
                 result.append(Part(name=rows_names[span], place=whole, values=numbers))
@@ -144,7 +148,9 @@ class Changes:
     def _select(
         self, part: Part, growing: dict[int, TrainedRows]
     ) -> tuple[SelectedRows, int, int, Values]:
-        """Return the changed rows [start, stop) of a part, and their numbers in the tensor."""
+        """Return the changed rows of a part: their store, their range there, and their row numbers
+        in the tensor.
+        """
         store, _, shard = self._tables[part.name]
         changed, table = self._changed[id(store)], shard.table.name
         trained = part.values.store if isinstance(part.values, StoredRows) else None
@@ -153,7 +159,7 @@ class Changes:
                 growing[id(trained)] = changed.among(trained)
             rows = growing[id(trained)]
             start, count = rows.starts[table], rows.count(table)
-            # The writer thread computes the numbers, because it sorts the rows anyway.
+            # The writer thread computes the numbers, because it must sort the rows anyway.
             numbers = KeyColumn(partial(rows.numbers_in, trained, table), torch.int64)
             return rows, start, start + count, StoredRows(numbers, WEIGHTS, 0, count)
         shift = shard.row_start - shard.base
@@ -161,7 +167,7 @@ class Changes:
         return changed, start, stop, changed.changed[start:stop] + shift
 
     def patches_of(self, written: Written) -> tuple[Written, list[tuple[str, Patch]]]:
-        """Divide what was written of ``parts_of`` into other parts and patches of tables."""
+        """Separate the written parts of ``parts_of`` into ordinary pieces and patches of tables."""
         pieces = dict(written)
         patches = [
             (name, Patch(place=place, rows=pieces[rows], values=pieces[f"values/{number}"]))

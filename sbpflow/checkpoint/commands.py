@@ -1,6 +1,6 @@
 """Produces the text of ``sbpflow checkpoint ls | verify | diff | prune | compact``.
 
-The commands read, rewrite, and remove checkpoints, but do not load them into a job.
+These commands read, rewrite, and remove checkpoints without loading them into a job.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -27,7 +27,9 @@ from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
 
 
 def checkpoint_folder(path: AnyPath) -> AnyPath:
-    """Return ``path`` if it is a folder of checkpoints, else the checkpoint folder of that run."""
+    """Return ``path`` if it is a folder of checkpoints, else the checkpoint folder of the run
+    ``path``.
+    """
     inside = path / CHECKPOINTS_FOLDER
     return inside if inside.is_dir() and not list_checkpoints(path) else path
 
@@ -35,7 +37,7 @@ def checkpoint_folder(path: AnyPath) -> AnyPath:
 def checkpoints_of(path: AnyPath) -> list[AnyPath]:
     """Return [``path``] if it is a checkpoint, else the checkpoints in the folder, newest first.
 
-    The folder can be a run folder. Raise CheckpointError if the folder has no checkpoints.
+    The folder may be a run folder. Raise CheckpointError if it has no checkpoints.
     """
     paths = list_checkpoints(checkpoint_folder(path))
     if not paths and (path / INDEX_FILE).exists():
@@ -49,7 +51,9 @@ def checkpoints_of(path: AnyPath) -> list[AnyPath]:
 
 
 def list_text(path: AnyPath) -> str:
-    """Return a line per checkpoint, newest first: step, size, and tensors, or its fault."""
+    """Return a line per checkpoint, newest first: name, time, size, and tensors, or what is
+    damaged.
+    """
     lines = [f"{'checkpoint':<16} {'written':<16} {'size':>12} {'tensors':>8}  state"]
     for folder in checkpoints_of(path):
         try:
@@ -67,7 +71,7 @@ def list_text(path: AnyPath) -> str:
 
 
 def _describe(checkpoint: Checkpoint) -> str:
-    """Describe the run, the number of ranks that wrote it, and its score if it is the best."""
+    """Describe the checkpoint's run, how many ranks wrote it, and its score if it is the best."""
     text = f"run {checkpoint.run}, written by {len(checkpoint.index.files)} ranks"
     if checkpoint.before is not None and checkpoint.previous is not None:
         text = f"delta {checkpoint.previous.number} after {checkpoint.before.path.name}, {text}"
@@ -78,7 +82,7 @@ def _describe(checkpoint: Checkpoint) -> str:
 
 
 def verify_text(path: AnyPath) -> tuple[str, bool]:
-    """Read every byte of every checkpoint; return a line for each and whether all are intact."""
+    """Read every byte of every checkpoint; return a line for each, and whether all are intact."""
     faults = dict[AnyPath, str]()
     lines = list[str]()
     folders = checkpoints_of(path)
@@ -92,16 +96,21 @@ def verify_text(path: AnyPath) -> tuple[str, bool]:
 
 
 def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint | None, str]:
-    """Read every byte of a checkpoint and of what it continues; return its fault, or "".
+    """Read every byte of a checkpoint and of those it depends on.
 
-    ``faults`` has the results so far, so that nothing is read twice.
+    Return the checkpoint, if it can be opened, and what is damaged, or "". ``faults`` contains the
+    results so far, so that nothing is read twice.
     """
     checkpoint, fault = None, ""
     try:
         checkpoint = checked(folder)
         if checkpoint.before is not None:
             _, fault = _verified(checkpoint.before.path, faults)
-            fault = f"{folder}: is a delta that needs {fault}" if fault else ""
+            fault = (
+                f"{folder}: is a delta, and a checkpoint that it needs is damaged: {fault}"
+                if fault
+                else ""
+            )
         if folder not in faults and not fault:
             checkpoint.verify()
     except CheckpointError as error:
@@ -111,7 +120,9 @@ def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint |
 
 
 def diff_text(left_path: AnyPath, right_path: AnyPath) -> tuple[str, bool]:
-    """Return two checkpoints' differences by tensor and document, and True if there are none."""
+    """Return the differences of two checkpoints by tensor and document, and True if there are
+    none.
+    """
     left, right = checked(checkpoints_of(left_path)[0]), checked(checkpoints_of(right_path)[0])
     lines = [f"{left.path} (step {left.step}) and {right.path} (step {right.step})"]
     lines += _missing(left, right) + _missing(right, left)
@@ -154,7 +165,7 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
 
 
 def _document_diff(key: str, left: object, right: object) -> Iterator[str]:
-    """Yield ``key: value -> value`` for every difference, with long values shortened."""
+    """Yield ``key: value -> value`` for every difference. Long values are shortened."""
     if isinstance(left, dict) and isinstance(right, dict):
         old, new = cast("Mapping[str, Any]", left), cast("Mapping[str, Any]", right)
         for name in dict.fromkeys([*old, *new]):
@@ -169,10 +180,10 @@ def _document_diff(key: str, left: object, right: object) -> Iterator[str]:
 
 
 def prune(path: AnyPath, keep: int, *, dry_run: bool) -> list[str]:
-    """Remove all but the best and ``keep`` newest good checkpoints; return a line per checkpoint.
+    """Remove all but the best and the ``keep`` newest good checkpoints; return a line for each.
 
-    Damaged checkpoints are listed but neither removed nor counted. Raise ConfigError if ``keep`` is
-    less than 1, or if a run is saving to the folder.
+    Damaged checkpoints are listed, but neither removed nor counted. Raise ConfigError if ``keep``
+    is less than 1, or if a run is saving to the folder.
     """
     if keep < 1:
         raise ConfigError(f"--keep: must be 1 or more, got {keep}; use, for example, --keep 3")
@@ -184,15 +195,15 @@ def prune(path: AnyPath, keep: int, *, dry_run: bool) -> list[str]:
 @contextmanager
 def held(folder: AnyPath) -> Generator[None]:
     """Lock a local folder of checkpoints; raise ConfigError if a run is saving there."""
-    if isinstance(folder, RemotePath):  # no locks: docs/checkpoints.md
+    if isinstance(folder, RemotePath):  # stores have no locks; see docs/checkpoints.md
         yield
         return
     try:
         file = hold(folder / LOCK_FILE)
     except HeldError as error:
         raise ConfigError(
-            f"{folder}: a run is saving there{error} and applies checkpoint.keep itself; wait "
-            "until the run has ended, then repeat this command"
+            f"{folder}: a run is saving there{error}; wait until it has ended, and repeat this "
+            "command (during a run, checkpoint.keep limits the number of checkpoints)"
         ) from error
     with file:
         yield
@@ -206,7 +217,7 @@ def _prune(paths: Sequence[AnyPath], keep: int, *, dry_run: bool) -> list[str]:
         if checkpoint is None or fault:
             lines[path] = f"skipped, damaged: {fault}"
             continue
-        best = best or best_of(checkpoint)  # the newest checkpoint has the best step of the run
+        best = best or best_of(checkpoint)  # the newest checkpoint names the best step of the run
         if len(kept) < keep or (best and best["step"] == checkpoint.step):
             kept.append(path)
     needed = needed_by(kept)
@@ -223,9 +234,10 @@ def _prune(paths: Sequence[AnyPath], keep: int, *, dry_run: bool) -> list[str]:
 
 
 def compact(path: AnyPath) -> str:
-    """Replace the newest delta at ``path`` by a full checkpoint; return a line about it.
+    """Replace the delta at ``path`` by a full checkpoint; return a line that says so.
 
-    Raise CheckpointError if another delta continues it.
+    ``path`` may be a folder, whose newest checkpoint is used. Raise CheckpointError if another
+    delta continues the checkpoint.
     """
     paths = checkpoints_of(path)
     delta = checked(paths[0])
@@ -241,9 +253,10 @@ def compact(path: AnyPath) -> str:
 
 
 def check_last(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a delta continues the checkpoint, which then must not change."""
+    """Raise CheckpointError if a delta continues the checkpoint, so that it must not be changed."""
     for other in list_checkpoints(checkpoint.path.parent):
         if other != checkpoint.path and checkpoint.path in needed_by([other]):
             raise CheckpointError(
-                f"{checkpoint.path}: {other.name} is a delta that continues it; compact {other}"
+                f"{checkpoint.path}: must not be changed, because the delta {other.name} "
+                f"continues it; compact {other} instead"
             )

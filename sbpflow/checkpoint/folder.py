@@ -1,8 +1,8 @@
 """Manages the folder of a run's checkpoints ``step-N``.
 
-A checkpoint has another name until it is complete. In a store, where nothing can be renamed, its
-files have unique names instead, and it is complete once its index exists. This module lists the
-checkpoints, finds the newest good one, and removes old ones.
+Until a checkpoint is complete, its folder has another name. In a store, where nothing can be
+renamed, its files have unique names instead, and it is complete once its index exists. This module
+lists checkpoints, finds the newest good one, and removes old ones.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from sbpflow.runtime.files.run_folder import LOCK_FILE
 
 logger = logging.getLogger(__name__)
 
-DATA_FOLDER = "data"  # data set metadata without rows, used to predict raw rows
+DATA_FOLDER = "data"  # metadata of the data set, without rows; needed to predict raw rows
 _STEP = re.compile(r"step-(\d+)")
 _REPLACED = re.compile(r"\.replaced-(step-\d+)")
 _PARTIAL = re.compile(r"\.step-\d+\.partial-[0-9a-f]+|\.removed-step-\d+|\.run\.json\.new")
@@ -37,14 +37,14 @@ def step_folder(folder: AnyPath, step: int) -> AnyPath:
 
 
 def data_folder(checkpoint: AnyPath) -> AnyPath:
-    """Return the folder next to a checkpoint that has its data's manifest and vocabularies."""
+    """Return the folder, next to a checkpoint, with the manifest and vocabularies of its data."""
     return checkpoint.parent / DATA_FOLDER
 
 
 def partial_folder(folder: AnyPath, step: int, nonce: str) -> AnyPath:
-    """Return the folder of an incomplete checkpoint; the hexadecimal ``nonce`` makes it unique.
+    """Return the folder of an incomplete checkpoint, made unique by the hexadecimal ``nonce``.
 
-    In a store, this is the final folder, and ``piece_file`` is unique.
+    In a store, this is the final folder, and the names of ``piece_file`` are unique.
     """
     if isinstance(folder, RemotePath):
         return step_folder(folder, step)
@@ -52,13 +52,13 @@ def partial_folder(folder: AnyPath, step: int, nonce: str) -> AnyPath:
 
 
 def piece_file(partial: AnyPath, rank: int, nonce: str) -> AnyPath:
-    """Return the file for the pieces of a rank."""
+    """Return the path of the file for the pieces of a rank."""
     is_remote = isinstance(partial, RemotePath)
     return partial / (f"rank-{rank}.{nonce}.bin" if is_remote else f"rank-{rank}.bin")
 
 
 def drop_partial(partial: AnyPath, nonce: str) -> None:
-    """Remove the files of an incomplete checkpoint; ignore errors."""
+    """Remove the files of an incomplete checkpoint, ignoring errors."""
     if not isinstance(partial, RemotePath):
         shutil.rmtree(partial, ignore_errors=True)
         return
@@ -69,9 +69,9 @@ def drop_partial(partial: AnyPath, nonce: str) -> None:
 
 
 class Claim:
-    """Marks a folder in a store as used by this start of a run, because a store has no locks.
+    """Marks a folder in a store, which has no locks, as used by this launch of a run.
 
-    If another start claims the folder later, ``check`` of the earlier start raises CheckpointError.
+    If another launch claims the folder later, ``check`` raises CheckpointError in this one.
     """
 
     def __init__(self, folder: RemotePath) -> None:
@@ -80,22 +80,22 @@ class Claim:
         self._file.write_bytes(self._text)
 
     def check(self) -> None:
-        """Raise CheckpointError if another start has claimed the folder."""
+        """Raise CheckpointError if another launch has claimed the folder."""
         try:
             if self._file.read_bytes() == self._text:
                 return
         except OSError as error:
             raise failed(self._file, error) from error
         raise CheckpointError(
-            f"{self._file.parent}: another run saves there now, so this run must not; end one of "
-            "them, or use another checkpoint.dir"
+            f"{self._file.parent}: another run has started saving there, so this run cannot; stop "
+            "one of them, or use another checkpoint.dir"
         )
 
 
 def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """Return the folders ``step-N`` in ``folder``, newest first.
 
-    A folder may be damaged. In a store, a folder without an index is not a checkpoint.
+    They may be damaged. In a store, a folder without an index is not a checkpoint.
     """
     if isinstance(folder, RemotePath):
         steps = (name.removesuffix(f"/{INDEX_FILE}") for name in folder.sizes())
@@ -110,9 +110,8 @@ def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
 def good_checkpoints(folder: AnyPath, *, run: str | None = None) -> Iterator[Checkpoint]:
     """Yield the checkpoints with a valid index and complete files, newest first.
 
-    Skip checkpoints that are damaged, belong to a run other than ``run``, or have a step that
-    differs from their names; log a warning for each. The checksums are verified only when tensors
-    are read.
+    Checkpoints that are damaged, belong to a run other than ``run``, or have a name that differs
+    from their step are skipped with a warning. Checksums are verified only when tensors are read.
     """
     for path in list_checkpoints(folder):
         try:
@@ -122,12 +121,14 @@ def good_checkpoints(folder: AnyPath, *, run: str | None = None) -> Iterator[Che
 
 
 def checked(path: AnyPath, *, run: str | None = None) -> Checkpoint:
-    """Open the checkpoint at ``path``; verify that its step matches its name, and its run."""
+    """Open the checkpoint at ``path``; check that its step matches its name, and that its run is
+    ``run``.
+    """
     checkpoint = open_checkpoint(path)
     if _STEP.fullmatch(path.name) and step_of(path) != checkpoint.step:
         raise CheckpointError(
-            f"{path}: contains the checkpoint of step {checkpoint.step}; put the right files there "
-            f"or rename it to step-{checkpoint.step}"
+            f"{path}: contains the checkpoint of step {checkpoint.step}; restore the right files, "
+            f"or rename the folder to step-{checkpoint.step}"
         )
     if run is not None and checkpoint.run != run:
         raise CheckpointError(
@@ -138,9 +139,10 @@ def checked(path: AnyPath, *, run: str | None = None) -> Checkpoint:
 
 
 def best_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the best validation score at the time of the save: ``metric``, ``value`` and ``step``.
+    """Return the best validation score when the checkpoint was saved: ``metric``, ``value``,
+    ``step``.
 
-    ``None`` if the run does not keep its best weights.
+    Return ``None`` if the run does not keep its best weights.
     """
     loop = checkpoint.documents.get("loop")
     best = loop.get("best") if isinstance(loop, dict) else None
@@ -149,10 +151,11 @@ def best_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def publish(folder: AnyPath, partial: AnyPath, index: Index) -> AnyPath:
-    """Write the index into ``partial``, whose files are on disk, and rename it to ``step-N``.
+    """Write the index into ``partial``, whose files must be on disk, and rename it to ``step-N``.
 
-    A crash leaves either a complete checkpoint or none. An existing checkpoint of the same step is
-    replaced. In a store, writing the index is enough; other files there are then removed.
+    If the process crashes, there is either a complete checkpoint or none. An existing checkpoint of
+    the same step is replaced. In a store, writing the index is enough; leftover files there are
+    then removed.
     """
     target = step_folder(folder, index.step)
     try:
@@ -169,7 +172,8 @@ def _publish_files(folder: Path, partial: Path, target: Path, text: str) -> None
     write_synced(partial / INDEX_FILE, text)
     sync_folder(partial)
     if target.exists():
-        aside = folder / f".replaced-{target.name}"  # ``tidy`` recognizes it as complete
+        # ``tidy`` restores it if the replacement is interrupted.
+        aside = folder / f".replaced-{target.name}"
         target.rename(aside)
         partial.rename(target)
         _remove(aside)
@@ -186,9 +190,10 @@ def _publish_objects(target: RemotePath, index: Index) -> None:
 
 
 def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, but keep the ``newest`` last ones and ``and_step``.
+    """Remove checkpoints up to ``step`` except the newest ``newest`` and that of ``and_step``.
 
-    Also keep what these checkpoints need to be read. Deltas are removed before what they need.
+    The checkpoints that these depend on are kept too. Deltas are removed before the checkpoints
+    that they continue.
     """
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     needed = needed_by([*paths[:newest], *(path for path in paths if step_of(path) == and_step)])
@@ -198,9 +203,9 @@ def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) 
 
 
 def needed_by(paths: Iterable[AnyPath]) -> set[AnyPath]:
-    """Return the paths of checkpoints and of all checkpoints that their deltas continue.
+    """Return the paths of these checkpoints and of all checkpoints that they depend on.
 
-    Damaged checkpoints need nothing.
+    Damaged checkpoints count as depending on nothing.
     """
     needed = set[AnyPath]()
     for path in paths:
@@ -216,14 +221,14 @@ def needed_by(paths: Iterable[AnyPath]) -> set[AnyPath]:
 
 
 def step_of(path: AnyPath) -> int:
-    """Return the step in the name of a checkpoint's folder."""
+    """Return the step given by the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))
 
 
 def remove_checkpoint(path: AnyPath) -> None:
-    """Rename, then remove, so that a crash does not leave a partial checkpoint at ``path``.
+    """Remove a checkpoint, so that a crash does not leave a part of it at ``path``.
 
-    In a store, the index is removed first.
+    The folder is renamed first. In a store, the index is removed first.
     """
     if isinstance(path, RemotePath):
         path.remove_tree(first=INDEX_FILE)
@@ -237,8 +242,8 @@ def remove_checkpoint(path: AnyPath) -> None:
 def tidy(folder: AnyPath) -> list[str]:
     """Clean up after a killed run; return the names of the removed entries.
 
-    Remove incomplete files, and restore a checkpoint whose replacement was interrupted. A run must
-    not be writing to the folder.
+    Remove incomplete files, and restore a checkpoint whose replacement was interrupted. No run may
+    be writing to the folder.
     """
     if isinstance(folder, RemotePath):
         return _tidy_store(folder)
@@ -257,7 +262,7 @@ def tidy(folder: AnyPath) -> list[str]:
 
 
 def _tidy_store(folder: RemotePath) -> list[str]:
-    """Remove the files of checkpoints without an index; return the names of the checkpoints."""
+    """Remove the files of checkpoints without an index; return the names of these checkpoints."""
     removed: list[str] = []
     names = folder.sizes()
     for name in sorted(names):
@@ -269,7 +274,7 @@ def _tidy_store(folder: RemotePath) -> list[str]:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write ASCII text and fsync it."""
+    """Write ASCII text to a file, and call fsync."""
     with path.open("w", encoding="ascii") as file:
         file.write(text)
         file.flush()
@@ -277,7 +282,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Call fsync on ``folder`` itself, so that its entries survive a crash."""
+    """Call fsync on the folder itself, so that its entries survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

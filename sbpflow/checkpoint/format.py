@@ -1,13 +1,13 @@
 """Writes and reads the index of a checkpoint, without tensor data.
 
 A checkpoint is a folder with ``index.json`` and binary files. For every logical tensor, the index
-has the full shape and the pieces that cover it: the rectangle of each piece, its file and offset,
-and a CRC32 per block. In a delta, the tensors of tables have patches instead: the numbers and
-values of the rows that changed since the previous checkpoint. The rows of growing tables have the
-numbers of this step; unchanged rows have other numbers in the previous checkpoint, where their keys
-identify them. The index does not depend on ranks or layouts, and includes a digest of its own
-content. Reading untrusted files is safe: they contain only JSON and bytes, and nothing is executed
-or imported.
+contains the full shape and the pieces that cover it: the rectangle of each piece, its file and
+offset, and a CRC32 per block. In a delta, the tensors of tables have patches instead: the numbers
+and values of the rows that changed since the previous checkpoint. Rows of growing tables are
+numbered as of this step; an unchanged row may have another number in the previous checkpoint, so
+its key identifies it there. The index does not depend on ranks or layouts, and includes a digest of
+its own content. Reading untrusted files is safe: they contain only JSON and bytes, and nothing is
+executed or imported.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from sbpflow.runtime.files.remote_path import AnyPath
 FORMAT = "sbpflow-checkpoint"
 VERSION, DELTA_VERSION = 1, 2
 INDEX_FILE = "index.json"
-BLOCK_BYTES = 8 * 2**20  # size of the blocks with one CRC; a multiple of every item size
+BLOCK_BYTES = 8 * 2**20  # each block of this size has a CRC; a multiple of every item size
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -40,14 +40,15 @@ DTYPES = {
         torch.int32,
     )
 }
-_FILE_NAME = re.compile(r"rank-\d+(\.[0-9a-f]+)?\.bin")  # objects also have an attempt's nonce
+# In a store, names also contain the nonce of the attempt.
+_FILE_NAME = re.compile(r"rank-\d+(\.[0-9a-f]+)?\.bin")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
     """A rectangle [row_start:row_stop, col_start:col_stop] of a logical tensor.
 
-    The columns are all dims after the first, flattened. A 1-d tensor has one column.
+    All dims after the first are flattened to columns. A 1-d tensor has one column.
     """
 
     row_start: int
@@ -80,9 +81,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Refers to the bytes of ``place``, row by row, from byte ``offset`` of ``file`` on.
+    """Where the bytes of ``place`` are: row by row, from byte ``offset`` of ``file`` on.
 
-    ``crc32`` has one checksum per ``BLOCK_BYTES``; the last block may be shorter.
+    ``crc32`` contains one checksum per ``BLOCK_BYTES``; the last block may be shorter.
     """
 
     file: str
@@ -95,9 +96,9 @@ class Piece:
 class Patch:
     """The changed rows of the rectangle ``place``: their numbers and their values.
 
-    ``rows`` refers to ascending row numbers of the tensor, int64 [n]; for a growing table, they
-    count from the first row of ``place``. ``values`` refers to [n, columns]. The places of both
-    pieces have rows [0, n).
+    ``rows`` is the piece with their row numbers in the tensor: [n] int64, ascending; for a growing
+    table, relative to the first row of ``place``. ``values`` is the piece with their values [n,
+    columns]. The places of both pieces have rows [0, n).
     """
 
     place: Place
@@ -112,9 +113,9 @@ class SavedTensor:
     In a delta, a tensor of a table has ``patches``, whose rectangles cover the tensor, instead of
     ``pieces``.
 
-    ``column_starts`` has the first table column of each shard; it is set only for state with one
-    value per row and column shard. ``keys`` names the tensor with the keys of a growing table's
-    rows: row 0 is shared, and row i + 1 belongs to key i.
+    ``column_starts`` is set only for state with one value per row and column shard: it contains the
+    first table column of each shard. ``keys`` names the tensor with the keys of a growing table:
+    row 0 is the shared row, and row i + 1 belongs to key i.
     """
 
     shape: tuple[int, ...]
@@ -131,9 +132,9 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Previous:
-    """The checkpoint that a delta continues: its step, and the digest of its index.
+    """The checkpoint that a delta continues: its step and the digest of its index.
 
-    ``number`` counts the deltas since the last full checkpoint.
+    ``number`` counts deltas since the last full checkpoint, starting at 1.
     """
 
     step: int
@@ -143,10 +144,11 @@ class Previous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """Everything in a checkpoint except the bytes of its tensors; a delta has ``previous``.
+    """Everything in a checkpoint except the bytes of its tensors.
 
-    ``run`` is the ID of the run that wrote it, ``files`` has the size of every file in bytes, and
-    ``documents`` has further JSON values, such as configuration, plan, and cursor.
+    ``run`` is the ID of the run that wrote it, ``files`` maps every file to its size in bytes, and
+    ``documents`` contains further JSON values, such as configuration, plan, and cursor.
+    ``previous`` is set only for a delta.
     """
 
     step: int
@@ -171,7 +173,7 @@ def to_json(index: Index) -> str:
 
 
 def digest_of(index: Index) -> str:
-    """Return the digest in the index file."""
+    """Return the digest that the index file contains."""
     return _digest(_content(index))
 
 
@@ -191,18 +193,18 @@ def _content(index: Index) -> dict[str, Any]:
 
 
 def from_json(text: str, path: AnyPath) -> Index:
-    """Parse the text of ``to_json``; for other text, raise CheckpointError with ``path``."""
+    """Parse the text of ``to_json``. For any other text, raise CheckpointError naming ``path``."""
     try:
         return _parse(text)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: is not an index that this version can read ({why_not(error)}); use another "
-            "checkpoint"
+            f"{path}: is not a checkpoint index that this version can read ({why_not(error)}); "
+            "use another checkpoint"
         ) from error
 
 
 def piece_to_json(piece: Piece) -> list[Any]:
-    """Return [file, offset, row start, row stop, column start, column stop, CRCs]."""
+    """Return a piece as [file, offset, row start, row stop, column start, column stop, CRCs]."""
     return [piece.file, piece.offset, *astuple(piece.place), list(piece.crc32)]
 
 
@@ -218,7 +220,7 @@ def piece_from_json(value: Sequence[Any]) -> Piece:
 
 
 def patch_to_json(patch: Patch) -> list[Any]:
-    """Return [rectangle, piece of the row numbers, piece of the values]."""
+    """Return a patch as [rectangle, piece of the row numbers, piece of the values]."""
     return [list(astuple(patch.place)), piece_to_json(patch.rows), piece_to_json(patch.values)]
 
 
@@ -229,14 +231,14 @@ def patch_from_json(value: Sequence[Any]) -> Patch:
     patch = Patch(place=place, rows=piece_from_json(rows), values=piece_from_json(values))
     num_rows = patch.rows.place.num_rows
     if patch.rows.place != Place(0, num_rows, 0, 1):
-        _wrong(f"the row numbers of a patch have the place {patch.rows.place}")
+        _wrong(f"the row numbers of a patch are {patch.rows.place}, not a column of rows from 0")
     if patch.values.place != Place(0, num_rows, place.col_start, place.col_stop):
-        _wrong(f"the patch of {place} has values of {patch.values.place}")
+        _wrong(f"the patch of {place} has values {patch.values.place}, with other rows or columns")
     return patch
 
 
 def _parse(text: str) -> Index:
-    # A document may contain infinity, such as an infinite loss; the code that reads the document
+    # Documents may contain infinity, such as an infinite loss. The code that reads a document
     # checks its values.
     tree = object_of(parse_json(text, finite=False), "the file")
     if tree["format"] != FORMAT:
@@ -246,7 +248,7 @@ def _parse(text: str) -> Index:
         _wrong(f"its version is {version!r}, but this program reads {VERSION} and {DELTA_VERSION}")
     content = tree["content"]
     if _digest(content) != tree["sha256"]:
-        _wrong("its checksum does not match: it was changed after it was written")
+        _wrong("its checksum does not match, so it was changed after it was written")
     if content["byte_order"] != sys.byteorder:
         _wrong(f"its byte order is {content['byte_order']}, not {sys.byteorder} as on this machine")
     if content["block_bytes"] != BLOCK_BYTES:
@@ -258,7 +260,7 @@ def _parse(text: str) -> Index:
     for name, tensor in tensors.items():
         num_rows = tensor.whole.num_rows
         if tensor.keys is not None and tensors[tensor.keys].whole.num_rows + 1 != num_rows:
-            _wrong(f"{name}: has {num_rows} rows, which is not one more than {tensor.keys}")
+            _wrong(f"{name}: has {num_rows} rows, but must have one more than {tensor.keys}")
     documents = object_of(content["documents"], "documents")
     if not isinstance(content["run"], str):
         _wrong(f"its run is {content['run']!r}, not a string")
@@ -267,7 +269,7 @@ def _parse(text: str) -> Index:
         step, sha256, number = content["previous"]
         previous = Previous(step=_count(step), sha256=str(sha256), number=_count(number))
     if previous is None and any(tensor.patches for tensor in tensors.values()):
-        _wrong("it has patches, but no previous checkpoint")
+        _wrong("it has patches, but does not name the previous checkpoint")
     return Index(
         step=_count(content["step"]),
         run=content["run"],
@@ -312,9 +314,9 @@ def _tensor_from_json(name: str, value: Mapping[str, Any], files: Mapping[str, i
         if piece.offset + num_bytes > files[piece.file]:
             _wrong(f"{name}: {piece.place} goes beyond the end of {piece.file}")
         if len(piece.crc32) != -(-num_bytes // BLOCK_BYTES):
-            _wrong(f"{name}: {piece.place} has {len(piece.crc32)} checksums")
+            _wrong(f"{name}: {piece.place} has a wrong number of checksums, {len(piece.crc32)}")
     if tensor.pieces and tensor.patches:
-        _wrong(f"{name}: has pieces and patches")
+        _wrong(f"{name}: has both pieces and patches")
     places = [part.place for part in (*tensor.pieces, *tensor.patches)]
     if reason := cover_fault(tensor.whole, places):
         _wrong(f"{name}: {reason}")
@@ -322,15 +324,15 @@ def _tensor_from_json(name: str, value: Mapping[str, Any], files: Mapping[str, i
 
 
 def cover_fault(whole: Place, places: Sequence[Place]) -> str:
-    """Return why ``places`` do not tile ``whole``, or "" if they do."""
+    """Return why ``places`` do not tile ``whole`` exactly, or "" if they do."""
     area = sum(place.num_elements for place in places)
     if area != whole.num_elements:
         return f"its pieces have {area} elements, but the tensor has {whole.num_elements}"
     for place in places:
         if place.common(whole) != place and place.num_elements:
             return f"{place} lies outside {whole}"
-    # Sweep down the rows and compare each place only with the places that reach its first row.
-    # Comparing all pairs would be quadratic in the number of pieces.
+    # Sweep down the rows, and compare each place only with earlier ones that extend to its first
+    # row. Comparing all pairs would take quadratic time.
     reaching: list[Place] = []
     for place in sorted(places):
         reaching = [other for other in reaching if other.row_stop > place.row_start]

@@ -1,8 +1,8 @@
-"""Finds and reads the rows of growing tables by their keys, also through a chain of deltas.
+"""Finds and reads the rows of growing tables by key, even through a chain of deltas.
 
 The rows of a growing table are saved in the order of the addresses of their keys, so the number of
-a row can change from one checkpoint to the next. A delta contains all keys, and the changed rows;
-its other rows are found in the previous checkpoint by their keys.
+a row may change from one checkpoint to the next. A delta contains all keys but only the changed
+rows; all other rows are found by key in the previous checkpoint.
 """
 
 from bisect import bisect_left
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from sbpflow.checkpoint.read import Checkpoint
 
 _BLOCK_KEYS = BLOCK_BYTES // 8
-_ROWS = 4 * _BLOCK_KEYS  # rows that are found together; the search needs about 50 bytes per row
+# Rows are looked up in portions of this size; a lookup needs about 50 bytes per row.
+_ROWS = 4 * _BLOCK_KEYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
     """How a growing table differs from an earlier checkpoint of its chain.
 
-    ``rows`` int64 [n], ascending, are the rows of the later checkpoint whose keys are new or whose
-    values may have changed; row 0 is shared, and row i + 1 belongs to key i of
-    ``SavedTensor.keys``. ``is_added`` [n] bool marks the rows of new keys. ``removed`` has the keys
-    int64 that have lost their rows.
+    ``rows`` [n] int64, ascending, are the rows of the later checkpoint whose keys are new or whose
+    values may have changed; row 0 is the shared row, and row i + 1 belongs to key i of
+    ``SavedTensor.keys``. ``is_added`` [n] bool marks the rows of new keys. ``removed``, int64,
+    contains the keys that have lost their rows.
     """
 
     rows: Tensor
@@ -41,31 +42,31 @@ class KeyChanges:
 
 
 class Addresses:
-    """The ascending addresses of the keys in tensor ``name``; a search reads few blocks."""
+    """The ascending addresses of the keys in tensor ``name``. A search reads only a few blocks."""
 
     def __init__(self, checkpoint: "Checkpoint", name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
         self.count = checkpoint.saved(name).whole.num_rows
-        self._firsts: dict[int, int] = {}  # the first address of each block
+        self._firsts: dict[int, int] = {}  # cache of the first address of each block
         self._last: tuple[int, Tensor] | None = None  # the block that was read last
 
     def read(self, keys: slice | None = None) -> Tensor:
-        """Return some or all addresses."""
+        """Return the addresses of some keys, or of all."""
         return mix(self._checkpoint.tensor(self._name, keys))
 
     def at(self, numbers: Tensor) -> Tensor:
-        """Return the addresses with these ascending numbers."""
+        """Return the addresses of the keys with these numbers, which must ascend."""
         if not numbers.numel():
             return numbers
         first = int(numbers[0])
         return self.read(slice(first, int(numbers[-1]) + 1))[numbers - first]
 
     def within(self, first: int, last: int) -> slice:
-        """Return the range of keys in buckets [first, last)."""
+        """Return the range of the keys that are in buckets [first, last)."""
         return slice(self._below(first_address(first)), self._below(first_address(last)))
 
     def find(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of ascending addresses [n], and which addresses exist [n] bool."""
+        """Return the key numbers of ascending addresses [n], and which of these exist, [n] bool."""
         if not addresses.numel():
             return addresses, addresses.bool()
         start, stop = self._below(int(addresses[0])), self._below(int(addresses[-1]) + 1)
@@ -76,7 +77,7 @@ class Addresses:
         return numbers + start, own[numbers] == addresses
 
     def _below(self, address: int) -> int:
-        """Return the number of smaller addresses."""
+        """Return how many addresses are smaller than ``address``."""
         if not self.count:
             return 0
         blocks = range(-(-self.count // _BLOCK_KEYS))
@@ -96,9 +97,9 @@ class Addresses:
 
 
 def key_changes(members: Sequence["Checkpoint"], table: str) -> KeyChanges:
-    """Return what consecutive deltas, the oldest first, have changed in a growing table.
+    """Return what consecutive deltas, oldest first, have changed in a growing table.
 
-    The earlier checkpoint is the one that the first delta continues.
+    The changes are relative to the checkpoint that the first delta continues.
     """
     name = f"tables/{table}"
     last, before, keys = members[-1], members[0].before, members[-1].saved(name).keys
@@ -118,7 +119,9 @@ def key_changes(members: Sequence["Checkpoint"], table: str) -> KeyChanges:
 
 
 def read_by_key(delta: "Checkpoint", name: str, place: Place, target: Tensor) -> None:
-    """Read ``place`` of a growing table's tensor from a delta into ``target`` [rows, columns]."""
+    """Read the rectangle ``place`` of a growing table from a delta into ``target`` [rows,
+    columns].
+    """
     for start in range(place.row_start, place.row_stop, _ROWS):
         rows = torch.arange(start, min(start + _ROWS, place.row_stop))
         read_rows(delta, name, rows, place, target[start - place.row_start :])
@@ -139,7 +142,8 @@ def read_rows(
 class _Rows(NamedTuple):
     """Rows [n] of a checkpoint, and their indices [n] in the result.
 
-    ``addresses`` belong to the keys in tensor ``keys``; the shared row has no address.
+    ``addresses`` are the addresses of the rows' keys, which are in tensor ``keys``. The shared row
+    has no key.
     """
 
     keys: str
@@ -176,8 +180,8 @@ def _read(
         num_missing -= int((~is_old[index]).sum()) * values.shape[1]
     if num_missing:
         raise CheckpointError(
-            f"{checkpoint.path}: {name}: lacks {num_missing} values of keys that are not in "
-            f"{before.path}; use another checkpoint"
+            f"{checkpoint.path}: {name}: lacks {num_missing} values, whose keys are not in "
+            f"{before.path} either; use another checkpoint"
         )
 
 

@@ -1,4 +1,6 @@
-"""Compiled loop over the marks of an undo log. Import this module only if numba is installed."""
+"""Defines a compiled loop over the marks of an undo log. Import this module only if numba is
+installed.
+"""
 
 import numpy as np
 
@@ -7,7 +9,7 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 @compiled
 def take_marked(rows: Array, marks: Array, taken: Array) -> int:
-    """Do the same as ``marks.take_marked_by_numpy``, in one pass."""
+    """Like ``marks.take_marked_by_numpy``, but in one pass."""
     count = 0
     for i in range(rows.size):
         row = np.uint64(rows[i])

@@ -1,8 +1,8 @@
-"""Reads a checkpoint: whole tensors or rectangles of them; every block is verified before use.
+"""Reads a checkpoint: whole tensors or rectangles of them. Every block is verified before use.
 
-Reading converts to the requested dtype and needs the memory of one block in addition to the result.
-A delta is read through the chain of its predecessors: the values of the full checkpoint, and over
-them the changed rows of every delta in order. Keys identify the rows of growing tables.
+Reading converts to the requested dtype, and needs the memory of one block in addition to the
+result. A delta is read through its chain of predecessors: the values of the full checkpoint are
+overwritten with the changed rows of each delta, in order. Keys identify the rows of growing tables.
 A checkpoint contains only JSON and bytes; nothing in it is imported or executed.
 """
 
@@ -32,13 +32,14 @@ from sbpflow.errors import CheckpointError, StoreError
 from sbpflow.runtime.files.json_file import JsonError, read_text
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
 
-_KEPT_ROWS = 64  # a table has a patch per rank
+# Maximum number of patches whose row numbers stay in memory; a table has a patch per rank.
+_KEPT_ROWS = 64
 
 
 def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
     """Open the checkpoint in folder ``path``; check its index and the sizes of its files.
 
-    Raise CheckpointError with the name of the file, its fault, and a remedy.
+    Raise CheckpointError, naming the file, what is wrong with it, and a remedy.
     """
     folder = any_path(path)
     file = folder / INDEX_FILE
@@ -67,8 +68,8 @@ def _open_previous(folder: AnyPath, index: Index, previous: Previous) -> "Checkp
     path = parent / f"step-{previous.step}"
     if previous.step >= index.step:
         raise CheckpointError(
-            f"{folder}: continues step {previous.step}, which is not an earlier step; use another "
-            "checkpoint"
+            f"{folder}: is a delta of step {previous.step}, which is not earlier than its own; "
+            "use another checkpoint"
         )
     try:
         before = open_checkpoint(path)
@@ -77,16 +78,19 @@ def _open_previous(folder: AnyPath, index: Index, previous: Previous) -> "Checkp
     number = 1 if before.previous is None else before.previous.number + 1
     if (digest_of(before.index), number) != (previous.sha256, previous.number):
         raise CheckpointError(
-            f"{folder}: is a delta of another checkpoint than {path}; restore that checkpoint, or "
-            "use another one"
+            f"{folder}: is a delta, but {path} is not the checkpoint that it continues; restore "
+            "that checkpoint, or use another one"
         )
     if _tables(before, index) != _tables(index, index):
-        raise CheckpointError(f"{folder}: has other tables than {path}; use another checkpoint")
+        raise CheckpointError(
+            f"{folder}: does not have the same tables as {path}, which it "
+            "continues; use another checkpoint"
+        )
     return before
 
 
 def _tables(source: "Index | Checkpoint", delta: Index) -> list[object]:
-    """Return the forms of the tensors of ``source`` that have patches in ``delta``."""
+    """Return the shapes and dtypes in ``source`` of the tensors that have patches in ``delta``."""
     forms: list[object] = []
     for name, changed in delta.tensors.items():
         if changed.patches and name in source.tensors:
@@ -96,28 +100,28 @@ def _tables(source: "Index | Checkpoint", delta: Index) -> list[object]:
 
 
 class Checkpoint:
-    """An open checkpoint; ``tensors`` has the logical tensors by their names in ``Job.state``."""
+    """An open checkpoint. ``tensors`` maps names, as in ``Job.state``, to logical tensors."""
 
     def __init__(self, path: AnyPath, index: Index, before: "Checkpoint | None" = None) -> None:
         self.path = path
         self.index = index
         self.before = before  # the predecessor of a delta
-        self._rows: dict[Piece, Tensor] = {}  # row numbers of the patches of one table
+        self._rows: dict[Piece, Tensor] = {}  # row numbers of the patches of the table read last
         self._addresses: dict[str, Addresses] = {}
 
     @property
     def previous(self) -> Previous | None:
-        """Return what a delta continues; None for a full checkpoint."""
+        """Return which checkpoint a delta continues; None for a full checkpoint."""
         return self.index.previous
 
     @property
     def chain_length(self) -> int:
-        """Return the number of checkpoints that reading uses."""
+        """Return how many checkpoints must be read to read this one."""
         return 1 if self.before is None else 1 + self.before.chain_length
 
     @property
     def step(self) -> int:
-        """Return the number of trained steps at the time of the checkpoint."""
+        """Return the number of steps trained before the checkpoint."""
         return self.index.step
 
     @property
@@ -137,7 +141,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Return the total size of the checkpoint's files without the index."""
+        """Return the total size of the checkpoint's files, without the index, in bytes."""
         return sum(self.index.files.values())
 
     def tensor(
@@ -149,8 +153,8 @@ class Checkpoint:
     ) -> Tensor:
         """Return the tensor ``name`` on the CPU, or some of its rows: [rows, ...].
 
-        If ``columns`` is given, flatten all dims after the first and return [rows, columns]. The
-        step of a slice is ignored.
+        If ``columns`` is given, all dims after the first are flattened, and the result is [rows,
+        columns]. The step of a slice is ignored.
         """
         saved = self.saved(name)
         whole = saved.whole
@@ -165,13 +169,17 @@ class Checkpoint:
         return out.reshape((place.num_rows, *saved.shape[1:]) if saved.shape else ())
 
     def saved(self, name: str) -> SavedTensor:
-        """Return the entry of ``name`` in the index; raise CheckpointError if there is none."""
+        """Return the entry of tensor ``name`` in the index; raise CheckpointError if there is
+        none.
+        """
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: has no tensor {name}")
         return self.tensors[name]
 
     def read_into(self, name: str, place: Place, out: Tensor) -> None:
-        """Read ``place`` into ``out``, [rows, columns] or [rows] of any dtype and device."""
+        """Read the rectangle ``place`` into ``out``: [rows, columns] or [rows], any dtype, any
+        device.
+        """
         saved = self.saved(name)
         if place.num_elements and place.common(saved.whole) != place:
             raise CheckpointError(
@@ -200,16 +208,18 @@ class Checkpoint:
         return self._addresses[name]
 
     def changed_rows(self, name: str) -> Tensor:
-        """Return the rows of a table's tensor that a delta contains: ascending int64 [n]."""
+        """Return the numbers of the rows that a delta contains of a table's tensor: [n] int64,
+        ascending.
+        """
         rows = [self._rows_of(name, patch) for patch in self.saved(name).patches]
         return torch.cat(rows).unique() if rows else torch.empty(0, dtype=torch.int64)
 
     def changes(
         self, name: str, within: Place | None = None
     ) -> Iterator[tuple[Tensor, slice, Tensor]]:
-        """Yield rows int64 [n] that a delta changes, columns, and the values [n, columns] there.
+        """Yield the changes in a delta: row numbers [n] int64, columns, and values [n, columns].
 
-        Blocks come in order of the patches; ``within`` selects rows and columns.
+        Blocks are yielded in the order of the patches; ``within`` restricts rows and columns.
         """
         saved = self.saved(name)
         for patch in saved.patches:
@@ -231,7 +241,7 @@ class Checkpoint:
                 yield rows[low : changed.row_stop], columns, block[:, own]
 
     def _rows_of(self, name: str, patch: Patch) -> Tensor:
-        """Return the row numbers of a patch; keep those of one table in memory."""
+        """Return the row numbers of a patch. Those of the last table are kept in memory."""
         piece = patch.rows
         if piece not in self._rows:
             if len(self._rows) >= _KEPT_ROWS:
@@ -267,7 +277,7 @@ class Checkpoint:
         """Raise CheckpointError unless every file exists and has the right size."""
         try:
             listed = self.path.sizes() if isinstance(self.path, RemotePath) else None
-        except StoreError:  # does not mean a damaged checkpoint
+        except StoreError:  # a failing store does not mean that the checkpoint is damaged
             raise
         except OSError as error:
             raise _unreadable(self.path, error) from error
@@ -285,9 +295,10 @@ class Checkpoint:
     def _values(
         self, name: str, piece: Piece, dtype: torch.dtype, wanted: Place
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index of the first element in the piece, elements) of blocks with ``wanted`` rows.
+        """Yield (index of the first element in the piece, elements) of the blocks with ``wanted``
+        rows.
 
-        Blocks come in order; each is valid until the next one is read.
+        Blocks are yielded in order; each is valid only until the next one is read.
         """
         width, at = piece.place.num_columns, piece.place
         size = at.num_elements * dtype.itemsize
@@ -315,7 +326,7 @@ class Checkpoint:
 
 
 class _Blocks:
-    """Reads blocks of a file, in order; a block in a store takes one request."""
+    """Reads blocks of a file, in order. In a store, each block takes one request."""
 
     def __init__(self, path: AnyPath) -> None:
         self._path, self._file = path, -1
@@ -330,12 +341,12 @@ class _Blocks:
             os.close(self._file)
 
     def read(self, data: memoryview, offset: int) -> bool:
-        """Fill ``data``; return False if the file ends first."""
+        """Fill ``data``; return False if the file ends before that."""
         if isinstance(self._path, RemotePath):
             data[:] = self._path.read(offset, offset + len(data))
             return True
         if hasattr(os, "posix_fadvise"):  # not on macOS
-            # Make the system fetch the next block while this one is checked and copied.
+            # Have the system fetch the next block while this one is checked and copied.
             after = offset + len(data)
             os.posix_fadvise(self._file, after, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
         while data:
@@ -347,10 +358,11 @@ class _Blocks:
 
 
 def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) -> None:
-    """Copy elements of the piece at ``at``, from index ``first`` on, into ``target`` at ``place``.
+    """Copy those elements of a block that belong to ``place`` into ``target``.
 
-    A block may start and end within a row, so it consists of up to three rectangles: the end of a
-    row, full rows, and the start of a row.
+    ``values`` are the elements of the piece at ``at`` from index ``first`` on. A block may start
+    and end within a row, so it consists of up to three rectangles: the end of a row, full rows, and
+    the start of a row.
     """
     width = at.num_columns
     row, column = divmod(first, width)
@@ -367,7 +379,7 @@ def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) ->
 def _put_rows(
     target: Tensor, place: Place, at: Place, row: int, column: int, values: Tensor
 ) -> None:
-    """Copy ``values`` [rows, columns] of the piece, starting at (row, column)."""
+    """Copy ``values`` [rows, columns], which start at (row, column) of the piece."""
     top, left = at.row_start + row, at.col_start + column
     source = Place(top, top + values.shape[0], left, left + values.shape[1])
     if both := source.common(place):

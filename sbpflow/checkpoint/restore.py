@@ -2,8 +2,8 @@
 
 Conversion to half precision rounds to nearest; widening is exact. If a table has more rows than
 were saved, the additional rows keep their initial values. The rows of keys are saved in the order
-of their addresses, so a rank's rows form one range for any number of ranks. A binary search finds
-the range.
+of the keys' addresses, so for any number of ranks, the rows of a rank form one range, which a
+binary search finds.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ def check_fits(
 ) -> None:
     """Raise CheckpointError unless the checkpoint has exactly the tensors of ``state``.
 
-    Shapes must be equal, but layouts may differ. If ``grown``, tables may have more rows than were
-    saved.
+    Shapes must be equal, but layouts may differ. With ``grown``, tables may have more rows than
+    were saved.
     """
     missing = sorted(state.keys() - checkpoint.tensors)
     extra = sorted(checkpoint.tensors.keys() - state)
@@ -43,7 +43,7 @@ def check_fits(
         faults += [f"it has {_some(extra)}, but this run does not"] if extra else []
         raise CheckpointError(
             f"{checkpoint.path}: does not fit this run: {'; '.join(faults)}; use the model, "
-            "fields, and optimizers that it was trained with"
+            "fields, and optimizers of the run that saved it"
         )
     for name, tensor in state.items():
         _check_shape(checkpoint, checkpoint.tensors[name], tensor, grown=grown)
@@ -53,14 +53,14 @@ def _check_shape(
     checkpoint: Checkpoint, saved: SavedTensor, tensor: LogicalTensor, *, grown: bool
 ) -> None:
     name, shape = tensor.name, tensor.shape
-    if tensor.by_key:  # use the saved number of rows
+    if tensor.by_key:  # the number of rows is the saved one
         shape = (*saved.shape[:1], *shape[1:])
     if saved.column_starts != tensor.column_starts:
         raise CheckpointError(
-            f"{checkpoint.path}: {name}: saved as {_shards(saved.column_starts)}, but this run has "
-            f"{_shards(tensor.column_starts)}; state per row and column shard is valid only for "
-            "the same column shards; use the same layout and row_state, or train with "
-            "row_state: logical"
+            f"{checkpoint.path}: {name}: saved as {_shards(saved.column_starts)}, but this run "
+            f"has {_shards(tensor.column_starts)}; this state has one value per row and column "
+            "shard, so the column shards must be the same; use the layout and row_state of the "
+            "saved run, or train with row_state: logical"
         )
     if saved.shape == shape:
         return
@@ -71,7 +71,7 @@ def _check_shape(
             "a table may have more rows only if the vocabulary of the data has grown from that of "
             "the saved run (sbpflow prepare --like OLD --grow)"
             if has_more
-            else "use the model that it was trained with"
+            else "use the model of the run that saved it"
         )
         raise CheckpointError(
             f"{checkpoint.path}: {name}: saved as {list(saved.shape)}, but this run has "
@@ -80,9 +80,10 @@ def _check_shape(
 
 
 def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
-    """Fill this rank's rectangles of ``state``, after ``check_fits``; not a collective.
+    """Fill this rank's rectangles of ``state``. Call ``check_fits`` first; this is not a
+    collective.
 
-    Raise CheckpointError at a damaged block; by then, part of the state is already overwritten.
+    Raise CheckpointError at a damaged block; part of the state has then already been overwritten.
     """
     with torch.no_grad():
         growing: dict[str, _Growing] = {}
@@ -101,12 +102,12 @@ def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
 
 
 class _Growing:
-    """Restores the vocabulary of a growing field, and then the rows of its tables."""
+    """Restores the vocabulary of a growing field, then the rows of its tables."""
 
     def __init__(self, checkpoint: Checkpoint, field: "FieldKeys") -> None:
         self._checkpoint, self._name = checkpoint, f"vocabularies/{field.plan.name}"
         addresses = self._addresses("keys")
-        # The saved keys of each owner's buckets, and the rows that they get.
+        # The range of saved keys in the buckets of each owner, and the rows that these keys get.
         self._parts: list[tuple[slice, int]] = []
         if (live := field.live) is not None:
             self._parts = [
@@ -142,7 +143,7 @@ class _Growing:
             raise CheckpointError(f"model.fields.{name}.{error}") from error
 
     def fill(self, name: str, tensor: LogicalTensor, rectangle: Rectangle) -> None:
-        """Write the shared row, and the rows of keys, to their rows of the store."""
+        """Write the shared row and the rows of keys to their places in the store."""
         values, saved = rectangle.values, self._checkpoint.tensors[name].whole
         shard = tensor.shard
         if not isinstance(values, StoredRows) or not isinstance(values.store, TrainedRows):
@@ -188,7 +189,7 @@ def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle)
 
 
 def _write(checkpoint: Checkpoint, name: str, place: Place, values: StoredRows) -> None:
-    """Read and write the rows in portions of about one block per checkpoint that is read."""
+    """Read the rows from the checkpoint and write them to the store, a block or so at a time."""
     row_bytes = max(1, values[:1].numel() * values.itemsize)
     start = place.row_start
     for part in values.split(max(1, BLOCK_BYTES * checkpoint.chain_length // row_bytes)):

@@ -1,6 +1,6 @@
-"""Writes a checkpoint again, with all tensors in one file, and some rows or tensors changed.
+"""Rewrites a checkpoint with some rows or tensors changed, and all tensors in one file.
 
-A tensor is written in portions, so this needs little memory. The new checkpoint is full.
+Tensors are written in portions, so this needs little memory. The new checkpoint is a full one.
 """
 
 import uuid
@@ -18,21 +18,21 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor to write: its entry in the index, and a function that returns all rows in order."""
+    """A tensor to write: its entry in the index, and a function that yields all rows in order."""
 
     saved: SavedTensor
     portions: Callable[[], Iterable[Tensor]]
 
 
 def unchanged(checkpoint: Checkpoint, name: str) -> NewTensor:
-    """Return a tensor of a checkpoint."""
+    """Return a tensor of a checkpoint as it is."""
     saved = checkpoint.tensors[name]
     blocks = row_blocks(saved, checkpoint.chain_length)
     return NewTensor(saved, lambda: (checkpoint.tensor(name, rows) for rows in blocks))
 
 
 def kept_rows(checkpoint: Checkpoint, name: str, keeps: Tensor) -> NewTensor:
-    """Return the rows of a tensor for which ``keeps`` [rows] is True."""
+    """Return a tensor with only those rows for which ``keeps`` [rows] is True."""
     saved = checkpoint.tensors[name]
     blocks = row_blocks(saved, checkpoint.chain_length)
     return NewTensor(
@@ -42,7 +42,7 @@ def kept_rows(checkpoint: Checkpoint, name: str, keeps: Tensor) -> NewTensor:
 
 
 def chosen_rows(checkpoint: Checkpoint, name: str, numbers: Tensor) -> NewTensor:
-    """Return the rows of a tensor with the given numbers, using memory for the whole tensor."""
+    """Return a tensor with only the rows ``numbers``. This needs memory for the whole tensor."""
     saved = checkpoint.tensors[name]
     return NewTensor(
         replace(saved, shape=(numbers.numel(), *saved.shape[1:])),
@@ -51,14 +51,14 @@ def chosen_rows(checkpoint: Checkpoint, name: str, numbers: Tensor) -> NewTensor
 
 
 def given(values: Tensor) -> NewTensor:
-    """Return a new tensor."""
+    """Return a tensor with these values."""
     return NewTensor(
         SavedTensor(shape=tuple(values.shape), dtype=values.dtype, pieces=()), lambda: [values]
     )
 
 
 def row_blocks(saved: SavedTensor, num_blocks: int) -> list[slice]:
-    """Return the rows of a tensor in portions of about ``num_blocks`` blocks."""
+    """Divide the rows of a tensor into portions of about ``num_blocks`` blocks."""
     whole = saved.whole
     row_bytes = max(1, whole.num_columns * saved.dtype.itemsize)
     step = max(1, num_blocks * BLOCK_BYTES // row_bytes)
@@ -67,9 +67,9 @@ def row_blocks(saved: SavedTensor, num_blocks: int) -> list[slice]:
 
 
 def write_full(folder: AnyPath, index: Index, tensors: Mapping[str, NewTensor]) -> int:
-    """Write a full checkpoint to ``folder``, replace an existing one, and return its bytes.
+    """Write a full checkpoint to ``folder``, replacing any existing one; return its size in bytes.
 
-    ``index`` has its step, run, and documents.
+    Step, run, and documents are those of ``index``.
     """
     nonce = uuid.uuid4().hex[:8]
     partial = partial_folder(folder, index.step, nonce)

@@ -1,6 +1,6 @@
-"""Reads and writes ``run.json``, the ID and the status of a run, in its checkpoint folder.
+"""Reads and writes ``run.json`` in a checkpoint folder: the ID and status of the run.
 
-This file decides whether a run resumes or starts over, so a single changed byte is an error.
+This file decides whether a run resumes or starts over, so even a single changed byte is an error.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class RunFacts:
 
 
 def write_run(folder: AnyPath, facts: RunFacts) -> None:
-    """Write ``run.json``, replacing it atomically."""
+    """Write ``run.json``, atomically replacing an existing file."""
     try:
         if isinstance(folder, RemotePath):
             (folder / RUN_FILE).write_bytes(_to_text(facts).encode("ascii"))
@@ -60,9 +60,9 @@ def read_run(folder: AnyPath) -> RunFacts | None:
         reason = why_not(error).removeprefix(f"{path}: ")
         raise CheckpointError(
             f"{path}: cannot be used ({reason}), but it identifies the run of these checkpoints. "
-            "Restore an undamaged copy; or set checkpoint.resume=never to start over (moves the "
-            f"checkpoints aside); or set another run.dir and checkpoint.resume={folder} to resume "
-            "from the newest"
+            "Restore an undamaged copy; or set checkpoint.resume=never to start over (the "
+            f"checkpoints are moved aside); or set another run.dir and checkpoint.resume={folder} "
+            "to resume from the newest checkpoint"
         ) from error
 
 
@@ -78,7 +78,7 @@ def _to_text(facts: RunFacts) -> str:
 
 
 def _from_text(text: str) -> RunFacts:
-    """Read either version; the text must be byte-identical to what that version writes.
+    """Parse either version. The text must be exactly what that version would write.
 
     Files of version 1 have only the content, without format and checksum.
     """

@@ -1,4 +1,4 @@
-"""Saves a job's state on all ranks: they agree once on their shares, then each writes its own."""
+"""Saves a job's state: the ranks agree once on who writes what, and then each writes its share."""
 
 import json
 import os
@@ -27,7 +27,8 @@ from sbpflow.runtime.processes.background import in_background
 
 State = Mapping[str, LogicalTensor]
 
-_NICENESS = 10  # scheduling weight 110 instead of 1024 (kernel/sched/core.c, sched_prio_to_weight)
+# Scheduling weight 110 instead of 1024 (Linux kernel/sched/core.c, sched_prio_to_weight).
+_NICENESS = 10
 
 
 class Saver:
@@ -36,8 +37,9 @@ class Saver:
     ``run`` is the ID of the run. All ranks must finish writing within ``deadline_s``. ``start``
     calls ``stores`` to get the stores of the tables in ``state``.
 
-    After each full checkpoint, up to ``num_deltas`` checkpoints have only the rows that changed.
-    ``previous`` is the checkpoint in ``folder`` with the state at construction, if there is one.
+    Up to ``num_deltas`` checkpoints after each full one contain only the rows that changed.
+    ``previous`` is the checkpoint in ``folder`` that equals the state at construction, if there is
+    one.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Saver:
         self._num_deltas = num_deltas
         self._tracker = ChangeTracker(stores) if num_deltas else None
         self._may_publish = may_publish
-        self._previous = previous  # ``number`` is that of the next delta
+        self._previous = previous  # its ``number`` is that of the next delta
 
     def close(self) -> None:
         """Stop marking changed rows."""
@@ -79,9 +81,9 @@ class Saver:
             self._tracker.close()
 
     def save(self, step: int, documents: Mapping[str, Any]) -> AnyPath:
-        """Save the state after ``step`` steps; return when the checkpoint is complete on all ranks.
+        """Save the state after ``step`` steps; return once the checkpoint is complete on all ranks.
 
-        Every rank must call this method; the ``documents`` of rank 0 are used. If a rank cannot
+        Every rank must call this method; the ``documents`` of rank 0 are used. If any rank cannot
         write, raise CheckpointError on every rank; earlier checkpoints are unchanged.
         """
         self.wait()
@@ -97,9 +99,9 @@ class Saver:
     ) -> None:
         """Save the current state in the background during training; every rank must call this.
 
-        Wait for the previous save first. The saving thread calls ``done`` when the checkpoint is
-        complete. The next call of ``check``, ``start``, or ``wait`` raises the error of a failed
-        save.
+        If the previous save has not ended, wait for it first. The saving thread calls ``done`` when
+        the checkpoint is complete. If a save fails, the next call of ``check``, ``start``, or
+        ``wait`` raises its error.
         """
         self.wait()
         attempt, parts, changes = self._begin(step, documents)
@@ -122,16 +124,16 @@ class Saver:
         self._under_way = in_background(work, "checkpoint")
 
     def wait(self) -> None:
-        """Wait for the background save, if any; raise its error."""
+        """Wait for the background save, if there is one; raise its error if it failed."""
         if self._under_way is not None:
             if self._hurry is not None:
                 self._hurry()
-            self._hurry = None  # the reference would keep the snapshot's memory alive
+            self._hurry = None  # this reference would keep the snapshot in memory
             save, self._under_way = self._under_way, None
             save.result()
 
     def check(self) -> None:
-        """Raise the error of the background save if it has ended."""
+        """If the background save has failed, raise its error; do not wait for it."""
         if self._under_way is not None and self._under_way.done():
             self.wait()
 
@@ -171,13 +173,13 @@ class Saver:
         return attempt, changes.parts_of(parts) if changes else parts, changes
 
     def _agree(self, state: State) -> None:
-        """Agree on the tensors and on what each rank writes of them; every rank must call this.
+        """Agree on the tensors, and on which parts each rank writes; every rank must call this.
 
-        The agreement is repeated if the set of tensors changes, as after an optimizer's first step.
+        This is repeated if the set of tensors changes, for example after an optimizer's first step.
         """
         world = self._boxing.world
-        # Exclude the rows of keys: their number changes from save to save, and each is on only one
-        # rank.
+        # Leave out the rows of keys: their number changes from save to save, and each is on one
+        # rank only.
         mine = {
             name: [astuple(place) for place in _places(tensor) if not tensor.by_key]
             for name, tensor in state.items()
@@ -222,9 +224,9 @@ def _patches(
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority: it gets a tenth of a core that it shares with training.
+    """Lower this thread's priority, to a tenth of a core that it shares with training.
 
-    Only Linux has a niceness per thread.
+    Only Linux has a nice value per thread.
     """
     if sys.platform == "linux":
         mine = os.getpriority(os.PRIO_PROCESS, 0)
@@ -232,7 +234,7 @@ def _lower_priority() -> None:
 
 
 def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
-    """Return the parts of the state that ``share`` names."""
+    """Return the parts of the state that are in ``share``."""
     return [
         Part(name=name, place=place, values=_view(state[name], place))
         for name, places in share.items()
@@ -241,7 +243,9 @@ def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
 
 
 def _view(tensor: LogicalTensor, place: Place) -> Values:
-    """Return the rows of ``place``; it must have all columns of one of the tensor's rectangles."""
+    """Return the values of ``place``, which must have all columns of one of this rank's
+    rectangles.
+    """
     for rectangle in tensor.rectangles:
         if rectangle_place(rectangle).common(place) == place:
             if rectangle.values.ndim == 0:

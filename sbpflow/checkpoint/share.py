@@ -1,7 +1,6 @@
-"""Distributes the writing: each rectangle of the state is written once; holders of copies share it.
+"""Decides who writes what: each rectangle is written once, and ranks with copies share the work.
 
-The distribution is a pure function: every rank computes the same result from the places of all
-ranks.
+This is a pure function: every rank computes the same result from the places of all ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +11,16 @@ from sbpflow.checkpoint.format import Place
 
 Places = Mapping[str, Sequence[Place]]
 
-# Copies with at least this many elements are split among their holders; one rank writes a smaller
-# copy.
+# Copies with at least this many elements are split among the ranks that have them. A smaller copy
+# is written by a single rank.
 MIN_SHARED = 2**16
 
 
 def share_out(held: Sequence[Places]) -> list[dict[str, list[Place]]]:
-    """Return the places that each rank writes, by name, from the places that each rank has.
+    """Return the places that each rank writes, by name, given the places that each rank has.
 
-    Large copies are split by rows. A small copy goes to the holder that has the least to write so
-    far. The result has no empty places.
+    Large copies are split by rows. A small copy is written by whichever of its ranks has the least
+    to write so far. The result contains no empty places.
     """
     load = [0] * len(held)
     shares: list[dict[str, list[Place]]] = [{} for _ in held]

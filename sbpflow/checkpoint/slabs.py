@@ -1,7 +1,8 @@
 """Allocates places for the rows of an undo log.
 
 Places are grouped into slabs of a few rows, and each slab belongs to one range of rows. Taking a
-range frees its slabs. This module does only bookkeeping, without values, and is not thread-safe.
+range frees its slabs. This module only does the bookkeeping, stores no values, and is not
+thread-safe.
 """
 
 import numpy as np
@@ -9,28 +10,32 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# A slab has 64 rows. On average, half a slab per range is unused, but rows need no list entries.
+# A slab has 64 rows. On average, half a slab per range is wasted, but there is no list entry per
+# row.
 SLAB_BITS = 6
 _FREE = -1
 
 
 class Slabs:
-    """Allocates at least ``places`` rows in ``num_ranges`` ranges of ``range_rows`` rows each."""
+    """Allocates places for at least ``places`` rows, in ``num_ranges`` ranges of ``range_rows``
+    rows.
+    """
 
     def __init__(self, places: int, num_ranges: int, range_rows: int) -> None:
         self._bits = SLAB_BITS
         self._rows = 1 << SLAB_BITS  # number of rows per slab
-        # Each range may have a slab that is not full, and two more slabs must be available.
+        # Every range may have one slab that is not full, and two more slabs must be available.
         self.num_slabs = max(-(-places // self._rows), num_ranges + 2)
-        # If all slabs are free, this many rows fit, regardless of their distribution over ranges.
+        # If all slabs are free, this many rows fit, however they are distributed over ranges.
         self.sure_rows = (self.num_slabs - num_ranges) * self._rows // 2
         self._free = np.empty(self.num_slabs, np.int64)  # a stack of previously used slabs
         self._num_free = 0
-        self._touched = 0  # number of slabs used so far, which come first
+        self._touched = 0  # slabs from this one on have never been used
         self._owner = np.full(self.num_slabs, _FREE, np.int32)
         self._starts = np.arange(num_ranges + 1) * range_rows
-        self._open = np.full(num_ranges, _FREE)  # each range's slab with room, if any
-        self._filled = np.full(num_ranges, self._rows)  # rows in that slab; full if none
+        self._open = np.full(num_ranges, _FREE)  # by range: the slab that has room, if any
+        # By range: the number of rows in that slab; full if there is none.
+        self._filled = np.full(num_ranges, self._rows)
 
     @property
     def num_places(self) -> int:
@@ -45,13 +50,14 @@ class Slabs:
         return (self._touched - self._num_free) / self.num_slabs
 
     def place(self, rows: Ints) -> Ints | None:
-        """Return the places [n] of these rows, which must ascend.
+        """Allocate places [n] for these rows, which must ascend.
 
-        If there is not enough room for all rows, return ``None`` and change nothing.
+        If there is not enough room for all of them, return ``None`` and change nothing.
         """
         bounds = np.searchsorted(rows, self._starts)
         counts = np.diff(bounds)
-        added = -(-(self._filled + counts) // self._rows) - 1  # number of slabs to add per range
+        # By range: the number of slabs to add.
+        added = -(-(self._filled + counts) // self._rows) - 1
         num_added = int(added.sum())
         if num_added > self._num_free:
             fresh = num_added - self._num_free
@@ -63,9 +69,9 @@ class Slabs:
         slabs = self._free[self._num_free : self._num_free + num_added][::-1]
         numbers = np.arange(counts.size)
         self._owner[slabs] = np.repeat(numbers, added)
-        # Chain the slabs of all ranges: for each range the open slab, then the added slabs. The
-        # rows of a range fill its slabs from the first free row of the open slab. Thus the place of
-        # every row is its number plus a shift per range, without a loop over ranges.
+        # Concatenate the slabs of all ranges: for each range the open slab, then the added ones.
+        # The rows of a range fill its slabs from the first free row of the open slab on. The place
+        # of every row is thus its index plus a shift per range, which needs no loop over ranges.
         opened = np.cumsum(added) - added + numbers
         chain = np.empty(counts.size + num_added, np.int64)
         is_open = np.zeros(chain.size, bool)
@@ -78,7 +84,7 @@ class Slabs:
         return (chain[at >> self._bits] << self._bits) + (at & (self._rows - 1))
 
     def take(self, number: int) -> Ints:
-        """Return and free the places of the rows of range ``number``."""
+        """Free the places of all rows of range ``number``, and return them."""
         slabs = np.flatnonzero(self._owner == number)
         places = ((slabs << self._bits)[:, None] + np.arange(self._rows)).reshape(-1)
         if self._open[number] != _FREE:
@@ -90,7 +96,7 @@ class Slabs:
         return places
 
     def fullest(self) -> int:
-        """Return the range with the most slabs; at least one slab must be in use."""
+        """Return the range with the most slabs. At least one slab must be in use."""
         return int(np.bincount(self._owner[self._owner >= 0]).argmax())
 
     def _set_free(self, slabs: Ints) -> None:

@@ -1,6 +1,6 @@
-"""Takes a snapshot of one rank's share of a state that keeps changing.
+"""Writes a snapshot of one rank's share of the state while training keeps changing it.
 
-Tables are saved through an undo log; everything else is copied at construction.
+Tables are written through an undo log; everything else is copied at construction.
 """
 
 import threading
@@ -22,16 +22,16 @@ from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 from sbpflow.runtime.files.remote_path import AnyPath
 
-RANGE_BYTES = BLOCK_BYTES  # bytes copied and written per range of a tensor
-# After each range, the writing thread sleeps REST times as long as the range took, which slows
-# training less. The thread wakes up every _REST_S to return segments of the log.
+RANGE_BYTES = BLOCK_BYTES  # a tensor is copied and written in ranges of this many bytes
+# After each range, the writing thread sleeps REST times as long as the range took, to slow down
+# training less. It wakes up every _REST_S to give segments back to the log.
 REST = 2.0
 _REST_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """What a background save cost training on one rank; memory values are peaks.
+    """What a background save cost training on one rank. Memory values are peaks.
 
     * ``log_bytes``: size of the rows that changed before they were written.
     * ``extra_bytes``: all memory of the save, including ``log_bytes``.
@@ -47,7 +47,7 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Rows [start, stop) of one of a store's tensors, written as one part."""
+    """Rows [start, stop) of a tensor of a store, which are written as one part."""
 
     key: str
     start: int
@@ -57,7 +57,7 @@ class _Span:
 
 @dataclass(slots=True)
 class _Logged:
-    """A store whose changes are logged, and its spans to write."""
+    """A store whose changes are logged, and the spans of it to write."""
 
     store: RowStore
     log: RowLog
@@ -66,9 +66,9 @@ class _Logged:
 
 
 class Snapshot:
-    """Keeps ``parts`` as they are at construction; another thread may call ``write``.
+    """Preserves ``parts`` as they are at construction; another thread may call ``write``.
 
-    Until ``end``, the stores notify the snapshot of rows that are about to change.
+    Until ``end``, the stores notify the snapshot before rows change.
     """
 
     def __init__(self, parts: Sequence[Part], stores: Stores) -> None:
@@ -92,7 +92,7 @@ class Snapshot:
             if part.name not in places:
                 if not isinstance(
                     part.values, StoredRows
-                ):  # StoredRows are keys, which do not change
+                ):  # StoredRows of other stores are keys, which do not change
                     part = replace(part, values=part.values.detach().clone())
                 self._rest.append(part)
                 continue
@@ -161,7 +161,7 @@ class Snapshot:
             logged.log.drain(spill, spare_last=spare_last)
 
     def hurry(self) -> None:
-        """Stop pausing, because a thread waits for the save."""
+        """Write without pauses from now on, because a thread is waiting for the save."""
         self._hurried.set()
 
     def end(self) -> None:
@@ -175,7 +175,8 @@ def _watch(source: RowStore | SelectedRows, spans: list[_Span]) -> _Logged:
     order = source if isinstance(source, SelectedRows) else None
     store = source.store if isinstance(source, SelectedRows) else source
     pending = torch.zeros(store.num_rows, dtype=torch.bool)
-    if isinstance(source, TrainedRows):  # the spans are all its rows; the writing thread sorts them
+    # All of its rows, in an order that only the writing thread computes, by sorting.
+    if isinstance(source, TrainedRows):
         pending[source.unsorted()] = True
     else:
         for span in spans:

@@ -1,4 +1,4 @@
-"""Defines a temporary file for undo-log rows that do not fit in memory."""
+"""Defines a temporary file for rows of an undo log that do not fit in memory."""
 
 import os
 import tempfile
@@ -24,22 +24,21 @@ class Extent:
 class SpillFile:
     """An unnamed file in ``folder``, created by the first ``append`` and removed by ``close``.
 
-    For a folder in a store, it is in the folder for temporary files (TMPDIR).
-    Space is not reused, because each row is spilled at most once. An OSError becomes a
-    CheckpointError.
+    If the folder is in a store, the file is in the folder for temporary files (TMPDIR). Space is
+    not reused, because each row is spilled at most once. An OSError is raised as a CheckpointError.
     """
 
     def __init__(self, folder: AnyPath) -> None:
         self.num_bytes = 0
         self._folder = Path(tempfile.gettempdir()) if isinstance(folder, RemotePath) else folder
-        self._path = self._folder / "spilled rows"  # for messages, which name this path
+        self._path = self._folder / "spilled rows"  # only for messages: the file has no name
         self._file = -1
 
     def append(self, parts: Sequence[memoryview]) -> Extent:
-        """Append ``parts`` in order; return their extent."""
+        """Append ``parts`` in order; return where they are in the file."""
         with named(self._path):
             if self._file < 0:
-                # The file has no name, so it disappears when the process ends for any reason.
+                # The file has no name, so it disappears however the process ends.
                 with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
                     self._file = os.dup(file.fileno())
             offset, crc = self.num_bytes, 0
@@ -50,7 +49,9 @@ class SpillFile:
         return Extent(offset, self.num_bytes - offset, crc)
 
     def read(self, extent: Extent) -> bytearray:
-        """Return the bytes of an ``append``; raise CheckpointError if the file has other bytes."""
+        """Return the bytes of an ``append``; raise CheckpointError if the file contains other
+        bytes.
+        """
         data = bytearray(extent.num_bytes)
         with named(self._path):
             count = os.preadv(self._file, [data], extent.offset)

@@ -1,13 +1,12 @@
 """Defines an undo log, which reads a store's rows as of one moment while training changes them.
 
-Before a row that is not yet written changes for the first time, its old value goes to the log. Two
-threads work here. The training thread appends old rows to segments right before their update; this
-also brings the rows into the cache for the update. The writing thread copies a range of rows
-without a lock, so some rows of the copy may be half updated. The writing thread corrects these rows
-from the log, which has them by then. (If a store moves rows in the meantime, ``RowStore.read``
-still finds them.) The writing thread also empties the segments into slabs by range, and spills rows
-to a file when the slabs are full. If the writing thread is too slow to return segments, training
-waits.
+Before a row that is not yet written changes for the first time, its old value is logged. Two
+threads use the log. The training thread appends old rows to segments right before they are updated;
+this also brings the rows into the CPU cache for the update. The writing thread copies a range of
+rows without a lock, so rows of the copy may be half updated. It then corrects these rows from the
+log, which contains them by then. (If the store moves rows in the meantime, ``RowStore.read`` still
+finds them.) The writing thread also empties segments into slabs, sorted by range, and spills rows
+to a file when the slabs are full. If it does not empty segments fast enough, training waits.
 """
 
 import threading
@@ -27,12 +26,13 @@ from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import RowStore
 
-# These shares of a store's rows limit the log's memory; docs/decisions/state.md has measurements.
+# The log's memory is limited to these shares of a store's rows; docs/decisions/state.md has
+# measurements.
 SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
-MIN_SLAB_ROWS = 2**14  # the slabs have at least this many rows
+MIN_SLAB_ROWS = 2**14  # the slabs have room for at least this many rows
 SEGMENT_ROWS, MIN_SEGMENTS = 2**14, 3  # segments of a small store have fewer rows
-# Up to ``PIECE_ROWS`` rows are logged together in a segment, and ``READY_SEGMENTS`` free segments
-# have pages that are already mapped.
+# Up to ``PIECE_ROWS`` rows are logged at a time. ``READY_SEGMENTS`` free segments are kept whose
+# pages are already mapped.
 PIECE_ROWS = 2**12
 READY_SEGMENTS = 2
 
@@ -41,7 +41,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class _Segment:
-    """Row numbers and old values by key; the first ``num_rows`` entries are in use."""
+    """Row numbers, and old values by name. The first ``num_rows`` entries are in use."""
 
     rows: Tensor
     values: dict[str, Tensor]
@@ -54,12 +54,12 @@ class _Segment:
 
 
 class RowLog:
-    """Keeps the rows of ``store`` as they are at construction.
+    """Preserves the rows of ``store`` as they are at construction.
 
     ``pending`` [rows] bool, on the CPU, marks the rows that will be read; the log takes ownership
-    of it. Rows are read in ranges of ``range_rows``. If ``order`` is given, it selects the rows and
-    their order; only the reading thread uses it. On CUDA, copies run on the stream that is current
-    at construction, which is the training stream. The log is in host memory.
+    of it. Rows are read in ranges of ``range_rows``. ``order``, if given, selects the rows and
+    their order; only the reading thread uses it. On CUDA, copies run in the stream that is current
+    at construction, which is the training stream. The log itself is in host memory.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class RowLog:
         order: SelectedRows | None = None,
     ) -> None:
         self._store, self._order = store, order
-        # Order the tensors by decreasing item size: when they are spilled in this order, each
-        # starts at a multiple of its item size.
+        # Sort the tensors by decreasing item size. When they are spilled in this order, each starts
+        # at a multiple of its item size.
         empty = store.read(slice(0, 0)).items()
         self._like = dict(sorted(empty, key=lambda item: -item[1].itemsize))
         self._pending: np.ndarray[tuple[int], np.dtype[np.bool]] = pending.numpy()
@@ -87,13 +87,12 @@ class RowLog:
         self._copies: dict[str, Tensor] = {}
         device = next(iter(self._like.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # The lock protects the data that both threads use: the marks (_pending) and the segment
-        # lists.
+        # The lock protects what both threads use: the marks (_pending) and the lists of segments.
         self._lock = threading.Condition()
         self._full: list[_Segment] = []  # the last segment may have room
         self._free: list[_Segment] = []
         self._num_segments = 0
-        # Small stores get small segments, because a job may have many of them.
+        # A job may have many small stores, so these get small segments.
         self._segment_rows = min(SEGMENT_ROWS, max(num_rows // 16, min(PIECE_ROWS, num_rows)))
         self._max_segments = max(MIN_SEGMENTS, int(SEGMENT_SHARE * num_rows) // SEGMENT_ROWS)
         self._closed = False
@@ -108,7 +107,7 @@ class RowLog:
 
     @property
     def has_room(self) -> bool:
-        """Return True if the slabs have enough room for the writer to pause."""
+        """Return True if the slabs have so much room that the writer may pause."""
         return self._slabs.used_share < 0.8
 
     @property
@@ -118,7 +117,7 @@ class RowLog:
         return self.kept_bytes + self._pending.size + copies
 
     def before_update(self, rows: Tensor) -> None:
-        """Log these rows, which are about to change."""
+        """Log the old values of these rows, which are about to change."""
         start = time.perf_counter()
         ids: Ints = rows.cpu().numpy()
         for first in range(0, ids.size, PIECE_ROWS):
@@ -127,12 +126,13 @@ class RowLog:
 
     def _log(self, rows: Ints) -> None:
         with self._lock:
-            count = min(rows.size, self._num_rows)  # duplicate rows are taken once
+            # Rows may contain duplicates, which are taken only once.
+            count = min(rows.size, self._num_rows)
             while (segment := self._with_room(count)) is None:
                 self._lock.wait()
             if self._closed:
                 return
-            # ``rows`` may contain a padding row beyond the last row; the padding row has no mark.
+            # ``rows`` may contain padding, a row number after the last row, which has no mark.
             start = segment.num_rows
             count = self._take_marked(rows, self._pending, segment.rows.numpy()[start:])
             segment.num_rows = stop = start + count
@@ -141,7 +141,9 @@ class RowLog:
                 self._store.read(segment.rows[start:stop], into)
 
     def _with_room(self, count: int) -> _Segment | None:
-        """Return a segment with room for ``count`` rows, or ``None`` until the writer frees one."""
+        """Return a segment with room for ``count`` rows, or ``None`` if the writer must first free
+        one.
+        """
         if self._full and self._full[-1].num_rows + count <= self._segment_rows:
             return self._full[-1]
         if not self._free:
@@ -160,9 +162,9 @@ class RowLog:
         return _Segment(huge_pages.zeros((count,), torch.int64, _CPU), values)
 
     def read(self, number: int, spill: SpillFile) -> dict[str, Tensor]:
-        """Return the old rows of range ``number`` on the CPU; they are valid until the next call.
+        """Return the old rows of range ``number`` on the CPU, which are valid until the next call.
 
-        Each range must be read exactly once; only one thread may read.
+        Each range must be read exactly once, always by the same thread.
         """
         start = number * self._range_rows
         stop = min(start + self._range_rows, self._num_rows)
@@ -170,7 +172,7 @@ class RowLog:
         if self._order is not None:
             numbers = self._order.numbers(numbers)
         # The order matters: copy, then clear the marks, then correct the copy from the log. A row
-        # that changes during the copy still has its mark, so its old value is in the log.
+        # that changes during the copy is still marked, so its old value is in the log.
         copies = self._copy(numbers, stop - start)
         with self._lock:
             self._pending[numbers if isinstance(numbers, slice) else numbers.numpy()] = False
@@ -183,8 +185,8 @@ class RowLog:
     def drain(self, spill: SpillFile, *, spare_last: bool = False) -> None:
         """Empty the segments into the slabs; the reading thread calls this often.
 
-        The method also allocates free segments in advance. If ``spare_last``, skip the segment that
-        may have room.
+        This also allocates free segments in advance. With ``spare_last``, skip the last segment,
+        which may still have room.
         """
         with self._lock:
             count = max(len(self._full) - spare_last, 0)
@@ -195,17 +197,18 @@ class RowLog:
         for _ in range(new):
             segment = self._new_segment(self._segment_rows)
             for tensor in (segment.rows, *segment.values.values()):
-                tensor.zero_()  # maps the pages
+                # Touches the pages, so that they are mapped before training needs them.
+                tensor.zero_()
             self._release(segment)
         for segment in full:
             self._sort_in(segment, spill)
             self._release(segment)
 
     def close(self) -> None:
-        """Stop logging, and wake up a waiting training thread."""
+        """Stop logging, and wake up the training thread if it is waiting."""
         with self._lock:
             self._closed = True
-            self._max_segments += 1  # gives a waiting thread a segment
+            self._max_segments += 1  # so that a waiting thread gets a segment
             self._lock.notify_all()
 
     def _release(self, segment: _Segment) -> None:
@@ -215,11 +218,12 @@ class RowLog:
             self._lock.notify_all()
 
     def _sort_in(self, segment: _Segment, spill: SpillFile) -> None:
-        """Copy the rows of a segment to the slabs of their ranges."""
+        """Move the rows of a segment to the slabs of their ranges."""
         rows, values = segment.filled()
         if self._order is not None:
             rows = self._order.places(rows)
-        order = rows.numpy().argsort(kind="stable")  # fast, because rows come in ascending runs
+        # A stable sort is fast here, because the rows consist of ascending runs.
+        order = rows.numpy().argsort(kind="stable")
         for first in range(0, order.size, self._slabs.sure_rows):
             part = order[first : first + self._slabs.sure_rows]
             ascending = rows.numpy()[part]
@@ -231,14 +235,16 @@ class RowLog:
                 self._sorted.values[key].index_copy_(0, at, value[source])
 
     def _spill_range(self, spill: SpillFile) -> None:
-        """Move the rows of the range with the most slabs to the file."""
+        """Spill the rows of the range with the most slabs to the file."""
         number = self._slabs.fullest()
         rows, values = self._take(number)
         parts = [bytes_of(part) for part in (rows, *values.values())]
         self._spilled.setdefault(number, []).append(spill.append(parts))
 
     def _logged(self, number: int, spill: SpillFile) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Remove the rows of a range from the log, in memory and in the file, and yield them."""
+        """Remove the rows of a range from the log, both in memory and in the file, and yield
+        them.
+        """
         yield self._take(number)
         for extent in self._spilled.pop(number, ()):
             yield self._unpack(spill.read(extent))

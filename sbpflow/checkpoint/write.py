@@ -1,7 +1,7 @@
 """Writes one rank's pieces into a file, block by block, with a CRC32 of each block.
 
-A piece is written in portions, so its bytes may come from rows that keep changing (``undo.py``).
-This module does not communicate with other ranks.
+A piece is written in portions, which may come from rows that keep changing (``undo.py``). This
+module does not communicate with other ranks.
 """
 
 import os
@@ -20,13 +20,15 @@ from sbpflow.embedding.state import Rectangle, Values, read_values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
-_STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # earlier pages are on disk and can be dropped
+_STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # pages further back are on disk and can be dropped
 _advise = getattr(os, "posix_fadvise", None)  # available on Linux and FreeBSD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One rank's part of the logical tensor ``name``; ``values`` are [rows, columns] or [rows]."""
+    """A part of the logical tensor ``name``, written by one rank; ``values`` is [rows, columns] or
+    [rows].
+    """
 
     name: str
     place: Place
@@ -43,7 +45,7 @@ def rectangle_place(rectangle: Rectangle) -> Place:
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """Return the bytes of a tensor, row by row; do not copy a contiguous CPU tensor."""
+    """Return the bytes of a tensor, row by row. A contiguous CPU tensor is not copied."""
     flat = values.detach().cpu().contiguous().reshape(-1)
     return memoryview(cast("bytearray", flat.view(torch.uint8).numpy()))
 
@@ -56,10 +58,10 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
 
 
 class PieceFile:
-    """Creates a file of pieces. An OSError becomes a CheckpointError that names the file.
+    """Creates a file of pieces. An OSError is raised as a CheckpointError that names the file.
 
-    A file in a store is an unnamed file in TMPDIR until ``close`` uploads it, because pieces are
-    not written in order.
+    Pieces are not written in order, so a file for a store is first an unnamed file in TMPDIR, which
+    ``close`` uploads.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -78,18 +80,18 @@ class PieceFile:
         return offset
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` at ``offset`` and start to flush it."""
+        """Write ``data`` at ``offset``, and start flushing it to disk."""
         with named(self.path):
             write_at(self._file, data, offset)
-            # This call makes Linux start writing these pages and drop earlier pages that are on
-            # disk. Without this call, a save fills the page cache with new pages, which cost far
-            # more than reused pages, and ends with one long fsync (docs/decisions/state.md).
+            # These calls make Linux start writing these pages, and drop earlier pages that are
+            # already on disk. Otherwise, a save would fill the page cache with new pages, which
+            # cost far more than reused ones, and end with one long fsync (docs/decisions/state.md).
             if _advise is not None:
                 start = max(0, offset - _STILL_CACHED_BYTES)
                 _advise(self._file, start, offset + len(data) - start, os.POSIX_FADV_DONTNEED)
 
     def close(self, *, sync: bool = True) -> None:
-        """Close the file; if ``sync``, call fsync or upload the file first."""
+        """Close the file. With ``sync``, first call fsync or, for a store, upload the file."""
         file, self._file = self._file, -1
         if file < 0:
             return
@@ -128,7 +130,10 @@ class PieceWriter:
     def done(self) -> Piece:
         """Return the piece for the index; all of its bytes must have been written."""
         if self._written != self._num_bytes:
-            raise RuntimeError(f"{self._file.path}: {self._written} bytes of {self._num_bytes}")
+            raise RuntimeError(
+                f"{self._file.path}: only {self._written} of {self._num_bytes} "
+                "bytes of a piece were written"
+            )
         return Piece(
             file=self._file.path.name,
             offset=self._start,
@@ -160,7 +165,7 @@ def write_part(file: PieceFile, part: Part) -> Piece:
 
 @contextmanager
 def named(path: AnyPath) -> Generator[None]:
-    """Turn an OSError into a CheckpointError that names the file and a remedy."""
+    """Raise any OSError as a CheckpointError that names the file and a remedy."""
     try:
         yield
     except OSError as error:
@@ -168,7 +173,7 @@ def named(path: AnyPath) -> Generator[None]:
 
 
 def failed(path: AnyPath, error: OSError) -> CheckpointError:
-    """Return the error for a file that cannot be written."""
+    """Return the CheckpointError for a file that cannot be written."""
     reason = (error.strerror or str(error)).lower()
     return CheckpointError(
         f"{path}: cannot be written ({reason}); earlier checkpoints are unchanged; free disk "

@@ -1,1 +1,1 @@
-"""Implements the ``sbpflow`` commands, one per file; these files may import any package."""
+"""The ``sbpflow`` commands, one file each. These files may import any package."""

@@ -86,7 +86,7 @@ def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:
 
     checkpoint, keyed = checked(checkpoints_of(path)[0]), load_manifest(data)
     values = values_with_keys(_manifest_of(checkpoint.path), keyed)
-    # Neither the fingerprint nor the rows are those of the training set, so a run starts an epoch.
+    # The fingerprint and row digest match no set, so a run resumed from here starts a new epoch.
     facts = {
         "path": str(keyed.origin),
         "fingerprint": "",
@@ -98,7 +98,7 @@ def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:
 
 
 def _manifest_of(checkpoint: AnyPath) -> "Manifest":
-    """Return the manifest of the set that a run was trained on, which is kept with the run."""
+    """Return the training set's manifest, which is saved in the run folder."""
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data.format.manifest import load_manifest
 

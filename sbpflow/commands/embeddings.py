@@ -1,4 +1,4 @@
-"""``sbpflow embeddings``: write the vectors of a trained table with the original values."""
+"""``sbpflow embeddings``: write a trained table's vectors along with the original values."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -51,7 +51,7 @@ def embeddings(argv: Sequence[str]) -> int:
     blocks = value_blocks(manifest, feature, block_rows, keys)
     first = next(blocks, None)
     if first is None:
-        parser.error(f"--table {args.table}: no value of {feature} has a row of its own")
+        parser.error(f"--table {args.table}: no value of {feature} has its own row")
     num_rows = 0
 
     def frames() -> Iterator[pl.DataFrame]:
@@ -65,7 +65,7 @@ def embeddings(argv: Sequence[str]) -> int:
     schema = _frame(checkpoint, name, feature, first[0][:0], first[1][:0]).schema
 
     def source(*query: object) -> Iterator[pl.DataFrame]:
-        """Return all rows: the sink makes no query."""
+        """Return all rows. The sink runs no query, so the arguments are unused."""
         del query
         return frames()
 
@@ -88,14 +88,14 @@ def embeddings(argv: Sequence[str]) -> int:
 def source_of(
     checkpoint: "Checkpoint", config: "Config", table: str
 ) -> "tuple[Manifest, str, NDArray[np.int64] | None]":
-    """Return the run's set, the column whose values a table has, and the keys if it grows."""
+    """Return the run's set, the table's column, and the keys if the table grows."""
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
     from sbpflow.run.saved.saved_model import keys_of, table_of
 
     manifest = load_manifest(data_folder(checkpoint.path))
-    found = table_of(cast("ModelConfig", config.model).spec(fields_of(manifest)), table)
-    return manifest, found.features[0], keys_of(checkpoint, found)
+    table_config = table_of(cast("ModelConfig", config.model).spec(fields_of(manifest)), table)
+    return manifest, table_config.features[0], keys_of(checkpoint, table_config)
 
 
 def _frame(
@@ -105,7 +105,7 @@ def _frame(
     values: "NDArray[Any]",
     rows: "NDArray[np.int32]",
 ) -> "pl.DataFrame":
-    """Return values and the vectors of their ``rows``, which ascend."""
+    """Return a frame of values and their vectors. ``rows`` must be in ascending order."""
     import polars as pl
     import torch
 

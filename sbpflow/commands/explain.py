@@ -12,7 +12,7 @@ def explain(argv: Sequence[str]) -> int:
     """Print what a run would do, without starting its ranks."""
     parser = config_parser(
         "sbpflow explain",
-        "Print a run's layouts, its totals per rank and link, and what would help.",
+        "Print a run's layouts, totals per rank and link, and settings that would reduce its cost.",
     )
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
     add = parser.add_argument
@@ -46,7 +46,7 @@ def explain(argv: Sequence[str]) -> int:
     check_world_size(args.world_size)
     config = load_config(args.config, args.overrides, models=MODELS)
     manifest = load_manifest(data_path(config), cache=config.data.cache)
-    device = config.parallel.device  # keep "cuda", because planning for GPUs does not need a GPU
+    device = config.parallel.device  # keep "cuda": planning for GPUs needs no GPU
     device_type = device_type_of(device) if device == "auto" else device
     planned = run_planner(config, manifest, args.world_size, device_type)
     fields, rules = fields_of(manifest), planned.rules if planned else None

@@ -37,7 +37,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add = parser.add_argument
     add("--output", type=any_path, required=True, metavar="DIR", help="a new folder, or a URL")
     add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
-    text = "labelled set to score, also with the original rows (default: the run's set)"
+    text = "labeled set to score, also with the original rows (default: the run's set)"
     add("--score", type=any_path, metavar="SET", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
     text = "also write model.pt2, the whole model for torch.export.load; needs 3x its memory"
@@ -47,10 +47,16 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add("--onnx", action="store_true", help="also write the dense part for ONNX (dense.onnx)")
     text = "export every new checkpoint of this run, as a delta or a new bundle, until the run ends"
     add("--follow", type=any_path, metavar="RUN", help=text)
-    text = "least time between two exports of --follow (default 10)"
+    text = "minimum time between exports with --follow (default 10)"
     add("--every-seconds", type=float, default=10.0, metavar="S", help=text)
-    add("--deltas", type=int, default=24, metavar="N", help="deltas of --follow after each bundle")
-    add("--parent", type=int, help=SUPPRESS)  # the process whose end ends this one
+    add(
+        "--deltas",
+        type=int,
+        default=24,
+        metavar="N",
+        help="number of deltas after each bundle with --follow",
+    )
+    add("--parent", type=int, help=SUPPRESS)  # the export stops when this process ends
     args = parser.parse_intermixed_args(argv)
     if (args.checkpoint is None) == (args.follow is None):
         parser.error("use either --checkpoint DIR or --follow RUN")
@@ -90,7 +96,10 @@ def export_to(
     config: "Config",
     **options: Any,  # noqa: ANN401 (of export_model)
 ) -> "list[RemotePath]":
-    """Write a saved model to a new folder in a store, ``model.json`` last; return its files."""
+    """Write a saved model to a new folder in a store and return its files.
+
+    Writes ``model.json`` last, so a complete folder can be recognized by this file.
+    """
     from sbpflow.runtime.files.upload import upload
     from sbpflow.serving.deltas import BUNDLE_FILE
 
@@ -130,7 +139,7 @@ def export_model(
     from sbpflow.run.saved.saved_model import saved_layouts
     from sbpflow.serving.scorer import load
 
-    check_new(output)  # before anything is read or scored
+    check_new(output)  # fail before reading or scoring anything
     row_format = parse_rows(rows)
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     fields = fields_of(like)
@@ -186,7 +195,10 @@ def export_model(
 def _labelled_set(
     path: "AnyPath | None", row_format: "RowFormat", like: "Manifest", cache: "DataCache"
 ) -> "Manifest | None":
-    """Return the set to score; raise ConfigError if rows of low precision have none."""
+    """Return the set to score.
+
+    Raises ConfigError if low-precision rows are requested and there is no set to score.
+    """
     from sbpflow.data import load_manifest
     from sbpflow.data.predictions import check_ids
     from sbpflow.run.export.export import check_unscored
@@ -200,7 +212,7 @@ def _labelled_set(
 
 
 def _saved_keys(tables: "GrowingTables") -> "dict[str, SavedKeys]":
-    """Return the keys of each growing field by the name of its vocabulary."""
+    """Return the keys of each growing field by vocabulary name."""
     from sbpflow.data.bundle_input import SavedKeys
 
     return {
@@ -214,7 +226,7 @@ def _saved_keys(tables: "GrowingTables") -> "dict[str, SavedKeys]":
 
 
 def _raw_rows(like: "Manifest", growing: "Growing") -> "RawInput | None":
-    """Describe the raw rows of a run's set, if its values are known."""
+    """Describe the raw rows of a run's set, or return None if the original values are unknown."""
     from sbpflow.data.bundle_input import input_content, write_vocabularies
     from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES
     from sbpflow.run.export.bundle import RawInput
@@ -223,8 +235,8 @@ def _raw_rows(like: "Manifest", growing: "Growing") -> "RawInput | None":
     if content is None:
         if growing:
             raise ConfigError(
-                f"{next(iter(growing))}: grows, and generated rows have no text, so a bundle "
-                f"cannot compute their keys; {HOW_TO_HAVE_VALUES}"
+                f"{next(iter(growing))}: is a growing field, but the set was generated and has no "
+                f"original text, so a bundle cannot compute keys; {HOW_TO_HAVE_VALUES}"
             )
         return None
     return RawInput(content=content, write_vocabularies=partial(write_vocabularies, like, growing))
@@ -237,7 +249,7 @@ def _sample(
     addresses: "Addresses",
     growing: "Growing",
 ) -> dict[str, Any]:
-    """Return sample rows with the scores of the run's model."""
+    """Return sample rows and the scores that the run's model gives them."""
     from sbpflow.data import open_loader
     from sbpflow.data.sample_rows import encode_sample, sample_rows
     from sbpflow.run.export.export import sample_ids, sample_of
@@ -283,7 +295,7 @@ def _scores(
     config: "Config",
     spec: "ModelSpec",
 ) -> dict[str, dict[str, float | None]]:
-    """Score a labelled set with the bundle in ``work``, and with the rows as trained."""
+    """Score a labeled set with the bundle in ``work``, and with the rows as trained."""
     from sbpflow.run.export.bundle import write_bundle
     from sbpflow.serving.scorer import load
 
@@ -307,7 +319,7 @@ def _score(
     config: "Config",
     spec: "ModelSpec",
 ) -> dict[str, float | None]:
-    """Score a labelled set with a bundle, and print the scores."""
+    """Score a labeled set with a bundle, and print the scores."""
     from sbpflow.data import open_loader
     from sbpflow.run.export.export import score_bundle
 

@@ -1,4 +1,4 @@
-"""Runs the ranks of ``sbpflow.fit`` in other processes, and shows their progress and errors."""
+"""Runs the ranks of ``sbpflow.fit`` in separate processes and shows their progress and errors."""
 
 import os
 import sys
@@ -25,8 +25,8 @@ from sbpflow.training.progress import Progress
 def train_ranks(config: Config, ranks: int, folder: Path) -> None:
     """Train on ``ranks`` processes and show their progress; raise the ranks' error.
 
-    The ranks exchange files with this process in ``folder``. An interrupt reaches the ranks, which
-    may save the run, and then raises KeyboardInterrupt.
+    The ranks exchange files with this process through ``folder``. An interrupt is forwarded to the
+    ranks, which may save the run; KeyboardInterrupt is raised afterwards.
     """
     (folder / fit_rank.CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
     # The ranks must find the modules that this process can import.
@@ -43,7 +43,7 @@ def train_ranks(config: Config, ranks: int, folder: Path) -> None:
 
 @contextmanager
 def _progress(config: Config) -> Generator[None]:
-    """Show the progress that ranks in other processes write to their run folder."""
+    """Show the progress that the rank processes write to their run folder."""
     manifest = load_manifest(data_path(config), cache=config.data.cache)
     rows, size = manifest.splits["train"], config.data.batch_size
     steps = -(-rows // size) if config.data.tail == "keep" else rows // size
@@ -75,7 +75,7 @@ def _progress(config: Config) -> Generator[None]:
 
 
 def _last_step(file: Path, since: datetime) -> Event | None:
-    """Return the last step event that was written after the time ``since``."""
+    """Return the last step event written after the time ``since``."""
     try:
         lines = read_text(file).splitlines()
     except (FileNotFoundError, JsonError):
@@ -83,7 +83,7 @@ def _last_step(file: Path, since: datetime) -> Event | None:
     for line in reversed(lines):
         try:
             event = check_event(parse_json(line))
-        except JsonError:  # the last line is still being written
+        except JsonError:  # the last line may be incomplete
             continue
         if event["event"] == "step" or time_of(event) < since:
             return event if time_of(event) >= since else None

@@ -29,7 +29,7 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORC
 
 
 def follow(args: Namespace) -> int:
-    """Export new checkpoints until the run has finished, or the parent process has ended."""
+    """Export new checkpoints until the run finishes or the parent process ends."""
     from sbpflow.commands.export import export_model
     from sbpflow.run.export.export import parse_rows
 
@@ -80,7 +80,7 @@ def _follow(
 def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
     """Return a local folder for exports, and a function to call after each export.
 
-    For a URL, the function copies the exports there. A new process starts with a new bundle.
+    For a URL, the function uploads the exports. Each new process starts with a new bundle.
     """
     if not isinstance(output, RemotePath):
         yield output, lambda: None
@@ -100,7 +100,7 @@ def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
 
 @contextmanager
 def exporting(config: "Config", checkpoints: "AnyPath", rank: int) -> Generator[None]:
-    """Export the run's checkpoints in another process, according to the group ``export``."""
+    """Export the run's checkpoints in a separate process, as the ``export`` group configures."""
     if config.export is None or rank:
         yield
         return
@@ -125,7 +125,7 @@ def exporting(config: "Config", checkpoints: "AnyPath", rank: int) -> Generator[
 def _words(config: "Config", checkpoints: "AnyPath") -> list[str]:
     export = config.export
     if export is None:
-        raise RuntimeError("nothing is exported")
+        raise RuntimeError("no export is configured")
     words = ["export", "--follow", str(checkpoints), "--output", str(export.dir)]
     words += ["--rows", export.rows, "--deltas", str(export.deltas)]
     words += ["--every-seconds", str(export.every_seconds), "--parent", str(os.getpid())]

@@ -18,7 +18,7 @@ _END_S = 10.0
 def local_servers(path: Path, overrides: Sequence[str], count: int) -> Generator[list[str]]:
     """Yield ``overrides`` with the addresses and the secret of ``count`` new servers.
 
-    The servers listen on loopback, and end with the context or with this process.
+    The servers listen on loopback and exit when the context or this process ends.
     """
     if count < 1:
         raise ConfigError(f"--servers: {count} servers; use 1 or more (for example, --servers 2)")
@@ -61,7 +61,7 @@ def _start(
 ) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "sbpflow", "embedding-server", "--config", str(path)]
     command += ["--index", index, "--listener", str(listener.fileno()), *words]
-    # A Ctrl-C goes to the ranks; the servers then end because their stdin is closed.
+    # Ctrl-C must reach only the ranks; the servers exit later, when their stdin is closed.
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -129,7 +129,7 @@ def _predict_as_tasks(
         todo = [block for block in every if not blocks.is_finished(block)]
         if len(todo) < len(every):
             done = len(every) - len(todo)
-            logger.info("%d of %d blocks are finished already", done, len(every))
+            logger.info("%d of %d blocks are already finished", done, len(every))
         model = _ModelOnWorker(
             checkpoint.path.absolute(),
             *(scoring.rows.absolute(), scoring.split, scoring.output.absolute(), args.block_rows),
@@ -144,7 +144,7 @@ def _predict_as_tasks(
 
 @dataclass(frozen=True)
 class _ModelOnWorker:
-    """Names everything that a worker needs to score blocks; all paths are on shared folders."""
+    """What a worker needs in order to score blocks. All paths must be on shared storage."""
 
     checkpoint: "AnyPath"
     rows: "AnyPath"
@@ -157,7 +157,7 @@ class _ModelOnWorker:
 
 
 class _Loaded(NamedTuple):
-    """Contains a model in the memory of a worker, with the rows and blocks of the prediction."""
+    """A model loaded by a worker, with the rows and blocks of the prediction."""
 
     job: "Job"
     loader: "RowLoader"
@@ -200,7 +200,7 @@ def _score(block: "Block", *, model: _ModelOnWorker) -> None:
 def blocks_of(
     scoring: "Scoring", block_rows: int, checkpoint: "Checkpoint", config: "Config"
 ) -> "ScoreBlocks":
-    """Return the blocks of an output folder, identified by the weights and the scoring settings."""
+    """Return the blocks of an output folder for these weights and scoring settings."""
     from sbpflow.checkpoint.format import to_json
     from sbpflow.config.load import config_facts
     from sbpflow.data.score_blocks import ScoreBlocks
@@ -216,7 +216,7 @@ def write_blocks(
     blocks: "ScoreBlocks",
     checkpoint: "Checkpoint",
 ) -> None:
-    """Score the rows that earlier starts have not scored; every rank writes its own blocks."""
+    """Score the rows that earlier launches did not score. Every rank writes its own blocks."""
     from sbpflow.run.execution.predict import on_rank_0, predict_ranges, unfinished
 
     manifest, num_rows = scoring.manifest(), scoring.manifest().splits[scoring.split]
@@ -226,7 +226,7 @@ def write_blocks(
     for index, scores, labels in scored:
         blocks.write(manifest, todo[index], scores, labels)
     loader.close()
-    on_rank_0(job.boxing, lambda: None)  # every rank has written its files
+    on_rank_0(job.boxing, lambda: None)  # wait until every rank has written its files
     on_rank_0(job.boxing, lambda: blocks.finish(manifest, every, checkpoint.run, checkpoint.step))
 
 
@@ -253,8 +253,8 @@ def open_rows(
     """Load a saved model and encode the rows to score, as one rank of the environment.
 
     ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once all
-    ranks have joined. Closing ``opened`` closes everything that this function has opened. The
-    ranks encode raw rows with all CPUs of their hosts.
+    ranks have joined. The caller must close ``opened``, to which everything opened here is
+    registered. The ranks encode raw rows with all CPUs of their hosts.
     """
     from sbpflow.data import fields_of, open_loader
     from sbpflow.run.execution.job import build_job
@@ -311,7 +311,7 @@ def open_rows(
         shuffle="none",
         device=world.device,
         crosses=spec.hashed_columns,
-        max_maps=0 if blocks else None,  # mapped pages would count toward the memory of the process
+        max_maps=0 if blocks else None,  # mapped pages would count as memory of the process
     )
     opened.callback(loader.close)
     return job, loader
@@ -345,9 +345,8 @@ def encode_on_hosts(boxing: "Boxing", scoring: "Scoring", bad: float) -> None:
 
 
 def _for_few_rows(config: "Config") -> "Config":
-    """Choose the kernels and loaders that start fastest, without compilation and with few imports.
-
-    Lookups of all kernels give equal results.
+    """Choose kernels and loaders with a short startup: no compilation and few imports. This cannot
+    change the scores, because lookups of all kernels return equal results.
     """
     parallel, data = config.parallel, config.data
     return replace(
@@ -360,8 +359,10 @@ def _for_few_rows(config: "Config") -> "Config":
 def open_output(
     scoring: "Scoring", blocks: "ScoreBlocks | None", bad: float, opened: ExitStack
 ) -> None:
-    """Check that the output can be written. An output folder is locked, and its earlier files are
-    compared with this prediction."""
+    """Check that the output can be written.
+
+    An output folder is locked, and files left in it must belong to the same prediction.
+    """
     from sbpflow.data.prepare.workspace import only_run
 
     scoring.open()

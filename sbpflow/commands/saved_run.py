@@ -1,5 +1,4 @@
-"""Defines the arguments of commands that start from a checkpoint, and finds the run that they
-name."""
+"""Arguments that name a checkpoint, and the lookup of the checkpoint and its run."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,11 @@ if TYPE_CHECKING:
 def add_model(
     parser: argparse.ArgumentParser, name: str = "--checkpoint", *, required: bool = True
 ) -> None:
-    """Add the arguments; ``name`` is an option or, without dashes, a positional argument."""
+    """Add the arguments. ``name`` is an option, or a positional argument if it has no dashes."""
     add = parser.add_argument
     options: dict[str, Any] = {"required": required} if name.startswith("-") else {}
     text = (
-        "a checkpoint, or a run folder, which selects its best or else its newest good checkpoint"
+        "a checkpoint, or a run folder, which selects the best checkpoint, or the newest good one"
     )
     add(name, type=any_path, metavar="DIR", help=text, **options)
     which = parser.add_mutually_exclusive_group()
@@ -61,7 +60,7 @@ def config_of_run(args: argparse.Namespace, checkpoint: "Checkpoint") -> "Config
 
 
 def own_classes(config: "Config") -> tuple[str | None, tuple[str, ...]]:
-    """Return the names package.module:Class of the model and of the table optimizers."""
+    """Return the ``package.module:Class`` names of the custom model and table optimizers."""
     optimizers = [config.optimizer.sparse, *config.optimizer.tables.values()]
     model, names = config.model.name, dict.fromkeys(each.name for each in optimizers)
     return model if ":" in model else None, tuple(name for name in names if ":" in name)

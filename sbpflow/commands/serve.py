@@ -18,19 +18,38 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         prog="sbpflow serve", description="Answer HTTP requests with the scores of exported models."
     )
     add = parser.add_argument
-    text = "a folder of `sbpflow export`, with a name for several models; the first is the default"
+    text = "folder of an exported model, with a name if there are several; the first is the default"
     add("models", nargs="+", metavar="[NAME=]DIR", help=text)
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=8000, help="port, or 0 for any free port (default 8000)")
     cores = len(os.sched_getaffinity(0))
     add("--workers", type=int, default=cores, help="processes (default: one per core)")
-    add("--shadow", metavar="NAME", help="model that scores the requests of the others afterwards")
+    add(
+        "--shadow",
+        metavar="NAME",
+        help="model that also scores the other models' requests, after they are answered",
+    )
     add("--compiled", action="store_true", help="also load .pt2 and .so files, which contain code")
-    add("--max-body-bytes", type=int, default=4 << 20, help="largest body (default 4 MiB)")
-    add("--max-rows", type=int, default=8192, help="rows per request (default 8192)")
-    add("--batch-rows", type=int, default=1024, help="rows that are scored together (default 1024)")
-    add("--poll-seconds", type=float, default=1.0, help="time between looks for deltas (default 1)")
-    add("--grace-seconds", type=int, default=10, help="time to answer after SIGTERM (default 10)")
+    add(
+        "--max-body-bytes",
+        type=int,
+        default=4 << 20,
+        help="maximum request body size (default 4 MiB)",
+    )
+    add("--max-rows", type=int, default=8192, help="maximum rows per request (default 8192)")
+    add("--batch-rows", type=int, default=1024, help="maximum rows scored together (default 1024)")
+    add(
+        "--poll-seconds",
+        type=float,
+        default=1.0,
+        help="time between checks for new deltas (default 1)",
+    )
+    add(
+        "--grace-seconds",
+        type=int,
+        default=10,
+        help="time to finish open requests after SIGTERM (default 10)",
+    )
     args = parser.parse_args(argv)
     for name in ("workers", "max_body_bytes", "max_rows", "batch_rows", "poll_seconds"):
         if not getattr(args, name) > 0:
@@ -68,7 +87,7 @@ def serve(argv: Sequence[str]) -> int:
     folders = folders_of(args.models)
     if args.shadow is not None and args.shadow not in list(folders)[1:]:
         others = " or ".join(list(folders)[1:]) or "a second model, as in a=DIR b=DIR --shadow b"
-        raise ConfigError(f"--shadow: {args.shadow!r} is not a second model; use {others}")
+        raise ConfigError(f"--shadow: {args.shadow!r} does not name a second model; use {others}")
     try:
         from sbpflow.serving.app import Limits
         from sbpflow.serving.server import Settings, run_server

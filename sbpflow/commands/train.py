@@ -1,6 +1,6 @@
 """``sbpflow train``: train a model on a prepared set.
 
-This command only combines the configuration, the data, the model and the training loop.
+This file only connects the configuration, the data, the model, and the training loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,9 +68,9 @@ def run_rank(
 ) -> int:
     """Train with the configuration at ``path`` and ``key=value`` overrides.
 
-    ``tracker(rank)`` returns an additional reporter, which gets the run's events on every rank.
+    ``tracker(rank)`` returns an additional reporter, which receives the run's events on every rank.
     """
-    # torch is imported here so that --help is fast and run_main reports a broken torch.
+    # torch is imported here so that --help is fast and run_main can report a broken installation.
     from sbpflow.config.load import load_config
     from sbpflow.models.registry import MODELS
     from sbpflow.runtime.compute.malloc import keep_freed_memory
@@ -87,7 +87,7 @@ def train_config(
     *,
     joined: Callable[[int], None] | None = None,
 ) -> None:
-    """Train as one rank of the world that the environment describes.
+    """Train as one rank; the environment variables describe the world.
 
     ``joined(rank)`` is called once all ranks have joined. In a single process, everything is closed
     at the end, even after an error.
@@ -155,7 +155,7 @@ def train_config(
 
 
 def facts_of(manifest: "Manifest") -> "DataFacts":
-    """Return the set's identity, which a resumed run compares with the saved set."""
+    """Return the set's identity, which is compared with the saved set when a run resumes."""
     from sbpflow.run.saved.resume import DataFacts
 
     return DataFacts(
@@ -202,7 +202,7 @@ def _fit(
     tracker: "Callable[[int], Reporter] | None",
     opened: ExitStack,
 ) -> None:
-    """Train, score and report, starting from the current state of the job."""
+    """Train, evaluate, and report, starting from the job's current state."""
     from sbpflow.checkpoint.folder import DATA_FOLDER
     from sbpflow.commands.follow import exporting
     from sbpflow.data.format.metadata import copy_metadata
@@ -279,7 +279,7 @@ def _reporters(
     tracker: "Callable[[int], Reporter] | None",
     opened: ExitStack,
 ) -> "Reporter":
-    """Return the reporter of the run, the comparison of its ranks, and the user's reporter."""
+    """Return the run's own reporter, the reporter that compares ranks, and the user's reporter."""
     from sbpflow.training.prometheus import PrometheusReporter
     from sbpflow.training.rank_watch import RankWatch
     from sbpflow.training.reporters import Reporters

@@ -12,8 +12,7 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Specifies when a run is saved, which checkpoints are kept, and from which checkpoint the run
-    resumes.
+    """Specifies when a run is saved, which checkpoints are kept, and where the run resumes.
 
     ``resume: auto`` resumes from the newest valid checkpoint of an unfinished run in ``dir`` if all
     keys that affect results are equal; otherwise, the run fails. ``never`` starts from the

@@ -26,7 +26,7 @@ def check(
     planned: Mapping[str, TableRule] | None = None,
     hosts: Hosts | None = None,
 ) -> dict[str, TableLayout]:
-    """Make all checks that need the world size or the tables; return the table layouts.
+    """Perform all checks that need the world size or the tables; return the table layouts.
 
     ``tables`` maps a name to (rows, dim); ``planned`` contains the rules of ``parallel.plan``, and
     ``hosts`` the ranks of each host.
@@ -61,8 +61,9 @@ def check(
 
 
 def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> None:
-    """Check settings against each split's row count, so that a run fails at its start instead of at
-    its end."""
+    """Check settings against each split's number of rows, so that a run fails at its start, not at
+    its end.
+    """
     train, size = config.train, config.data.batch_size
     if batch_norm and config.data.tail == "keep" and rows["train"] % size == 1:
         raise ConfigError(
@@ -99,8 +100,7 @@ def writable_folder(key: str, folder: Path, example: str) -> Path:
 
 
 def data_path(config: Config) -> AnyPath:
-    """Return ``data.path``; raise ConfigError unless the key is given and names a folder
-    or a URL."""
+    """Return ``data.path``; raise ConfigError if it is missing, or not a folder or a URL."""
     path = config.data.path
     if path is None:
         raise ConfigError(f"data.path: not given; use data.path=DIR; {HOW_TO_MAKE_DATA}")

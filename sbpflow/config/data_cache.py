@@ -1,4 +1,4 @@
-"""Defines the group ``data.cache``: files of sets at URLs on each host."""
+"""Defines the group ``data.cache``: a local cache, on each host, for sets at URLs."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""Builds the message for a missing prepared set. The module is light, because ``data`` imports it,
-too."""
+"""Builds the message for a missing prepared set.
+
+This module imports little, because ``data`` also imports it.
+"""
 
 from pathlib import Path
 

@@ -35,9 +35,9 @@ def load_config(
 ) -> Config:
     """Read a YAML file, apply ``key=value`` overrides in order, check, and freeze.
 
-    ``models`` maps each ``model.name`` to the configuration class of the group ``model``; the first
-    is the default. ``model.name: package.module:Class`` imports the class, which is safe because
-    the user wrote the file and the overrides. A table optimizer's ``name`` (``optimizer.sparse``,
+    ``models`` maps each ``model.name`` to its configuration class; the first is the default.
+    ``model.name: package.module:Class`` imports the class, which is safe because the user wrote the
+    file and the overrides. A table optimizer's ``name`` (``optimizer.sparse``,
     ``optimizer.tables``) may have the same form.
     """
     try:
@@ -91,7 +91,7 @@ def config_from_tree(
 
 
 def _mapping(value: object) -> dict[str, Any]:
-    """Return ``value`` if it is a mapping, else {}: ``build`` reports a wrong type later."""
+    """Return ``value`` if it is a mapping, else {}; ``build`` reports the wrong type later."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
@@ -122,7 +122,7 @@ def import_model(name: str) -> type[Any]:
 
 
 def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the key and name of each user's own table optimizer, even if malformed."""
+    """Yield the key and name of each custom table optimizer, even if the name is malformed."""
     groups = _mapping(tree.get("optimizer"))
     entries = _mapping(groups.get("tables"))
     tables = groups.get("tables")
@@ -135,7 +135,7 @@ def _own_optimizers(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _import_optimizers(tree: Mapping[str, Any], allowed: Collection[str] | None = None) -> None:
-    """Import the user's own table optimizers; raise ConfigError for names not in ``allowed``."""
+    """Import the custom table optimizers; raise ConfigError for names not in ``allowed``."""
     for key, name in _own_optimizers(tree):
         if allowed is not None and name not in allowed:
             raise ConfigError(
@@ -146,8 +146,7 @@ def _import_optimizers(tree: Mapping[str, Any], allowed: Collection[str] | None 
 
 
 def dump_config(config: Config) -> str:
-    """Return the resolved config as YAML; ``load_config`` reads this text back as an equal
-    value."""
+    """Return the resolved config as YAML, which ``load_config`` reads back as an equal value."""
     return yaml.safe_dump(plain(config), sort_keys=False, default_flow_style=None, width=100)
 
 
@@ -179,7 +178,7 @@ def _affects(owner: object, name: str, by_default: Affects = "results") -> Affec
 def _flat(
     key: str, value: object, affects: Affects = "results"
 ) -> Iterator[tuple[str, str, Affects]]:
-    """Yield the dotted key, the value, and the effect of each leaf under ``value``."""
+    """Yield the dotted key, value, and effect of each leaf under ``value``."""
     items: Mapping[str, object] | None = None
     if dataclasses.is_dataclass(value):
         items = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -14,10 +14,8 @@ ONE_CLASS = "all rows of val have the same class"
 
 @dataclass(frozen=True, slots=True)
 class MetricKind:
-    """Describes a metric; ``absent`` is the reason why an evaluation of val may lack the metric.
-
-    Some metrics need groups of rows, or all scored rows at once because a histogram does not
-    suffice.
+    """A metric; ``absent`` is the reason why an evaluation of val may lack it. Some metrics need
+    groups of rows, or all scored rows at once, because a histogram is not enough.
     """
 
     label: str

@@ -109,7 +109,9 @@ def shape_of(rules: TableRules, name: str) -> tuple[TableShape, str]:
 
 
 def table_of(rules: TableRules, field: str) -> str | None:
-    """Return a field's shared table from the last pattern that sets ``table``, or None."""
+    """Return the shared table of a field, which the last pattern that sets ``table`` names, or
+    None.
+    """
     return _combined(rules.fields, field).get("table")
 
 
@@ -156,8 +158,10 @@ def _growth_keys(rule: FieldRule) -> list[str]:
 
 
 def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
-    """Return the settings that patterns give for ``name``; later patterns override earlier patterns
-    key by key."""
+    """Return the settings that patterns give for ``name``.
+
+    Later patterns override earlier ones, key by key.
+    """
     settings: dict[str, Any] = {}
     for pattern, rule in rules.items():
         if fnmatchcase(name, pattern):
@@ -167,7 +171,9 @@ def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
 
 
 def check_matches(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a pattern that matches none of ``names`` (each a ``kind``)."""
+    """Raise ConfigError for a pattern that matches none of ``names``, which are names of a
+    ``kind``.
+    """
     known = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):

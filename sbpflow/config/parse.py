@@ -1,8 +1,6 @@
-"""Converts a YAML tree to frozen dataclasses, and refuses unknown keys and invalid values.
-
-This module handles types, ranges and near matches, but does not define keys: the classes in
-``schema`` define the keys, and this module reads their annotations, defaults, and marks (``Range``,
-...).
+"""Converts a YAML tree to frozen dataclasses, and rejects unknown keys and invalid values. This
+module handles types, ranges, and near matches. The classes in ``schema`` define the keys; this
+module reads their annotations, defaults, and marks (``Range``, ...).
 """
 
 import dataclasses
@@ -37,14 +35,14 @@ _MAX_SHOWN = 200  # maximum length of a value in a message
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Gives an example value for a key whose default is not a useful example."""
+    """An example value for a key whose default is not a useful example."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class PathOr:
-    """Marks text that is either one of ``words`` or a path, which may be a URL if ``urls``."""
+    """Marks text that is one of ``words`` or a path; if ``urls``, the path may be a URL."""
 
     words: tuple[str, ...]
     urls: bool = False
@@ -52,28 +50,28 @@ class PathOr:
 
 @dataclass(frozen=True, slots=True)
 class Aliases:
-    """Defines alternative words for some values: {word: value}."""
+    """Alternative words for some values: {word: value}."""
 
     words: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """Given the user's ``name``, returns the possible dataclasses of a group by name."""
+    """Maps the user's ``name`` to the possible dataclasses of a group, by name."""
 
     kinds: Callable[[object], Mapping[str, type[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class MaxEntries:
-    """Sets the maximum number of entries in a list."""
+    """The maximum number of entries in a list."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Untagged:
-    """Sets the ``name``, which selects the class, of mapping entries without a ``name``."""
+    """The default of the key ``name``, which selects the class of a mapping's entries."""
 
     name: str
 
@@ -81,9 +79,9 @@ class Untagged:
 def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -> C:
     """Return an instance of the dataclass ``cls`` from a mapping; groups are dataclasses, too.
 
-    ``choices`` is for fields of ``cls`` whose annotation does not name a class. ``choices`` maps
-    such a field to the possible dataclasses by the value of the key ``name``; the first dataclass
-    is the default. Raises ConfigError.
+    ``choices`` is for fields of ``cls`` whose annotation does not name a class. It maps such a
+    field to the possible dataclasses by the value of the key ``name``; the first is the default.
+    Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -108,7 +106,7 @@ class _UnknownKeyError(ConfigError):
         if not near:
             leaves = {key.rpartition(".")[2] for key in all_keys}
             matches = difflib.get_close_matches(name, leaves, 1)
-            # Several models and optimizers share keys, but each key is suggested only once.
+            # Models and optimizers share some keys, but each key is suggested only once.
             near = list(dict.fromkeys(k for k in all_keys if k.rpartition(".")[2] in matches))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         known = f"{group or 'the top level'} has {', '.join(self.siblings)}"
@@ -143,7 +141,7 @@ def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxy
 
 
 def _full_key(message: str, key: str, fields: Mapping[str, object]) -> str:
-    """Return the message of a class with its key in full, if it names the key within its group."""
+    """Return a class's error message with its relative key completed to the full dotted key."""
     group, _, name = key.rpartition(".")
     first = re.match(r"\w*", message)
     if key and first is not None and first[0] in fields:
@@ -318,7 +316,7 @@ def _parse_int(value: object, key: str, example: object) -> int:
 
 
 def _parse_float(value: object, key: str, example: object) -> float:
-    """Accept numbers as text, too, because YAML 1.1 reads ``1e-3``, without a dot, as text."""
+    """Also accept numbers as text, because YAML 1.1 reads ``1e-3``, which has no dot, as text."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -382,8 +380,7 @@ def _eg(key: str, example: object) -> str:
 
 @functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    """Return annotations with their marks. The result is cached, because resolving annotations is
-    slow."""
+    """Return annotations with their marks. Cached, because resolving annotations is slow."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -439,8 +436,7 @@ def _join(key: str, name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return the YAML form of a config value, which consists of dicts, lists, strings and
-    numbers."""
+    """Return the YAML form of a config value: dicts, lists, strings, and numbers."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -463,7 +459,7 @@ def brief(value: object) -> str:
 
 
 def _head(value: object, depth: int = 4) -> object:
-    """Return ``value`` with limited numbers of entries, levels and characters."""
+    """Return ``value`` cut to a maximum number of entries, levels, and characters."""
     if isinstance(value, str) and len(value) > _MAX_SHOWN:
         return f"{value[:_MAX_SHOWN]}.. ({len(value):,} characters)"
     if not isinstance(value, Mapping | list | tuple):

@@ -1,11 +1,14 @@
-"""Lists renamed keys: old names are refused in users' configurations, but accepted in saved
-files."""
+"""Lists renamed keys.
+
+Old names are rejected in users' configurations, but accepted in saved files.
+"""
 
 from collections.abc import Mapping
 from typing import Any, cast
 
 RENAMED = {"exchange_dtype": "comm_dtype", "row_capacity": "row_buffer_fraction"}
-"""Maps old names to new: the last part of a key in ``parallel`` or a ``parallel.tables`` rule."""
+"""Maps old to new names: the last part of a key in ``parallel`` or in a ``parallel.tables`` rule.
+"""
 
 
 def current_key(key: str) -> str:

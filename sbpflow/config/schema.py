@@ -1,7 +1,7 @@
 """Defines the configuration: every key, its default, and checks that need no other facts.
 
-``config.checks`` makes the checks that need the tables or the world size. Values are never clamped
-and keys are never ignored.
+``config.checks`` performs the checks that need the tables or the world size. Values are never
+clamped and keys are never ignored.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Sets the folder for a run's files, and the seed of all random numbers."""
+    """Sets the folder for a run's files and the seed of all random numbers."""
 
     dir: Annotated[
         Path, Key("execution", "Folder for the metrics, report, and checkpoints of the run.")
@@ -124,8 +124,10 @@ class ModelGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableChanges:
-    """Changes settings that earlier patterns or ``optimizer.sparse`` have set; used for entries
-    without ``name``."""
+    """Modifies settings that earlier patterns or ``optimizer.sparse`` set.
+
+    For entries without ``name``.
+    """
 
     name: Literal["same"] = "same"
     lr: Annotated[Rate | None, Example(0.01), Key("results", "Learning rate.")] = None
@@ -216,8 +218,7 @@ DenseOptimizer = DenseSgd | Adam | AdamW | DenseAdagrad | RmsProp
 
 
 def table_optimizers(name: object = None) -> Mapping[str, type[TableOptimizer]]:
-    """Return the possible classes of an ``optimizer.tables`` entry by name, as ``known_rules``
-    does."""
+    """Return the possible classes of an ``optimizer.tables`` entry; see ``known_rules``."""
     return {"same": TableChanges, **known_rules(name)}
 
 
@@ -380,7 +381,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Contains the fully resolved configuration of a run, which is equal on all ranks."""
+    """The fully resolved configuration of a run, which is the same on all ranks."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -402,7 +403,7 @@ class Config:
 
     @property
     def watched(self) -> dict[str, Metric]:
-        """Return, by key, the val metrics that affect the run."""
+        """Return the val metrics that affect the run, by the key that names them."""
         train = self.train
         groups = {"train.stop.metric": train.stop, "train.plateau.metric": train.plateau}
         metrics: dict[str, Metric] = {}

@@ -1,5 +1,4 @@
-"""Defines the rules of ``parallel.storage``, for tables that do not keep all rows in device
-memory."""
+"""Defines the rules of ``parallel.storage``, for tables whose rows are not all in device memory."""
 
 import re
 from collections.abc import Mapping
@@ -109,8 +108,9 @@ class StorageRule:
             )
 
     def share(self, key: str, num_bytes: float) -> float:
-        """Return the fraction of rows that the slots can contain; ``num_bytes`` is the size of all
-        rows of a rank."""
+        """Return the fraction of rows that fit in the cache; ``num_bytes`` is the size of all rows
+        of a rank.
+        """
         number, unit = self._parsed(key)
         return number / 100 if unit == "%" else min(1.0, number * _UNITS[unit] / num_bytes)
 
@@ -119,7 +119,8 @@ class StorageRule:
         if match is None:
             units = ", ".join(_UNITS)
             raise ConfigError(
-                f"{key}.cache: {self.cache!r} is not a share or a size in {units}; {_EXAMPLES}"
+                f"{key}.cache: {self.cache!r} is neither a percentage nor a size in {units}; "
+                f"{_EXAMPLES}"
             )
         return float(match[1]), match[2]
 
@@ -138,20 +139,22 @@ def server_rule(rules: Mapping[str, StorageRule]) -> tuple[str, StorageRule] | N
 
     All rules with ``kind: servers`` must name the same servers.
     """
-    found = [(f"parallel.storage.{p}", rule) for p, rule in rules.items() if rule.kind == "servers"]
-    for key, rule in found[1:]:
-        first_key, first = found[0]
+    server_rules = [
+        (f"parallel.storage.{p}", rule) for p, rule in rules.items() if rule.kind == "servers"
+    ]
+    for key, rule in server_rules[1:]:
+        first_key, first = server_rules[0]
         for name in ("addresses", "secret_file"):
             if getattr(rule, name) != getattr(first, name):
                 raise ConfigError(
                     f"{key}.{name}: differs from {first_key}.{name}; all tables use the same "
                     "servers, so give the same value"
                 )
-    return found[0] if found else None
+    return server_rules[0] if server_rules else None
 
 
 class NamedServers(NamedTuple):
-    """Contains the servers of a configuration; ``key`` is the key of their rule."""
+    """The embedding servers of a configuration; ``key`` is the key of their rule."""
 
     key: str
     addresses: tuple[tuple[str, int], ...]
@@ -160,13 +163,13 @@ class NamedServers(NamedTuple):
 
 def named_servers(rules: Mapping[str, StorageRule]) -> NamedServers:
     """Return the servers of the rules; raise ConfigError if no rule lists servers."""
-    found = server_rule(rules)
-    if found is None:
+    keyed_rule = server_rule(rules)
+    if keyed_rule is None:
         raise ConfigError(
             "parallel.storage: no rule has kind: servers; add, for example, "
             '"*.C1": {kind: servers, cache: 10%, addresses: [10.0.0.1:7070], secret_file: FILE}'
         )
-    key, rule = found
+    key, rule = keyed_rule
     if rule.addresses is None or rule.secret_file is None:
         raise ConfigError(
             f"{key}.addresses: not given for kind: servers; list the servers, such as "

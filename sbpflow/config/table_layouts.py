@@ -1,6 +1,6 @@
 """Resolves the ``parallel`` group to the layout of each table and each dense parameter.
 
-``table_rules`` defines the group. A rule that does not fit a table or the world is refused.
+``table_rules`` defines the group. A rule that does not fit a table or the world is rejected.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,8 @@ def resolve_dense_layouts(
     world_size: int,
 ) -> dict[str, Layout]:
     """Return a layout over all ranks for every dense parameter; ``parameters`` maps names to
-    shapes.
-
-    Raise ConfigError if a pattern matches nothing, is not a layout, or splits a dim that is too
-    short.
+    shapes. Raises ConfigError if a pattern matches nothing, is not a layout, or splits a dim that
+    is too short.
     """
     check_matches("parallel.dense", parallel.dense, parameters, "parameter")
     world = Placement.line(device_type, world_size)
@@ -101,8 +99,10 @@ def resolve_table_layouts(
 def _rule_of(
     parallel: ParallelConfig, schemes: Schemes, planned: Mapping[str, TableRule] | None, name: str
 ) -> tuple[str, TableRule]:
-    """Return the key and the rule of the last matching pattern; ``parallel.tables`` comes after a
-    plan's or scheme's rules."""
+    """Return the key and the rule of the last matching pattern.
+
+    Patterns of ``parallel.tables`` come after those of a plan or scheme.
+    """
     plan_key, scheme = f"parallel.plan {parallel.plan}", parallel.scheme
     candidates = [(pattern, plan_key, rule) for pattern, rule in (planned or {}).items()]
     if scheme is not None:
@@ -141,7 +141,11 @@ def _fit(
         raise ConfigError(
             f"{key}.ranks{table}: {outside} not in a world of {world_size}; use ranks "
             f"0..{world_size - 1}, or remove ranks and sizes to use all ranks"
-            + ("; a plan fits the number of ranks that it was made for" if table else "")
+            + (
+                "; a plan is only valid for the number of ranks that it was made for"
+                if table
+                else ""
+            )
         )
     sbps = [
         _fit_axis(key, rule, axis, sbp, name, shape, placement)
@@ -171,8 +175,7 @@ def _fit(
 
 
 def _check_hosts(key: str, grid: Placement, world_size: int, hosts: Hosts | None) -> None:
-    """Check that a grid of hosts and their ranks contains all ranks, and that the ranks of a row
-    share a host."""
+    """Check that a grid of hosts and ranks contains all ranks, and that each row is on one host."""
     host_of = {rank: number for number, host in enumerate(hosts or ()) for rank in host}
     shown = [list(host) for host in hosts or ()]
     if grid.size != world_size:

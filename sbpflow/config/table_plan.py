@@ -1,7 +1,7 @@
 """Reads files of table rules for ``parallel.plan: FILE``, and writes them for the planner.
 
 A file contains a mapping ``tables``, in the form of ``parallel.tables``, and optional ``notes`` for
-people. The program reads only ``world_size``, the planned number of ranks, from the notes.
+people. The only note that the program reads is ``world_size``, the planned number of ranks.
 """
 
 import logging
@@ -26,8 +26,7 @@ class _TablePlan:
 
 def read_table_plan(path: Path, *, world_size: int | None = None) -> dict[str, TableRule]:
     """Return rules by pattern (the last match wins); raise ConfigError if the file is not a plan.
-
-    If ``notes`` give a different ``world_size``, a warning is logged.
+    Logs a warning if ``notes`` has a different ``world_size``.
     """
     tree = read_yaml(path, "parallel.plan")
     notes = tree.pop("notes", None)

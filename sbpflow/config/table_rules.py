@@ -95,7 +95,9 @@ class TableRule:
                 "or use sbp: S(0)"
             )
         if not isinstance(sbps[0], Split):
-            raise ConfigError(f"{key}.sizes: {sbps[0]} has no parts; remove sizes, or use S(0)")
+            raise ConfigError(
+                f"{key}.sizes: {sbps[0]} does not split the table; remove sizes, or use S(0)"
+            )
         if len(sbps) == 1 and any(isinstance(size, tuple) for size in self.sizes):
             raise ConfigError(
                 f"{key}.sizes: {self.sbp} has one axis; use, for example, sizes: [60, 40]"
@@ -120,8 +122,10 @@ class TableRule:
         return parse_nd_sbp(self.sbp) == (Split(0), Split(0))
 
     def parsed(self, key: str) -> NdSbp:
-        """Return the sbps: B, S(0) or S(1) on a list of ranks, (S(0), S(1)) or (S(0), S(0)) on a
-        grid."""
+        """Return one sbp per axis:
+
+        B, S(0), or S(1) on a list of ranks; (S(0), S(1)) or (S(0), S(0)) on a grid.
+        """
         accepted = "use B, S(0) or S(1) for a table, or (S(0), S(1)) or (S(0), S(0)) on a grid"
         try:
             nd_sbp = parse_nd_sbp(self.sbp)
@@ -352,12 +356,15 @@ DTYPES: dict[CommDtype, torch.dtype] = {
 }
 
 
-# Maps each scheme to a model's rules by pattern of table names; the last match wins.
+# For each scheme, a model's rules by table name pattern; the last match wins.
 Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 
 
 def rule_of(given: TableLayout) -> TableRule:
-    """Return the rule that gives a table this layout; the inverse of ``resolve_table_layouts``."""
+    """Return the rule that gives a table this layout.
+
+    This is the inverse of ``resolve_table_layouts``.
+    """
     placement, axes = given.layout.placement, given.layout.nd_sbp
     sizes = [sbp.sizes for sbp in axes if isinstance(sbp, Split) and sbp.sizes is not None]
     plain = tuple(Split(sbp.dim) if isinstance(sbp, Split) else sbp for sbp in axes)

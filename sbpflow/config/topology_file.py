@@ -1,7 +1,7 @@
 """Reads descriptions of hosts and links from the files that ``parallel.topology: FILE`` names.
 
-A description is needed to plan for other machines, and on systems where ranks cannot detect which
-of them share a host.
+A description is needed to plan for other machines, or if ranks cannot detect which of them share a
+host.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Defines options for early stopping, plateaus, the loss, clipping, and learning rates.
+"""Defines the options for early stopping, plateaus, the loss, clipping, and learning rates.
 
 Each class checks its own values; ``schema`` defines the groups that use these classes.
 """
@@ -49,7 +49,8 @@ class PlateauConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrometheusConfig:
-    """Serves the values of a run to Prometheus, at http://HOST:PORT/metrics on rank 0's machine.
+    """Serves the current values of a run to Prometheus, at http://HOST:PORT/metrics on rank 0's
+    machine.
 
     The endpoint has no authentication.
     """
@@ -118,9 +119,7 @@ class ClipConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
     """Multiplies every ``lr`` by a factor that depends on the optimizer step: a linear warm-up,
-    then a decay.
-
-    Without ``decay_steps``, there is no decay.
+    then a decay. Without ``decay_steps``, the rate does not decay.
     """
 
     key: ClassVar[str] = "optimizer.schedule"
@@ -171,7 +170,7 @@ class ScheduleConfig:
 
     @property
     def changes(self) -> bool:
-        """Return whether the rate of any step differs from the configured rate."""
+        """Return whether the schedule changes the configured rate at any step."""
         return bool(self.warmup_steps) or self.decay_steps is not None
 
 

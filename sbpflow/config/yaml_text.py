@@ -1,8 +1,7 @@
-"""Reads YAML that may be hostile or damaged.
-
-Only plain values within fixed limits are accepted, and each key may occur only once. In YAML, a few
-lines can expand to billions of values (aliases), and scalars call constructors that raise arbitrary
-exceptions. This module raises ConfigError for all refused text, before building anything large.
+"""Reads YAML that may be malicious or damaged. Only plain values within fixed limits are accepted,
+and each key may occur only once. In YAML, a few lines can expand to billions of values (aliases),
+and scalars call constructors that can raise any exception. This module raises ConfigError instead,
+before building anything large.
 """
 
 from collections.abc import Hashable
@@ -20,11 +19,12 @@ MAX_DIGITS = 40
 
 
 def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
-    """Return the value of YAML text; raise a one-line ConfigError for any refused text."""
+    """Return the value of YAML text; raise a one-line ConfigError for text that is not accepted."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{len(text):,} characters of YAML; use at most {MAX_CHARACTERS:,}")
     try:
-        # Aliases share one object; copy it, so that overriding one use does not change the others.
+        # Aliases share an object; copy it, so that overriding one occurrence does not change the
+        # others.
         return unshared(yaml.load(text, _Loader))
     except ConfigError:
         raise
@@ -45,8 +45,9 @@ def unshared(value: Any) -> Any:  # noqa: ANN401
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses values above the limits, and duplicate keys, which YAML silently resolves to the last
-    one."""
+    """Rejects values above the limits, and duplicate keys, of which YAML would silently use the
+    last.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -78,7 +79,7 @@ class _Loader(yaml.SafeLoader):
         except ConfigError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            # Errors from constructors of scalars mention Python's own calls, so they are replaced.
+            # Scalar constructors raise errors about Python's internals, so replace them.
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: {brief(node.value)} is not a valid {tag}; "

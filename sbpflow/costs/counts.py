@@ -1,9 +1,9 @@
 """Counts the work that a table causes on the ranks: rows, elements, and bytes (not time).
 
-An exchange derives the counts from ``Facts``. ``part`` is the work that a shard adds to the rank
-that stores the shard. ``home`` is the work that a table adds to every rank for the rank's own
-samples. The counts are summed over tables. If tables share work (a group, a stack, a transfer), a
-``Key`` identifies the work, and the rank counts the distinct keys.
+An exchange derives the counts from ``Facts``. ``part`` counts the work that a shard causes on the
+rank that stores it. ``home`` counts the work that a table causes on every rank for that rank's own
+samples. The counts are summed over tables. Work that several tables share (a group, a stack, a
+transfer) is identified by a ``Key``, and each rank counts its distinct keys.
 """
 
 from collections.abc import Mapping
@@ -31,24 +31,25 @@ FEATURES = (
     "batch_ids",
     "home_sort",
     "home_unique",
-    "seen_ids",  # ids of the global batch, scanned for this rank's ids
-    "searched_ids",  # the part of seen_ids that is for row-split tables
+    "seen_ids",  # ids of the global batch that this rank scans for its own
+    "searched_ids",  # the seen_ids that belong to row-split tables
     "read_rows",
     "read_elements",
-    # ``read_touched`` counts the elements of distinct rows, because the first use of a row misses
-    # the caches. ``out_elements`` counts the elements of the vectors that owners look up and send.
+    # ``read_touched`` counts the elements of distinct rows, because the first read of a row misses
+    # the CPU caches. ``out_elements`` counts the elements of the vectors that owners look up and
+    # send.
     "read_touched",
     "out_elements",
     "home_elements",  # elements of vectors or partial sums received for the samples
     "expand_rows",
     "expand_elements",
     "repeat_elements",  # gradient elements copied once per rank
-    "whole_elements",  # elements of dense gradients
+    "whole_elements",  # elements of dense gradients that are all-reduced whole
     "update_ids",
     "update_elements",
     "step_rows",  # rows that the optimizer changes
     "step_elements",
-    "step_passes",  # step_elements times the state numbers per element
+    "step_passes",  # step_elements times the optimizer state values per element
     # ``copied_bytes`` counts the bytes copied into and out of transfer buffers, and
     # ``square_bytes`` counts the bytes of squared gradients summed over ranks that share rows.
     "copied_bytes",
@@ -57,18 +58,18 @@ FEATURES = (
     "counted_bytes",  # bytes of row ids that this rank sends after their counts
     "vector_bytes",  # bytes of vectors that this rank sends
     "gradient_bytes",  # bytes of gradients that this rank sends
-    # The features above count bytes that are sent evenly to all other ranks. In an exchange with
-    # two hops, each hop has a link of its own.
+    # The byte counts above are for bytes sent evenly to all other ranks. In a two-hop exchange,
+    # each hop uses its own link, so its bytes are counted separately.
     "host_bytes",  # bytes that this rank sends within its host
     "network_bytes",  # bytes that this rank sends to other hosts
     "vector_in_bytes",  # bytes of vectors that this rank receives
     "gradient_in_bytes",  # bytes of gradients that this rank receives
-    # The following features are numbers of distinct keys.
+    # Each of the following features is the number of its distinct keys.
     "num_dense_groups",  # groups in which owners send vectors
     "num_summed_groups",  # groups with partial sums that are added in transit
     "num_whole_groups",  # groups with all-reduced dense gradients
-    "num_row_transfers",  # rounds of single rows between owners and requesters, in both directions
-    "num_row_gathers",  # rounds of single rows that all ranks gather
+    "num_row_transfers",  # round trips of individual rows between requesters and owners
+    "num_row_gathers",  # exchanges of individual rows that all ranks gather
     "num_stacks",
     "num_squares",
     "num_id_calls",
@@ -85,14 +86,14 @@ Cut = tuple[float, int]  # (row parts, column parts)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Describes one table in one step: all inputs of an exchange's counts except the cut.
+    """One table in one step: every input of an exchange's counts except the cut.
 
-    The global batch has ``lookups`` ids, ``touched`` of which are distinct. The ids on a single
-    rank include ``wanted`` distinct ids, and the ids on all ranks of a host ``host_wanted``
-    (``wanted`` if a layout does not distinguish hosts). ``vectors`` is the number of vectors sent
-    per sample. The ``item`` fields are the bytes per element in arithmetic (``item``), in stored
-    rows, and in sent vectors and gradients. ``window`` is the number of batches whose ids are in
-    memory. ``state`` is (numbers per row, numbers per element) of optimizer state.
+    The global batch has ``lookups`` ids, of which ``touched`` are distinct. A single rank needs
+    ``wanted`` distinct ids, and all ranks of a host together need ``host_wanted`` (equal to
+    ``wanted`` if the layout does not distinguish hosts). ``vectors`` is the number of vectors sent
+    per sample. The ``item`` fields are bytes per element: in arithmetic (``item``), in stored rows,
+    and in sent vectors and gradients. ``window`` is the number of batches whose ids are in memory.
+    ``state`` is the number of optimizer state values (per row, per element).
     """
 
     world_size: int
@@ -104,7 +105,7 @@ class Facts:
     touched: float
     wanted: float
     host_wanted: float
-    sent_ids: float  # ids sent to owners, excluding ids already sent for another table
+    sent_ids: float  # ids sent to owners, without those already sent for another table
     item: float = 4.0
     row_item: float = 4.0
     vector_item: float = 4.0
@@ -126,33 +127,37 @@ class Facts:
         return self.lookups / self.world_size
 
     def stored(self, rows: float, width: float) -> float:
-        """Return the bytes of a shard and its optimizer state on the device."""
+        """Return the bytes that a shard and its optimizer state occupy on the device."""
         by_row, by_element = self.state
         rows *= self.slot_share
         return rows * (width * self.row_item + (by_row + by_element * width) * self.item)
 
     def steps(self, rows: float, width: float) -> dict[str, float]:
-        """Return the counts of an optimizer step on ``rows``."""
+        """Return the work counts of an optimizer step on ``rows``."""
         elements = rows * width
         passes = elements * max(1, sum(self.state))
         return {"step_rows": rows, "step_elements": elements, "step_passes": passes}
 
     @property
     def both_ways(self) -> float:
-        """Return the sent bytes per element of a vector and its gradient."""
+        """Return the bytes sent per element of a vector and its gradient together."""
         return self.vector_item + self.gradient_item
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
-        """Return the counts of the sums over ranks that share ``rows``; in a ring of N ranks, each
-        sends (N - 1) / N of the 4-byte numbers twice.
+        """Return the bytes that are sent to sum squared gradients over the ranks that share
+        ``rows``.
+
+        In a ring of N ranks, each rank sends (N - 1) / N of the 4-byte values twice.
         """
         sent = 8.0 * rows * (cut[1] - 1) / cut[1]
         return {"square_bytes": sent if self.shares_state else 0.0}
 
 
 class Counted(Protocol):
-    """Defines the part of an exchange's interface that cost estimates use. If ``copies`` or
-    ``even`` is true, there are no parts."""
+    """The part of an exchange's interface that cost estimates use.
+
+    If ``copies`` or ``even`` is true, the table has no shards, so ``part`` is not called.
+    """
 
     copies: ClassVar[bool]
     even: ClassVar[bool]
@@ -162,7 +167,7 @@ class Counted(Protocol):
 
 
 def vector_of(counts: Counts) -> Floats:
-    """Return [F] with one element per feature, 0 if missing."""
+    """Return an array [F] of the counts of all features; missing counts are 0."""
     values = np.zeros(NUM_FEATURES)
     for name, value in counts.items():
         values[INDEX[name]] = value
@@ -170,11 +175,11 @@ def vector_of(counts: Counts) -> Floats:
 
 
 def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Ints, Floats]:
-    """Return the counts of an evenly divided table: ``kinds``, ``kind`` and ``home``.
+    """Return the counts of an evenly divided table: ``kinds``, ``kind``, and ``home``.
 
-    ``kinds`` [K, F] contains one row per distinct shard size; there are at most two sizes per
-    dimension. Shard s, in row-major order, is of kind ``kind[s]``. ``home`` [F] applies to every
-    rank.
+    ``kinds`` [K, F] contains the counts of each distinct shard size; there are at most two sizes
+    per dimension. Shard s, in row-major order, has the counts ``kinds[kind[s]]``. ``home`` [F]
+    applies to every rank.
     """
     home = vector_of(exchange.home(facts, cut))
     if exchange.copies or exchange.even:

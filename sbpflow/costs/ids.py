@@ -1,7 +1,7 @@
 """Estimates how many distinct rows a given number of lookups touches.
 
-Costs depend on how often ids repeat. An ``IdCurve`` can come from the statistics of a data set,
-from a distribution, from a sample, or from a default. All counts and prices use
+Costs depend on how often ids repeat. An ``IdCurve`` can be computed from the statistics of a data
+set, from a distribution, or from a sample; otherwise, there is a default. All counts and prices use
 ``IdCurve.touched``.
 """
 
@@ -22,17 +22,15 @@ CLICKS = 3.0
 of the lookups."""
 _SLICES = 40
 _MOST = 16.0
-# The curve has two points per octave, so log-log interpolation is accurate to 0.65 %.
+# Two points per octave make log-log interpolation accurate to 0.65 %.
 _DRAWS = tuple(2.0 ** (n / 2) for n in range(1, 69))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdCurve:
-    """Describes a curve: ``draws[i]`` lookups touch ``unique[i]`` distinct rows; both are
-    ascending.
+    """States that ``draws[i]`` lookups touch ``unique[i]`` distinct rows; both are ascending.
 
-    The total number of rows that are ever looked up is ``distinct``. Impossible curves raise
-    ConfigError.
+    ``distinct`` is the number of rows that are ever looked up. Impossible curves raise ConfigError.
     """
 
     draws: tuple[float, ...]
@@ -42,8 +40,8 @@ class IdCurve:
     def __post_init__(self) -> None:
         if len(self.draws) != len(self.unique) or not self.draws:
             raise ConfigError(
-                f"ids: got {len(self.draws)} draws and {len(self.unique)} unique counts; use "
-                "equally many (for example, draws [1000] and unique [400])"
+                f"ids: got {len(self.draws)} draws and {len(self.unique)} unique counts; the "
+                "lists must have the same length (for example, draws [1000] and unique [400])"
             )
         for name, values in (("draws", self.draws), ("unique", self.unique)):
             if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
@@ -53,7 +51,7 @@ class IdCurve:
                 )
 
     def touched(self, draws: float) -> float:
-        """Return the mean number of distinct rows in ``draws`` lookups by log-log interpolation."""
+        """Return the mean number of distinct rows in ``draws`` lookups (log-log interpolation)."""
         if draws <= 0:
             return 0.0
         x = math.log(draws)
@@ -74,10 +72,11 @@ def _logarithms(values: tuple[float, ...]) -> Floats:
 def curve_of(
     rows: Sequence[float] | Floats, mass: Sequence[float] | Floats, draws: Sequence[float] = _DRAWS
 ) -> IdCurve:
-    """Return the curve of groups of equally frequent rows.
+    """Return the curve of a table whose rows form groups of equal frequency.
 
-    Group i contains ``rows[i]`` rows, whose total frequency is proportional to ``mass[i]``. Draws
-    are independent, so n lookups touch a row of frequency p with probability 1 - exp(-n p).
+    Group i contains ``rows[i]`` rows, whose total frequency is proportional to ``mass[i]``. Lookups
+    are assumed to be independent, so n lookups touch a row of frequency p with probability 1 -
+    exp(-n p).
     """
     count, share = np.asarray(rows, dtype=np.float64), np.asarray(mass, dtype=np.float64)
     valid = (count > 0) & (share > 0)
@@ -99,17 +98,17 @@ def click_curve(num_rows: int, exponent: float = CLICKS) -> IdCurve:
 
     With exponent 1, all rows are equally frequent.
     """
-    # Use narrower slices for frequent ids.
+    # Slices of frequent ids are narrower, because frequencies change fastest there.
     edges = (np.arange(_SLICES + 1) / _SLICES) ** exponent
     return curve_of(np.diff(edges) * num_rows, np.full(_SLICES, 1.0 / _SLICES))
 
 
 @dataclass(frozen=True, slots=True)
 class IdFrequencies:
-    """Contains the id statistics of one field.
+    """The id statistics of one field.
 
-    ``bins`` are (rows, lookups); the rows of a bin are assumed to be equally frequent.
-    ``per_sample`` is the mean number of ids.
+    Each of the ``bins`` is (rows, lookups); rows of the same bin are assumed to be equally
+    frequent. ``per_sample`` is the mean number of ids per sample.
     """
 
     bins: tuple[tuple[int, int], ...]
@@ -120,11 +119,12 @@ class IdFrequencies:
         return _curve_of_bins(tuple(self.bins))
 
     def overlap(self, first: float, second: float, uses: float = 1.0) -> tuple[float, float]:
-        """Return the mean numbers of rows that ``first`` samples use, and that ``first`` and
-        ``second`` other samples of the same epoch both use.
+        """Return the mean number of rows used by ``first`` samples, and how many of these rows are
+        also used by ``second`` other samples of the same epoch.
 
-        An epoch reads every sample once, so a row with a single lookup is never in both. A row has
-        ``uses`` times the lookups of the field, if a table has several fields with the same ids.
+        An epoch reads every sample once, so a row with a single lookup is never used by both. If
+        several fields with the same ids share a table, ``uses`` is the number of these fields: each
+        row then has ``uses`` times as many lookups.
         """
         rows, lookups = np.asarray(self.bins, dtype=np.float64).reshape(-1, 2).T
         rows, lookups = rows[rows > 0], lookups[rows > 0]
@@ -143,7 +143,7 @@ def _curve_of_bins(bins: tuple[tuple[int, int], ...]) -> IdCurve:
 
 
 def exponent_of(curve: IdCurve, num_rows: int, draws: float) -> float:
-    """Return the exponent, rounded to halves, for which ``click_curve`` best matches ``curve``."""
+    """Return the exponent for which ``click_curve`` best matches ``curve``, to the nearest 0.5."""
     wanted = curve.touched(draws)
     low, high = 1.0, _MOST
     while high - low > 0.05:

@@ -1,11 +1,11 @@
-"""Defines built-in weights of work counts, for use without a calibration.
+"""Defines the built-in prices of work counts, which are used if there is no calibration.
 
-The units of the weights are nanoseconds on one core and milliseconds per call. The weights of
-indexing, reading, summing, and stepping are rounded measurements: compiled kernels, rowwise
-Adagrad, 60,000 ids on 1M rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The other weights were
-chosen to reproduce the measured ranking of plans for eight tasks on loopback
-(``benchmarks.schemes``; docs/decisions/engine.md lists the held-out tasks). The ranking depends
-only on the ratios of the weights to each other and to the link's speed.
+Prices are in nanoseconds on one core, or in milliseconds per call. Those of indexing, reading,
+summing, and stepping are rounded measurements: compiled kernels, rowwise Adagrad, 60,000 ids on 1M
+rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The others were chosen to reproduce the measured
+ranking of plans for eight tasks on loopback (``benchmarks.schemes``; docs/decisions/engine.md lists
+the held-out tasks). The ranking depends only on the ratios of the prices to each other and to the
+link's speed.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ INDEX_NS = 4.0  # price of finding an id among the unique ids
 READ_NS, READ_NS_PER_COLUMN = 4.0, 0.2
 SUM_NS, SUM_NS_PER_COLUMN = 4.0, 0.35
 COPY_NS_PER_BYTE = 0.06
-# price of waiting for a hop within the host; from a step at 1 Gbit/s (``benchmarks.two_level``, 2
-# cores for 4 ranks, AMD EPYC, 2026-11)
+# Price of waiting for a hop within the host, derived from the time of a step at 1 Gbit/s
+# (``benchmarks.two_level``, 2 cores for 4 ranks, AMD EPYC, 2026-11).
 HOP_NS_PER_BYTE = 2.5
 GROUP_MS, STACK_MS = 2.5, 0.5
 
@@ -29,7 +29,7 @@ _SPREAD = vector_of(
 )
 _HOST, _NETWORK = vector_of({"host_bytes": 1.0}), vector_of({"network_bytes": 1.0})
 SENT = _SPREAD + _HOST + _NETWORK
-"""[F] bytes that a rank sends per count."""
+"""[F] bytes that a rank sends per unit of each count."""
 WORK_NS = vector_of(
     {
         "home_sort": INDEX_NS + SUM_NS,
@@ -46,7 +46,7 @@ WORK_NS = vector_of(
         "host_bytes": HOP_NS_PER_BYTE,
     }
 )
-CALLS = {  # cost per transfer of a group, a round of rows, or a stack
+CALLS = {  # number of calls per group, row exchange, or stack
     "num_dense_groups": 2,
     "num_summed_groups": 2,
     "num_whole_groups": 1,
@@ -57,13 +57,14 @@ CALLS = {  # cost per transfer of a group, a round of rows, or a stack
 }
 _GROUPS = [name for name in CALLS if name not in ("num_squares", "num_id_calls")]
 WORK_MS = 1e-6 * WORK_NS + vector_of({**dict.fromkeys(_GROUPS, GROUP_MS), "num_stacks": STACK_MS})
-"""[F] milliseconds per count of a rank's work, without its transfers."""
+"""[F] milliseconds of a rank's work per unit of each count, without transfers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Contains the milliseconds of transfers and of the busiest rank's work, and the bytes that a
-    rank sends to all ranks and to other hosts."""
+    """The milliseconds of the transfers and of the busiest rank's work, and the bytes that a rank
+    sends in total and to other hosts.
+    """
 
     work_ms: float
     transfer_ms: float
@@ -78,10 +79,11 @@ class Price:
 def transfer_ms(
     byte_ms: float, call_ms: float, hop_byte_ms: tuple[float, float] | None = None
 ) -> Floats:
-    """Return the [F] milliseconds per count of a rank's transfers.
+    """Return [F] the milliseconds of a rank's transfers per unit of each count.
 
-    ``byte_ms`` applies to bytes sent evenly to all other ranks, and ``hop_byte_ms`` to bytes sent
-    (within hosts, between hosts); the default is ``byte_ms`` for both.
+    ``byte_ms`` is the price of a byte sent evenly to all other ranks. ``hop_byte_ms`` is the price
+    of a byte of a two-hop exchange (within a host, between hosts); by default, both are
+    ``byte_ms``.
     """
     near, far = hop_byte_ms or (byte_ms, byte_ms)
     return byte_ms * _SPREAD + near * _HOST + far * _NETWORK + call_ms * vector_of(CALLS)
@@ -90,8 +92,8 @@ def transfer_ms(
 def price_of(totals: Floats, prices: Floats, far: float) -> Price:
     """Return the price of a step from its counts ``totals`` [ranks, F].
 
-    ``prices`` is the result of ``transfer_ms``, and ``far`` is the share of the bytes for all other
-    ranks that goes to other hosts.
+    ``prices`` is the result of ``transfer_ms``. ``far`` is the share of evenly sent bytes that goes
+    to other hosts.
     """
     return Price(
         work_ms=float((totals @ WORK_MS).max()),

@@ -1,1 +1,1 @@
-"""Embedding tables for any layout: plans, ids, stores, exchanges, and collections."""
+"""Embedding tables in any layout: plans, ids, stores, exchanges, and collections."""

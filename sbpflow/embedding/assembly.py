@@ -1,4 +1,4 @@
-"""Joins the vectors of groups to the outputs of a collection, and splits their gradients."""
+"""Joins the vectors of groups into the outputs of a collection, and splits their gradients."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from sbpflow.embedding.plan.tables import OutputConfig
 class Assembly:
     """Joins the groups' parts of one output, and splits its gradient.
 
-    A part contains the tables of its group in the group's order; ``places`` has the columns of
-    these tables in the output.
+    A part contains the vectors of its group's tables, in the group's order; ``places`` gives the
+    columns of these tables in the output.
     """
 
     def __init__(self, plan: EmbeddingPlan, output: OutputConfig, device: torch.device) -> None:

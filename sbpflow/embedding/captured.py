@@ -1,4 +1,6 @@
-"""Decides which collections a CUDA graph can run from reading rows to updating them."""
+"""Decides for which collections a CUDA graph can contain all work from reading rows to updating
+them.
+"""
 
 from collections.abc import Iterable
 
@@ -8,7 +10,7 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 
 
 def why_not_captured(stores: Iterable[tuple[TableBatch, RowStore]], num_ranks: int) -> str:
-    """Return why a CUDA graph cannot contain the moves of these stores, or ""."""
+    """Return why a CUDA graph cannot contain the moves of these stores, or "" if it can."""
     if num_ranks > 1:
         return "vectors and gradients are exchanged between ranks"
     for stack, store in stores:
@@ -16,7 +18,7 @@ def why_not_captured(stores: Iterable[tuple[TableBatch, RowStore]], num_ranks: i
         if stack.grows:
             return f"table {table} grows, so the host initializes rows in every step"
         if stack.ragged:
-            return f"table {table} has lists of ids, and their number varies between batches"
+            return f"table {table} has lists of ids, whose total length varies between batches"
         if not isinstance(store, DeviceStore):
             return f"table {table} has rows outside device memory"
         if not isinstance(store.kernel, TorchStorage):

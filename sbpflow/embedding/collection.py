@@ -1,9 +1,10 @@
-"""Defines an embedding collection, the embedding tables of a model on one rank.
+"""Defines an embedding collection: the embedding tables of a model on one rank.
 
 A batch is processed in moves (``start_id_exchange``, ``exchange_ids``, ``receive_ids``, ``lookup``,
 ``gather_outputs``, ``send_grads``, ``receive_grads``, ``update``), so that a schedule can run other
 work between them. ``forward`` and ``apply_gradients`` run all moves in sequence. The first three
-moves depend only on ids and can run any number of batches ahead. Outputs are S(0) over the batch.
+moves depend only on ids, so they can run any number of batches ahead. Outputs are S(0) over the
+batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,8 +78,8 @@ class EmbeddingCollection:
     ) -> None:
         """Allocate the stores and, with ``initialize``, fill them with initial values.
 
-        ``kernel`` is a request, or the choice per table if it has been made already. On CUDA,
-        ``row_buffer_fraction`` makes training batches send rows in fixed-size buffers of this
+        ``kernel`` is a request, or the choices per table if they have already been made. On CUDA,
+        ``row_buffer_fraction`` makes training batches send rows in fixed-size buffers, of this
         fraction of the maximum size. ``stores`` creates the row store of each stack.
         """
         world = boxing.world
@@ -124,11 +125,11 @@ class EmbeddingCollection:
     ) -> EmbeddingsInFlight:  # fmt: skip
         """Check the ids of this rank's samples and start their exchange.
 
-        ``ids`` has any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
-        DataError for malformed ids. Out-of-range ids of a training batch raise DataError later: in
-        ``lookup``, or on CUDA in the next ``update``, before anything changes. For growing tables:
-        ``begins_step`` is False for a batch that is accumulated with the previous one, whose keys
-        keep their rows, and ``event_time`` is the latest time of this rank's samples.
+        ``ids`` may have any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
+        DataError for malformed ids. Out-of-range ids of a training batch raise DataError later,
+        before any row changes: in ``lookup`` or, on CUDA, in the next ``update``. For growing
+        tables, ``begins_step`` is False for a batch accumulated with the previous one (keys of both
+        keep their rows), and ``event_time`` is the latest time of this rank's samples.
         """
         check = IdCheck() if training else None
         with self._stream.section(ids):
@@ -137,7 +138,7 @@ class EmbeddingCollection:
             if local.num_samples != share:
                 raise DataError(
                     f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass "
-                    f"{share} samples, the rank's share of a batch of {batch_size}"
+                    f"{share} samples, this rank's share of a batch of {batch_size}"
                 )
             changes: Sequence[Changes] = ()
             if (grows := self.growing) is not None:
@@ -153,26 +154,26 @@ class EmbeddingCollection:
                 at_once=self._world.device.type == "cuda",
             )
             batch = EmbeddingsInFlight(transfer, parts, counts, check, changes)
-            if counts.are_known:  # all sizes are fixed, so the host need not wait for them
+            if counts.are_known:  # all sizes are fixed, so there is nothing to wait for
                 self._exchange_ids(batch)
         return batch
 
     def exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        """Start the transfers that had to wait for the exchange of their sizes."""
+        """Start the transfers whose sizes had to be exchanged first."""
         if not batch.ids_exchanged:
             with self._stream.section():
                 self._exchange_ids(batch)
 
     def _exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        # In every move, all groups start their transfers before any group waits. All ranks start
-        # the transfers in the same order.
+        # In every move, all groups start their transfers before any group waits, so that they
+        # overlap. Collectives require that all ranks start them in the same order.
         batch.counts.finish()
         batch.ids.exchange_ids()
         for group, part in self._parts(batch):
             group.exchange_ids(part)
         batch.ids_exchanged = True
         if self._stream.exists:
-            # The id stream waits for the ids and sorts them; the host and the main stream do not.
+            # Only the id stream waits for the ids and sorts them; the host goes on.
             self._receive_ids(batch)
             for group, part in self._parts(batch):
                 if part.training:
@@ -185,7 +186,7 @@ class EmbeddingCollection:
     def _counts(
         self, parts: list[GroupInFlight], rounds: int = 1
     ) -> list[tuple[GroupInFlight, Callable[[], Tensor | None]]]:
-        """Return the sources of counts: groups with at least this many rounds of ids."""
+        """Return the sources of counts: the groups with at least this many rounds of ids."""
         return [
             (part, partial(group.counts, part))
             for group, part in zip(self._groups, parts, strict=True)
@@ -193,7 +194,7 @@ class EmbeddingCollection:
         ]
 
     def _next_round(self, batch: EmbeddingsInFlight, number: int) -> None:
-        """Run a round of ids after the first round. The host waits for the counts of the round."""
+        """Run one of the id rounds after the first. The host waits for the counts of this round."""
         parts = [pair for pair in self._parts(batch) if pair[0].plan.num_rounds > number]
         for group, part in parts:
             part.round = number
@@ -211,7 +212,7 @@ class EmbeddingCollection:
             group.receive_ids(part)
 
     def receive_ids(self, batch: EmbeddingsInFlight) -> None:
-        """Wait for the ids. Afterwards, the row numbers looked up on this rank are final."""
+        """Wait for the ids. After this move, the row numbers looked up on this rank are final."""
         self.exchange_ids(batch)
         if batch.received:
             return
@@ -228,7 +229,7 @@ class EmbeddingCollection:
                 group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Discard a started batch and all later ones; every rank must cancel each of them."""
+        """Discard a batch. Every rank must also cancel all later ones."""
         self.receive_ids(batch)
         for group, part in self._parts(batch):
             group.cancel(part)
@@ -236,12 +237,14 @@ class EmbeddingCollection:
             self.growing.cancel()
 
     def mark_early(self, batch: EmbeddingsInFlight) -> None:
-        """Find the rows whose values are final; call this after all earlier batches have ids."""
+        """Find the rows whose values are final, once all earlier batches have their ids."""
         for group, part in self._parts(batch):
             group.mark_early(part)
 
     def send_early(self, batch: EmbeddingsInFlight) -> None:
-        """Start sending these rows. Until the ``lookup``, only updates may change rows."""
+        """Start sending the rows that ``mark_early`` found. Until ``lookup``, only updates change
+        rows.
+        """
         for group, part in self._parts(batch):
             group.send_early(part)
 
@@ -251,7 +254,7 @@ class EmbeddingCollection:
         self.read(batch)
 
     def arrive(self, batch: EmbeddingsInFlight) -> None:
-        """Run the first half of ``lookup``: finish the work on ids and report bad ids."""
+        """Run the first half of ``lookup``: finish the work on ids, and report bad ids."""
         self.receive_ids(batch)
         self._stream.join()
         if batch.check is not None:
@@ -259,7 +262,7 @@ class EmbeddingCollection:
             self._flagged.append(batch.check)
 
     def read_ahead(self, batch: EmbeddingsInFlight) -> None:
-        """Start reading cached rows for a prediction; no update can run before its ``lookup``."""
+        """Start reading cached rows for a prediction. No update may run before its ``lookup``."""
         self.arrive(batch)
         for group, part in self._parts(batch):
             for lookup, (_, store) in zip(part.lookups, group.stores(), strict=False):
@@ -303,10 +306,11 @@ class EmbeddingCollection:
         """Take one optimizer step with all collected gradients.
 
         ``step`` is the training step, counted from 1 over the whole job; lower values raise
-        SbpError. A row touched by several collected batches takes one step with the sum.
+        SbpError. A row touched by several collected batches takes one step with its summed
+        gradient.
         """
         if step < 1:
-            raise SbpError(f"update: step {step}; use 1 or more, because steps count from 1")
+            raise SbpError(f"update: step {step}; use 1 or more, because steps are counted from 1")
         self.check_late()
         self.apply(step)
 
@@ -337,7 +341,7 @@ class EmbeddingCollection:
             kernel.keep_numbers()
 
     def write_numbers(self, step: int) -> None:
-        """Set the learning rate and step before replaying a graph that includes ``apply``."""
+        """Set the learning rate and step for the next replay of a graph that includes ``apply``."""
         for (stack, _), kernel in zip(self._stores(), self._graph_kernels(), strict=True):
             kernel.write_numbers(stack.optimizer.lr * self._lr_factor, step)
 
@@ -349,7 +353,7 @@ class EmbeddingCollection:
     def gradient_squares(self) -> Tensor:
         """Return the squared norm of the collected gradients, summed per row first: 0-d float64.
 
-        Summing the results of all ranks is safe: every row is counted once in any layout.
+        The results of all ranks can be summed: in any layout, every row is counted exactly once.
         """
         return torch.stack([group.gradient_squares() for group in self._groups]).sum()
 
@@ -359,9 +363,10 @@ class EmbeddingCollection:
             group.scale_gradients(factor)
 
     def forward(self, ids: Ids, batch_size: int, *, training: bool) -> dict[str, Tensor]:
-        """Run all moves of a lookup for the ids of this rank's samples; return ``gather_outputs``.
+        """Run all moves up to ``gather_outputs`` on the ids of this rank's samples; return its
+        result.
 
-        Raise SbpError if the previous training batch has not been followed by ``apply_gradients``.
+        Raise SbpError if ``apply_gradients`` has not been called since the previous training batch.
         """
         if training and self._last is not None:
             raise SbpError(
@@ -377,9 +382,9 @@ class EmbeddingCollection:
         return outputs
 
     def apply_gradients(self, step: int) -> None:
-        """Update the rows touched by the last training ``forward`` from its outputs' ``.grad``.
+        """Update the rows of the last training ``forward``, using the ``.grad`` of its outputs.
 
-        ``step`` has the same meaning as in ``update``.
+        ``step`` is as in ``update``.
         """
         batch, self._last = self._last, None
         if batch is None:
@@ -392,7 +397,7 @@ class EmbeddingCollection:
 
     @property
     def out_of_range(self) -> Tensor:
-        """Return how many ids clamp or hash has replaced on this rank so far, [features] int64."""
+        """Return how many ids clamp or hash has replaced on this rank so far: [features] int64."""
         self._stream.join()
         return self._reader.out_of_range
 
@@ -402,7 +407,7 @@ class EmbeddingCollection:
             yield from (StoredShard(shard, store) for shard in shards)
 
     def stores(self) -> list[tuple[RowStore, tuple[Shard, ...]]]:
-        """Return every store of this rank with its shards; a shard's rows start at its ``base``."""
+        """Return every store of this rank with its shards, whose rows start at their ``base``."""
         return [(store, stack.shards(self._world.rank)) for stack, store in self._stores()]
 
     def state(self) -> dict[str, LogicalTensor]:
@@ -418,15 +423,14 @@ class EmbeddingCollection:
         return {} if self.growing is None else self.growing.counts()
 
     def copies(self) -> list[Copies]:
-        """Return the state that several ranks hold identically, in the same order on all ranks.
+        """Return the state that several ranks have copies of, in the same order on all ranks.
 
-        This state consists of B tables with their optimizer state, and the row state of tables
-        whose columns are distributed over ranks.
+        These are B tables with their optimizer state, and row state of column-split tables.
         """
         return copies_of(self.plan, list(self.stored()))
 
     def cache_counts(self) -> CacheCounts | None:
-        """Return the counts of this rank's caches, or ``None`` if the rank has no caches."""
+        """Return the counts of this rank's caches, or ``None`` if it has no caches."""
         stores = [store for _, store in self._stores() if isinstance(store, CachedStore)]
         return CacheCounts.total([store.counts for store in stores]) if stores else None
 
@@ -489,8 +493,8 @@ class EmbeddingCollection:
         is_copied = group.kind.copies and self._world.size > 1
         if is_copied and not isinstance(store, DeviceStore):
             raise ConfigError(
-                f"table {table.name}: {type(store).__name__} cannot store a B table on "
-                "several ranks, because each rank updates rows that it did not look up; use "
+                f"table {table.name}: {type(store).__name__} cannot store a B table on several "
+                "ranks, because every rank also updates rows that it did not look up; use "
                 "DeviceStore or another layout such as S(0)"
             )
         return store

@@ -1,4 +1,4 @@
-"""Lists the tensors of tables that several ranks hold identically."""
+"""Lists the tensors of tables that are replicated on several ranks."""
 
 from dataclasses import dataclass
 

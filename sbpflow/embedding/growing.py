@@ -1,4 +1,4 @@
-"""The growing tables of a collection: rows for keys, and initial values for rows with new keys."""
+"""Manages the growing tables of a collection: rows for keys, and initial values for new keys."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,24 +21,24 @@ from sbpflow.errors import ConfigError
 
 
 class Growing(KeyExchange):
-    """The growing fields of a plan on one rank, with the rows that the rank stores."""
+    """The growing fields of a plan on one rank, with the rows that this rank stores."""
 
     def __init__(self, plan: EmbeddingPlan, boxing: Boxing, seed: int) -> None:
         stacks = [stack for group in plan.groups for stack in group.stacks if stack.grows]
         shards = [shard for stack in stacks for shard in stack.shards(boxing.world.rank)]
         super().__init__(plan, boxing, shards)
         self._seed = seed
-        self._num_read = 0  # batches looked up since the last update
+        self._num_read = 0  # number of batches looked up since the last update
         by_table = {name: field.live for field in self.fields for name in field.plan.tables}
         self.live = {name: live for name, live in by_table.items() if live is not None}
 
     def begin(
         self, changes: Sequence[Changes], stores: Sequence[tuple[TableBatch, RowStore]]
     ) -> None:
-        """Take the changes of a training batch right before it is looked up.
+        """Apply the row changes of a training batch, right before it is looked up.
 
-        Rows with new keys get their initial values. No batch that read their former values is still
-        to be updated, because a key used by a step keeps its row.
+        Rows that get new keys are reset to initial values. No batch with a pending update uses
+        their former values, because a key used by a step keeps its row.
         """
         self._num_read += 1
         new = {
@@ -65,7 +65,7 @@ class Growing(KeyExchange):
         addresses: list[Tensor] = []
         for shard in shards:
             table_rows, keys = new[shard.table.name]
-            # The rank can store more rows of another table of the field.
+            # This rank may store more rows of another table of the field.
             mine = (table_rows >= shard.row_start) & (table_rows < shard.row_stop)
             rows.append(table_rows[mine] + shard.shift)
             addresses.append(keys[mine])
@@ -87,8 +87,8 @@ class Growing(KeyExchange):
     def erase(self, name: str, keys: Tensor) -> int:
         """Remove keys [n] int64 of a field, as if they had never occurred.
 
-        Return the number of rows that keys owned by this rank had. Every rank must call this method
-        with the same keys, and without batches in flight. The rows are not in later checkpoints.
+        Return how many of the keys owned by this rank had rows. Every rank must call this method
+        with the same keys, while no batch is in flight. Later checkpoints do not contain the rows.
         """
         names = [field.plan.name for field in self.fields]
         if name not in names:
@@ -115,7 +115,9 @@ class Growing(KeyExchange):
         self._num_read = 0
 
     def numbers_of(self, shards: Sequence[Shard]) -> Callable[[Tensor], Tensor]:
-        """Return a function from ascending rows of a store to the addresses of their keys."""
+        """Return a function that maps ascending row numbers of a store to the addresses of their
+        keys.
+        """
         bases = torch.tensor([shard.base for shard in shards])
         live = [self.live[shard.table.name] for shard in shards]
         return partial(_addresses, bases=bases, shards=shards, live=live)

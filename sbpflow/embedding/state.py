@@ -1,8 +1,9 @@
-"""Defines the logical state of a collection: a checkpoint's tensors, for any layout.
+"""Defines the logical state of a collection: the tensors of a checkpoint, in any layout.
 
-``tables/T`` has the rows of table T, and ``tables/T/STATE`` has its optimizer state. Each tensor
-has a full shape, and each rank stores rectangles of the tensor. A growing table has only the shared
-row and the rows of keys, sorted by the addresses of the keys in ``vocabularies/F/keys``.
+``tables/T`` contains the rows of table T, and ``tables/T/STATE`` its optimizer state. Each tensor
+has a full shape, and each rank stores rectangles of it. For a growing table, the tensor contains
+only the shared row and the rows of keys, in the order of the addresses of the keys in
+``vocabularies/F/keys``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +27,13 @@ if TYPE_CHECKING:  # this module needs numba
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Rows [start, stop) of one tensor of a store without views, read and written on demand.
+    """Rows [start, stop) of a tensor in a store that has no views; read and written on demand.
 
-    ``is_column`` makes one number per row a column [rows, 1] of a logical tensor.
+    With ``is_column``, a tensor with one value per row is a column [rows, 1] of a logical tensor.
     """
 
     store: RowStore | SelectedRows | KeyColumn
-    key: str  # ``WEIGHTS``, or a name of optimizer state
+    key: str  # ``WEIGHTS``, or the name of an optimizer state
     start: int
     stop: int
     is_column: bool = False
@@ -87,9 +88,9 @@ class StoredRows:
 
 
 Values = Tensor | StoredRows
-# The tensors of a growing field. ``clock`` has the number of trained batches and the samples after
-# each of the last batches, and ``times`` the latest event times; only the first owner has them.
-# ``totals`` has a row of ``vocabulary.Totals`` per owner.
+# The tensors of a growing field. ``clock`` contains the number of trained batches and the number of
+# samples after each of the last batches, and ``times`` the latest event times; only the first owner
+# has these two. ``totals`` contains a row of ``vocabulary.Totals`` for each owner.
 KEY_TENSORS = {
     "keys": torch.int64,
     "last_uses": torch.int32,
@@ -104,7 +105,9 @@ KEY_TENSORS = {
 
 
 def read_values(values: Values) -> Tensor:
-    """Return a tensor unchanged, or the rows of a store; split large values into chunks first."""
+    """Return a tensor unchanged, or read the rows of a store. Split large values into chunks
+    first.
+    """
     return values if isinstance(values, Tensor) else values.read()
 
 
@@ -127,7 +130,9 @@ class StoredShard:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Return optimizer state by name, [rows] or [rows, columns], as views or copies."""
+        """Return optimizer state by name, [rows] or [rows, columns], as views or copies like
+        ``weights``.
+        """
         tensors = self.store.read(self.rows)
         return {name: values for name, values in tensors.items() if name != WEIGHTS}
 
@@ -144,7 +149,7 @@ class StoredShard:
 class Rectangle:
     """Part [row_start:row_stop, col_start:col_stop] of a logical tensor: a view or ``StoredRows``.
 
-    If a tensor has one number per row, ``values`` are [row_start:row_stop], without columns.
+    If the tensor has one value per row, ``values`` has shape [rows], without a dim for columns.
     """
 
     row_start: int
@@ -158,14 +163,13 @@ class Rectangle:
 class LogicalTensor:
     """A named tensor of full ``shape``, and this rank's rectangles of it.
 
-    Several ranks can have equal rectangles: copies of B tables, and the state of rows whose columns
-    are distributed over ranks. ``column_starts`` is set for state with one number per row and
-    column shard; it has the first table column of each shard.
+    Several ranks may have equal rectangles: copies of B tables, and the state of rows whose columns
+    are split over ranks. ``column_starts`` is set for state with one value per row and column
+    shard: it contains the first table column of each shard.
 
     No rank knows the full shape of a tensor of a growing field (``field``): ``shape`` and the
-    rectangle cover only the rows of this rank. The rows of the next rank follow the rows of this
-    rank. ``shard`` has the place of the table's rows in its store. If ``is_copy``, other ranks save
-    the rectangle.
+    rectangle cover only the rows on this rank, and the rows of the next rank follow them. ``shard``
+    says where the table's rows are in the store. If ``is_copy``, another rank saves the rectangle.
     """
 
     name: str
@@ -183,7 +187,9 @@ class LogicalTensor:
 
     @property
     def keys(self) -> str | None:
-        """Return the tensor with the keys of a growing table's rows, after the shared row."""
+        """Return the name of the tensor with the keys of a growing table's rows, except the shared
+        row.
+        """
         if self.field is None or not self.name.startswith("tables/"):
             return None
         return f"vocabularies/{self.field.plan.name}/keys"
@@ -194,8 +200,8 @@ def logical_state(
 ) -> dict[str, LogicalTensor]:
     """Return the collection's state by name, with the same names on all ranks.
 
-    With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. A growing
-    table has the rows of trained batches.
+    With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. For a
+    growing table, the state contains the rows as of the last trained batch.
     """
     stored_by_table = {shard.shard.table.name: shard for shard in stored}
     by_table = {name: field for field in fields for name in field.plan.tables}
@@ -242,7 +248,7 @@ def logical_state(
 def _trained_rows(
     stored: list[StoredShard], by_table: "Mapping[str, FieldKeys]"
 ) -> dict[int, TrainedRows]:
-    """Return a snapshot of each store with growing tables, by the identity of the store."""
+    """Return a snapshot of each store with growing tables, keyed by the id() of the store."""
     by_store: dict[int, list[StoredShard]] = {}
     for one in stored:
         if one.shard.table.name in by_table:
@@ -261,7 +267,9 @@ def _trained_rows(
 
 
 def _keys_of(field: "FieldKeys") -> list[LogicalTensor]:
-    """Return the vocabulary of a growing field: keys, last uses, counts, and the clock."""
+    """Return the tensors of a growing field's vocabulary: keys, last uses, counts, and the
+    clock.
+    """
     part, names = field.part, [f"vocabularies/{field.plan.name}/{name}" for name in KEY_TENSORS]
     if part is None:
         return [LogicalTensor(name=name, shape=(0,), rectangles=(), field=field) for name in names]
@@ -278,7 +286,9 @@ def _keys_of(field: "FieldKeys") -> list[LogicalTensor]:
 def _rectangle(
     held: StoredShard, values: Values, columns: tuple[int, int] | None = None
 ) -> Rectangle:
-    """Return the rows of a shard, with the logical tensor's columns that ``values`` represents."""
+    """Return the rectangle of ``values``, which has all rows of a shard, and by default its
+    columns.
+    """
     shard = held.shard
     col_start, col_stop = columns or (shard.col_start, shard.col_stop)
     return Rectangle(

@@ -1,1 +1,3 @@
-"""Manages the ranks of a run and their machines: startup, shutdown, devices, files, randomness."""
+"""Support for the ranks of a run and their machines: startup, shutdown, devices, files, random
+numbers.
+"""

@@ -1,2 +1,1 @@
-"""Defines sbps, placements, and layouts (a layout combines a placement with sbps), without
-communication."""
+"""Defines sbps, placements, and layouts (a placement plus one sbp per axis). No communication."""

@@ -1,4 +1,4 @@
-"""Define layouts: the ranks of a logical tensor (placement) and one sbp per placement axis.
+"""Defines layouts: the ranks of a logical tensor (placement) and one sbp per placement axis.
 
 Only this module computes the shapes and slices of parts.
 """
@@ -26,8 +26,7 @@ class Layout:
     """Combines a placement with ``nd_sbp``, which has one entry per axis or is a string such as
     "(S(0), B)".
 
-    If several axes split the same dim, axis 0 splits the dim, and then axis 1 splits the resulting
-    pieces.
+    If several axes split the same dim, axis 0 splits it first, and axis 1 then splits each piece.
     """
 
     placement: Placement
@@ -50,8 +49,8 @@ class Layout:
                     )
         if len({sbp.op for sbp in self.nd_sbp if isinstance(sbp, Partial)}) > 1:
             raise SbpError(
-                f"{format_nd_sbp(self.nd_sbp)} mixes reductions, so the result would depend on "
-                "their order; convert one of the reductions to B or S first"
+                f"{format_nd_sbp(self.nd_sbp)} mixes different reductions, so the value would "
+                "depend on their order; convert one of them to B or S first"
             )
 
     def __str__(self) -> str:
@@ -59,7 +58,7 @@ class Layout:
         return f"{format_nd_sbp(self.nd_sbp)}@{self.placement}"
 
     def __hash__(self) -> int:
-        return self._hash  # Cache the hash, because every plan lookup hashes layouts.
+        return self._hash  # cached, because every plan lookup hashes layouts
 
     @cached_property
     def _hash(self) -> int:
@@ -68,7 +67,7 @@ class Layout:
     def part_slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...] | None:
         """Return the slices of a rank's part of a tensor, or ``None`` outside the placement.
 
-        Only S axes divide the tensor; B and P axes do not.
+        Only S axes divide the tensor. Along B and P axes, each rank stores the full shape.
         """
         coord = self.placement.coord(rank)
         if coord is None:
@@ -94,9 +93,9 @@ class Layout:
     def check_user(self, shape: tuple[int, ...]) -> None:
         """Raise SbpError on every rank if a user's tensor of ``shape`` cannot have this layout.
 
-        A layout is not possible if a split dim does not exist, if explicit sizes do not add up to
-        the length of the dim, or if a balanced split would leave ranks empty. A dim of length 0 and
-        explicit sizes of 0 are legal.
+        This happens if a split dim does not exist, if explicit sizes do not add up to the length of
+        the dim, or if a balanced split would leave some ranks empty. A dim of length 0 and explicit
+        sizes of 0 are legal.
         """
         lengths = [{length} for length in shape]
         for axis, sbp in enumerate(self.nd_sbp):
@@ -111,7 +110,8 @@ class Layout:
                     else f"{self} splits a tensor without dims; use B or P"
                 )
             parts = self.placement.shape[axis]
-            to_split = lengths[sbp.dim]  # lengths of the pieces made by earlier axes
+            # Lengths of the pieces after the earlier axes have split the dim.
+            to_split = lengths[sbp.dim]
             if short := [n for n in to_split if sbp.sizes is None and 0 < n < parts]:
                 raise SbpError(
                     f"{self} splits dim {sbp.dim} of {list(shape)} into {parts} parts, but the "
@@ -122,11 +122,11 @@ class Layout:
 
     @cached_property
     def has_extremum(self) -> bool:
-        """Return True if an axis has P(max) or P(min), which are not linear and have no dual."""
+        """Return True if any axis is P(max) or P(min), which are not linear and have no dual."""
         return any(isinstance(sbp, Partial) and sbp.op != "sum" for sbp in self.nd_sbp)
 
     def dual(self) -> "Layout":
-        """Return the gradient's layout, in which S stays S, B becomes P, and P becomes B."""
+        """Return the layout of the gradient: S stays S, B becomes P, and P becomes B."""
         return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))
 
 
@@ -143,8 +143,8 @@ def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def split_bounds(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
-    """Return the start of each piece of ``split_sizes``, and the end of the last piece.
+    """Return the start of each piece, followed by the end of the last piece.
 
-    Results are cached, because this function is called for every rank.
+    Cached, because planning calls it for every rank.
     """
     return (0, *accumulate(split_sizes(sbp, size, parts)))

@@ -1,7 +1,7 @@
-"""Define placements: n-D grids of the global ranks that store a tensor.
+"""Defines placements: n-D grids of the global ranks that store a tensor.
 
-A placement does not contain process groups, which ``sbpflow.runtime.ranks.world.World`` creates.
-``explain`` and the planner can therefore use placements of worlds that are not running.
+A placement has no process groups; ``sbpflow.runtime.ranks.world.World`` creates them. ``explain``
+and the planner can therefore use placements without running any ranks.
 """
 
 import math
@@ -30,8 +30,9 @@ NestedRanks = int | Sequence["NestedRanks"] | RankArray
 
 @dataclass(frozen=True)
 class Placement:
-    """Arranges global ``ranks`` in a grid of ``shape``, in row-major order; any subset of ranks is
-    allowed."""
+    """Arranges global ``ranks`` in row-major order in a grid of ``shape``. Any subset of the
+    world's ranks is allowed.
+    """
 
     device_type: str
     ranks: tuple[int, ...]
@@ -45,9 +46,12 @@ class Placement:
         if not self.ranks:
             raise SbpError("ranks []: a placement needs at least one rank, such as [0]")
         if math.prod(self.shape) != len(self.ranks):
-            raise SbpError(f"{len(self.ranks)} ranks do not fill a grid of shape {self.shape}")
+            raise SbpError(
+                f"{len(self.ranks)} ranks do not fill a grid of shape {self.shape}, "
+                f"which needs {math.prod(self.shape)}"
+            )
         if len(set(self.ranks)) != len(self.ranks):
-            raise SbpError(f"ranks {self.ranks} contain a rank twice; list each rank once")
+            raise SbpError(f"ranks {self.ranks} contain duplicates; list each rank once")
         if min(self.ranks) < 0:
             raise SbpError(f"ranks {self.ranks} must be 0 or more")
 
@@ -107,18 +111,22 @@ class Placement:
         return _nest(list(self.ranks), self.shape)
 
     def __hash__(self) -> int:
-        return self._hash  # Cache the hash, because every plan lookup hashes placements.
+        return self._hash  # cached, because every plan lookup hashes placements
 
     @cached_property
     def _hash(self) -> int:
         return hash((self.device_type, self.ranks, self.shape))
 
     def axis_groups(self, axis: int) -> tuple[tuple[int, ...], ...]:
-        """Return groups of ranks that differ only along ``axis``, each in coordinate order."""
+        """Return the groups of ranks that differ only in their coordinate along ``axis``, each
+        group in coordinate order.
+        """
         return self.plane_groups({axis})
 
     def plane_groups(self, axes: Collection[int]) -> tuple[tuple[int, ...], ...]:
-        """Return groups of ranks that differ only along ``axes``, each in coordinate order."""
+        """Return the groups of ranks that differ only in their coordinates along ``axes``, each
+        group in coordinate order.
+        """
         planes: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
             coord = self.coord(rank) or ()
@@ -141,8 +149,7 @@ def _plain(ranks: object) -> object:
 
 
 def _flatten(nested: object, depth: int, flat: list[int], shape: list[int]) -> None:
-    """Append all ranks to ``flat`` in order, and the length of each new nesting level to
-    ``shape``."""
+    """Append all ranks to ``flat`` in order, and the length of each nesting level to ``shape``."""
     ranks = _plain(nested)
     if not isinstance(ranks, Sequence) or isinstance(ranks, str):
         raise SbpError(f"ranks {ranks!r} are not whole numbers; write [0, 1] or [[0, 1], [2, 3]]")

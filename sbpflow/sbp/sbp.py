@@ -1,7 +1,8 @@
-"""Define the distributions Split, Broadcast and Partial of a tensor along a placement axis.
+"""Defines the ways to distribute a tensor along a placement axis: Split, Broadcast, and Partial.
 
-This module does not use ranks, devices or communication. The terms and the balanced rule follow
-OneFlow (oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h at 25c8978).
+This module knows nothing of ranks, devices, or communication. The terms and the rule for balanced
+splits follow OneFlow (oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h
+at 25c8978).
 """
 
 import operator
@@ -19,8 +20,8 @@ Reduction = Literal["sum", "max", "min"]
 class Split:
     """Each coordinate stores a consecutive piece of ``dim``.
 
-    ``sizes``, a tuple or list, contains the length (0 or more) of each coordinate's piece. ``None``
-    means balanced: the first ``n % parts`` pieces get one more element.
+    ``sizes`` (a tuple or list) gives the length of each coordinate's piece, 0 or more. ``None``
+    means a balanced split: the first ``n % parts`` pieces get one more element.
     """
 
     dim: int
@@ -29,7 +30,9 @@ class Split:
     def __post_init__(self) -> None:
         dim = whole(self.dim)
         if dim is None or dim < 0:
-            raise SbpError(f"S({self.dim}): the dim must be 0 or more; count from the front")
+            raise SbpError(
+                f"S({self.dim}): the dim must be 0 or more, such as S(0); count dims from the front"
+            )
         object.__setattr__(self, "dim", dim)
         if self.sizes is None:
             return
@@ -57,8 +60,9 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every coordinate stores a term of the full shape; the tensor is the sum, max or min of the
-    terms."""
+    """Every coordinate stores a term of full shape; the tensor is the sum, max, or min of the
+    terms.
+    """
 
     op: Reduction = "sum"
 
@@ -116,7 +120,8 @@ def parse_nd_sbp(text: str) -> NdSbp:
     stripped = text.strip()
     if not (stripped.startswith("(") and stripped.endswith(")")):
         return (parse_sbp(stripped),)
-    entries = re.split(r",(?![^\[]*\])", stripped[1:-1])  # ignore commas between sizes
+    # Split at commas, but not at commas between explicit sizes.
+    entries = re.split(r",(?![^\[]*\])", stripped[1:-1])
     if len(entries) > 1 and not entries[-1].strip():
         entries.pop()  # Python formats a tuple with one entry as "(S(0),)"
     return tuple(parse_sbp(entry) for entry in entries)
@@ -153,7 +158,9 @@ def format_nd_sbp(nd_sbp: NdSbp) -> str:
 
 
 def balanced_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Return the lengths of consecutive pieces; the first ``size % parts`` pieces get one more."""
+    """Return the lengths of the pieces of a balanced split; the first ``size % parts`` get one
+    more.
+    """
     quotient, remainder = divmod(size, parts)
     return tuple(quotient + (part < remainder) for part in range(parts))
 

@@ -1,7 +1,7 @@
 """Answers HTTP requests with the scores of models: a bare ASGI application.
 
-The server limits what it reads, and refuses bad rows with the row and column at fault. TLS and
-authentication belong to a proxy in front of it.
+The server limits request sizes, and rejects bad rows with a message that names the row and column.
+TLS and authentication are left to a proxy in front of it.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ _ROUTES = (
     "POST /score, POST /models/NAME/score, GET /health, GET /ready, GET /metrics, GET /v2, and the "
     "paths of the Open Inference Protocol below /v2"
 )
-_MAX_BEHIND = 64  # requests that may wait for the shadow model
-_MAX_SHOWN = 100  # characters of a value in an error
+_MAX_BEHIND = 64  # requests that may be queued for the shadow model
+_MAX_SHOWN = 100  # characters of a value to show in an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits the size of a request and of a batch."""
+    """Limits on the size of a request and of a batch."""
 
     body_bytes: int = 4 << 20
     rows: int = 8192
@@ -59,7 +59,7 @@ class Served:
         self.switch(version)
 
     def switch(self, version: ModelVersion) -> None:
-        """Serve another version; requests in flight keep the version that they started with."""
+        """Serve another version. Requests in flight keep the version that they started with."""
         self.version = version
         self.counts.serve(version.text, version.trained)
 
@@ -78,7 +78,10 @@ class _DisconnectedError(Exception):
 
 
 class App:
-    """Implements the routes. The first model is the default; ``other`` counts unknown paths."""
+    """The ASGI application.
+
+    The first model is the default; ``other`` counts requests for unknown paths.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class App:
         self._batcher = Batcher(limits.batch_rows)
         self.stopping: Callable[[], bool] = lambda: False
         self.is_alone: Callable[[], bool] = lambda: False
-        """Whether the request being answered is the only one; set by the server, if it knows"""
+        """Whether the current request is the only one; set by the server, if it knows"""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -110,7 +113,9 @@ class App:
             answer = _refusal(error)
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            answer = _Answer(_error("the server failed; its log has the reason"), status=500)
+            answer = _Answer(
+                _error("internal server error; see the server's log for the reason"), status=500
+            )
         headers = [
             (b"content-type", answer.type),
             (b"content-length", b"%d" % len(answer.body)),
@@ -204,7 +209,8 @@ class App:
         except ValueError as error:
             raise BodyError(str(error)) from error
         check_rows(len(encoded.ids), self._limits.rows)
-        if self.is_alone():  # waiting for others would take two more passes of the event loop
+        if self.is_alone():
+            # waiting for other requests would take two more passes of the event loop
             scores = model.score_encoded(encoded)
         else:
             scores = await self._batcher.score(model, encoded)
@@ -245,7 +251,7 @@ class App:
             asyncio.get_running_loop().call_soon(self._score_shadow)
 
     def _score_shadow(self) -> None:
-        """Compare the shadow model's scores of one request; then let the loop answer others."""
+        """Compare the shadow model's scores for one request, then yield to the event loop."""
         served, rows, scores = self._behind[0]
         try:
             other = self._shadow.version.model.score(rows) if self._shadow else scores

@@ -1,9 +1,7 @@
-"""Scores the rows of concurrent requests together, on the thread of the event loop.
-
-The rows that arrive during one pass of the event loop are scored by one call. While a batch is
-computed, further requests wait in the sockets, and form the next batch. So a request that is alone
-is scored at once, without a timer and without a thread switch, and a busy worker forms large
-batches by itself.
+"""Scores the rows of concurrent requests together, on the thread of the event loop. Rows that
+arrive during one pass of the event loop are scored in one call. While a batch is being computed,
+new requests wait in the sockets and form the next batch. So a single request is scored immediately,
+without a timer or a thread switch, and a busy worker automatically forms large batches.
 """
 
 import asyncio
@@ -38,11 +36,11 @@ class Batcher:
         return future
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Score one batch; then let the loop send its answers before the next batch."""
+        """Score one batch, then let the event loop send the responses before the next batch."""
         batch = [self._waiting.popleft()]
         model, rows, _ = batch[0]
         room = self._max_rows - len(rows.ids)
-        # A batch has one version, so that an answer never mixes two.
+        # All rows of a batch use the same version, so that no response mixes two versions.
         while self._waiting and self._waiting[0][0] is model:
             room -= len(self._waiting[0][1].ids)
             if room < 0:
@@ -69,7 +67,7 @@ def _answer(model: Model, batch: Sequence[_Waiting]) -> None:
 
 
 def joined(parts: Sequence[Encoded]) -> Encoded:
-    """Join encoded rows in order, without their counts of values."""
+    """Concatenate encoded rows, dropping their counts of values."""
     bags = {
         name: tuple(map(np.concatenate, zip(*(part.bags[name] for part in parts), strict=True)))
         for name in parts[0].bags

@@ -1,6 +1,7 @@
 """Reads rows from request bodies and writes scores, in the formats of the server.
 
-A content type decides the format; an answer has the format of its request. Nothing is unpickled.
+The content type determines the format, and a response has the format of its request. Nothing is
+unpickled.
 """
 
 import io
@@ -20,11 +21,12 @@ from sbpflow.runtime.files.json_file import kind_name
 Scores = NDArray[np.float32]
 TEXT, JSON = "text/tab-separated-values", "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
-_NUMBER = "%.9g"  # nine digits determine a float32, and take a third of the time of all digits
+# nine digits are enough to identify a float32, and take a third of the time of all digits
+_NUMBER = "%.9g"
 
 
 class BodyError(ValueError):
-    """A request cannot be answered; ``status`` is the HTTP status of the answer."""
+    """Raised if a request cannot be answered; ``status`` is the HTTP status of the response."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -62,12 +64,12 @@ def check_rows(number: int, max_rows: int) -> None:
 
 def read_json_body(body: bytes) -> object:
     """Return the JSON value of a body; raise BodyError for anything else."""
-    # parse_json is stricter, but calls Python for each number.
+    # parse_json is stricter, but it calls Python code for each number.
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise BodyError("the body is not JSON (too many levels of nesting)") from error
-    except ValueError as error:  # also of invalid UTF-8
+    except ValueError as error:  # includes errors for invalid UTF-8
         raise BodyError(f"the body is not JSON ({error})") from error
 
 
@@ -76,7 +78,7 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _read_text(body: bytes, max_rows: int) -> bytes:
-    return body  # quoted cells may contain line ends, so the rows are counted when encoded
+    return body  # quoted cells may contain newlines, so the rows are counted when they are encoded
 
 
 def _write_text(scores: Scores, name: str, version: str) -> bytes:
@@ -111,7 +113,7 @@ def _read_json(body: bytes, max_rows: int) -> Any:
 
 
 def _write_json(scores: Scores, name: str, version: str) -> bytes:
-    # Names are quoted by the server.
+    # The server has already quoted the names.
     numbers = ", ".join([_NUMBER] * len(scores)) % tuple(scores.tolist())
     return f'{{"scores": [{numbers}], "model": "{name}", "version": "{version}"}}\n'.encode()
 
@@ -121,7 +123,7 @@ def _read_arrow(body: bytes, max_rows: int) -> Any:
     try:
         _check_messages(arrow, body, max_rows)
         table = arrow.ipc.open_stream(body).read_all()
-        table.validate(full=True)  # offsets of a hostile body could point anywhere
+        table.validate(full=True)  # offsets in a malicious body could point anywhere
     except (arrow.ArrowException, OSError) as error:
         raise BodyError(f"the body is not an Arrow IPC stream ({error})") from error
     return table
@@ -138,8 +140,8 @@ def _check_messages(arrow: ModuleType, body: bytes, max_rows: int) -> None:
             check_rows(max(num_rows, rows), max_rows)
             if compressed:
                 raise BodyError(
-                    "the Arrow stream is compressed, so its size has no limit; write it without "
-                    "compression"
+                    "the Arrow stream is compressed, so its uncompressed size is unknown; write "
+                    "it without compression"
                 )
 
 
@@ -195,7 +197,7 @@ _FORMATS = {
     "text/plain": _TEXT,
     "text/csv": _TEXT,
     "": _TEXT,
-    "application/x-www-form-urlencoded": _TEXT,  # what curl --data-binary sends by default
+    "application/x-www-form-urlencoded": _TEXT,  # the default of curl --data-binary
     JSON: Format(b"application/json", _read_json, _write_json),
     ARROW: Format(ARROW.encode(), _read_arrow, _write_arrow),
 }

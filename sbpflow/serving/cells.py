@@ -1,8 +1,8 @@
-"""Defines what a cell means: its number, its key, and the id of its key.
+"""The rules that turn a cell into a number, a key, and the id of the key.
 
 ``data.prepare`` applies these rules to whole files with Polars expressions, and bundles apply them
-to rows with numpy. This module needs only numpy, because it is a part of a bundle's ``scorer.py``.
-An empty cell, None, and NaN are missing values. Arguments that are masks are True where missing.
+to rows with numpy. This module needs only numpy, because it is part of a bundle's ``scorer.py``. An
+empty cell, None, and NaN are missing values. Masks are True where a value is missing.
 """
 
 import hashlib
@@ -18,11 +18,15 @@ from sbpflow.runtime.random.splitmix import GAMMA, MIX_1, MIX_2
 
 MISSING_ID, RARE_ID, NUM_RESERVED_IDS = 0, 1, 2
 MISSING_KEY = -(2**63)
-"""Key of missing values in fields with keys: the smallest int64, which also means "not a time" in
-NumPy. A 0 would be a valid key."""
+"""Key of missing values in fields with keys: the smallest int64, which is also NumPy's "not a
+time". 0 is not used because it is a valid key.
+"""
 INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
-"""All parsers must accept leading blanks and a plus sign because Polars does. More than ten digits
-after leading zeros cannot fit 32 bits (and Python refuses to convert thousands of digits)."""
+"""All parsers must accept leading blanks and a plus sign, as Polars does.
+
+More than ten digits after leading zeros cannot fit in 32 bits, and Python refuses to convert
+thousands of digits.
+"""
 REAL_PATTERN = r" *\+?(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 NAN_PATTERN = r"(?i) *[+-]?nan"
 INFINITE_PATTERN = r"(?i) *([+-]?)inf(?:inity)?"
@@ -44,11 +48,11 @@ _INT32, _INT64, _UINT32 = range(-(1 << 31), 1 << 31), range(-(1 << 63), 1 << 63)
 
 
 class Misfit(ValueError):
-    """A cell is present but does not fit its column."""
+    """Raised for a cell that is not empty but does not fit its column."""
 
 
 def is_missing(cell: object) -> bool:
-    """Return True for None, NaN, and an empty string; pandas' NA is recognized by its name."""
+    """Return True for None, NaN, an empty string, and pandas' NA (recognized by its class name)."""
     if cell is None or cell == "":
         return True
     return (isinstance(cell, float) and math.isnan(cell)) or type(cell).__name__ == "NAType"
@@ -88,7 +92,7 @@ def whole_number(cell: object) -> float:
 
 
 def key_of(cell: object, kind: str) -> tuple[int, int]:
-    """Return the 64-bit key of a category that is not missing, and the check of a string."""
+    """Return the 64-bit key of a category that is not missing, and the check value of a string."""
     if isinstance(cell, int | float):
         cell = _number_text(cell, kind)
         if isinstance(cell, int):
@@ -109,7 +113,7 @@ def key_of(cell: object, kind: str) -> tuple[int, int]:
 
 
 def _number_text(cell: float, kind: str) -> int | str:
-    """Return a number as the key of a category, or as text if the column has strings."""
+    """Return a number as the key of a category, or as text if the column contains strings."""
     if isinstance(cell, bool):
         if kind != "string":
             raise Misfit
@@ -124,7 +128,7 @@ def _number_text(cell: float, kind: str) -> int | str:
 
 
 def string_digest(text: str) -> bytes:
-    """Return the key and then the check of a string: a blake2b hash of its UTF-8 bytes."""
+    """Return a string's key followed by its check: a blake2b hash of the UTF-8 bytes."""
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES + CHECK_BYTES).digest()
 
 
@@ -172,10 +176,9 @@ def mixed_bits(state: Words) -> Words:
 def hashed_ids(
     parts: Sequence[NDArray[Any]], rows: int, missing: Sequence[int] | None = None
 ) -> NDArray[np.int32]:
-    """Return ids int32 [n] below ``rows`` of several columns' ids: 2 + their hash % (rows - 2).
-
-    The id is 0 (missing) if any part is missing, that is, equal to its value in ``missing`` (by
-    default, 0). The hash depends on the order of the parts.
+    """Hash the ids of several columns to ids int32 [n] below ``rows``: 2 + hash % (rows - 2). The
+    id is 0 (missing) if any part equals its missing value in ``missing`` (by default, 0). The hash
+    depends on the order of the parts.
     """
     state = np.zeros(len(parts[0]), dtype=np.uint64)
     for ids in parts:
@@ -188,7 +191,7 @@ def hashed_ids(
 
 
 def bucket_ids(values: Floats, missing: Mask, bounds: Sequence[float]) -> NDArray[np.int32]:
-    """Return the values' quantile bucket ids, which start at 2, and MISSING_ID where missing."""
+    """Return the quantile bucket id of each value, from 2 on, or MISSING_ID where missing."""
     edges = np.array(bounds, dtype=np.float32)
     ids = np.searchsorted(edges, values, side="right").astype(np.int32)
     return np.where(missing, np.int32(MISSING_ID), ids + np.int32(NUM_RESERVED_IDS))
@@ -197,8 +200,8 @@ def bucket_ids(values: Floats, missing: Mask, bounds: Sequence[float]) -> NDArra
 def _log_shifted(values: Floats, missing: Mask, shift: float, lowest: float) -> tuple[Floats, int]:
     """Return ln(x + shift); ``missing`` values become 0, like the value ``1 - shift``.
 
-    The logarithm is computed in float64: numpy's float32 logarithm is up to 3 units in the last
-    place off, and depends on the CPU.
+    The logarithm is computed in float64, because numpy's float32 logarithm is off by up to 3 units
+    in the last place and depends on the CPU.
     """
     values = np.where(missing, np.float32(1.0 - shift), values)
     clamped = int(np.count_nonzero(values < lowest))
@@ -207,16 +210,15 @@ def _log_shifted(values: Floats, missing: Mask, shift: float, lowest: float) -> 
 
 
 def log3(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return ln(max(x, -2) + 3), 0 for missing values, and the number of values below -2.
-
-    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0 like a missing cell.
+    """Return ln(max(x, -2) + 3), with 0 for missing values, and the number of values below -2.
+    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0, the same as a missing cell.
     Source: NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
     """
     return _log_shifted(values, missing, 3.0, -2.0)
 
 
 def log1(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return ln(max(x, 0) + 1), 0 for missing values, and the number of negative values.
+    """Return ln(max(x, 0) + 1), with 0 for missing values, and the number of negative values.
 
     Source: facebookresearch/dlrm, dlrm_data_pytorch.py at 090956ee.
     """
@@ -224,7 +226,7 @@ def log1(values: Floats, missing: Mask) -> tuple[Floats, int]:
 
 
 def squared_log(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return floor(ln(x)^2) for x above 2, other values unchanged, and 0 for missing values.
+    """Return floor(ln(x)^2) for x above 2, x for other values, and 0 for missing values.
 
     Source: FuxiCTR, fuxictr/datasets/criteo.py at 0245987f, which uses the result as a category.
     """
@@ -241,7 +243,7 @@ def identity(values: Floats, missing: Mask) -> tuple[Floats, int]:
 
 
 def standardise(values: Floats, missing: Mask, mean: float, std: float) -> tuple[Floats, int]:
-    """Return (x - mean) / std with the train part's mean and std, and 0 for missing values."""
+    """Return (x - mean) / std with the train split's mean and std, and 0 for missing values."""
     out = np.where(missing, 0.0, (values.astype(np.float64) - mean) / std)
     limit = float(np.finfo(np.float32).max)
     clamped = int(np.count_nonzero(np.abs(out) > limit))
@@ -255,7 +257,7 @@ def transform(
     missing: Mask,
     fitted: Mapping[str, float],
 ) -> tuple[Floats, int]:
-    """Return a column's clipped and transformed values and the number of clipped values."""
+    """Return a column's clipped and transformed values, and the number of clipped values."""
     clamped = 0
     if clip is not None:
         low, high = (np.float32(end) for end in clip)
@@ -278,9 +280,8 @@ TRANSFORMS = (*FUNCTIONS, "standardise")
 
 
 def cell_pattern(separator: str, quote: str | None) -> str:
-    """Return a pattern for a quoted or plain cell of text.
-
-    Possessive quantifiers keep the matching time linear in the cell length.
+    """Return a pattern that matches a quoted or plain text cell. Possessive quantifiers keep the
+    matching time linear in the cell length.
     """
     if quote is None:
         return f"[^{re.escape(separator)}]*+"

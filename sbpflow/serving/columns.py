@@ -1,6 +1,5 @@
-"""Reads raw rows as columns: dicts, data frames of pandas, Polars, and Arrow, and text lines.
-
-This module needs only numpy, because it is a part of a bundle's ``scorer.py``.
+"""Reads raw rows as columns: dicts, data frames of pandas, Polars, and Arrow, and text lines. This
+module needs only numpy, because it is part of a bundle's ``scorer.py``.
 """
 
 import re
@@ -25,7 +24,7 @@ _NUMBERS = ("int", "uint", "float", "double")
 
 
 class RowError(ValueError):
-    """A row cannot be encoded; ``row`` counts from 0, and ``column`` may be None."""
+    """Raised for a bad row. ``row`` counts from 0, and ``column`` may be None."""
 
     def __init__(self, row: int, column: str | None, value: object, rule: str) -> None:
         self.row, self.column, self.value = row, column, value
@@ -35,7 +34,7 @@ class RowError(ValueError):
 
 
 class Column(NamedTuple):
-    """A column of raw rows, in the order of text lines; other columns are ignored."""
+    """A column of raw rows. The order is that of text lines, and all other columns are ignored."""
 
     name: str
     kind: str
@@ -75,7 +74,7 @@ class RawRows:
         )
 
     def with_missing(self, cells: Any) -> Any:
-        """Return a column with None in place of the texts that mean a missing value."""
+        """Return a column with None in place of texts that stand for a missing value."""
         absent = self.missing_values
         if not absent or (isinstance(cells, np.ndarray) and cells.dtype.kind in "iufb"):
             return cells
@@ -88,7 +87,7 @@ class RawRows:
             raise RowError(row, absent[0], list(names), rule)
 
     def file_columns(self, num_cells: int) -> list[str]:
-        """Return the columns of lines without a header; label columns may be left out."""
+        """Return the columns of lines without a header. Label columns may be omitted."""
         others = [column.name for column in self.columns if column.kind != "label"]
         return others if num_cells == len(others) else [column.name for column in self.columns]
 
@@ -117,9 +116,8 @@ class RawRows:
 
 
 def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
-    """Return text, or a list of lines, as one string; raise RowError unless it is UTF-8.
-
-    Rows are counted after the ``header``.
+    """Return text or a list of lines as one string; raise RowError if it is not UTF-8. Row numbers
+    start after the ``header``.
     """
     if isinstance(rows, str):
         return rows
@@ -142,7 +140,7 @@ def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
 
 
 def _records(text: str, quote: str) -> list[str]:
-    """Join the lines of records whose quoted cells contain line ends."""
+    """Join the lines of records whose quoted cells contain newlines."""
     records: list[str] = []
     open_record: list[str] = []
     for line in text.removesuffix("\n").split("\n"):
@@ -183,7 +181,8 @@ def _cells(column: Any) -> Any:
         return column.to_pylist()
     if not hasattr(column, "to_list"):
         return list(column)
-    count = getattr(column, "null_count", int)  # pandas has no null_count: its arrays have NaN
+    # pandas has no null_count; its arrays mark missing values by NaN
+    count = getattr(column, "null_count", int)
     if str(column.dtype).lower().startswith(_NUMBERS) and not count():
         array = column.to_numpy()
         if array.dtype != object:
@@ -192,7 +191,7 @@ def _cells(column: Any) -> Any:
 
 
 class Lists(NamedTuple):
-    """The values of a list column, row by row."""
+    """The values of a list column, in row order."""
 
     values: list[Any]
     lengths: NDArray[np.int32]
@@ -204,7 +203,7 @@ def plain(cell: Any) -> Any:
 
 
 def _flat(cell: Any, separator: str) -> list[Any]:
-    """Return the elements of a list cell; one missing element means no elements."""
+    """Return the elements of a list cell. A single missing element means an empty list."""
     if is_missing(cell):
         return []
     if isinstance(cell, str):
@@ -229,8 +228,8 @@ def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
     if isinstance(element, Mapping):
         value, weight = element.values()
         return value, weight
-    value, found, weight = str(element).rpartition(mark)
-    return (value, weight) if found else (element, None)
+    value, separator, weight = str(element).rpartition(mark)
+    return (value, weight) if separator else (element, None)
 
 
 def read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:

@@ -5,11 +5,12 @@ bundle are ``deltas/000001``, ``deltas/000002``, ... in its folder. A delta has 
 * ``values.safetensors``: ``tables/T/rows`` int64 [n], ascending; the values of these rows under
   the names that the table has in ``model.safetensors`` (``tables/T``, or ``tables/T/int8``,
   ``/scale`` and ``/low``); all dense weights, ``dense/P``; and for a growing field,
-  ``vocabulary/V/keys`` and ``/ids`` int64 [n], where id 1 means that the key has no row any more.
+  ``vocabulary/V/keys`` and ``/ids`` int64 [n], where id 1 means that the key no longer has a row.
 * ``delta.json``: number, digests of base, predecessor and file, run, step, time, and the numbers of
   keys by vocabulary: ``vocabulary`` with new ids, and ``removed``.
-All values are from one training step. Each delta names the digest of its predecessor, so that
-readers detect gaps. Folders are written under another name and then renamed.
+
+All values are from one training step. Each delta contains the digest of its predecessor, so that
+readers detect gaps. Folders are written under a temporary name and then renamed.
 """
 
 import hashlib
@@ -98,7 +99,7 @@ def newest_bundle(folder: Path) -> Path:
 
 
 def bundles_in(folder: Path) -> list[Path]:
-    """Return the bundles ``step-N`` in ``folder``, the oldest first."""
+    """Return the bundles ``step-N`` in ``folder``, oldest first."""
     paths = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -149,7 +150,7 @@ class DeltaWriter:
 
     def close(self) -> str:
         """Complete the delta, and return its digest."""
-        with self._file:  # checks that all values were written
+        with self._file:  # checks that every value was written
             pass
         path, head = self._work / VALUES_FILE, self._head
         with path.open("rb") as file:
@@ -177,10 +178,9 @@ class DeltaWriter:
 
 
 def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
-    """Read and verify delta ``number``; ``previous`` is the digest of its predecessor.
-
-    Raise FileNotFoundError if there is no such delta yet, and DataError if it is damaged or belongs
-    to another chain.
+    """Read and verify delta ``number``; ``previous`` is the digest of its predecessor. Raises
+    FileNotFoundError if the delta does not exist yet, and DataError if it is damaged or belongs to
+    another chain.
     """
     folder = delta_folder(bundle, number)
     head, digest, values = read_head(folder)
@@ -188,8 +188,8 @@ def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
     for key, value in wanted.items():
         if getattr(head, key) != value:
             raise DataError(
-                f"{folder}: its {key} is {getattr(head, key)!r}, not {value!r}: it is from another "
-                "chain, or a delta is missing; load the newest bundle"
+                f"{folder}: its {key} is {getattr(head, key)!r}, not {value!r}: it belongs to "
+                "another chain, or a delta is missing; load the newest bundle"
             )
     tensors = _read_values(folder / VALUES_FILE, values)
     tables: dict[str, tuple[Tensor, Mapping[str, Tensor]]] = {}
@@ -214,9 +214,8 @@ def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
 
 
 def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
-    """Return the head of a delta, its digest, and the size and SHA-256 of its values.
-
-    Raise FileNotFoundError if there is no delta, and DataError for a damaged or unknown file.
+    """Return the head of a delta, its digest, and the size and SHA-256 of its values. Raises
+    FileNotFoundError if there is no delta, and DataError for a damaged file or an unknown format.
     """
     path = folder / DELTA_FILE
     try:
@@ -241,7 +240,7 @@ def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
 
 
 def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Check the digest of the file, and return its tensors by name."""
+    """Verify the digest of the file and return its tensors by name."""
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,9 @@
 """Encodes raw rows for a model: the ids of categories, and transformed dense values.
 
-The result equals the rows of ``sbpflow encode``. This module needs only numpy, because it is a part
-of a bundle's ``scorer.py``; with numba, ``encoder_loops`` does the same in one pass. ``model.json``
-describes the columns (``input``), and ``vocabulary.safetensors`` has the ids of all values.
+The result equals the rows of ``sbpflow encode``. This module needs only numpy, because it is part
+of a bundle's ``scorer.py``. If numba is installed, ``encoder_loops`` does the same in a single
+pass. ``model.json`` describes the columns (``input``), and ``vocabulary.safetensors`` has the ids
+of all values.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +41,7 @@ class Encoded:
     """Encoded rows: ``ids`` int32 [n, columns], ``dense`` float32 [n, fields], and lists.
 
     ``bags`` maps ragged fields to (values int32, lengths int32 [n]), with weights float32 if
-    weighted. ``missing`` and ``unknown`` count the empty values and the values without an id.
+    weighted. ``missing`` and ``unknown`` count empty values and values without an id, by column.
     ``keys`` has the keys int64 [n] of growing fields that crosses hash, by column of ``ids``.
     """
 
@@ -53,7 +54,7 @@ class Encoded:
 
 
 class Cells(NamedTuple):
-    """The cells of rows as numbers float64 [rows, dense], where NaN is missing, and as keys.
+    """The cells of rows: numbers float64 [rows, dense], where NaN means missing, and keys.
 
     ``keys`` uint64, ``checks`` uint32, and ``missing`` bool are [rows, categories].
     """
@@ -76,9 +77,8 @@ class Cells(NamedTuple):
 
 
 class Vocabularies:
-    """Open-addressing hash tables of all vocabularies in three arrays.
-
-    An empty slot has key 0 and RARE_ID. ``checks`` has one entry per id of a string vocabulary.
+    """The hash tables (open addressing) of all vocabularies, in three arrays. An empty slot has key
+    0 and RARE_ID. ``checks`` has one entry per id of a string vocabulary.
     """
 
     def __init__(
@@ -93,14 +93,18 @@ class Vocabularies:
         self.added = added or {}
 
     def places_of(self, names: Sequence[str]) -> Array:
-        """Return the start, the capacity, and the start of the checks (or -1): int64 [3, names]."""
+        """Return int64 [3, names]: each vocabulary's start, capacity, and start of its checks (or
+        -1).
+        """
         places = [self.places[name] for name in names]
         checks = [-1 if place["checks"] is None else place["checks"] for place in places]
         starts, sizes = ([place[key] for place in places] for key in ("start", "capacity"))
         return np.array([starts, sizes, checks], dtype=np.int64)
 
     def look_up(self, places: Array, cells: Cells) -> NDArray[np.int32]:
-        """Return the ids int32 [rows, fields] of keys [rows, fields] by ``places_of`` fields."""
+        """Return the ids int32 [rows, fields] of keys [rows, fields]; ``places_of`` gives
+        ``places``.
+        """
         start, capacity, first_check = places
         spread = (cells.keys * np.uint64(GAMMA)) >> np.uint64(32)
         slots = ((spread * capacity.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
@@ -112,7 +116,7 @@ class Vocabularies:
         return ids
 
     def add_new(self, name: str, ids: Array, keys: Array, checks: Array) -> None:
-        """Replace ``ids`` [n] by the ids of entries that ``with_entries`` added."""
+        """Overwrite ``ids`` [n] for keys whose entries ``with_entries`` added."""
         if name not in self.added or not len(self.added[name][0]):
             return
         new_keys, new_ids, new_checks = self.added[name]
@@ -137,15 +141,15 @@ class Vocabularies:
         return ids
 
     def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Vocabularies":
-        """Return vocabularies that also have (keys, ids) or (keys, ids, checks) by name.
-
-        A later entry of a key replaces earlier ones. RARE_ID removes a key.
+        """Return vocabularies with additional (keys, ids) or (keys, ids, checks), by name. A later
+        entry for a key replaces earlier ones, and RARE_ID removes the key.
         """
         added = dict(self.added)
         for name, (keys, ids, *rest) in entries.items():
             checks = rest[0] if rest else np.zeros(len(keys), dtype=np.uint32)
             old = added.get(name, (keys[:0], ids[:0], checks[:0]))
-            parts = zip((keys, ids, checks), old, strict=True)  # the first entry of a key counts
+            # unique keeps the first entry of a key
+            parts = zip((keys, ids, checks), old, strict=True)
             joined = [np.concatenate(part) for part in parts]
             _, first = np.unique(joined[0], return_index=True)
             added[name] = (joined[0][first], joined[1][first], joined[2][first])
@@ -203,7 +207,9 @@ class Encoder:
         return self.encode_columns(self.raw.columns_of(rows))
 
     def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
-        """Encode equally long columns by name: numpy arrays (also masked) or lists of cells."""
+        """Encode columns of equal length, by name: numpy arrays (plain or masked) or lists of
+        cells.
+        """
         self.raw.check_names(0, columns)
         required = self.raw.required
         columns = {name: self.raw.with_missing(columns[name]) for name in required}
@@ -251,7 +257,7 @@ class Encoder:
                 rows = np.repeat(np.arange(num_rows), bag[1])
                 column = self.id_columns[entry["name"]]
                 ids[rows, column + place] = bag[0]
-                if column in self.crossed:  # crosses use lists of one value only
+                if column in self.crossed:  # crosses use only lists of one value
                     keys[column] = np.full(num_rows, MISSING_KEY)
                     keys[column][rows] = _signed_keys(values, 0)
         absent = np.isnan(numbers).sum(0).tolist()
@@ -305,7 +311,7 @@ class Encoder:
         return np.stack(dense, 1) if dense else np.empty((len(numbers), 0), dtype=np.float32)
 
     def _with_pairs(self, cells: Cells) -> Cells:
-        """Return the cells with the keys of the pairs behind those of the single values."""
+        """Return the cells with the keys of pairs appended to those of single values."""
         if not self.pairs:
             return cells
         keys, checks, missing = [cells.keys], [cells.checks], [cells.missing]
@@ -337,7 +343,7 @@ class Encoder:
         }
 
     def ids_of(self, entry: Entry, cells: Cells) -> NDArray[np.int32]:
-        """Return the ids int32 [n] of the cells of one field."""
+        """Return the ids int32 [n] of one field's cells."""
         if entry["vocabulary"]:
             places = self.vocabularies.places_of([entry["vocabulary"]])
             ids = self.vocabularies.look_up(places, cells)[:, 0]
@@ -358,7 +364,7 @@ def _list_cells(entry: Entry, columns: Mapping[str, Any]) -> tuple[Lists, Cells]
 
 
 def _signed_keys(cells: Cells, number: int) -> NDArray[np.int64]:
-    """Return the keys [n] of a field as in a prepared set."""
+    """Return the keys [n] of a field as signed integers, as in a prepared set."""
     keys = cells.keys[:, number].view(np.int64)
     return np.where(cells.missing[:, number], np.int64(MISSING_KEY), keys)
 
@@ -375,7 +381,9 @@ def _id_columns(fields: Sequence[Entry]) -> tuple[dict[str, int], int]:
 
 
 def _read_numbers(cells: Any, entry: Entry, out: NDArray[np.float64]) -> None:
-    """Write the numbers of a dense column, NaN for missing; raise RowError for the first misfit."""
+    """Write the numbers of a dense column, with NaN for missing cells; raise RowError for the first
+    bad cell.
+    """
     misfit = -1
     if isinstance(cells, np.ndarray) and cells.dtype.kind in "iufb":
         out[:] = np.ma.getdata(cells)
@@ -404,7 +412,7 @@ def _read_numbers(cells: Any, entry: Entry, out: NDArray[np.float64]) -> None:
 def _read_keys(
     cells: Any, name: str, kind: str, keys: Array, checks: Array, missing: Array
 ) -> None:
-    """Write the keys, checks, and mask of a category column; raise RowError for a misfit."""
+    """Write the keys, checks, and mask of a category column; raise RowError for a bad cell."""
     if isinstance(cells, np.ndarray) and cells.dtype.kind in "iu" and kind == "integer":
         values = np.ma.getdata(cells)
         if values.dtype != np.uint64:

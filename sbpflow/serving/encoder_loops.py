@@ -1,7 +1,6 @@
-"""Encodes rows in single passes, compiled by numba; numpy needs dozens of calls.
-
-``scorer`` imports this module only if numba is installed. Every loop returns the same result as the
-rules of ``cells``, which handle text in rarer forms.
+"""Encodes rows in single passes compiled by numba, where numpy would need dozens of calls.
+``scorer`` imports this module only if numba is installed. Every loop gives the same results as the
+rules in ``cells``, which handle the rarer forms of text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -93,7 +92,7 @@ def digest(text: Array, start: int, stop: int) -> tuple[Any, Any]:
 
 @compiled
 def _integer(text: Array, at: int, stop: int, most: int) -> tuple[Any, bool]:
-    """Return text[at:stop] as an integer of at most ``most`` digits, and whether it is one."""
+    """Return text[at:stop] as an integer, and whether it is one of at most ``most`` digits."""
     negative = text[at] == _MINUS
     at += negative
     if stop == at or stop - at > most:
@@ -109,9 +108,8 @@ def _integer(text: Array, at: int, stop: int, most: int) -> tuple[Any, bool]:
 
 @compiled
 def _real(text: Array, at: int, stop: int, powers: Array) -> tuple[float, bool]:
-    """Return a decimal number of at most 15 digits and an exact power of ten, and if it is one.
-
-    Both factors are exact in float64, so the result is rounded correctly.
+    """Return text[at:stop] as a decimal number, and whether it has at most 15 digits and an exact
+    power of ten. Both factors are then exact in float64, so the result is rounded correctly.
     """
     negative = text[at] == _MINUS
     at += negative
@@ -158,7 +156,7 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
 ) -> bool:
     """Parse lines into ``numbers`` [rows, dense], and ``keys``, ``checks``, ``missing`` [rows, n].
 
-    ``kinds`` and ``targets`` [columns] give each cell's kind and its column in the outputs. Return
+    ``kinds`` and ``targets`` [columns] give each cell's kind and its column in the outputs. Returns
     False if a cell has a rarer form, or if the number of lines or cells is wrong.
     """
     at, end, columns = 0, text.size, kinds.size
@@ -225,7 +223,7 @@ def transform_numbers(
 ) -> None:
     """Write the transformed ``numbers`` [rows, columns] to ``dense``, and buckets to ``ids``.
 
-    ``flags`` [columns] is the column of the missing-value indicator, or -1.
+    ``flags`` [columns] contains each column's missing-value indicator column, or -1.
     """
     for row in range(numbers.shape[0]):
         for column in range(codes.size):
@@ -234,8 +232,8 @@ def transform_numbers(
             absent = np.isnan(value)
             if code == BUCKET:
                 first = 0 if column == 0 else ends[column - 1]
-                found = np.searchsorted(bounds[first : ends[column]], value, side="right")
-                ids[row, place] = 0 if absent else 2 + found
+                bucket = np.searchsorted(bounds[first : ends[column]], value, side="right")
+                ids[row, place] = 0 if absent else 2 + bucket
                 continue
             out = np.float32(0)
             if not absent:
@@ -290,25 +288,25 @@ def look_up(
                 else:
                     key = (key * _FACTOR) ^ (other + (key >> U64(29)))
             start, size, first_check, salt = where[number]
-            found = 0
+            value_id = 0
             if absent:
-                found = 0
+                value_id = 0
             elif start < 0:
                 mixed = key ^ U64(salt)
                 mixed = (mixed ^ (mixed >> U64(33))) * _MIX_1
                 mixed = (mixed ^ (mixed >> U64(33))) * _MIX_2
                 mixed ^= mixed >> U64(33)
-                found = np.int64(mixed % U64(size - 2)) + 2
+                value_id = np.int64(mixed % U64(size - 2)) + 2
             else:
                 slot = np.int64((((key * _FACTOR) >> U64(32)) * U64(size)) >> U64(32))
                 while words[start + slot] != key and slot_ids[start + slot] != 1:
                     slot += 1
                     if slot == size:
                         slot = 0
-                found = np.int64(slot_ids[start + slot])
-                if first_check >= 0 and known_checks[first_check + found] != check:
-                    found = 1
-            ids[row, columns[number]] = found
+                value_id = np.int64(slot_ids[start + slot])
+                if first_check >= 0 and known_checks[first_check + value_id] != check:
+                    value_id = 1
+            ids[row, columns[number]] = value_id
 
 
 @compiled
@@ -323,10 +321,9 @@ def gather_rows(
     out: Array,
 ) -> bool:
     """Write the rows of ``ids`` [n, ids] to ``out`` [n, columns, dim]; return False if an id is not
-    a row of its table.
-
-    ``first`` and ``limits`` are the first row and the number of rows of each column's table.
-    ``slots`` and ``extra`` are the changed rows of a store; ``slots`` is empty without changes.
+    a row of its table. ``first`` and ``limits`` are the first row and the number of rows of each
+    column's table. ``slots`` and ``extra`` describe the changed rows of a store; ``slots`` is empty
+    if there are none.
     """
     num_rows, dim = base.shape
     for row in range(ids.shape[0]):
@@ -348,14 +345,14 @@ def gather_rows(
 
 @compiled
 def count_value(ids: Array, value: int, counts: Array) -> None:
-    """Add the number of cells with this value to ``counts`` [columns]."""
+    """Add each column's number of cells with this value to ``counts`` [columns]."""
     for row in range(ids.shape[0]):
         for column in range(ids.shape[1]):
             counts[column] += ids[row, column] == value
 
 
 class CompiledInput:
-    """The arrays that describe an encoder's columns to the loops."""
+    """Arrays that describe an encoder's columns, as the loops need them."""
 
     def __init__(self, encoder: Encoder) -> None:
         content, singles, pairs = encoder.content, encoder.singles, encoder.pairs
@@ -413,7 +410,7 @@ class CompiledInput:
         self._ends = np.cumsum([len(own) for own in bounds], dtype=np.int64)
 
     def parse(self, rows: Any) -> Cells | None:
-        """Return the cells of text lines; None for other rows and for text with rarer forms."""
+        """Return the cells of text lines, or None for other rows and for text in rarer forms."""
         if not self._parses or not len(rows):
             return None
         if not isinstance(rows, str | bytes):
@@ -428,7 +425,7 @@ class CompiledInput:
         if b"\r" in text or (raw.quote is not None and raw.quote.encode() in text):
             return None
         if not text.isascii() and isinstance(rows, bytes):
-            text_of(rows, raw.header)  # raises RowError unless it is UTF-8
+            text_of(rows, raw.header)  # raises RowError if it is not UTF-8
         text = text if text.endswith(b"\n") else text + b"\n"
         first, _, rest = text.partition(b"\n")
         if raw.header:
@@ -448,12 +445,12 @@ class CompiledInput:
         return cells if fits else None
 
     def _targets(self, names: Sequence[str]) -> tuple[Array, Array]:
-        found = [self._kinds.get(name, (SKIPPED, 0)) for name in names]
-        kinds, targets = zip(*found, strict=True)
+        cells = [self._kinds.get(name, (SKIPPED, 0)) for name in names]
+        kinds, targets = zip(*cells, strict=True)
         return np.array(kinds, dtype=np.int64), np.array(targets, dtype=np.int64)
 
     def counts(self, ids: NDArray[np.int32], value: int) -> list[int]:
-        """Return how often ``value`` is in each column of ``ids``."""
+        """Return how often ``value`` occurs in each column of ``ids``."""
         counts = np.zeros(ids.shape[1], dtype=np.int64)
         count_value(ids, value, counts)
         return counts.tolist()

@@ -1,8 +1,8 @@
 """Follows the folder of a served model: applies its deltas, and loads its newer bundles.
 
-A new version shares all unchanged values with its predecessor, and replaces it by one assignment,
-so no request waits for it or sees a mixture. A fault keeps the served version, whose age grows in
-the metrics until a good delta or a newer bundle appears.
+A new version shares all unchanged values with its predecessor and replaces it by a single
+assignment, so no request waits or sees a mixture. After an error, the server keeps the current
+version, whose age grows in the metrics until a good delta or a newer bundle appears.
 """
 
 import logging
@@ -50,12 +50,12 @@ class ModelVersion:
 
     @property
     def text(self) -> str:
-        """Return run, step, and number of the delta as one word."""
+        """Return the run, step, and delta number as one word."""
         return "-".join(map(str, self.model.version))
 
 
 class Follower:
-    """Has the newest good version of the model in ``folder``.
+    """Tracks the newest good version of the model in ``folder``.
 
     ``folder`` is a bundle, or a folder of bundles ``step-N``. ``load`` loads and checks a bundle.
     ``count`` is called with the name of each event (``metrics.COUNTERS``).
@@ -63,7 +63,7 @@ class Follower:
 
     def __init__(self, folder: Path, load: Load) -> None:
         self._folder, self._load = folder, load
-        self._refused: object = None  # the files that were refused last; they are not read again
+        self._refused: object = None  # the last rejected files, which are not read again
         self.count: Callable[[str], None] = lambda event: None
         self.version = self._replayed(newest_bundle(folder))
 
@@ -75,18 +75,18 @@ class Follower:
             if bundle != old.bundle or _stamp(bundle / BUNDLE_FILE) != old.stamp:
                 return self._reload(bundle, only_newer=False)
             if self._refused == self._stamps_of_next():
-                return False  # reading it again would not help
+                return False  # already rejected, so do not read it again
             following = self._next(old)
         except (DataError, BundleError, OSError) as error:
             self._refuse(self._stamps_of_next(), error)
-            # The chain may have been written anew.
+            # The chain may have been rewritten.
             return self._reload(old.bundle, only_newer=True)
         if following is not None:
             self.version = following
         return following is not None
 
     def _reload(self, bundle: Path, *, only_newer: bool) -> bool:
-        """Load a bundle with its deltas, and return whether its version is used."""
+        """Load a bundle with its deltas; return whether it replaces the current version."""
         stamps = bundle, _stamp(bundle / BUNDLE_FILE)
         if self._refused == stamps:
             return False
@@ -130,7 +130,10 @@ class Follower:
         return version
 
     def _next(self, version: ModelVersion) -> ModelVersion | None:
-        """Apply the next delta; return None if there is none yet. Raise DataError for faults."""
+        """Apply the next delta; return None if there is none yet.
+
+        Raises DataError for a bad delta.
+        """
         number, bundle = version.number + 1, version.bundle
         try:
             delta = read_delta(bundle, number, base=version.base, previous=version.last)
@@ -138,8 +141,8 @@ class Follower:
             later = [path.name for path in (bundle / DELTAS_FOLDER).glob("[0-9]*")]
             if any(int(name) > number for name in later if name.isdigit()):
                 raise DataError(
-                    f"{delta_folder(bundle, number)}: is missing, but there are later deltas; "
-                    "write a new bundle"
+                    f"{delta_folder(bundle, number)}: is missing, but later deltas exist; write a "
+                    "new bundle"
                 ) from None
             return None
         origin = Version(run=delta.head.run, step=delta.head.step, delta=number)
@@ -170,14 +173,17 @@ class Follower:
 
 
 def _values(parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the values of changed rows; 8-bit rows are the same after they are quantized again."""
+    """Return the values of changed rows.
+
+    Quantizing the values of 8-bit rows again gives the same rows.
+    """
     if "/int8" not in parts:
         return parts[""]
     return parts["/int8"] * parts["/scale"].unsqueeze(1) + parts["/low"].unsqueeze(1)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when a file is replaced; () if there is no file."""
+    """Return numbers that change when the file is replaced, or () if there is no file."""
     try:
         status = path.stat()
     except OSError:

@@ -1,8 +1,8 @@
 """Implements the JSON of the Open Inference Protocol, version 2, as KServe and Triton define it.
 
-Each input is a column of the training table: its shape is [rows] or [rows, 1], and its datatype is
-BYTES for text cells, or a number type. The output ``score`` [rows] is FP32. The binary tensor
-extension is not supported.
+Each input is a column of the training table, with shape [rows] or [rows, 1] and datatype BYTES for
+text cells, or a number type. The output ``score`` [rows] is FP32. The binary tensor extension is
+not supported.
 """
 
 import json

@@ -26,7 +26,7 @@ class Lookup(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Columns of an output: vectors [start, stop) of a store's rows, or a ragged feature."""
+    """Part of an output's columns: vectors [start, stop) of a store's rows, or a ragged feature."""
 
     store: int
     start: int
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 
 class Gather:
-    """Reads the rows that the lookups of one store need, with one gather.
+    """Reads the rows for all lookups in one store, with a single gather.
 
     ``loops`` is the module ``encoder_loops``, or None to use torch.
     """
@@ -75,14 +75,14 @@ class Gather:
             parts.append(_legal(values, lookup.rows, policy, lookup.feature) + lookup.first)
         vectors = store.gather(torch.from_numpy(np.concatenate(parts)))
         first, *others = vectors.split([len(part) for part in parts])
-        found = {
+        ragged = {
             (each.feature, each.first): own for each, own in zip(self.ragged, others, strict=True)
         }
-        return first.view(*rows.shape, vectors.shape[-1]), found
+        return first.view(*rows.shape, vectors.shape[-1]), ragged
 
 
 def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
-    """Apply the run's policy to ids that are not rows of their table."""
+    """Apply the run's policy to out-of-range ids."""
     outside = (ids < 0) | (ids >= limit)
     if not outside.any():
         return ids
@@ -113,7 +113,7 @@ def plan_lookups(
 ) -> tuple[tuple[Gather, ...], dict[str, tuple[Segment, ...]]]:
     """Return the gather of each store, and the segments of each output.
 
-    Neighboring features with one id each are one segment.
+    Adjacent features with one id each form a single segment.
     """
     lookups: list[list[Lookup]] = [[] for _ in content["stores"]]
     ends = [0] * len(lookups)

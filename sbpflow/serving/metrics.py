@@ -1,8 +1,7 @@
 """Counts events of all worker processes in shared memory, and writes them in Prometheus' format.
-
-Each worker adds to a column of its own, so no lock is needed. A scrape adds up the columns, so the
-worker that happens to answer does not matter. A restarted worker continues its predecessor's
-column, so counters never decrease.
+Each worker writes to its own column, so no lock is needed. A scrape adds up the columns, so it does
+not matter which worker answers it. A restarted worker continues its predecessor's column, so
+counters never decrease.
 """
 
 import mmap
@@ -21,25 +20,28 @@ DIFFERENCES = (1e-6, 1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.3)
 _VERSION_BYTES = 80
 
 Array = NDArray[np.float64]
-# One cell is a name, its help text, and its kind.
+# The name, help text, and type of each metric.
 COUNTERS = {
     "rows": "Scored rows.",
     "deltas_applied": "Deltas applied by a worker.",
-    "delta_errors": "Deltas and bundles that a worker refused, such as damaged ones.",
+    "delta_errors": "Deltas and bundles that a worker rejected, such as damaged ones.",
     "reloads": "Bundles that a worker loaded while serving.",
-    "shadow_rows": "Rows that the shadow model scored too.",
-    "shadow_dropped": "Requests that the shadow model did not score, because it was behind.",
-    "shadow_errors": "Requests that the shadow model could not score.",
+    "shadow_rows": "Rows that were also scored by the shadow model.",
+    "shadow_dropped": "Requests that the shadow model skipped because it had fallen behind.",
+    "shadow_errors": "Requests for which the shadow model failed.",
 }
 HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
-    "request_seconds": (LATENCIES, "Seconds from a request's headers to its answer."),
+    "request_seconds": (LATENCIES, "Seconds from receiving a request's headers to its response."),
     "score": (SCORES, "Scores."),
-    "shadow_difference": (DIFFERENCES, "Absolute difference of the shadow model's scores."),
+    "shadow_difference": (
+        DIFFERENCES,
+        "Absolute difference between the shadow model's scores and the served scores.",
+    ),
 }
 
 
 class ModelCounts:
-    """Contains one worker's counts of one model, and the version that this worker serves."""
+    """One worker's counts for one model, and the version that the worker serves."""
 
     def __init__(self, columns: Sequence[str], cells: Array, version: NDArray[np.bytes_]) -> None:
         self._places = {column: place for place, column in enumerate(columns)}
@@ -61,12 +63,12 @@ class ModelCounts:
 
     @staticmethod
     def size(num_columns: int) -> int:
-        """Return the number of cells of a model with ``num_columns`` columns."""
+        """Return the number of cells that a model with ``num_columns`` columns needs."""
         histograms = sum(len(bounds) + 2 for bounds, _ in HISTOGRAMS.values())
         return 1 + len(STATUSES) + len(COUNTERS) + histograms + 2 * num_columns
 
     def serve(self, version: str, trained: float) -> None:
-        """Set the version that is served from now on, and the time of its training step."""
+        """Record the version now being served, and the time of its training step."""
         self._version[0] = version.encode()[:_VERSION_BYTES]
         self.trained[0] = trained
 
@@ -94,7 +96,7 @@ class ModelCounts:
         cells[-1] += seconds
 
     def observe(self, name: str, values: NDArray[np.float32]) -> None:
-        """Add values to a histogram, whose last cell is their sum."""
+        """Add values to a histogram, whose last cell is the sum of all values."""
         bounds, cells = HISTOGRAMS[name][0], self.histograms[name]
         if len(values) == 1:
             cells[bisect_left(bounds, float(values[0]))] += 1
@@ -104,14 +106,14 @@ class ModelCounts:
 
 
 class Metrics:
-    """Contains the counts of all workers; create it before the workers are forked."""
+    """The counts of all workers. Create it before forking the workers."""
 
     def __init__(self, columns: Mapping[str, Sequence[str]], num_workers: int) -> None:
         self._columns = {"": (), **columns}  # the model "" counts requests for unknown paths
         sizes = [ModelCounts.size(len(names)) for names in self._columns.values()]
         self._starts = np.cumsum([0, *sizes]).tolist()
         width = self._starts[-1] * 8 + len(sizes) * _VERSION_BYTES
-        width += -width % 64  # a cache line is written by one process only
+        width += -width % 64  # so that each cache line is written by only one process
         self._memory = mmap.mmap(-1, width * (num_workers + 1))
         shape = (num_workers + 1, width)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(shape)
@@ -181,7 +183,7 @@ class Metrics:
 
 
 class _Sums:
-    """Contains the counts of one model, added up over the workers."""
+    """The counts for one model, added up over the workers."""
 
     def __init__(self, workers: Sequence[ModelCounts]) -> None:
         self.requests = _sum(worker.requests for worker in workers)

@@ -1,4 +1,4 @@
-"""Reads the tensors of a bundle, and gathers table rows, which deltas may change."""
+"""Reads the tensors of a bundle, and gathers table rows, including rows changed by deltas."""
 
 import json
 import weakref
@@ -40,7 +40,9 @@ class Tensors:
             raise BundleError(f"{file}: has {len(self._bytes):,} bytes; export the bundle again")
 
     def array(self, *names: str) -> Array:
-        """Return an array, or arrays that are neighbors in the file as one array by rows."""
+        """Return an array, or several arrays that are adjacent in the file as one, concatenated by
+        rows.
+        """
         entries = [self.entries[name] for name in names]
         first, last = entries[0]["data_offsets"][0], entries[-1]["data_offsets"][1]
         kind = {"BF16": "uint16"}.get(entries[0]["dtype"], _DTYPES[entries[0]["dtype"]])
@@ -56,7 +58,9 @@ class Tensors:
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize [n, dim] float32 to uint8 [n, dim], scale [n] and low [n], within half a step."""
+    """Quantize [n, dim] float32 to uint8 [n, dim], scale [n], and low [n]; the error is at most
+    half a step.
+    """
     low, high = rows.aminmax(dim=1)
     scale = (high - low) / 255
     step = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
@@ -65,11 +69,11 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Store:
-    """The rows of all tables of one width and format, and the rows that deltas have changed.
+    """The rows of all tables with the same width and format, and the rows that deltas have changed.
 
     ``base`` is mapped from the bundle. A changed row gets a free slot of ``extra``, which versions
     share: a version reads only the slots of its own ``slots``, [rows] int32, where slots from
-    ``num_rows`` on are in ``extra``. A slot becomes free when no version uses it.
+    ``num_rows`` on are in ``extra``. A slot becomes free when no version uses it anymore.
     """
 
     def __init__(self, base: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -81,8 +85,10 @@ class Store:
 
     @cached_property
     def arrays(self) -> tuple[Array, Array, Array] | None:
-        """Return the rows, the slots (empty without changes), and the changed rows as arrays, or
-        None if rows are converted when they are read."""
+        """Return the rows, the slots (empty if no row was changed), and the changed rows as arrays.
+
+        Returns None if rows are converted when they are read.
+        """
         base = self._base[0]
         if len(self._base) > 1 or base.dtype != self._dtype or base.dtype == torch.bfloat16:
             return None
@@ -90,7 +96,7 @@ class Store:
         return base.numpy(), slots.numpy(), self._extra[0].numpy()
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return rows int64 [n] as [n, dim] of the compute dtype."""
+        """Look up ``rows`` int64 [n]; return [n, dim] of the compute dtype."""
         if self._slots is None:
             return self._values([part.index_select(0, rows) for part in self._base])
         slots = self._slots.index_select(0, rows)
@@ -109,7 +115,7 @@ class Store:
         return (values.float() * scale.unsqueeze(1) + low.unsqueeze(1)).to(self._dtype)
 
     def with_rows(self, rows: Tensor, values: Tensor) -> "Store":
-        """Return a store in which ``rows`` int64 [n], without repetitions, have ``values``."""
+        """Return a store in which ``rows`` int64 [n], which must be unique, have ``values``."""
         parts = (values.to(self._base[0].dtype),)
         if len(self._base) > 1:
             parts = quantized(values.float())
@@ -134,7 +140,7 @@ class Store:
         return new
 
     def _free_slots(self, count: int) -> Tensor:
-        """Return slots of ``extra`` that no living version uses, first those before its end."""
+        """Return slots of ``extra`` that no live version uses, preferring those before its end."""
         used = torch.zeros(len(self._extra[0]), dtype=torch.bool)
         for version in list(self._versions):
             if version._slots is not None:

@@ -4,8 +4,8 @@
 
     scores = load("out/model").score([{"I1": 1, "C1": "68fd1e64", ...}])
 
-``sbpflow export`` writes this module, with the modules that it uses, as ``scorer.py`` of a bundle.
-A bundle contains JSON and safetensors, which cannot run code; files with code are loaded only with
+``sbpflow export`` merges this module and the modules that it uses into a bundle's ``scorer.py``. A
+bundle contains JSON and safetensors, which cannot run code; files with code are loaded only with
 ``compiled=True``.
 """
 
@@ -39,7 +39,7 @@ COMPILED = "dense.pt2"
 
 
 class Version(NamedTuple):
-    """The origin of a model's values: run ID, training step, and number of the delta."""
+    """The origin of a model's values: run ID, training step, and delta number."""
 
     run: str
     step: int
@@ -48,7 +48,7 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A bundle in memory; ``with_changes`` returns a new model and leaves this one as it is."""
+    """A bundle in memory. Immutable: ``with_changes`` returns a new model."""
 
     version: Version
     sample: Mapping[str, Any]
@@ -67,7 +67,7 @@ class Model:
         return self._encoder().columns
 
     def score(self, rows: object) -> NDArray[np.float32]:
-        """Return the probabilities float32 [n] of dicts, a data frame, or text lines."""
+        """Return the probabilities float32 [n] of raw rows: dicts, a data frame, or text lines."""
         return self.score_encoded(self.encode(rows))
 
     def encode(self, rows: object) -> Encoded:
@@ -75,14 +75,14 @@ class Model:
         return self._encoder().encode(rows)
 
     def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
-        """Encode columns by name: numpy arrays (also masked) or lists of cells."""
+        """Encode columns by name: numpy arrays (plain or masked) or lists of cells."""
         return self._encoder().encode_columns(columns)
 
     def _encoder(self) -> Encoder:
         if self.encoder is None:
             raise BundleError(
                 "the model was trained on a set without vocabularies, so raw rows have no ids; "
-                "use score_encoded with ids, or train on a set of `sbpflow prepare`"
+                "use score_encoded with ids, or train on a set made by `sbpflow prepare`"
             )
         return self.encoder
 
@@ -97,7 +97,7 @@ class Model:
         """Return the logits [n] of encoded rows."""
         dtype = getattr(torch, self.content["dtype"])
         ids, policy = self._with_hashed(encoded), self.content["out_of_range"]
-        found = [
+        gathered = [
             gather(store, ids, encoded, policy)
             for gather, store in zip(self.gathers, self.stores, strict=True)
         ]
@@ -105,7 +105,7 @@ class Model:
         for output in self.content["outputs"]:
             parts: list[Tensor] = []
             for segment in self.segments[output["name"]]:
-                fixed, ragged = found[segment.store]
+                fixed, ragged = gathered[segment.store]
                 if segment.lookup.columns is None:
                     parts.append(
                         bag_vectors(segment.lookup, ragged[segment.lookup[:2]], encoded, dtype)
@@ -141,11 +141,11 @@ class Model:
         version: Version,
         vocabulary: Mapping[str, tuple[Array, ...]] | None = None,
     ) -> "Model":
-        """Return the model with changed rows, dense weights, and new vocabulary entries.
+        """Return a model with changed rows, dense weights, and vocabulary entries.
 
         ``tables`` maps table names to (rows int64 [n], values [n, dim]), ``dense`` maps weight
         names to whole values, and ``vocabulary`` maps names to (keys, ids) or (keys, ids, checks).
-        Requests on this model keep its values, and the new model shares everything unchanged.
+        This model does not change, and the new model shares all unchanged values with it.
         """
         stores = list(self.stores)
         changed: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -218,8 +218,8 @@ def _sample_rows(sample: Mapping[str, Any]) -> Encoded:
 def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> Model:
     """Load the bundle in ``folder``; raise BundleError if its sample scores differ here.
 
-    ``compiled=True`` also loads the machine code of ``sbpflow export --compile``, which can do
-    anything: use it only for bundles that you trust.
+    ``compiled=True`` also loads the machine code of ``sbpflow export --compile``, which can run
+    arbitrary code: use it only for bundles that you trust.
     """
     folder = Path(folder)
     content = _read_json(folder / "model.json")
@@ -272,7 +272,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
 
 
 def _crossed(hashed: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Return the columns whose keys, and not ids, are hashed: their missing value is a key."""
+    """Return the columns hashed by key instead of by id, whose missing value is a key."""
     return {
         column
         for each in hashed
@@ -282,7 +282,7 @@ def _crossed(hashed: Sequence[Mapping[str, Any]]) -> set[int]:
 
 
 def _loops() -> ModuleType | None:
-    """Return ``encoder_loops`` of this version of the code, if it and numba are installed."""
+    """Return this version's ``encoder_loops``, or None if it or numba is not installed."""
     try:
         return importlib.import_module(f"{__package__}.encoder_loops" if __package__ else LOOPS)
     except ImportError:
@@ -316,7 +316,7 @@ def _compiled_part(
 
 
 def cpu_features() -> set[str]:
-    """Return the names of the CPU's instruction sets, as far as the system lists them."""
+    """Return the names of the CPU's instruction sets, if the system lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()
     except OSError:

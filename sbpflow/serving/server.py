@@ -1,7 +1,5 @@
-"""Runs the server: loads the models once, forks the workers, and answers requests in each of them.
-
-A worker has an event loop, which parses, encodes, and scores, and a thread that follows the models'
-folders.
+"""Runs the server: loads the models once and forks workers, which answer requests. A worker has an
+event loop, which parses, encodes, and scores, and a thread that watches the models' folders.
 """
 
 import gc
@@ -30,16 +28,16 @@ from sbpflow.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10  # deltas use the time that answers leave
-_SWITCH_S = 0.0005  # the longest wait for the thread that applies deltas; Python's default is 5 ms
+_NICENESS = 10  # lowest priority: deltas are applied when no request needs the CPU
+_SWITCH_S = 0.0005  # maximum time that requests wait for the delta thread; Python's default is 5 ms
 _MAX_CONNECTIONS = 1024
-_KEEP_ALIVE_S = 75  # longer than proxies keep idle connections, so that they close them first
-_MAX_WAITING = 2048  # connections that are not accepted yet
+_KEEP_ALIVE_S = 75  # longer than proxies keep idle connections, so that the proxy closes first
+_MAX_WAITING = 2048  # connections that are not yet accepted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Contains the options of the server."""
+    """Options of the server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -52,11 +50,10 @@ class Settings:
 
 
 def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
-    """Serve the models in ``folders`` by name until SIGTERM, and return the exit code.
-
-    Raise DataError for a bundle that is damaged or does not give its sample scores.
+    """Serve the models in ``folders``, by name, until SIGTERM, and return the exit code. Raises
+    DataError for a bundle that is damaged or does not reproduce its sample scores.
     """
-    torch.set_num_threads(1)  # one process per core; and a fork has no threads
+    torch.set_num_threads(1)  # there is one process per core, and threads do not survive a fork
     followers, metrics = _load(folders, settings, settings.workers)
     with _listen(settings.host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
@@ -66,7 +63,7 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
         sys.stdout.write(f"serving on http://{shown}:{port} with {settings.workers} workers\n")
         sys.stdout.flush()
         gc.collect()
-        gc.freeze()  # collections in the workers would copy the pages of all these objects
+        gc.freeze()  # garbage collection in the workers would copy the pages of all these objects
 
         def work(number: int) -> None:
             _run_worker(_make_app(number, followers, settings, metrics), listener, settings)
@@ -75,7 +72,7 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
 
 
 def asgi_app(folders: Mapping[str, Path], settings: Settings | None = None) -> App:
-    """Return the application for one process of another ASGI server; it follows its models."""
+    """Return an application for another ASGI server; it watches the folders of its models."""
     settings = settings or Settings()
     followers, metrics = _load(folders, settings, 1)
     return _make_app(0, followers, settings, metrics)
@@ -99,7 +96,7 @@ def _load(
 
 
 def _compile(model: Model) -> None:
-    """Encode a text row of missing values, so that no request waits for the compiler."""
+    """Encode a text row of missing values, so that no request waits for compilation."""
     content, names = model.content["input"], [column.name for column in model.columns]
     lines = [names] * content["header"] + [[""] * len(names)]
     if len(names) > 1:  # a blank line is not a row
@@ -110,8 +107,8 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_MAX_WAITING)
-        # Connections inherit the option. Without it, the body of an answer, which is written after
-        # the headers, waits about 40 ms for their acknowledgment.
+        # Connections inherit TCP_NODELAY. Without it, a response body, which is written after the
+        # headers, would wait about 40 ms for their acknowledgment.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -124,12 +121,12 @@ def _listen(host: str, port: int) -> socket.socket:
 def _make_app(
     number: int, followers: Mapping[str, Follower], settings: Settings, metrics: Metrics
 ) -> App:
-    """Return the application of a worker, and start the thread that follows its models."""
+    """Return a worker's application, and start the thread that watches the models' folders."""
     counts = metrics.worker(number)
     models: list[Served] = []
     for name, follower in followers.items():
         follower.count = counts[name].count
-        while follower.poll():  # a replacement starts with the newest version
+        while follower.poll():  # a replaced worker starts with the newest version
             pass
         models.append(Served(name, follower.version, counts[name]))
     pairs = list(zip(models, followers.values(), strict=True))
@@ -138,17 +135,17 @@ def _make_app(
 
 
 def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
-    """Answer requests until SIGTERM, and then those in flight."""
+    """Answer requests until SIGTERM, then finish those in flight."""
     supervisor = os.getppid()
     sys.setswitchinterval(_SWITCH_S)
 
     async def check_supervisor() -> None:
-        if os.getppid() != supervisor:  # without its supervisor, a worker would run forever
+        if os.getppid() != supervisor:  # otherwise a worker would outlive its supervisor
             signal.raise_signal(signal.SIGTERM)
 
     config = uvicorn.Config(
         app,
-        http=httptools.__name__,  # imported here, so that its absence is noticed at once
+        http=httptools.__name__,  # imported here, so that a missing package is reported immediately
         ws="none",
         timeout_keep_alive=_KEEP_ALIVE_S,
         lifespan="off",
@@ -169,7 +166,7 @@ def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
 
 
 def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:
-    if sys.platform == "linux":  # where a thread has a niceness of its own
+    if sys.platform == "linux":  # on Linux, each thread has its own niceness
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     while True:
         time.sleep(poll_s)
@@ -178,5 +175,5 @@ def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:
                 while follower.poll():
                     served.switch(follower.version)
             except Exception:
-                logger.exception("%s: cannot be followed", served.name)
+                logger.exception("%s: watching the folder failed", served.name)
                 served.counts.count("delta_errors")

@@ -1,8 +1,8 @@
 """Runs worker processes that share one listening socket, and replaces those that die.
 
 Workers are forked, not spawned: they share the imported libraries and the mapped model with the
-supervisor, and a replacement starts within milliseconds. So the supervisor must not start threads
-that hold locks.
+supervisor, and a replacement starts within milliseconds. Because of the fork, the supervisor must
+not start threads that hold locks.
 """
 
 import logging
@@ -16,12 +16,12 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SOON_S = 2.0  # a worker that fails this soon after its start would fail again
+_SOON_S = 2.0  # a worker that fails this soon after its start would probably fail again
 _PAUSE_S = 0.05
 
 
 class Supervisor:
-    """Keeps ``num_workers`` processes running; ``work(number)`` is the whole work of one."""
+    """Keeps ``num_workers`` processes running; each runs ``work(number)``."""
 
     def __init__(
         self, work: Callable[[int], None], num_workers: int, restarted: Callable[[], None]
@@ -34,10 +34,11 @@ class Supervisor:
     def run(self, grace_s: float) -> int:
         """Run until SIGTERM or SIGINT, and return the exit code of the command.
 
-        The signal is passed to the workers, which answer the requests in flight; a worker that
-        runs longer than ``grace_s`` is killed. Return 1 if a worker fails right after its start.
+        The signal is forwarded to the workers, which finish the requests in flight; a worker that
+        takes longer than ``grace_s`` is killed. Returns 1 if a worker fails right after its start.
         """
-        signal.set_wakeup_fd(-1)  # the launcher's watcher would end a shutdown of over two seconds
+        # the launcher's watcher would interrupt a shutdown that takes over two seconds
+        signal.set_wakeup_fd(-1)
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
         for number in range(self._num_workers):
@@ -62,7 +63,10 @@ class Supervisor:
             os.kill(pid, number)  # not reaped yet, so the pid cannot belong to another process
 
     def _replace_dead(self) -> bool:
-        """Reap workers that ended, and start others unless stopping; return whether one failed."""
+        """Reap workers that ended and, unless stopping, replace them.
+
+        Returns whether a worker failed right after its start.
+        """
         for pid in list(self._workers):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:
@@ -76,13 +80,15 @@ class Supervisor:
                 logger.error("worker %d ended with %s right after its start", number, how)
                 self._stopping = True
                 return True
-            logger.warning("worker %d (pid %d) ended with %s; it is replaced", number, pid, how)
+            logger.warning(
+                "worker %d (pid %d) ended with %s and is being replaced", number, pid, how
+            )
             self._restarted()
             self._start(number)
         return False
 
     def _start(self, number: int) -> None:
-        # A signal that arrives before the worker has handlers of its own must not be lost.
+        # A signal that arrives before the worker installs its handlers must not be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         pid = os.fork()
         if not pid:
@@ -101,5 +107,5 @@ class Supervisor:
         except BaseException:
             logger.exception("worker %d failed", number)
         finally:
-            # Exit handlers and buffers belong to the supervisor.
+            # Skip exit handlers and buffers, which belong to the supervisor.
             os._exit(code)

@@ -1,2 +1,1 @@
-"""Defines global tensors with autograd and operators; each rank stores a part of a logical
-tensor."""
+"""Defines global tensors, their operators, and autograd. Each rank stores a part of the tensor."""

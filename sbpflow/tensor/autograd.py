@@ -1,8 +1,7 @@
-"""Run conversions with autograd: the planned steps in the forward, and the adjoint's steps in the
-backward.
+"""Runs conversions under autograd: the planned steps in the forward, their adjoint in the backward.
 
-Outside a placement, a rank's part is empty here instead of None, so that the rank is part of the
-graph and joins the collectives of the backward. Only first derivatives are supported.
+Ranks outside a placement have an empty part here instead of None. The part connects these ranks to
+the graph, so that they join the collectives of the backward. Only first derivatives are supported.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -20,13 +19,14 @@ from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 
 Steps = tuple[BoxingStep, ...]
-Context = Any  # the ctx of an autograd function; torch has no public type for it
+Context = Any  # type of ``ctx`` in an autograd function; torch has no public name for it
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Contains the steps of src -> dst in ``forward``, and the gradient's steps, dual(dst) ->
-    dual(src), in ``backward``."""
+    """The steps of src -> dst (``forward``) and of the gradient, dual(dst) -> dual(src)
+    (``backward``).
+    """
 
     src: Layout
     forward: Steps
@@ -39,7 +39,7 @@ def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor
     """Call ``boxing.run``, with None replaced by empty parts."""
     if not steps:
         return part
-    # Pass empty parts, too, because checked mode compares requires_grad of all parts.
+    # Pass empty parts too: checked mode compares requires_grad on all ranks.
     out = boxing.run(steps, part, channel)
     if out is None:
         return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
@@ -47,7 +47,7 @@ def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor
 
 
 def convert(part: Tensor, boxing: Boxing, way: Way) -> Tensor:
-    """Run ``way.forward`` on ``part``, and make autograd run ``way.backward``."""
+    """Run ``way.forward`` on ``part``, and have autograd run ``way.backward`` on the gradient."""
     return _Convert.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
 
 
@@ -74,14 +74,14 @@ Adjoint = Callable[[Tensor], Tensor]
 
 def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
     """Return ``adjoint(gradient)``; a second derivative through the adjoint raises SbpError."""
-    # grad mode is enabled here only with create_graph
+    # In a backward, grad mode is enabled only if the caller set create_graph.
     if gradient.requires_grad and torch.is_grad_enabled():
         return _Once.apply(gradient, adjoint, name)  # pyright: ignore[reportReturnType]
     return adjoint(gradient)
 
 
 class _Once(torch.autograd.Function):
-    """The node of an adjoint in the graph that create_graph builds for a first derivative."""
+    """The graph node of an adjoint when create_graph is set; its own backward raises SbpError."""
 
     @staticmethod
     def forward(ctx: Context, gradient: Tensor, adjoint: Adjoint, name: str) -> Tensor:

@@ -1,5 +1,4 @@
-"""Runs ops on global tensors: chooses a signature, boxes the operands, and runs a kernel on the
-parts."""
+"""Runs ops on global tensors: chooses a signature, boxes operands, runs a kernel on the parts."""
 
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -32,9 +31,9 @@ def apply(
 ) -> GlobalTensor:
     """Box the operands to the chosen signature, and run ``kernel`` on their parts.
 
-    ``kernel(choice, parts)`` runs only inside the placement. ``shape`` and ``dtype`` describe the
-    full output; the default dtype is the first operand's dtype. ``refuses(choice, parts)`` returns
-    a message about invalid values on this rank, or "". If there is a message, SbpError is raised on
+    ``kernel(choice, parts)`` runs only on ranks of the placement. ``shape`` and ``dtype`` are those
+    of the full output; the default dtype is that of the first operand. ``refuses(choice, parts)``
+    returns "" or a message about invalid values on this rank. A message is raised as SbpError on
     this rank and, in checked mode, on all ranks.
     """
     wanted = parse_nd_sbp(out) if isinstance(out, str) else out
@@ -75,8 +74,9 @@ def choose(
 
 
 def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the part of a rank outside the placement: an empty tensor connected to the inputs'
-    graph."""
+    """Return an empty tensor connected to the inputs' graph: the part of a rank outside the
+    placement.
+    """
     floating = [part for part in parts if part.is_floating_point()] or parts
     return torch.cat(floating).to(dtype)
 
@@ -85,7 +85,8 @@ def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
     """Return ``count`` dim names other than B, P and the letters in ``taken``."""
     free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]
-    free += [f"d{number}" for number in range(len(free), count)]  # a concat may need many names
+    # A concat of many tensors may need more names than there are letters.
+    free += [f"d{number}" for number in range(len(free), count)]
     return tuple(free[:count])
 
 
@@ -97,7 +98,7 @@ def cached_rule(
     signatures: str,
     scales: tuple[tuple[str, int, int], ...] = (),
 ) -> Rule:
-    """Return the result of ``make_rule`` from a cache."""
+    """Call ``make_rule`` with a cache."""
     return make_rule(op, inputs, output, signatures, scales)
 
 
@@ -115,7 +116,7 @@ def check_tensor(op: str, name: str, x: object) -> None:
     kind = "None" if x is None else f"a {type(x).__name__}"
     if isinstance(x, Tensor):
         kind = f"a plain tensor of shape {list(x.shape)}"
-        fix = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
+        fix = "make a global tensor first: GlobalTensor.from_full(x, layout, boxing)"
     elif isinstance(x, int | float):
         kind = f"the number {x}"
         fix = (
@@ -150,7 +151,7 @@ def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
 
 
 def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> list[int]:
-    """Return sorted ``dims`` counted from the front, or all dims for None.
+    """Return ``dims``, counted from the front and sorted; None means all dims.
 
     Raise SbpError for a dim that does not exist or is repeated.
     """
@@ -163,7 +164,7 @@ def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> 
 
 
 def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
-    """Return one or several whole numbers as a tuple. Raise SbpError for any other value."""
+    """Return a whole number, or a sequence of them, as a tuple. Raise SbpError for other values."""
     try:
         numbers = [value] if isinstance(value, int) else cast("Iterable[SupportsIndex]", value)
         return tuple(map(index, numbers))
@@ -189,7 +190,7 @@ def check_same_dtype(op: str, operands: Sequence[GlobalTensor]) -> None:
     if other := next((x.dtype for x in operands if x.dtype != first), None):
         dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in operands)
         raise SbpError(
-            f"{op}: operands are {dtypes}, but all operands must have the same dtype; use "
+            f"{op}: operands have dtypes {dtypes}, but must all have the same dtype; use "
             f"ops.cast(x, {torch.promote_types(first, other)})"
         )
 

@@ -1,8 +1,8 @@
-"""Convert to and from torch's DTensor and DeviceMesh.
+"""Converts to and from torch's DTensor and DeviceMesh.
 
 Placement <-> DeviceMesh, S(i) <-> Shard(i), B <-> Replicate, P <-> Partial. DTensor splits a dim
 like ``torch.chunk``, whereas S(i) is balanced. If the splits differ, ``to_dtensor`` boxes the
-parts, and ``from_dtensor`` uses explicit sizes. Gradients do not pass through the conversions.
+parts, and ``from_dtensor`` uses explicit sizes. Gradients do not flow through these conversions.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,9 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def to_mesh(placement: Placement) -> DeviceMesh:
-    """Return a DeviceMesh with the same grid; all ranks must call this to create process groups."""
+    """Return a DeviceMesh with the same grid. It creates process groups, so all ranks must call
+    this.
+    """
     ranks = torch.tensor(placement.ranks).view(placement.shape)
     return DeviceMesh(placement.device_type, ranks)
 
@@ -34,10 +36,10 @@ def from_mesh(mesh: DeviceMesh) -> Placement:
 
 
 def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """Return the same value as a DTensor on ``mesh`` (by default, a new mesh), without history.
+    """Return the same value, detached, as a DTensor on ``mesh`` (by default, a new mesh).
 
-    Data is sent only if torch's chunks differ from the parts. Raise SbpError if DTensor would split
-    a dim unequally along two axes.
+    Data is sent only if torch's chunks differ from the parts of ``x``. Raise SbpError if DTensor
+    would split a dim unequally along two axes.
     """
     mesh = mesh or to_mesh(x.layout.placement)
     if from_mesh(mesh) != x.layout.placement:
@@ -57,7 +59,7 @@ def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
 
 
 def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
-    """Return a GlobalTensor with the same parts, without history or communication."""
+    """Return a GlobalTensor with the same parts, detached. This does not communicate."""
     placement = from_mesh(tensor.device_mesh)
     shape = tuple(tensor.shape)
     layout = chunk_layout(Layout(placement, _to_ours(tensor.placements)), shape)
@@ -69,15 +71,14 @@ def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
 
 
 def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return ``layout`` with torch.chunk's splits, as explicit sizes if they are not balanced."""
+    """Return ``layout`` with the splits of torch.chunk, as explicit sizes unless balanced."""
     lengths = list(shape)
     nd_sbp: list[Sbp] = []
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split):
             parts = layout.placement.shape[axis]
             sizes = chunk_sizes(lengths[sbp.dim], parts)
-            # Sizes with empty parts stay explicit, because a balanced split must not contain empty
-            # parts.
+            # Sizes of 0 stay explicit, because a balanced split may not have empty parts.
             even = sizes == balanced_sizes(lengths[sbp.dim], parts)
             even = even and (all(sizes) or not any(sizes))
             nested = any(
@@ -86,7 +87,8 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
             if nested and len(set(sizes)) > 1:
                 raise SbpError(
                     f"{layout} splits dim {sbp.dim} of {list(shape)} twice, and torch.chunk would "
-                    f"split the dim into {sizes}; convert to one split of that dim, or to B, first"
+                    f"split the dim into {sizes}; convert to a layout that splits the dim at most "
+                    "once, such as B, first"
                 )
             lengths[sbp.dim] = sizes[0] if nested else lengths[sbp.dim]
             nd_sbp.append(Split(sbp.dim, None if even else sizes))
@@ -96,13 +98,15 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Return the lengths of the pieces from torch.chunk, with zeros for missing pieces."""
+    """Return the lengths of torch.chunk's pieces. It may return fewer pieces; the rest have length
+    0.
+    """
     step = -(-size // parts)
     return tuple(max(0, min(step, size - step * part)) for part in range(parts))
 
 
 def to_theirs(sbp: Sbp) -> DPlacement:
-    """Convert an sbp to a DTensor placement without explicit sizes."""
+    """Convert an sbp to a DTensor placement; explicit sizes are dropped."""
     if isinstance(sbp, Split):
         return Shard(sbp.dim)
     return Replicate() if isinstance(sbp, Broadcast) else DPartial(sbp.op)

@@ -1,11 +1,10 @@
-"""Compute gradients through P(max) and P(min), which are not linear.
+"""Computes gradients through P(max) and P(min), which are not linear.
 
-In a conversion from P(max), an element's gradient goes to the rank that stores the extremum. If
-several terms are equal, the gradient goes to the first of their ranks in coordinate order; for NaN,
-the gradient is dropped. In a conversion from S or B to P(max) on the same placement, each gradient
-returns to the term's element without communication. Every other conversion to P(max) first converts
-to such a layout (``boxing.plan.last_linear_layout``). As usual, gradients of copies along B axes
-are summed.
+In a conversion from P(max), the gradient of an element goes to the rank whose term is the maximum.
+Among equal terms, the first rank in coordinate order gets it; the gradient of NaN is dropped. In a
+conversion from S or B to P(max) on the same placement, each gradient stays on its rank. Every other
+conversion to P(max) goes through such a layout (``boxing.plan.last_linear_layout``). As always,
+gradients of copies along B axes are summed.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -25,10 +24,10 @@ from sbpflow.tensor.autograd import Context, Steps, once, run_part
 
 @dataclass(frozen=True, slots=True)
 class ExtremumWay:
-    """Contains the steps ``forward`` that convert a tensor of ``shape`` from src to dst.
+    """The steps ``forward`` that convert a tensor of ``shape`` from src to dst.
 
-    ``incoming`` is the layout of the result's gradient. For a P(max) result, ``incoming`` is None,
-    because each rank then stores the gradient of its term.
+    ``incoming`` is the layout of the result's gradient. It is None for a P(max) result, because
+    each rank then stores the gradient of its own term.
     """
 
     src: Layout
@@ -40,22 +39,22 @@ class ExtremumWay:
 
 
 def convert_extremum(part: Tensor, boxing: Boxing, way: ExtremumWay) -> Tensor:
-    """Convert from P(max) or P(min) to a linear layout or, without communication, to P(max) or
-    P(min)."""
+    """Convert from P(max) or P(min) to a linear layout, or locally to P(max) or P(min)."""
     if way.dst.has_extremum:
         return _Into.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
     return _OutOf.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
 
 
 def _value_home(layout: Layout) -> Layout:
-    """Return the layout with B instead of P, in which every rank stores the reduced value."""
+    """Return ``layout`` with B in place of P: every rank stores the reduced value."""
     nd_sbp = tuple(Broadcast() if isinstance(s, Partial) else s for s in layout.nd_sbp)
     return Layout(layout.placement, nd_sbp)
 
 
 def _gradient_home(layout: Layout) -> Layout:
-    """Return the layout in which each rank gets its term's gradient: B instead of P, and the dual
-    on other axes."""
+    """Return the layout that gives each rank the gradient of its term: B in place of P, and the
+    dual on all other axes.
+    """
     nd_sbp: tuple[Sbp, ...] = tuple(
         Broadcast() if isinstance(s, Partial) else dual(s) for s in layout.nd_sbp
     )
@@ -63,10 +62,10 @@ def _gradient_home(layout: Layout) -> Layout:
 
 
 def _claim(layout: Layout, rank: int) -> tuple[int, int]:
-    """Return this rank's position among the terms (from its P coordinates), and the number of
-    terms.
+    """Return the position of this rank's term among all terms, and the number of terms.
 
-    Copies along B axes get the same position, because they must agree on the rank of the extremum.
+    The position follows from the rank's coordinates along P axes. Copies along B axes have the same
+    position, because they must agree on which term is the extremum.
     """
     coord = layout.placement.coord(rank) or (0,) * layout.placement.ndim
     place, count = 0, 1
@@ -101,8 +100,9 @@ class _OutOf(torch.autograd.Function):
             home = _value_home(src)
             value = redistribute(out, way.dst, home, "value")
             whole = redistribute(gradient, way.incoming, _gradient_home(src), "gradient")
-            # Each rank enters its position for elements whose extremum is its own term, and the
-            # lowest position over the ranks wins. Outside the placement, the part is empty.
+            # Several terms may equal the extremum, but only one may get the gradient. Each rank
+            # claims the elements where its own term is the extremum, by its position; the lowest
+            # position wins. On ranks outside the placement, all tensors are empty.
             place, no_place = _claim(src, world.rank)
             claim = torch.where(part == value, place, no_place)
             claims = tuple(Partial("min") if isinstance(s, Partial) else s for s in src.nd_sbp)

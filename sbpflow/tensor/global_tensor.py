@@ -1,6 +1,6 @@
-"""Define GlobalTensor, a logical tensor with one part on each rank.
+"""Defines GlobalTensor, a logical tensor with one part on each rank.
 
-The class is the user interface of ``boxing``. The gradient of a tensor with layout x has layout
+The class is the user's interface to ``boxing``. The gradient of a tensor with layout x has layout
 dual(x), so the backward of src -> dst converts dual(dst) -> dual(src).
 """
 
@@ -27,8 +27,9 @@ Where = Layout | NdSbp | Sbp | str
 class GlobalTensor:
     """A logical tensor of ``shape`` with ``layout``; ``part`` is this rank's part.
 
-    Outside the placement, the part is empty, so that the rank's autograd graph still includes the
-    conversions that involve the rank. All ranks must make the same calls in the same order.
+    On ranks outside the placement, the part is empty rather than None, so that these ranks stay in
+    the autograd graph and join the collectives of the backward. All ranks must make the same calls
+    in the same order.
     """
 
     __slots__ = ("boxing", "layout", "part", "shape")
@@ -63,21 +64,21 @@ class GlobalTensor:
     ) -> "GlobalTensor":
         """Make a global tensor of ``shape`` from local parts.
 
-        ``part`` may be None outside the placement, but ``dtype`` and ``requires_grad`` must match
-        the other ranks' parts, because a rank whose part does not require a gradient would not join
-        the backward. Along B axes, ``replicas="equal"`` trusts the caller and sends no data, and
-        "first" copies the data of the first coordinate to the others. The gradient of ``part`` has
-        the dual layout: the full gradient for P, and terms that add up over the ranks for B. If no
-        rank knows the shape, use ``infer_shape``.
+        Outside the placement, ``part`` may be None, but ``dtype`` and ``requires_grad`` must then
+        match the parts of the other ranks; otherwise, this rank would not join the backward. Along
+        B axes, ``replicas="equal"`` trusts that the copies are equal and sends nothing; "first"
+        overwrites the other copies with that of the first coordinate. The gradient of ``part`` has
+        the dual layout: for P, each rank gets the full gradient; for B, each gets a term of the
+        sum. If no rank knows the full shape, use ``infer_shape``.
         """
         if part is None:
             device = boxing.world.device_of(layout)
             part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
         elif requires_grad and not part.requires_grad:
             raise SbpError(
-                f"from_local: requires_grad=True is only allowed on ranks without a part, but the "
-                f"part of rank {boxing.world.rank} does not require grad; call "
-                "requires_grad_() later"
+                "from_local: requires_grad=True is only allowed if part is None, but rank "
+                f"{boxing.world.rank} passed a part that does not require grad; omit "
+                "requires_grad and call requires_grad_() on the result"
             )
         x = GlobalTensor(part, layout, tuple(shape), boxing)
         if replicas == "equal":
@@ -88,9 +89,9 @@ class GlobalTensor:
 
     @staticmethod
     def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":
-        """Make a global tensor from a value on every rank; each rank keeps only its part.
+        """Make a global tensor from a value that every rank has; each rank keeps only its part.
 
-        Along P axes, the first coordinate keeps the value, and other coordinates store the neutral
+        Along P axes, the first coordinate keeps the value, and the others store the neutral
         element.
         """
         shape = tuple(full.shape)
@@ -115,13 +116,12 @@ class GlobalTensor:
         return self.part.requires_grad
 
     def requires_grad_(self, flag: bool = True) -> "GlobalTensor":
-        """Make the tensor a leaf, whose gradient accumulates in ``part.grad`` in the dual
-        layout."""
+        """Make this a leaf whose gradient accumulates in ``part.grad``, in the dual layout."""
         self.part.requires_grad_(flag)
         return self
 
     def detach(self) -> "GlobalTensor":
-        """Return the same value without history."""
+        """Return the same value, detached from the autograd graph."""
         return GlobalTensor(self.part.detach(), self.layout, self.shape, self.boxing)
 
     def __repr__(self) -> str:
@@ -139,11 +139,11 @@ class GlobalTensor:
         """Convert the tensor to another layout without changing its value.
 
         ``where`` is a layout, or an nd-sbp or string such as ``"(S(0), B)"`` on the same placement.
-        The backward converts the result's gradient from dual(dst) to dual(src). With ``grad_sbp``,
-        the consumer guarantees a different layout of this gradient (for example, B for a B tensor
-        that all ranks use in the same way). Steps are named "<id>/fwd" and "<id>/bwd". A conversion
-        to P(max) or P(min) that communicates and needs a gradient first converts to S or B, in
-        steps named "<id>/linear".
+        The backward converts the gradient of the result from dual(dst) to dual(src). Pass
+        ``grad_sbp`` if you know that this gradient has another layout (for example, B for a B
+        tensor that all ranks use in the same way). Steps are named "<id>/fwd" and "<id>/bwd". If a
+        gradient is needed, a conversion to P(max) or P(min) that communicates goes through S or B,
+        in steps named "<id>/linear".
         """
         dst = where if isinstance(where, Layout) else Layout(self.layout.placement, where)
         if dst == self.layout and grad_sbp is None:
@@ -177,7 +177,7 @@ class GlobalTensor:
         return GlobalTensor(part, dst, shape, boxing)
 
     def full(self) -> Tensor:
-        """Return the full value as a plain tensor without history on every rank of the world.
+        """Return the full value as a plain, detached tensor on every rank of the world.
 
         The result is never a view of the part, so the caller may modify it.
         """
@@ -187,7 +187,9 @@ class GlobalTensor:
         return whole.clone() if whole.data_ptr() == self.part.data_ptr() else whole
 
     def item(self) -> int | float:
-        """Return the value of a one-element tensor on every rank, as int for integer dtypes."""
+        """Return the value of a one-element tensor on every rank; an int if the dtype is an
+        integer.
+        """
         if math.prod(self.shape) != 1:
             raise SbpError(
                 f"item() needs a tensor with one element, got {self!r}; reduce it with "
@@ -198,9 +200,9 @@ class GlobalTensor:
     def backward(self, gradient: "GlobalTensor | None" = None, retain_graph: bool = False) -> None:
         """Run the backward from a one-element tensor or, given ``gradient``, from any tensor.
 
-        The backward starts in the dual layout: a B loss has gradient 1 on the first coordinate and
-        0 elsewhere, so it counts once. The layout of a leaf's gradient is the dual of the leaf's
-        layout; ``sync_gradients`` converts the gradient to the leaf's layout.
+        The initial gradient has the dual layout: a B loss starts with 1 on the first coordinate and
+        0 elsewhere, so that it counts only once. Likewise, leaves get gradients in the dual of
+        their own layouts; ``sync_gradients`` converts these to the layouts of the leaves.
         """
         if gradient is None:
             if any(length != 1 for length in self.shape):
@@ -240,7 +242,7 @@ def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxi
 
 
 def ones_like(x: GlobalTensor) -> GlobalTensor:
-    """Return ones in the shape of ``x`` and the layout of its gradient to start a backward."""
+    """Return ones of the shape of ``x``, in the layout of its gradient, to start a backward."""
     layout = x.layout.dual()
     whole = Layout(layout.placement, (Broadcast(),) * layout.placement.ndim)
     inside = x.boxing.world.rank in layout.placement
@@ -250,8 +252,10 @@ def ones_like(x: GlobalTensor) -> GlobalTensor:
 
 @lru_cache(maxsize=65536)
 def part_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Return the shape of a rank's part, or (0,) outside the placement; raise SbpError if the
-    layout does not fit."""
+    """Return the shape of a rank's part, or (0,) outside the placement.
+
+    Raise SbpError if the layout does not fit ``shape``.
+    """
     layout.check_user(shape)
     inside = layout.part_shape(shape, rank)
     return (0,) if inside is None else inside
@@ -259,19 +263,20 @@ def part_shape(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[int, 
 
 @lru_cache(maxsize=65536)
 def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
-    """Call ``layout.check_user`` with a cache."""
+    """Like ``layout.check_user``, but cached."""
     layout.check_user(shape)
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
-    """Return the guaranteed gradient layout. Raise SbpError if its parts differ from the parts of
-    dst."""
+    """Return the gradient layout that ``grad_sbp`` promises. Raise SbpError if its parts differ
+    from those of dst.
+    """
     layout = Layout(dst.placement, grad_sbp)
     text, result = format_nd_sbp(layout.nd_sbp), format_nd_sbp(dst.nd_sbp)
     if dst.has_extremum:
         raise SbpError(
-            f"grad_sbp {text}: the gradient of a {result} result is stored by the ranks of its "
-            "terms; omit grad_sbp"
+            f"grad_sbp {text}: each rank stores the gradient of its own term of a {result} "
+            "result; omit grad_sbp"
         )
     if layout.has_extremum:
         raise SbpError(
@@ -288,7 +293,7 @@ def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
 
 
 def _spread_first(x: GlobalTensor) -> GlobalTensor:
-    """Copy the first coordinate's data along B axes; the backward sums all copies' gradients."""
+    """Overwrite the copies along B axes with the first one; the backward sums their gradients."""
     placement, world = x.layout.placement, x.boxing.world
     copies = [isinstance(sbp, Broadcast) for sbp in x.layout.nd_sbp]
     ranks = tuple(
@@ -298,6 +303,6 @@ def _spread_first(x: GlobalTensor) -> GlobalTensor:
     )
     sizes = tuple(1 if b else size for size, b in zip(placement.shape, copies, strict=True))
     source = Layout(Placement(placement.device_type, ranks, sizes), x.layout.nd_sbp)
-    # The other ranks' data is unused, but an empty slice of it keeps these ranks in the graph.
+    # The data of the other ranks is not used, but an empty slice of it keeps them in the graph.
     part = x.part if world.rank in ranks else x.part.reshape(-1)[:0]
     return GlobalTensor(part, source, x.shape, x.boxing).to(x.layout, id="from_local")

@@ -1,8 +1,8 @@
-"""Converts leaf gradients from the dual layout to the leaf's layout, several per collective.
+"""Converts the gradients of leaves from the dual layouts to the leaves' layouts, in buckets.
 
 The gradient of a B parameter is P, so its conversion is the all-reduce of data parallelism. The
-gradient of an S parameter needs no conversion. Parameters with the same conversion share a flat
-bucket.
+gradient of an S parameter needs no conversion. Parameters that need the same conversion share a
+flat bucket and thus a collective.
 """
 
 import math
@@ -26,7 +26,7 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class LaidOut(Protocol):
-    """The interface of a parameter for planning; a GlobalTensor implements this interface."""
+    """What planning needs to know about a parameter; GlobalTensor implements this interface."""
 
     @property
     def layout(self) -> Layout: ...
@@ -38,10 +38,10 @@ class LaidOut(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """A group of gradients that are converted as one flat tensor; ``members`` are the positions of
-    their leaves.
+    """Gradients that are converted as one flat tensor.
 
-    The position after the last leaf denotes the ``Total``.
+    ``members`` contains the positions of their leaves in the list of parameters. The position after
+    the last leaf denotes the ``Total``.
     """
 
     members: tuple[int, ...]
@@ -51,7 +51,7 @@ class GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan:
-    """Contains the buckets of a ``GradientSync`` of ``num_leaves`` leaves, as pure data."""
+    """The buckets of a ``GradientSync`` of ``num_leaves`` leaves, as pure data."""
 
     num_leaves: int
     buckets: tuple[GradientBucket, ...]
@@ -64,7 +64,7 @@ class GradientPlan:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Describes a number, such as a loss, that is summed over the ranks with the gradients."""
+    """A number, such as a loss, that is summed over the ranks together with the gradients."""
 
     layout: Layout
     dtype: torch.dtype
@@ -72,7 +72,7 @@ class Total:
 
     @staticmethod
     def over(world: Placement, dtype: torch.dtype) -> "Total":
-        """Return a ``Total`` over all ranks of ``world``; every rank gets the sum."""
+        """Return a ``Total`` over the ranks of ``world``; each of them gets the sum."""
         return Total(Layout(world, (Broadcast(),)), dtype)
 
 
@@ -104,10 +104,10 @@ class GradientSync:
     """Converts the gradients of a fixed list of parameters after each backward.
 
     ``plan`` is the result of ``plan_gradients`` for these parameters. Call ``run`` after each
-    backward and before the optimizer. ``run`` converts each parameter's ``part.grad`` to the
-    parameter's layout; clear ``part.grad`` before the next backward. Raise SbpError for tensors
-    without their own gradient (results of ops, frozen or integer tensors), for duplicate tensors,
-    and for a plan made for a different list.
+    backward and before the optimizer step: it converts each ``part.grad`` to the layout of its
+    parameter. Clear ``part.grad`` before the next backward. Raise SbpError for tensors without a
+    gradient of their own (results of ops, frozen or integer tensors), for duplicates, and if the
+    plan is for a list of another length.
     """
 
     def __init__(
@@ -124,7 +124,10 @@ class GradientSync:
         self.channel = channel
         self._parameters = list(parameters)
         if boxing is None and not parameters:
-            raise SbpError("gradients: the list of parameters is empty; pass boxing=")
+            raise SbpError(
+                "gradients: the list of parameters is empty, so boxing= is required; "
+                "pass boxing=boxing"
+            )
         self._boxing = boxing or parameters[0].boxing
         if plan is None:
             backend = "gloo"
@@ -148,9 +151,9 @@ class GradientSync:
         self.start().wait()
 
     def start(self, term: Tensor | None = None) -> "PendingSync":
-        """Start all buckets; do not use the gradients before ``wait``.
+        """Start converting all buckets; do not use the gradients before ``wait`` returns.
 
-        If the plan contains a ``Total``, ``term`` [1] is this rank's term.
+        If the plan contains a ``Total``, pass this rank's term [1] as ``term``.
         """
         return PendingSync(
             [
@@ -184,7 +187,7 @@ class GradientSync:
 
 
 class PendingSync:
-    """Buckets in flight."""
+    """Buckets whose conversion has started."""
 
     def __init__(
         self,
@@ -195,8 +198,9 @@ class PendingSync:
         self._num_leaves = num_leaves
 
     def wait(self) -> Tensor | None:
-        """Set ``part.grad`` of every parameter, and return the total [1] if the plan contains a
-        ``Total``."""
+        """Set ``part.grad`` of every parameter; return the sum [1] if the plan contains a
+        ``Total``.
+        """
         total: Tensor | None = None
         for bucket, pending, parameters in self._buckets:
             flat = pending.wait()
@@ -223,7 +227,7 @@ def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
         part = parameter.part
         fault = ""
         if not part.requires_grad:
-            fault = "does not require grad; omit it, or call requires_grad_() on every rank"
+            fault = "does not require grad; remove it, or call requires_grad_() on every rank"
         elif not part.is_leaf:
             fault = (
                 "is not a leaf, so it does not keep its gradient; pass the tensors on which "
@@ -237,9 +241,10 @@ def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
 
 
 def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list[int]]:
-    """Group positions with the same pattern into buckets of at most ``bucket_bytes``.
+    """Group parameters with the same pattern into buckets of at most ``bucket_bytes``.
 
-    The last parameters come first, because the backward computes their gradients first.
+    Return lists of positions. The last parameters come first, because the backward computes their
+    gradients first.
     """
     full: list[list[int]] = []
     open_: dict[object, list[int]] = {}
@@ -261,8 +266,8 @@ def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list
 def _pattern(parameter: LaidOut) -> object:
     """Return a parameter's pattern; parameters with equal patterns may share a bucket.
 
-    With P or several splits, no layout describes the concatenated flat parts, so the pattern is
-    unique.
+    If a parameter has P or several splits, no layout describes concatenated flat parts, so its
+    pattern is unique.
     """
     layout = parameter.layout
     num_splits = sum(isinstance(sbp, Split) for sbp in layout.nd_sbp)
@@ -283,7 +288,8 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple
             parts = [part_shape(p.layout, p.shape, rank) for p in parameters]
             return sum(map(math.prod, parts))
 
-        # The split sizes of the concatenated parts are the sums of the part sizes along the axis.
+        # Along the split axis, each coordinate stores the concatenated parts, so its split size is
+        # the sum of their sizes.
         length, nd_sbp = numel(placement.ranks[0]), list(layout.nd_sbp)
         for axis, sbp in enumerate(layout.nd_sbp):
             if isinstance(sbp, Split):

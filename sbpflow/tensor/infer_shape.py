@@ -1,4 +1,4 @@
-"""Infers the full shape of a tensor when each rank knows only the shape of its own part."""
+"""Infers the full shape of a tensor if each rank knows only the shape of its own part."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,10 @@ MAX_DIMS = 8
 
 
 def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[int, ...]:
-    """Return the full shape of the tensor that consists of these parts; all ranks must call this
-    function.
+    """Return the full shape of the tensor with these parts; all ranks must call this function.
 
-    The shapes of all parts, with at most MAX_DIMS dims, are gathered. Raise SbpError on all ranks
-    if the shapes do not fit ``layout``.
+    It gathers the shapes of all parts, which may have at most MAX_DIMS dims. Raise SbpError on all
+    ranks if the shapes do not fit ``layout``.
     """
     world = boxing.world
     world.check_ranks(layout)
@@ -48,7 +47,7 @@ def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, 
     for rank, part in parts.items():
         try:
             expected = layout.part_shape(shape, rank)
-        except SbpError:  # a dim is missing, or sizes do not add up
+        except SbpError:  # the parts lack the split dim, or explicit sizes do not add up
             expected = None
         if part != expected:
             shown = {r: list(sizes) for r, sizes in parts.items()}

@@ -1,8 +1,8 @@
-"""Defines signatures, the layouts that an op accepts and produces, and chooses among them.
+"""Defines signatures (which layouts an op accepts and produces) and chooses the cheapest one.
 
-A rule names the dims of each operand by letters, like einsum, and lists 1-D signatures. A signature
-assigns a letter (split along that dim), B or P to each operand. On n-D placements, each axis uses
-its own signature, so the candidates are a product over the axes. This module does not handle
+As in einsum, a rule names the dims of each operand by letters. It lists 1-D signatures, which
+assign a letter (split along that dim), B, or P to each operand. On n-D placements, each axis uses
+its own signature, so every combination of signatures is a candidate. This module handles no
 tensors.
 """
 
@@ -20,7 +20,7 @@ from sbpflow.sbp.layout import Layout, split_sizes
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Sbp, Split, balanced_sizes, format_nd_sbp
 
-Dims = tuple[str, ...]  # one letter per dim; "" for a dim of size 1 that broadcasts
+Dims = tuple[str, ...]  # a letter per dim; "" for a dim of size 1 that broadcasts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Contains the dims of an op's operands and output, and its legal signatures, including all-B.
+    """The dims of an op's operands and output, and its legal signatures, including all-B.
 
-    ``scales`` contains (letter, numerator, denominator) for each dim whose output length is the
-    input length times this factor, as in a reshape.
+    ``scales`` contains (letter, numerator, denominator) for each dim whose output length is
+    numerator / denominator times its input length, as in a reshape.
     """
 
     op: str
@@ -48,7 +48,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The interface of an operand for choosing a signature."""
+    """What the choice of a signature needs to know about an operand."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -57,8 +57,9 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Contains the operands' layouts after conversion, the output layout, and the bytes of the
-    conversions."""
+    """The layouts of the operands after conversion, the output layout, and the bytes of the
+    conversions.
+    """
 
     inputs: tuple[Layout, ...]
     output: Layout
@@ -72,7 +73,7 @@ def make_rule(
     signatures: str,
     scales: tuple[tuple[str, int, int], ...] = (),
 ) -> Rule:
-    """Parse signatures such as "m,B->m; B,n->n; k,k->P", and append all-B."""
+    """Parse signatures such as "m,B->m; B,n->n; k,k->P", and append the all-B signature."""
     listed = [_signature(text) for text in signatures.split(";") if text.strip()]
     everywhere_b = Signature(("B",) * len(inputs), "B")
     return Rule(op, tuple(inputs), output, (*listed, everywhere_b), scales)
@@ -91,18 +92,18 @@ def deduce(
     out: NdSbp | None = None,
     dtype: torch.dtype | None = None,
 ) -> Choice:
-    """Choose the legal signature with the fewest bytes of conversions.
+    """Choose the legal signature whose conversions send the fewest bytes.
 
-    Ties go to the signature with more matching operands, and then to the first signature in the
+    Ties go to the signature that leaves more operands unconverted, and then to the first in the
     rule. Operands are never converted to P. ``out`` requests an output layout. ``dtype`` is the
-    output dtype, by default the first operand's dtype; dtypes without addition do not support P.
-    Raise SbpError if operands have different placements or unsuitable shapes, if ``out`` does not
-    have one entry per axis, or if no legal signature produces ``out``.
+    output dtype, by default that of the first operand; dtypes that cannot be added do not support
+    P. Raise SbpError if operands have different placements or unsuitable shapes, if ``out`` does
+    not have one entry per axis, or if no legal signature produces ``out``.
     """
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)
     if out is not None:
-        Layout(placement, out)  # raises an error unless ``out`` contains one entry per axis
+        Layout(placement, out)  # raises SbpError unless ``out`` has one entry per axis
     no_partial = (dtype or operands[0].dtype) not in TERM_DTYPES
     best: tuple[int, int, int] | None = None
     chosen: Choice | None = None
@@ -124,8 +125,9 @@ def deduce(
 
 
 def _matches(output: NdSbp, requested: NdSbp) -> bool:
-    """Return True if an output layout matches the request; a split without sizes matches any
-    sizes."""
+    """Return True if an output layout matches the request. A requested split without sizes matches
+    any sizes.
+    """
     return all(
         sbp == request or (isinstance(sbp, Split) and request == Split(sbp.dim))
         for sbp, request in zip(output, requested, strict=True)
@@ -203,10 +205,11 @@ def _sizes_of(
 def _scaled(
     output: NdSbp, op_rule: Rule, scale: tuple[str, int, int], src: Layout, shape: tuple[int, ...]
 ) -> NdSbp | None:
-    """Return ``output`` with the split points of the input, scaled if the dim's length changes.
+    """Return ``output`` with the split points of the input, scaled by the change of the dim's
+    length.
 
     Return ``None`` if a piece does not scale to a whole number, or if several axes split the dim
-    into pieces of different sizes, because a layout cannot express such splits.
+    into pieces of different sizes, which a layout cannot express.
     """
     letter, num, den = scale
     if letter not in op_rule.output:
@@ -278,7 +281,8 @@ def _no_signature(op_rule: Rule, operands: tuple[Operand, ...], out: NdSbp | Non
     requested = "" if out is None else f" and output {format_nd_sbp(out)}"
     return (
         f"{op_rule.op}: no legal signature for operands {_describe(operands)}{requested}; "
-        f"legal per axis: {describe(op_rule)}. Operands are never converted to P"
+        f"legal per axis: {describe(op_rule)}. Operands are never converted to P; "
+        "convert one with x.to(layout)"
     )
 
 

@@ -9,13 +9,11 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 
 
 class Batch(Protocol):
-    """Contains this rank's rows of a global batch of ``batch_size`` rows.
-
-    A batch may also contain ``weights`` [local batch], which multiply the row losses; their mean
-    over the data set is 1. The loss of a step is sum(weight * loss) / rows. Dividing by the sum of
-    the weights would need a collective before the backward pass, and would give steps with small
-    weights the same influence as steps with large weights. ``evict.idle_time`` requires
-    ``columns["time"]`` [local batch] int64.
+    """This rank's rows of a global batch of ``batch_size`` rows. A batch may also have ``weights``
+    [local batch], which multiply the row losses; their mean over the data set is 1. The loss of a
+    step is sum(weight * loss) / rows. Dividing by the sum of the weights would need a collective
+    before the backward pass, and would give steps with small weights the same influence as steps
+    with large weights. ``evict.idle_time`` requires ``columns["time"]`` [local batch] int64.
     """
 
     @property
@@ -43,7 +41,7 @@ class Batch(Protocol):
 
 
 def event_time(batch: Batch) -> int | None:
-    """Return the latest event time of this rank's rows, if they have one."""
+    """Return the latest event time of this rank's rows, or None if rows have no times."""
     times = getattr(batch, "columns", {}).get("time")
     return None if times is None or not times.numel() else int(times.max())
 

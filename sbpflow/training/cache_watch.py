@@ -5,8 +5,9 @@ from sbpflow.training.trainer import Trainer
 
 
 class CacheWatch:
-    """Computes averages per step since the last call, or nothing if this rank has no cached
-    tables."""
+    """Averages cache metrics over the steps since the last call; has none if this rank has no
+    cached tables.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._step = trainer, trainer.num_steps

@@ -42,8 +42,10 @@ def clip_steps(
 
 
 def _counts_part(layout: Layout, rank: int) -> bool:
-    """Return whether ``rank`` adds its part to the norm; among ranks with equal parts, only the
-    first does."""
+    """Return whether ``rank`` adds its part to the norm.
+
+    Among ranks with copies, only the first does.
+    """
     coordinates = layout.placement.coord(rank)
     return coordinates is not None and all(
         coordinate == 0

@@ -19,7 +19,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.draws import KeptDraws
 from sbpflow.runtime.ranks.world import World
 
-WARM_UP_STEPS = 3  # also the number of steps in which a TorchModel checks its module's buffers
+WARM_UP_STEPS = 3  # must cover the steps in which a TorchModel checks its module's buffers
 
 
 class Inputs(Protocol):
@@ -34,7 +34,7 @@ class Inputs(Protocol):
         ...
 
     def take_gradients(self, source: Self) -> None:
-        """Take over the gradients that the region computed for ``source``."""
+        """Copy the gradients that the region computed for ``source``."""
         ...
 
 
@@ -43,7 +43,7 @@ InputsT = TypeVar("InputsT", bound=Inputs)
 
 @dataclass(slots=True, kw_only=True)
 class DenseInputs:
-    """Contains this rank's inputs of the dense part for a global batch of ``batch_size`` rows.
+    """This rank's inputs to the dense part for a global batch of ``batch_size`` rows.
 
     ``vectors`` maps names to embedding outputs, leaf tensors that require gradients.
     """
@@ -85,8 +85,8 @@ class _Captured(Generic[InputsT]):
 class Graphs(Generic[InputsT]):
     """Runs ``work``, a function (inputs, random seed) -> results, as CUDA graphs.
 
-    ``leaves`` are the tensors other than the inputs that get gradients. Before each replay,
-    ``prepare`` is called to copy the host numbers that ``work`` uses to the device.
+    ``leaves`` are the tensors other than the inputs that get gradients. ``prepare`` is called
+    before each replay to copy host numbers that ``work`` uses to the device.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Graphs(Generic[InputsT]):
         self._runs: dict[object, int] = {}
 
     def run(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
-        """Return the results of ``work``; leaves and inputs get their gradients as in ``work``.
+        """Return the results of ``work``; leaves and inputs get the same gradients as in ``work``.
 
         Gradients are valid until the next run. Raises ConfigError if capturing the region fails.
         """
@@ -116,17 +116,20 @@ class Graphs(Generic[InputsT]):
             return self._run_uncaptured(inputs, seed)
         if shapes not in self._captured:
             static = inputs.new_like()
-            _copy(static, inputs)  # row addresses in uninitialized memory could be out of range
+            # uninitialized memory could contain row addresses that are out of range
+            _copy(static, inputs)
             self._captured[shapes] = self._capture(static, seed)
         return self._replay(self._captured[shapes], inputs, seed)
 
     def forget(self) -> None:
-        """Drop all graphs after parameters or optimizer state have been replaced by other
-        tensors."""
+        """Drop all graphs.
+
+        Call this after replacing parameters or optimizer state by other tensors.
+        """
         self._captured, self._runs = {}, {}
 
     def _run_uncaptured(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
-        """Run op by op on the capture stream; the current stream waits for this stream."""
+        """Run op by op on the capture stream; the current stream waits for it."""
         current = torch.cuda.current_stream(self._world.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._drawing():
@@ -149,8 +152,9 @@ class Graphs(Generic[InputsT]):
         except RuntimeError as error:
             raise ConfigError(
                 "parallel.cuda_graph: true, but the dense part cannot be captured: "
-                f"{_first_line(error)}; a captured model must not wait for the device (item(), a "
-                "mask as an index, print) or copy tensors from the host; change the model, or use "
+                f"{_first_line(error)}; a captured model must not synchronize with the device "
+                "(item(), a mask as an index, print) or copy tensors from the host; change the "
+                "model, or use "
                 "parallel.cuda_graph=false"
             ) from error
         return _Captured(graph, inputs, [leaf.grad for leaf in self._leaves], results)
@@ -181,8 +185,10 @@ class Graphs(Generic[InputsT]):
 
 
 def _copy(target: Inputs, source: Inputs) -> None:
-    """Copy all tensors in one call, with a private torch function because there is no public
-    one."""
+    """Copy all tensors in one call.
+
+    The torch function is private, because there is no public one.
+    """
     targets = [tensor for tensor in target.tensors() if tensor is not None]
     sources = [tensor for tensor in source.tensors() if tensor is not None]
     with torch.no_grad():
@@ -190,8 +196,9 @@ def _copy(target: Inputs, source: Inputs) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the original error, which is more specific than the error from
-    ending a broken capture."""
+    """Return the first line of the original error; the error from ending a broken capture is less
+    specific.
+    """
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error).splitlines()[0]

@@ -16,7 +16,7 @@ _CLASSES: dict[type[DenseOptimizer], Any] = {
     DenseSgd: torch.optim.SGD,
     RmsProp: torch.optim.RMSprop,
 }
-# torch has no capturable SGD or Adagrad, so their learning rates are always Python floats.
+# torch's SGD and Adagrad are not capturable, so their learning rates are always Python floats.
 _CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
     Adam: {"capturable": True, "fused": True},
     AdamW: {"capturable": True, "fused": True},
@@ -29,14 +29,14 @@ def make_dense_optimizer(
 ) -> torch.optim.Optimizer | None:
     """Return the optimizer of this rank's parts, or ``None`` if there are no parameters.
 
-    With ``capturable``, a CUDA graph can contain the optimizer's step and the learning rate is a
-    tensor, if torch supports this for the optimizer's class.
+    If ``capturable`` and torch supports it for the class, a CUDA graph can contain the optimizer's
+    step, and the learning rate is a tensor.
     """
     listed = list(parameters)
     if not listed:
         return None
     make = _CLASSES[type(config)]
-    # All fields of a configuration class except these two are arguments of its torch class.
+    # All other fields of the configuration class are arguments of the torch class.
     options = dataclasses.asdict(config)
     del options["name"]
     if isinstance(config, DenseAdagrad):

@@ -7,14 +7,13 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 class DensePart(Protocol):
-    """Computes logits from embedding outputs and dense fields; all of these are global tensors.
-
-    Inputs over the batch are [batch, width] with layout S(0); results may have any layout.
+    """Computes logits from embedding outputs and dense fields, all of which are global tensors.
+    Inputs are [batch, width] with layout S(0); results may have any layout.
     """
 
     @property
     def parameters(self) -> Mapping[str, GlobalTensor]:
-        """Return the leaf tensors by name, in the layouts with which the part was built."""
+        """Return the leaf tensors by name, in the layouts that the part was built with."""
         ...
 
     @property

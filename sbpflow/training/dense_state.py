@@ -2,7 +2,7 @@
 
 ``dense/P`` is the parameter or buffer P; ``dense/P/STATE`` is the parameter's optimizer state
 STATE, with one value per element. The optimizer's own step count is not saved, because the job
-saves a single step count.
+saves one step count for all.
 """
 
 import copy
@@ -24,8 +24,8 @@ def dense_state(
     buffers: Mapping[str, GlobalTensor],
     optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, LogicalTensor]:
-    """Return all tensors of the dense part by name; after one step, the names are equal on all
-    ranks.
+    """Return all tensors of the dense part by name. After the first step, all ranks have the same
+    names.
 
     Rectangles refer to the tensor as a matrix [first dim, product of other dims].
     """
@@ -40,7 +40,7 @@ def dense_state(
 
 def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
     """Allocate the state that the optimizer creates in its first step, so that a restore can fill
-    the state.
+    it.
 
     All tensors are zero, and the step count of each parameter is ``step``.
     """

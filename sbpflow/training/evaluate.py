@@ -1,8 +1,8 @@
 """Evaluates a whole split: every rank predicts its rows, and rank 0 computes the metrics.
 
 If the split has at most ``exact_rows`` rows, rank 0 gathers all predictions first, so the metrics
-do not depend on the number of ranks. For larger splits, all ranks add up their counts and sums. The
-ranks then exchange the rows by group for GAUC and slices, which stay exact.
+do not depend on the number of ranks. For larger splits, all ranks add up their counts and sums.
+GAUC and slices stay exact, because the ranks then exchange rows by group.
 """
 
 import difflib
@@ -32,7 +32,7 @@ CHANNEL = "control"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOptions:
-    """Contains the options of a scoring pass.
+    """Options of a scoring pass.
 
     * ``exact_rows``: gather up to this many rows for exact metrics.
     * ``max_rows``: stop after the batch that reaches this number of rows.
@@ -46,16 +46,17 @@ class ScoreOptions:
 
 @dataclass(slots=True)
 class _Rows:
-    """Collects this rank's rows and all ranks' sizes; if there are too many rows, a histogram
-    replaces the rows, and rows with groups or slices are also kept on the host."""
+    """Collects this rank's rows and the sizes of all ranks.
+
+    If there are too many rows, a histogram replaces them; rows that groups or slices need are also
+    kept on the host.
+    """
 
     boxing: Boxing
     options: ScoreOptions
     scores: list[Tensor] = field(default_factory=list[Tensor])  # [rows, 2]: logits, labels
     keys: list[Tensor] = field(default_factory=list[Tensor])  # [rows, group and slices] int64
-    kept: list[Tensor] = field(
-        default_factory=list[Tensor]
-    )  # scores beyond exact_rows, on the host
+    kept: list[Tensor] = field(default_factory=list[Tensor])  # rows beyond exact_rows, on the host
     sizes: list[int] = field(default_factory=list[int])
     total: int = 0
     grouped: bool = False
@@ -170,7 +171,7 @@ def _first(batches: Iterable[Batch], max_rows: int | None) -> Iterator[Batch]:
 
 
 def gather_rows(part: Tensor, sizes: tuple[int, ...], boxing: Boxing) -> Tensor | None:
-    """Gather each rank's [sizes[rank], columns] rows into [sum(sizes), columns] on rank 0."""
+    """Gather the rows [sizes[rank], columns] of all ranks into [sum(sizes), columns] on rank 0."""
     world = boxing.world
     device_type = world.device.type
     steps = plan_boxing(

@@ -1,8 +1,8 @@
 """Runs a training step as a CUDA graph: everything after the id exchange, or only the dense part.
 
 On one rank, all work after sorting the ids uses fixed sizes and stays on the device: reading rows,
-forward, backward, clipping, table updates, and the dense optimizer's step if torch can capture this
-step. If vectors are exchanged, or a table has id lists, only the dense part is captured.
+forward, backward, clipping, table updates, and the dense optimizer's step if torch can capture it.
+If vectors are exchanged, or a table has id lists, only the dense part is captured.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,7 @@ DensePass = Callable[[DenseInputs, int], Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """Contains a batch after ``EmbeddingCollection.arrive``; ``dense`` does not contain vectors
-    yet.
-
+    """A batch after ``EmbeddingCollection.arrive``; ``dense`` does not contain vectors yet.
     ``step`` is the job's step number, counted from 1.
     """
 
@@ -92,7 +90,7 @@ class GraphedStep:
 
     @property
     def takes_vectors(self) -> bool:
-        """Return whether graphs start with the embedding vectors."""
+        """Return whether graphs start from the embedding vectors."""
         return self._dense is not None
 
     @property
@@ -105,20 +103,19 @@ class GraphedStep:
         self._graphs.warm_up_steps = count
 
     def forget(self) -> None:
-        """Drop all graphs, because other tensors replaced parameters or optimizer state."""
+        """Drop all graphs, after parameters or optimizer state were replaced by other tensors."""
         self._graphs.forget()
 
     def describe(self) -> str:
-        """Return a log line that describes what is replayed."""
+        """Return a log line that says which part of a step is replayed."""
         optimizer = "" if self.updates_dense else ", without the dense optimizer"
         if self.why_not_all:
             return f"the dense part is replayed{optimizer}; tables run op by op: {self.why_not_all}"
         return f"the whole step after sorting the ids is replayed{optimizer}"
 
     def run_dense(self, inputs: DenseInputs, seed: int) -> Tensor:
-        """Return the loss term [1], and set the gradients of the vectors.
-
-        Unless ``updates_dense`` is true, the gradients of the leaves are set, too.
+        """Return the loss term [1], and set the gradients of the vectors. Also sets the gradients
+        of the leaves unless ``updates_dense``.
         """
         if self._dense is None:
             raise RuntimeError("run_dense needs graphs that start at the vectors")
@@ -165,6 +162,6 @@ class GraphedStep:
         self._embeddings.write_numbers(inputs.step)
 
 
-# ``run_all`` includes the following moves of a batch and of a step.
+# ``run_all`` includes these moves of a batch and of a step.
 OF_BATCH = frozenset({GATHER_OUTPUTS.name, SEND_GRADS.name, RECEIVE_GRADS.name})
 OF_STEP = frozenset({CLIP.name, UPDATE.name})

@@ -1,7 +1,6 @@
-"""Computes GAUC and slices of any number of rows: all rows of a group move to one rank.
-
-The results have the same bits as those of gathered rows, because every group is evaluated on one
-rank, and the sum over the groups is exact.
+"""Computes GAUC and slices of any number of rows by moving all rows of a group to one rank. The
+results are bit-for-bit equal to those computed from gathered rows, because every group is evaluated
+on one rank and the sum over the groups is exact.
 """
 
 import json
@@ -21,14 +20,15 @@ from sbpflow.sbp.sbp import Partial
 from sbpflow.training.metrics import Slice, group_terms, slice_of
 
 _CHANNEL = "control"
-_GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64; the product spreads close keys
+# 2^64 / golden ratio as int64; multiplying by it spreads nearby keys
+_GOLDEN = -7046029254386353131
 _MANTISSA_BITS, _HALF_BITS = 53, 26
 _MIN_EXPONENT, _NUM_EXPONENTS = -80, 160
 _CHUNK = 1 << 26
 
 
 class GroupSums:
-    """Contains the rows of some of the groups of a column, with all rows of each group."""
+    """The rows of some groups of a column, with all rows of each of these groups."""
 
     def __init__(self, boxing: Boxing, column: str, keys: Tensor, rows: Tensor) -> None:
         """Exchange this rank's ``keys`` int64 [n] and ``rows`` [n, 2] (logits and labels)."""
@@ -40,7 +40,7 @@ class GroupSums:
         self._logits, self._labels = values[:, 0].numpy(), values[:, 1].numpy()
 
     def gauc(self) -> tuple[float | None, int]:
-        """Return the GAUC, and the number of rows of groups with both classes, on all ranks."""
+        """Return, on all ranks, the GAUC and the number of rows in groups with both classes."""
         terms, num_rows = group_terms(self._logits, self._labels, self._keys)
         parts = exponent_sums(terms)
         parts = np.concatenate([parts.reshape(-1), [num_rows]])
@@ -58,7 +58,7 @@ class GroupSums:
         return float(whole) / num_rows, num_rows
 
     def slices(self, most: int = 10) -> tuple[Slice, ...]:
-        """Return the column's summary, then slices of the ``most`` most frequent values."""
+        """Return the column's summary, followed by slices of the ``most`` most frequent values."""
         area, num_rows = self.gauc()
         values, counts = np.unique(self._keys, return_counts=True)
         order = np.argsort(-counts, kind="stable")[:most]
@@ -66,8 +66,8 @@ class GroupSums:
         texts = gather_texts(self._boxing, json.dumps(mine))
         chosen = sorted(tuple(pair) for text in texts for pair in json.loads(text))[:most]
         own = [value for _, value in chosen if value in {value for _, value in mine}]
-        found = [self._slice(value) for value in own]
-        texts = gather_texts(self._boxing, json.dumps([asdict(each) for each in found]))
+        own_slices = [self._slice(value) for value in own]
+        texts = gather_texts(self._boxing, json.dumps([asdict(each) for each in own_slices]))
         by_value = {each["value"]: Slice(**each) for text in texts for each in json.loads(text)}
         summary = Slice(self._column, num_rows, area)
         return (summary, *(by_value[value] for _, value in chosen))
@@ -83,8 +83,9 @@ def owners(keys: Tensor, num_ranks: int) -> Tensor:
 
 
 def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
-    """Send each of ``rows`` int64 [n, columns] to its ``owner`` [n]; return the rows of this rank
-    on the host."""
+    """Send each of ``rows`` int64 [n, columns] to its ``owner`` [n]; return, on the host, the rows
+    that this rank owns.
+    """
     world = boxing.world
     if world.size == 1:
         return rows
@@ -104,9 +105,8 @@ def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
 
 def exponent_sums(terms: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return exact sums [2, exponents] of non-negative ``terms`` [n]: of the upper and the lower
-    halves of the 53-bit mantissas, by exponent.
-
-    Floats add up integers of 27 bits without rounding, for up to 2^26 terms at a time.
+    halves of the 53-bit mantissas, by exponent. The halves are integers of at most 27 bits, so
+    floats add up to 2^26 of them without rounding.
     """
     sums = np.zeros((2, _NUM_EXPONENTS), dtype=np.int64)
     for start in range(0, len(terms), _CHUNK):

@@ -1,5 +1,6 @@
-"""Reports the keys and rows of growing tables for each log interval, and warns of limits that are
-too small."""
+"""Reports the keys and rows of growing tables for each log interval, and warns if a limit is too
+small.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -8,19 +9,18 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 
 logger = logging.getLogger(__name__)
 
-_FULL = 0.9  # with few rows per bucket, no more rows than that get keys
+_FULL = 0.9  # with few rows per bucket, this is the highest share of rows that get keys
 _REFUSED = 0.01
 """If refused keys cause more than this share of an interval's lookups, the limit is too low."""
 _CHURN = 0.2
-"""Evictions per row that are counted before they are compared with lookups"""
+"""Evictions are compared with lookups once there are this many per row"""
 _PER_LOOKUP = 0.1
 """With more evictions per lookup, most rows are replaced before they have learned much."""
 
 
 class GrowthWatch:
-    """Computes metrics of each growing field; ``counts`` returns the counts of all ranks by field.
-
-    Each warning is logged once per field.
+    """Computes metrics of each growing field; ``counts`` returns the counts over all ranks, by
+    field. Each warning is logged once per field.
     """
 
     def __init__(self, counts: Callable[[], Mapping[str, GrowthCounts]]) -> None:
@@ -79,7 +79,7 @@ class GrowthWatch:
                 f"{key}: {evicted:,} keys lost one of the {now.max_rows:,} rows during {lookups:,} "
                 "lookups, so most keys are evicted before their rows are trained; raise "
                 f"{key}.evict.max_rows, admit fewer keys by a higher admit_count, or fix the data "
-                "if a change of its format made old values new",
+                "if its format has changed, which makes old values look new",
             )
         elif now.load_factor > _FULL:
             self._once(

@@ -1,4 +1,4 @@
-"""Ends broken runs: checks whether the loss is finite and whether replicas are equal."""
+"""Ends broken runs: checks that the loss is finite and that replicas are equal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ _ROWS_READ = 1 << 16  # number of rows to read from a store at once
 class LossWatch:
     """Stops the run if the loss is NaN or infinite, naming the step and the faulty fields.
 
-    On CPU the loss is checked at once. On CUDA the loss is copied to the host during the next step
-    and checked one step later, so the check never waits for the device.
+    On CPU, the loss is checked immediately. On CUDA, the loss is copied to the host during the next
+    step and checked one step later, so the check never waits for the device.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class LossWatch:
     def push(
         self, step: int, loss: Tensor, batches: Sequence[Batch], norm: Tensor | None = None
     ) -> None:
-        """Check or queue the loss of ``step``, with its batches and, if computed, its gradient
-        norm."""
+        """Check the loss of ``step``, or queue it.
+
+        The batches and, if computed, the gradient norm are used for the message.
+        """
         values = [loss] if norm is None else [loss, norm]
         if not loss.is_cuda:
             self._check_values(step, batches)
@@ -63,8 +65,8 @@ class LossWatch:
     def _check_values(self, step: int, batches: Sequence[Batch]) -> None:
         """Raise TrainingError if a label or a dense value is outside the range in the manifest.
 
-        Such a value means that a file has changed since the data was prepared, which the loss may
-        not show. The check runs on CPU only.
+        Such a value means that a file has changed since the data was prepared, which may not be
+        visible in the loss. The check runs only on CPU.
         """
         for batch in batches:
             dense = batch.dense
@@ -119,7 +121,7 @@ class LossWatch:
             if count
         )
         cause = (
-            f"the batch has values that are not finite in {named}"
+            f"the batch has non-finite values in {named}"
             if named
             else "all dense fields of the batch are finite; try a smaller learning rate"
         )
@@ -156,7 +158,7 @@ def peak_memory_bytes(boxing: Boxing) -> list[int]:
 def check_replicas(
     parameters: Mapping[str, GlobalTensor], embeddings: EmbeddingCollection, boxing: Boxing
 ) -> None:
-    """Raise ReplicaError on every rank if the copies on several ranks are not bitwise equal.
+    """Raise ReplicaError on every rank if copies on different ranks are not bitwise equal.
 
     Copies exist for tensors with layout B, and for the optimizer state of rows with split columns.
     """
@@ -203,7 +205,7 @@ def _first_difference(
 
 
 def _checksum(tensors: Sequence[Values], device: torch.device) -> Tensor:
-    """Sum the bits as integers that wrap around, so that order and NaN do not affect the result."""
+    """Sum the bits as wrapping integers, so that neither the order nor NaNs matter."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]

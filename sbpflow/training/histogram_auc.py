@@ -2,7 +2,7 @@
 
 Each rank counts its rows in bins of equal width over the predicted probability p. Sums of integer
 counts are exact, so the AUC and its error bound do not depend on the order of rows or the number of
-ranks. The last bits of the float64 sums of logloss and p do depend on both.
+ranks. The last bits of the float64 sums of logloss and p depend on both, however.
 """
 
 import math
@@ -25,17 +25,19 @@ NUM_BINS = 10_000
 
 
 class ScoreHistogram:
-    """Counts the rows of this rank by bin and label, and sums logloss and p."""
+    """Counts this rank's rows by bin and label, and sums logloss and p."""
 
     def __init__(self, device: torch.device) -> None:
-        # The counts are negatives by bin, positives by bin, NaN predictions, and wrong labels.
+        # Negatives by bin, positives by bin, NaN predictions, and invalid labels.
         self.counts = torch.zeros(2 * NUM_BINS + 2, dtype=torch.int64, device=device)
-        # The first sum is the logloss, and the other sums are p by bin.
+        # The logloss, and then the sums of p by bin.
         self.sums = torch.zeros(NUM_BINS + 1, dtype=torch.float64, device=device)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Count rows with ``logits``, ``labels`` [n]; ``evaluation`` raises errors for NaN and
-        wrong labels."""
+        """Count rows with ``logits`` and ``labels`` [n].
+
+        ``evaluation`` raises errors for NaN and invalid labels.
+        """
         is_nan = logits.isnan()
         self.counts[-2] += is_nan.sum()
         self.counts[-1] += ((labels != 0) & (labels != 1)).sum()
@@ -91,8 +93,8 @@ class ScoreHistogram:
 def auc_of_counts(positives: list[int], negatives: list[int]) -> tuple[float, float]:
     """Return (AUC, its error bound) from the number of rows per label and bin, by ascending score.
 
-    A pair within a bin counts one half. The bound is the error if all of these pairs are ordered
-    wrongly: sum(positives * negatives) / (2 P N).
+    A pair within the same bin counts one half. The bound is the error if all of these pairs are
+    ordered wrongly: sum(positives * negatives) / (2 P N).
     """
     below, in_order, within_bins = 0, 0, 0
     for positive, negative in zip(positives, negatives, strict=True):

@@ -32,8 +32,7 @@ _KEEP_BEST = "checkpoint.keep_best"
 
 
 class Reporter(Protocol):
-    """The interface for progress reports; only the reporter of rank 0 displays and writes
-    progress."""
+    """The interface for progress reports. Only rank 0's reporter displays and writes them."""
 
     def step(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
@@ -52,8 +51,8 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Contains a run's result; ``samples_per_s`` is the total rate of all ranks, and evaluations
-    are on rank 0 only.
+    """A run's result. ``samples_per_s`` is the total rate of all ranks; only rank 0 has the
+    evaluations.
 
     ``val`` and ``test`` are scores of the weights of ``best_step`` if the run keeps its best
     weights, or else of the last weights. ``last_val`` and ``last_test`` are the scores of the last
@@ -74,7 +73,7 @@ class Result:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Return additional lines of the end summary, by title."""
+        """Return additional lines for the end summary, by title."""
         best = self.best
         if self.best_step not in (None, self.steps):
             best += f"; these results use its weights, and last_* those of step {self.steps}"
@@ -83,11 +82,9 @@ class Result:
 
 
 class Pace:
-    """Counts rows and seconds of training and, separately, the seconds spent waiting for data and,
-    with several ranks, for transfers.
-
-    Evaluations are not counted. The first step is not counted either, because it allocates memory
-    and opens connections.
+    """Counts the rows and seconds of training and, separately, the seconds spent waiting for data
+    and for transfers. Evaluations are not counted. Neither is the first step, because it allocates
+    memory and opens connections.
     """
 
     def __init__(self, world: World) -> None:
@@ -125,7 +122,8 @@ class Pace:
         self._begin, self._waited = now, self._waits.seconds if self._waits else 0.0
 
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Return samples/s since the last call, and ms per step: total, data, wait, and each move.
+        """Return the samples/s since the last call, and the ms per step: total, data, wait, and
+        each move.
 
         ``moves`` contains the seconds of each move. The rate is NaN if only the first step has run.
         """
@@ -140,8 +138,7 @@ class Pace:
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the number of steps of a run; the last step of an epoch may consist of fewer
-    batches."""
+    """Return the number of steps of a run. The last step of an epoch may have fewer batches."""
     total = train.epochs * -(-steps_per_epoch // train.accumulate)
     return total if train.max_steps is None else min(total, train.max_steps)
 
@@ -161,7 +158,7 @@ def is_logged(step: int, log_every: int) -> bool:
 def _is_scored(step: int, last: int, train: TrainConfig, watchers: Watchers) -> bool:
     """Return whether ``val`` is scored during the run after ``step``.
 
-    The last step can be the best, so it is evaluated on the same rows as the other steps.
+    The last step can be the best, so it must be evaluated on the same rows as the others.
     """
     if not train.eval_every or step < last:
         return bool(train.eval_every) and step % train.eval_every == 0
@@ -212,7 +209,7 @@ def fit(
         if logged:
             watch.flush()
         pace.stepped(sum(batch.batch_size for batch in batches))
-        if step == checkpoints.step + 1:  # the first step allocates memory and connects
+        if step == checkpoints.step + 1:  # the first step allocates memory and opens connections
             times.take()
         reporter.advance(step, watch.last)
         if logged:
@@ -253,7 +250,7 @@ def fit(
 def _with_best_weights(
     result: Result, best_step: int, checkpoints: Checkpoints, score: "_Scores"
 ) -> Result:
-    """Load the best weights, unless the last weights are the best, and score them."""
+    """Load and score the best weights, unless the last weights are the best."""
     if best_step == result.steps:
         return replace(result, best_step=best_step)
     logger.info("step %d is the best on val; loading and scoring its weights", best_step)
@@ -305,7 +302,7 @@ def _check_val(
 def _watched(
     trainer: Trainer, times: MoveTimes, profiler: StepProfiler | None, step: int
 ) -> Generator[None]:
-    """Time the moves of the step, and trace them if the profiler covers the step."""
+    """Time the moves of the step; also trace them if the profiler covers the step."""
     trainer.move_watch = times
     if profiler is None:
         yield
@@ -316,7 +313,7 @@ def _watched(
 
 @contextmanager
 def _named(step: int) -> Generator[None]:
-    """Add the step's number to the traceback of an error."""
+    """Add the step number to any error raised inside the context."""
     try:
         yield
     except Exception as error:
@@ -326,14 +323,14 @@ def _named(step: int) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Contains the batches of one step, and their epoch, counted from 0."""
+    """The batches of one step, and their epoch, counted from 0."""
 
     epoch: int
     batches: list[Batch]
 
 
 def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Iterator[Step]:
-    """Yield the steps of several epochs; the last step of an epoch may consist of fewer batches."""
+    """Yield the steps of several epochs. The last step of an epoch may have fewer batches."""
     for epoch in epochs:
         batches = iter(loader.epoch(epoch))
         while group := list(islice(batches, accumulate)):
@@ -343,7 +340,7 @@ def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Itera
 class _Window:
     """Reads steps ahead, up to the trainer's lookahead, and announces their batches.
 
-    The window can span several epochs. All batches in the window are trained later, unless an
+    The window can span several epochs. All batches in the window will be trained, unless an
     evaluation or a signal stops the run.
     """
 
@@ -389,8 +386,10 @@ class _Scores:
         self._done: dict[tuple[str, int], Evaluation | None] = {}
 
     def __call__(self, split: str, step: int, max_rows: int | None = None) -> Evaluation | None:
-        """Score ``max_rows`` rows of the split, or all rows, after ``step``; return ``None`` on
-        other ranks than 0."""
+        """Score ``max_rows`` rows of the split, or all rows, after ``step``.
+
+        Returns ``None`` on all ranks except rank 0.
+        """
         if split not in self._loaders or not self._loaders[split].num_steps:
             return None
         if (split, step) in self._done:

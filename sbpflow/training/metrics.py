@@ -21,8 +21,7 @@ NUM_CALIBRATION_BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Describes rows with similar predictions: their number, mean prediction p, and share of label
-    1."""
+    """Rows with similar predictions: their number, mean prediction p, and share of label 1."""
 
     num_rows: int
     predicted: float
@@ -31,7 +30,7 @@ class CalibrationBin:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Contains the metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
+    """The metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
 
     * ``gauc``: None unless some group of rows has both classes.
     * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
@@ -64,7 +63,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Contains the metrics of the rows with one ``value`` in a column of ids.
+    """The metrics of the rows with one ``value`` in an id column.
 
     If ``value`` is None, the metrics summarize the column. ``auc`` is then the GAUC with the
     column's values as groups, and ``num_rows`` counts the rows of groups with both classes.
@@ -79,7 +78,7 @@ class Slice:
 
 
 def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Evaluation:
-    """Compute all metrics; for rows of a single class, the AUC is undefined."""
+    """Compute all metrics. The AUC is undefined if all rows have the same label."""
     loss = logloss(logits, labels)
     is_positive = _labels(labels)
     rows, positives = len(is_positive), int(is_positive.sum())
@@ -142,7 +141,7 @@ def slice_of(column: str, value: int, logits: Values, labels: Values) -> Slice:
 def calibration_groups(
     rows: Sequence[int], predicted: Sequence[float], positives: Sequence[int]
 ) -> tuple[CalibrationBin, ...]:
-    """Merge neighboring bins of ascending p into ``NUM_CALIBRATION_BINS`` of about equal size.
+    """Merge adjacent bins of ascending p into ``NUM_CALIBRATION_BINS`` bins of about equal size.
 
     The arguments contain, for each bin, the number of rows, the sum of p, and the number of rows
     with label 1.
@@ -163,7 +162,10 @@ def calibration_groups(
 def _calibration(
     p: NDArray[np.float64], is_positive: NDArray[np.bool_]
 ) -> tuple[CalibrationBin, ...]:
-    """Sort rows by p into ``NUM_CALIBRATION_BINS`` bins of equal size, which may split ties."""
+    """Sort rows by p into ``NUM_CALIBRATION_BINS`` bins of equal size.
+
+    Ties may be split between bins.
+    """
     order = np.argsort(p, kind="stable")
     parts = np.array_split(order, NUM_CALIBRATION_BINS)
     return tuple(
@@ -210,7 +212,9 @@ def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
 
 
 def group_terms(scores: Values, labels: Values, groups: Values) -> tuple[NDArray[np.float64], int]:
-    """Return rows times AUC of each group with both classes, and the number of these rows."""
+    """Return (number of rows) * AUC of each group with both classes, and the total number of these
+    rows.
+    """
     if not len(_flat(groups)) and not len(_flat(labels)):
         return np.empty(0), 0
     values, is_positive, group = _scores(scores, labels), _labels(labels), _flat(groups)
@@ -226,7 +230,7 @@ def group_terms(scores: Values, labels: Values, groups: Values) -> tuple[NDArray
     negatives = np.diff(tied, append=len(values)) - positives
     below = np.cumsum(negatives) - negatives
     below -= below[np.searchsorted(tied, first)][group_of_tied]
-    # Twice the number of ordered pairs (a tie counts once) is an integer, so it is not rounded.
+    # Count twice the ordered pairs, plus ties: an integer, so no rounding occurs.
     in_order = np.add.reduceat(positives * (2 * below + negatives), np.searchsorted(tied, first))
     rows = np.diff(first, append=len(values))
     of_class_1 = np.add.reduceat(is_positive, first, dtype=np.int64)
@@ -269,7 +273,7 @@ def _labels(labels: Values) -> NDArray[np.bool_]:
 
 
 def one_class(positives: int, rows: int) -> str | None:
-    """Return why the AUC is undefined, or ``None`` if the AUC is defined."""
+    """Return the reason why the AUC is undefined, or ``None`` if it is defined."""
     if 0 < positives < rows:
         return None
     only = "positive" if positives else "negative"

@@ -1,7 +1,6 @@
-"""Times the moves of a step on this rank, and traces some steps with their sent bytes.
-
-Times are measured on the host: on CUDA, a move may return before the device has finished its work.
-The trace also contains device events.
+"""Times the moves of a step on this rank, and traces some steps with the bytes they send. Times are
+measured on the host; on CUDA, a move may return before the device has finished its work. The trace
+also contains device events.
 """
 
 import json
@@ -25,10 +24,10 @@ LOG = logging.getLogger(__name__)
 
 
 class MoveWatch(Protocol):
-    """The interface of an object that wraps every move of a step."""
+    """The interface of an object whose ``move`` wraps every move of a step."""
 
     def move(self, name: str) -> AbstractContextManager[None]:
-        """Wrap the move ``name``."""
+        """Return a context manager for the move ``name``."""
         ...
 
 
@@ -40,7 +39,7 @@ class MoveTimes:
 
     @contextmanager
     def move(self, name: str) -> Generator[None]:
-        """Wrap the move ``name``."""
+        """Return a context manager for the move ``name``."""
         start = time.perf_counter()
         try:
             yield
@@ -55,7 +54,7 @@ class MoveTimes:
 
 @dataclass(slots=True)
 class _MoveTraffic:
-    """Describes a transfer of a traced move: its id, collective, channel and bytes."""
+    """A transfer of a traced move: its id, collective, channel, and bytes."""
 
     move: str
     step: int
@@ -66,8 +65,8 @@ class StepProfiler:
     """Traces steps ``first`` to ``last`` into ``folder``, one file per rank in Chrome's format.
 
     Each move becomes an event of category ``user_annotation``, above the events of torch's
-    profiler. The event's arguments are the step, the transfers started by the move, and the bytes
-    sent by this rank. Traces can be viewed in chrome://tracing or ui.perfetto.dev.
+    profiler. Its arguments are the step, the transfers that the move started, and the bytes that
+    this rank sent. Traces can be viewed in chrome://tracing or ui.perfetto.dev.
     """
 
     def __init__(self, first: int, last: int, folder: Path, world: World) -> None:
@@ -109,7 +108,7 @@ class StepProfiler:
         running.export_chrome_trace(str(self.path))
         try:
             trace = object_of(read_json(self.path), str(self.path))
-        except JsonError as error:  # the file exceeds the size limit or its format is unusual
+        except JsonError as error:  # the file exceeds the size limit or has an unexpected format
             LOG.warning("%s; the trace does not show the transfers of its moves", error)
             return
         _add_traffic(trace["traceEvents"], self._traffic)
@@ -144,7 +143,7 @@ class StepProfiler:
 
 
 class _Traced:
-    """Both times and traces every move."""
+    """Wraps every move in both a timer and a tracer."""
 
     def __init__(self, profiler: StepProfiler, times: MoveWatch) -> None:
         self._profiler, self._times = profiler, times

@@ -12,11 +12,11 @@ import torch
 
 from sbpflow.training.trainer import Trainer
 
-FIRST_STEP = 11  # by this step, all memory is allocated and all connections are open
+FIRST_STEP = 11  # by this step, memory is allocated and connections are open
 # Blocks run alternately with and without overlap; the first step of a block is not timed.
 BLOCK_STEPS = 5
 NUM_BLOCKS = 8
-# in runs of at least this length, measuring slows down at most a tenth of the steps
+# in runs of at least this many steps, the measurement affects at most a tenth of the steps
 MIN_RUN_STEPS = 200
 
 
@@ -63,7 +63,7 @@ class OverlapWatch:
         self._overlapped = trainer.schedule
         self._why_not = ""
         if world_size == 1:
-            self._why_not = "not used: one rank has no transfers"
+            self._why_not = "not used: a single rank has no transfers"
         elif trainer.schedule.wait_at_once:
             self._why_not = "off (parallel.overlap)"
         elif num_steps < MIN_RUN_STEPS:

@@ -1,6 +1,6 @@
 """Shows the progress of a run: a bar on a terminal or in a notebook, otherwise log lines.
 
-Callers provide the measured values; this module measures time only for the ETA.
+Callers provide the measured values; this module only measures time for the ETA.
 """
 
 import logging
@@ -63,7 +63,7 @@ class Progress:
     def interval(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """Show a log interval; ``extra`` contains additional values to show."""
+        """Show the values of a log interval; ``extra`` contains additional values."""
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join([f"loss {loss:.4f}", *_rate(samples_per_s)]))
         elif self._visible:

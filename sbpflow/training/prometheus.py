@@ -1,4 +1,4 @@
-"""Serves the current values of a run to Prometheus, at /metrics of rank 0's machine."""
+"""Serves the current values of a run to Prometheus, at /metrics on rank 0's machine."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ _RANK_TIMES = {
 
 
 class PrometheusReporter:
-    """Implements ``Reporter``; a thread answers requests with the values of the last log interval.
+    """A ``Reporter`` whose thread answers requests with the values of the last log interval.
 
     Raises ConfigError if the address cannot be used.
     """
@@ -51,8 +51,10 @@ class PrometheusReporter:
 
     @staticmethod
     def of(config: Config, boxing: Boxing) -> "PrometheusReporter | None":
-        """Return the endpoint on rank 0 if ``train.prometheus`` is given; every rank must call
-        this, and gets the error of rank 0."""
+        """Return the endpoint on rank 0 if ``train.prometheus`` is given, else None.
+
+        Every rank must call this; if rank 0 fails, every rank raises its error.
+        """
         address, rank = config.train.prometheus, boxing.world.rank
         if address is None:
             return None
@@ -72,7 +74,7 @@ class PrometheusReporter:
         if math.isfinite(samples_per_s):
             text = "Trained rows per second of all ranks."
             lines += _gauge("train_samples_per_second", samples_per_s, text)
-        lines += _gauge("train_report_seconds", time.time(), "Time of this report since 1970.")
+        lines += _gauge("train_report_seconds", time.time(), "Unix time of this report.")
         lines += head("train_value", "gauge", "Other values of a step event in metrics.jsonl.")
         lines += [line("train_value", value, name=name) for name, value in extra.items()]
         self._step = lines
@@ -90,7 +92,7 @@ class PrometheusReporter:
         ]
 
     def ranks(self, times: RankTimes) -> None:
-        """Replace the times of the ranks."""
+        """Replace the step times of the ranks."""
         lines: list[str] = []
         by_kind = {"step": times.step_ms, "data": times.data_ms, "wait": times.wait_ms}
         for kind, text in _RANK_TIMES.items():
@@ -112,7 +114,7 @@ class PrometheusReporter:
         reporter = self
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # seconds for a client to send its request
+            timeout = 10  # seconds that a client has to send its request
 
             def do_GET(self) -> None:
                 if self.path != "/metrics":

@@ -1,8 +1,8 @@
-"""Compares the ranks' step times at each log interval, and names a rank that is slow persistently.
+"""Compares the ranks' step times at each log interval, and names a rank that is persistently slow.
 
 In synchronous training, all ranks take the same time per step, because fast ranks wait for slow
-ones. A rank's own time is therefore the time of its steps without its waits for transfers. On CUDA,
-ranks wait on the device, which the host does not measure, so only the times of reading data differ.
+ones. A rank's own time is therefore its step time without the waits for transfers. On CUDA, ranks
+wait on the device, which the host cannot measure, so only data reading times can differ.
 """
 
 import logging
@@ -22,14 +22,13 @@ logger = logging.getLogger(__name__)
 
 _PERSISTS = 3  # number of consecutive windows before a warning
 _WINDOW_STEPS = 20  # minimum length of a window, because single steps vary
-_FACTOR = 1.2  # a slow rank's own time is this many times the median of the other ranks,
+_FACTOR = 1.2  # a rank is slow if its own time is this many times the median of the other ranks,
 _SHARE = 0.05  # and the difference is at least this share of a step
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Contains the ms per step of each rank in one interval, by rank; ``own_ms`` are the times
-    without waits."""
+    """The ms per step of each rank in one interval; ``own_ms`` excludes waits."""
 
     step: int
     hosts: Sequence[str]
@@ -39,12 +38,12 @@ class RankTimes:
 
     @property
     def own_ms(self) -> list[float]:
-        """Return the times that ranks spend on their own work, including reading data."""
+        """Return the time that each rank spends on its own work, including reading data."""
         return [step - wait for step, wait in zip(self.step_ms, self.wait_ms, strict=True)]
 
     @property
     def slow_rank(self) -> int | None:
-        """Return the rank that the other ranks wait for, if its own time is much longer."""
+        """Return the rank that the others wait for; None if no rank's own time is much longer."""
         own = self.own_ms
         slowest = max(range(len(own)), key=own.__getitem__)
         median = statistics.median([*own[:slowest], *own[slowest + 1 :]])
@@ -54,7 +53,8 @@ class RankTimes:
 
 
 class RankWatch:
-    """Implements ``Reporter``: gathers the times of all ranks, which ``write`` gets on every rank.
+    """A ``Reporter`` that gathers the times of all ranks and passes them to ``write`` on every
+    rank.
 
     The only communication is one small all-gather per log interval.
     """
@@ -65,11 +65,11 @@ class RankWatch:
         self._last_step = 0
         self._window = torch.zeros(0)  # sums of the times of the current window, by rank
         self._window_steps = 0
-        self._recent: list[int | None] = []  # the slow ranks of the last windows
+        self._recent: list[int | None] = []  # the slow rank of each of the last windows
         self._named: int | None = None
 
     def advance(self, step: int, loss: float) -> None:
-        """Do nothing, because only intervals are compared."""
+        """Do nothing: only intervals are compared."""
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         """Do nothing."""
@@ -92,7 +92,9 @@ class RankWatch:
             self._add(step, parts.cpu())
 
     def _add(self, step: int, parts: torch.Tensor) -> None:
-        """Add an interval to the current window, and judge the window if it is long enough."""
+        """Add an interval to the current window; if the window is long enough, look for a slow
+        rank.
+        """
         steps, self._last_step = step - self._last_step, step
         previous = self._window if self._window_steps else torch.zeros_like(parts)
         self._window, self._window_steps = previous + steps * parts, self._window_steps + steps
@@ -117,7 +119,7 @@ class RankWatch:
             "rank %d on %s is slow: its own work takes %.1f ms per step (other ranks: %.1f ms), "
             "and other ranks wait up to %.1f ms for it; %s",
             *(slow, times.hosts[slow], own[slow], others, max(times.wait_ms)),
-            f"{times.data_ms[slow]:.1f} ms are reading data, so check its disk"
+            f"{times.data_ms[slow]:.1f} ms of this is reading data, so check its disk"
             if reads
             else "check other processes, the temperature, and the number of cores of that machine",
         )

@@ -1,6 +1,6 @@
 """Writes the output of a run: log lines, metrics.jsonl, start.txt, tracker events, an end summary.
 
-Only rank 0 writes files; the writers of other ranks do nothing.
+Only rank 0 writes files; writers on other ranks do nothing.
 """
 
 import io
@@ -45,7 +45,7 @@ _NOT_SHOWN = ("move_", "growth.")
 
 
 class _ProgressBarHandler(logging.Handler):
-    """Writes to stderr without breaking a progress bar on the screen."""
+    """Writes to stderr without garbling a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
@@ -99,7 +99,7 @@ class MetricsWriter:
             self._file.close()
 
     def write(self, event: Event, values: Mapping[str, Value]) -> None:
-        """Write and flush one line with the current time; NaN and infinity become null."""
+        """Write and flush one line, with the current time. NaN and infinity become null."""
         if self._file is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
@@ -111,7 +111,7 @@ class MetricsWriter:
 
 
 def _cut(file: TextIOWrapper, length: int) -> None:
-    """Remove the lines that were written after the checkpoint."""
+    """Remove the lines written after the checkpoint."""
     size = file.seek(0, io.SEEK_END)
     if size < length:
         logger.warning(
@@ -160,7 +160,7 @@ class Report:
         self._folder, self._rank, self._best = config.run.dir, rank, best
         self._metrics = MetricsWriter(self._folder, rank=rank, resumed=resumed)
         self._trackers: Sequence[Tracker] = ()
-        if trackers is not None and rank == 0:  # earlier runs' files have been moved by now
+        if trackers is not None and rank == 0:  # the files of earlier runs have been moved by now
             self._trackers = trackers(resumed[0] if resumed else None)
         if rank == 0:
             summary = _start_summary(config, devices, sections)
@@ -189,7 +189,7 @@ class Report:
 
     @property
     def metrics_bytes(self) -> int:
-        """Return the length of metrics.jsonl so far, which a checkpoint saves."""
+        """Return the current length of metrics.jsonl in bytes, for checkpoints."""
         return self._metrics.length
 
     def keep(self, name: str, text: str) -> None:
@@ -258,8 +258,8 @@ class Report:
     ) -> None:
         """Write the ``final`` event and log the end summary, with ``notes`` by title.
 
-        * ``best_step``: the step whose weights ``val`` and ``test`` score, if the run keeps its
-          best weights; ``last`` is (val, test) of the last step if another step is the best.
+        * ``best_step``: the step of the weights that ``val`` and ``test`` score, if the run keeps
+          its best weights; ``last`` is (val, test) of the last step if another step is the best.
         * ``peak_memory_bytes``: one value per rank.
         """
         values: dict[str, Value] = {
@@ -314,7 +314,7 @@ def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:
-    """Return a line for the evaluation, and another line for each sliced column."""
+    """Return a line for the evaluation, and one more for each sliced column."""
     figures, parts = figures_of(evaluation), list[str]()
     for name, kind in METRICS.items():
         if name in figures:
@@ -340,7 +340,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
 
 
 def _start_lines(config: Config, devices: Sequence[str], num_steps: int) -> str:
-    """Return a summary of four lines, short enough to fit on one screen with the first step."""
+    """Return a four-line summary, short enough to stay on screen together with the first step."""
     kinds = "; ".join(f"{count} x {name}" for name, count in Counter(devices).items())
     several = "s" if len(devices) > 1 else ""
     versions = version_summary()
@@ -354,7 +354,7 @@ def _start_lines(config: Config, devices: Sequence[str], num_steps: int) -> str:
 
 
 def _start_summary(config: Config, devices: Sequence[str], sections: Mapping[str, str]) -> str:
-    """Return the resolved configuration, the versions, the devices, and the caller's sections."""
+    """Return START_FILE's text: configuration, versions, devices, and the caller's sections."""
     blocks = {
         "config": dump_config(config),
         "versions": "\n".join(f"{name} {version}" for name, version in version_summary().items()),

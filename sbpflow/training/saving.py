@@ -22,13 +22,14 @@ class Checkpoints(Protocol):
 
     @property
     def steps_of_before(self) -> int:
-        """Return the number of steps that used another data set; epochs do not include these
-        steps."""
+        """Return the number of steps that were trained on an earlier data set, which epochs do not
+        count.
+        """
         ...
 
     @property
     def loop(self) -> Mapping[str, Any]:
-        """Return the saved ``loop`` of ``save``, which is empty at the start of a run."""
+        """Return the ``loop`` that was passed to ``save``; it is empty at the start of a run."""
         ...
 
     @property
@@ -42,8 +43,7 @@ class Checkpoints(Protocol):
         ...
 
     def is_due(self, step: int, *, last: bool, best: bool) -> bool:
-        """Return whether to call ``save`` after this step; ``best`` is True for the best step so
-        far."""
+        """Return whether to save after this step; ``best`` means the best step so far."""
         ...
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
@@ -55,11 +55,11 @@ class Checkpoints(Protocol):
 
     @property
     def stops(self) -> bool:
-        """Return whether the last ``is_due`` call asked the run to stop; equal on all ranks."""
+        """Return whether the last ``is_due`` call stopped the run. All ranks agree."""
         ...
 
     def leave(self) -> None:
-        """End a run that was asked to stop, after the run's last transfers."""
+        """End a stopped run, after its last transfers."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Defines the order of a training step's moves, which determines the transfers that overlap
+"""Defines the order of a training step's moves, which determines which transfers overlap
 computation.
 
 A step trains one batch, or several accumulated batches, and updates the parameters once. Every
@@ -29,11 +29,13 @@ class Move:
     starts: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[str, str], "Move"], tuple[str, str]]:
-        return saved_move, (self.name, self.says)  # unpickling must return this process's constant
+        # unpickling must return the constant of this process, because moves are compared by
+        # identity
+        return saved_move, (self.name, self.says)
 
 
-# If the number of ids is known, ids are sent immediately. For lists and unique rows, counts are
-# sent first.
+# Ids are sent immediately if their number is known. For lists and unique rows, counts are sent
+# first.
 IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
 FLAGS, EARLY_VECTORS = "flags", "early vectors"
 VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
@@ -60,14 +62,14 @@ UPDATE = Move("update", "one optimizer step on the rows")
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
-# A schedule contains a clip move only if gradients are clipped. The clip move must come after all
-# gradients that it scales.
+# A schedule contains a clip move only if gradients are clipped. It must come after all gradients
+# that it scales.
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-# A schedule contains these moves only with early rows. They prepare the batch after the trained
-# batch, so they need the ids of two batches.
-MARK_EARLY = Move("mark_early", "rows without updates found", starts=(FLAGS,))
+# A schedule contains these moves only with early rows. They prepare the batch after the one being
+# trained, so they need the ids of two batches.
+MARK_EARLY = Move("mark_early", "rows that no update changes found", starts=(FLAGS,))
 SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
 EARLY = (MARK_EARLY, SEND_EARLY)
 EARLY_LOOKAHEAD = 2
@@ -102,7 +104,7 @@ _FORMER_NAMES = {
 
 
 def current_name(name: str) -> str:
-    """Return the current name of a move from a file that an earlier version wrote."""
+    """Return the current name of a move in a file written by an earlier version."""
     return _FORMER_NAMES.get(name, name)
 
 
@@ -128,7 +130,7 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
 
 @dataclass(slots=True, eq=False)
 class BatchInFlight:
-    """Tracks one batch during a step; ``done`` names the moves already made for the batch."""
+    """Tracks one batch during a step; ``done`` lists the moves already made for it."""
 
     done: set[str] = field(default_factory=set[str], init=False)
 
@@ -141,11 +143,10 @@ class StepSchedule:
     """Runs ``each_batch`` for one batch after another, and then ``each_step`` once.
 
     A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
-    ``wait_at_once``, the schedule waits for every transfer right after starting the transfer.
-
-    Moves of ``OF_IDS`` may come before or after ``LOOKUP``. In both cases, the moves prepare the
-    batch that is ``distance`` batches after the trained batch. A batch's three moves may start in
-    one step and end in the next step. Raises ValueError if a move uses a result before it exists.
+    ``wait_at_once``, the schedule waits for every transfer right after starting it. Moves of
+    ``OF_IDS`` may come before or after ``LOOKUP``; they prepare the batch that is ``distance``
+    batches after the trained batch. The three moves of a batch may begin in one step and end in the
+    next. Raises ValueError if a move uses a result before it exists.
     """
 
     each_batch: tuple[Move, ...]
@@ -168,7 +169,7 @@ class StepSchedule:
             if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and in_batch:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
             if move in (*OF_IDS, LOOKUP):
-                continue  # these moves may belong to different batches and are checked below
+                continue  # these moves may belong to different batches, so they are checked below
             for before in _after(move, moves):
                 if names.index(before) > place:
                     raise ValueError(f"{move.name} must come after {before}")
@@ -188,9 +189,8 @@ class StepSchedule:
         return sum(later < earlier for earlier, later in pairwise(places))
 
     def moves(self, lookahead: int) -> tuple[Move, ...]:
-        """Return ``each_batch`` in the order of a step; without lookahead, id moves come first.
-
-        Rows are early only with a lookahead of 2 or more.
+        """Return ``each_batch`` in the order of a step. Without lookahead, id moves come first.
+        Early rows need a lookahead of 2 or more.
         """
         moves = self.each_batch
         if lookahead < EARLY_LOOKAHEAD:
@@ -220,9 +220,9 @@ class StepSchedule:
 
         Moves of ``OF_IDS`` are made for up to ``lookahead`` batches after the trained batch.
         ``of_batch`` and ``of_step`` map move names to functions that make the moves;
-        ``watch(name)`` wraps each move. No move is made twice for a batch. A batch announced late
-        first catches up on its overdue moves, so that transfers start in batch order on every
-        channel with any lookahead.
+        ``watch(name)`` wraps each move. No move is made twice for a batch. A batch that was
+        announced late first catches up on its overdue moves, so that transfers on each channel
+        start in batch order with any lookahead.
         """
         world.wait_at_once = self.wait_at_once
 
@@ -303,7 +303,7 @@ def _order_of_step(
     """Return a step's moves with the distances of their batches, and overdue moves by distance.
 
     A move is overdue if it should have been made in an earlier step for a batch at its distance.
-    The result is constant during a run, and is cached because its computation takes some 100 Python
+    The result is constant during a run. It is cached, because computing it takes about 100 Python
     calls.
     """
     order = tuple((move, schedule.distance(move, lookahead)) for move in schedule.moves(lookahead))
@@ -327,7 +327,7 @@ def _call(
     function: Callable[..., None],
     *args: object,
 ) -> None:
-    """Make a move; if it raises an error, add a note with the move's name."""
+    """Make a move; if it raises an error, add a note that names the move."""
     try:
         with watch(move.name):
             function(*args)
@@ -370,7 +370,7 @@ def with_early_moves(schedule: StepSchedule) -> StepSchedule:
     """Return ``schedule`` with the moves of early rows.
 
     Early rows are sent after the vectors of the trained batch have arrived, so that they do not
-    delay these vectors.
+    delay those vectors.
     """
     moves: list[Move] = []
     for move in schedule.each_batch:

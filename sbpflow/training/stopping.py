@@ -1,5 +1,4 @@
-"""Uses the scores of val to stop runs early, lower learning rates on plateaus, and find the best
-step.
+"""Uses val scores to stop runs early, lower learning rates on plateaus, and find the best step.
 
 Every rank creates the same objects and gets the same metrics, so all ranks make the same decisions.
 Checkpoints use ``state()`` and ``load()``; states are JSON values.
@@ -30,8 +29,9 @@ _KEYS = {
 
 @dataclass
 class Best:
-    """Tracks a metric's best value, the step of that value, and the number of evaluations since
-    then (``waited``)."""
+    """Tracks a metric's best value, its step, and the number of evaluations since then
+    (``waited``).
+    """
 
     metric: Metric
     min_delta: float = 0.0
@@ -74,16 +74,16 @@ class Stopper(Best):
         return self.waited >= self.config.patience
 
     def why(self, step: int) -> str:
-        """Return the reason for stopping, in one line."""
+        """Return the reason for stopping as one line."""
         delta = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
-            f"at step {step}, after {self.waited} evaluations of val in a row without a "
-            f"better {self.metric} than {self.value:.6g} at step {self.step}{delta}"
+            f"at step {step}, after {self.waited} consecutive evaluations of val without a better "
+            f"{self.metric} than {self.value:.6g} at step {self.step}{delta}"
         )
 
 
 class Plateau(Best):
-    """Reduces the ``factor`` of all learning rates after each plateau."""
+    """Lowers the common ``factor`` of all learning rates after each plateau."""
 
     def __init__(self, config: PlateauConfig) -> None:
         super().__init__(config.metric, config.min_delta)
@@ -108,7 +108,7 @@ class Plateau(Best):
 
 
 class Watchers:
-    """Combines the optional watchers of val in a run; ``best`` tracks the best weights."""
+    """All optional watchers of val in a run; ``best`` tracks the best weights."""
 
     def __init__(
         self, stop: Stopper | None, plateau: Plateau | None, best: Best | None = None
@@ -150,7 +150,7 @@ class Watchers:
         return 1.0 if self.plateau is None else self.plateau.factor
 
     def push(self, step: int, evaluation: Evaluation | None, boxing: Boxing) -> None:
-        """Record an evaluation of val, given on rank 0 only; every rank must call this method.
+        """Record an evaluation of val, which only rank 0 passes; every rank must call this method.
 
         Raises TrainingError on every rank if the evaluation does not contain the watched metric.
         """
@@ -168,7 +168,7 @@ class Watchers:
             watcher.push(step, value)
 
     def figures(self) -> dict[str, float]:
-        """If there is a ``Plateau``, return ``lr_scale``, the factor of the learning rates."""
+        """Return ``lr_scale``, the factor of the learning rates, if there is a ``Plateau``."""
         return {} if self.plateau is None else {"lr_scale": self.rate_scale}
 
     def state(self) -> dict[str, dict[str, float | int | str | None]]:
@@ -176,8 +176,7 @@ class Watchers:
         return {name: watcher.state() for name, watcher in self._all.items()}
 
     def load(self, state: Mapping[str, State]) -> None:
-        """Restore a saved state; a watcher starts fresh if the state does not contain its
-        metric."""
+        """Restore a saved state. A watcher starts over if the state does not contain its metric."""
         for name, watcher in self._all.items():
             if name in state and state[name].get("metric", watcher.metric) == watcher.metric:
                 watcher.load(state[name])

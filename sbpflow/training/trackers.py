@@ -21,7 +21,7 @@ from sbpflow.runtime.files.run_folder import BOARD_FOLDER
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]  # as in MLflow
+Status = Literal["FINISHED", "FAILED", "KILLED"]  # same values as in MLflow
 _RUN_TAG = "sbpflow.run"
 
 
@@ -33,7 +33,7 @@ class Tracker(Protocol):
         ...
 
     def close(self, status: Status) -> None:
-        """End the run in the tracker."""
+        """Mark the run as ended in the tracker."""
         ...
 
 
@@ -56,7 +56,7 @@ def open_trackers(config: Config, run: str, resumed_step: int | None) -> list[Tr
 
 
 def status_of(error: type[BaseException] | None) -> Status:
-    """Return the status of an ended run; KILLED means that a signal stopped the run."""
+    """Return the status of an ended run; KILLED means that a signal stopped it."""
     if error is None:
         return "FINISHED"
     stopped = issubclass(error, PeerStoppedError) or not issubclass(error, Exception)
@@ -78,7 +78,7 @@ def _cannot_start(name: TrackerName, error: Exception, hint: str) -> ConfigError
 
 
 class _TensorBoard:
-    """Writes event files to the run folder; resuming drops the values after ``resumed_step``."""
+    """Writes event files to the run folder. A resumed run drops values after ``resumed_step``."""
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -95,10 +95,10 @@ class _TensorBoard:
 
 
 class _MLflow:
-    """Logs to the server and the experiment that MLflow's environment variables select.
+    """Logs to the server and experiment that MLflow's environment variables select.
 
     MLflow cannot delete values, so steps that the interrupted run logged after its last checkpoint
-    are not logged again. If a later request fails, training continues without logging its values.
+    are not logged again. If a later request fails, its values are dropped and training continues.
     """
 
     def __init__(self, config: Config, run: str, *, resumed: bool) -> None:
@@ -109,16 +109,16 @@ class _MLflow:
         tags = {_RUN_TAG: run, "sbpflow.version": SBPFLOW_VERSION}
         try:
             query = f"tags.`{_RUN_TAG}` = '{run}'"
-            found = (
+            runs = (
                 self._mlflow.search_runs(filter_string=query, output_format="list")
                 if resumed
                 else []
             )
             # nested: sbpflow's run becomes a child of any run that the calling program has started
-            if found:
-                active = self._mlflow.start_run(found[0].info.run_id, nested=True)
+            if runs:
+                active = self._mlflow.start_run(runs[0].info.run_id, nested=True)
                 client = self._mlflow.MlflowClient()
-                for key in found[0].data.metrics:
+                for key in runs[0].data.metrics:
                     history = client.get_metric_history(active.info.run_id, key)
                     self._logged |= {(key, metric.step) for metric in history}
             else:
@@ -161,7 +161,8 @@ class _Wandb:
         except wandb.Error as error:
             hint = "run `wandb login`, or set WANDB_MODE=offline"
             raise _cannot_start("wandb", error, hint) from error
-        # By default, W&B drops values of earlier steps, such as the final values of the best step.
+        # By default, W&B drops values logged for an earlier step, such as the final values of the
+        # best step.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

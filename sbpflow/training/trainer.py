@@ -2,7 +2,7 @@
 
 This module implements the moves of a step; a ``StepSchedule`` defines the order of moves, which
 determines the overlap. The order does not affect results, because every move reads fully updated
-values. Announced batches form the window: their ids are exchanged during earlier steps. The loss is
+values. Announced batches form the window; their ids are exchanged during earlier steps. The loss is
 reduced together with the dense gradients.
 """
 
@@ -58,20 +58,20 @@ from sbpflow.training.step_schedule import (
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight(BatchInFlight):
-    """Stores the results of a batch's moves for later moves."""
+    """Results of a batch's moves, for use by later moves."""
 
     batch: Batch
     share: float = 1.0  # this batch's fraction of the step's rows
     number: int = 0  # number of the batch within the step
-    begins_step: bool = True  # False if the step also trains the previously announced batch
+    begins_step: bool = True  # False if the previously announced batch belongs to the same step
     embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
-    term: Tensor | None = None  # this rank's loss term if a CUDA graph ran the backward pass, too
+    term: Tensor | None = None  # this rank's loss term, if a CUDA graph also ran the backward pass
 
     @property
     def started(self) -> EmbeddingsInFlight:
-        """Return the embeddings after the move ``start_id_exchange``."""
+        """Return the embeddings; raise RuntimeError if ``start_id_exchange`` has not run."""
         if self.embeddings is None:
             raise RuntimeError("the id exchange of this batch has not started")
         return self.embeddings
@@ -135,8 +135,8 @@ class Trainer:
         self.move_watch: MoveWatch = MoveTimes()
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
-        # The loss is P, like the gradients, and is reduced in a gradient bucket to save a
-        # collective.
+        # The loss has layout P, like the gradients, so it is reduced with a gradient bucket, which
+        # saves a collective.
         plan = gradients or plan_gradients(
             leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
         )
@@ -157,11 +157,11 @@ class Trainer:
                 optimizer=optimizer,
                 clipper=clipper,
             )
-        # record whether a CUDA graph made the dense update, and which other moves it made
+        # whether a CUDA graph made the dense update, and which other moves it made
         self._updated = False
         self._done: frozenset[str] = frozenset()
         self.lookahead = lookahead
-        self._window: deque[_BatchInFlight] = deque()  # announced, oldest first
+        self._window: deque[_BatchInFlight] = deque()  # announced batches, oldest first
         self._failure = ""
         self.num_steps = 0
 
@@ -179,8 +179,7 @@ class Trainer:
         return self._embeddings.growth_counts()
 
     def announce(self, batch: Batch, *, begins_step: bool = True) -> None:
-        """Queue ``batch`` after the batches announced so far; every rank must announce the same
-        batches.
+        """Append ``batch`` to the announced batches; every rank must announce the same batches.
 
         The first ``lookahead`` announced batches exchange their ids during earlier steps. This call
         sends nothing. A batch without rows is ignored. With growing tables, pass
@@ -196,11 +195,11 @@ class Trainer:
         """Train on one batch, or on several as if they were one batch.
 
         Returns the mean loss over all rows, 0-d, on every rank. Several batches make one optimizer
-        step with the mean gradient over all rows. Announced batches must be passed in the order of
-        their announcement, before any other batches. Batches without rows are skipped. Raises
-        SbpError, without any effect, if no batch has rows, an argument is not a batch, or a batch
-        differs from the announced batch. Raises DataError for an out-of-range id. After any error
-        other than these SbpErrors, further steps raise TrainingError.
+        step with the mean gradient over all rows. Announced batches must be passed in announcement
+        order, before any other batches. Batches without rows are skipped. Raises SbpError, without
+        any effect, if no batch has rows, an argument is not a batch, or a batch differs from the
+        announced batch. Raises DataError for an out-of-range id. After any error other than these
+        SbpErrors, further steps raise TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in given:
@@ -212,7 +211,8 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # As attributes of the trainer, these maps would delay freeing tables (a cycle).
+                # Stored as attributes, these maps would create a reference cycle, which delays
+                # freeing the tables.
                 {move.name: self._of_batch(move) for move in (*OF_A_BATCH, *EARLY)},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,
@@ -242,10 +242,8 @@ class Trainer:
             yield self.step(queue.popleft())
 
     def drain(self) -> None:
-        """Cancel all announced batches; every rank must call this.
-
-        Id exchanges in flight are completed first, so that all ranks make the same transfers.
-        After a failed step, nothing is completed.
+        """Cancel all announced batches; every rank must call this. Id exchanges in flight are first
+        completed, so that all ranks make the same transfers, unless a step has failed.
         """
         window, self._window = self._window, deque()
         if self._failure:
@@ -265,12 +263,12 @@ class Trainer:
     def _check_usable(self, call: str) -> None:
         if self._failure:
             raise TrainingError(
-                f"{call}: an earlier step failed ({self._failure}) and was applied in part; "
+                f"{call}: an earlier step failed ({self._failure}) and was only partly applied; "
                 "build a new trainer and new tables"
             )
 
     def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
-        """Return the method that makes a move, from this class or else from the tables."""
+        """Return the method that makes a move, which belongs to this class or to the tables."""
         own: Callable[[_BatchInFlight], None] | None = getattr(self, f"_{move.name}", None)
         if own is not None:
             return own
@@ -278,7 +276,9 @@ class Trainer:
         return lambda flight: make(flight.started)
 
     def _of_step(self, move: Move) -> Callable[[], None]:
-        """Return a function that makes a move unless this step's CUDA graph has already made it."""
+        """Return a function that makes a move, or nothing if this step's CUDA graph has already
+        made it.
+        """
         make: Callable[[], None] = getattr(self, f"_{move.name}")
 
         def unless_done() -> None:
@@ -288,7 +288,7 @@ class Trainer:
         return unless_done
 
     def _take(self, batches: list[Batch]) -> list[_BatchInFlight]:
-        """Remove the batches from the window; batches that were not announced are new."""
+        """Remove the batches from the window. Batches that were not announced start fresh."""
         if not batches:
             raise SbpError("step: no batch has rows; pass at least one batch with rows")
         for place, (flight, batch) in enumerate(zip(self._window, batches, strict=False)):
@@ -335,8 +335,7 @@ class Trainer:
             ) from error
 
     def _is_planned(self, flight: _BatchInFlight) -> bool:
-        """Return whether the batch is the only batch of its step and its size is the planned batch
-        size."""
+        """Return whether the batch is the only one of its step and has the planned batch size."""
         return flight.batch.batch_size == self._planned_size and flight.share == 1.0
 
     def _lookup(self, flight: _BatchInFlight) -> None:
@@ -439,7 +438,7 @@ class Trainer:
 
     @torch.no_grad()
     def predict_all(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield each batch with its logits, and read the next batch's rows during the computation.
+        """Yield each batch with its logits. The next batch's rows are read during the computation.
 
         Every rank must iterate over all batches, without training steps in between.
         """
@@ -488,7 +487,7 @@ class Trainer:
         return GlobalTensor.from_local(part.to(self._dtype), layout, shape, self._boxing)
 
     def _home_layout(self, batch_size: int) -> Layout:
-        """Return the layout S(0) over all ranks, with explicit sizes if some rank has no rows."""
+        """Return the layout S(0) over all ranks, with explicit sizes if a rank has no rows."""
         size = self._boxing.world.size
         sizes = balanced_sizes(batch_size, size) if batch_size < size else None
         return Layout(self._line, (Split(0, sizes),))

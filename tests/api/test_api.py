@@ -77,7 +77,7 @@ def events(folder: Path) -> list[dict]:
 
 
 def state() -> dict[str, object]:
-    """Return the state that a training run must not change in the calling process."""
+    """Return the process state that a training run must not change in the caller."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     loggers = ("", "sbpflow", "torch.distributed.elastic", "torch.distributed.launcher")
     return {
@@ -138,7 +138,7 @@ def test_the_process_is_as_it_was(tmp_path):
         sbpflow.fit(large, data=rows(100), schema=SCHEMA, run={"dir": tmp_path / "other"})
     assert state() == before
     assert threading.active_count() <= threads + 1, "tqdm has one"
-    fit(tmp_path / "other")  # the lock of its folder is free again
+    fit(tmp_path / "other")  # the lock of the run folder has been released
 
 
 def test_arguments_are_not_changed(tmp_path):
@@ -175,7 +175,7 @@ def test_a_mistake_of_the_ranks_is_raised_here(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class Failing(DlrmConfig):
-    """Implements a model whose dense part cannot be built."""
+    """A model whose dense part cannot be built."""
 
     name: str = "failing"
 
@@ -253,7 +253,7 @@ def test_an_interrupt_reaches_two_ranks(tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class OfCell(DlrmConfig):
-    """Implements a model as defined in a notebook cell."""
+    """A model as defined in a notebook cell."""
 
     name: str = "of cell"
 
@@ -324,7 +324,7 @@ def test_an_evaluation_of_the_test_rows_is_that_of_the_run(run):
         {key: final[key] for key in ("auc", "logloss")}, abs=1e-6
     )
     assert scores["num_rows"] == 300
-    with pytest.raises(DataError, match=r"^data: the rows have no column 'clicked'"):
+    with pytest.raises(DataError, match=r"^data: the rows have no label column 'clicked'"):
         run.evaluate(rows(30).drop(columns="clicked"))
 
 
@@ -427,7 +427,7 @@ def test_a_prepared_set_is_used_as_it_is(run, tmp_path):
     assert here.evaluate(tmp_path / "set", split="val")["auc"] == pytest.approx(
         here.result["val_auc"], abs=1e-6
     )
-    with pytest.raises(ConfigError, match=r"^prepare: .* is already prepared; leave prepare out"):
+    with pytest.raises(ConfigError, match=r"^prepare: .* is already prepared; omit prepare"):
         sbpflow.fit(CONFIG, data=tmp_path / "set", prepare={"min_count": 1})
 
 
@@ -457,12 +457,12 @@ def test_ranks_of_a_launcher_are_refused(run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for call in (lambda: fit(run.dir), lambda: run.predict(rows(1))):
-        with pytest.raises(ConfigError, match=r"^this process is rank 1 of 2; call sbpflow\.fit"):
+        with pytest.raises(ConfigError, match=r"^this process is rank 1 of 2; do not use"):
             call()
 
 
 class CellOutput:
-    """Implements a stream like the output streams of a notebook's kernel."""
+    """A stream like the output streams of a notebook's kernel."""
 
     __module__ = "ipykernel.iostream"
 

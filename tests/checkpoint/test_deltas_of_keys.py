@@ -41,7 +41,7 @@ class Stage:
     stop: int
 
 
-# Every stage resumes from the last delta of the stage before it.
+# Every stage resumes from the last delta of the previous stage.
 CHAINS = {
     "rows": (
         GrowingCase(growth=LRU, optimizer=sparse_optimizer("lazy_adam", lr=0.05), ahead=3),
@@ -179,7 +179,7 @@ def differences(world: World, folder: Path, case: GrowingCase, step: int) -> lis
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return a function that trains the chain "rows" once."""
+    """Return a function that trains the chain "rows" only at its first call."""
     made: list[Path] = []
 
     def result(ranks) -> Path:
@@ -240,7 +240,7 @@ def test_missing_rows_of_new_keys_are_noticed(folder):
     """The predecessor of a delta is replaced by an earlier one, which lacks some of its keys."""
     delta = open_checkpoint(folder / "deltas" / "step-8")
     delta.before = open_checkpoint(folder / "deltas" / "step-2")
-    with pytest.raises(CheckpointError, match=r"tables/deep.f: lacks \d+ values of keys that are"):
+    with pytest.raises(CheckpointError, match=r"tables/deep.f: lacks \d+ values, whose keys"):
         delta.tensor("tables/deep.f")
     with pytest.raises(CheckpointError, match=r"tables/deep.h has no keys"):
         key_changes([delta], "deep.h")
@@ -254,5 +254,5 @@ def test_a_table_whose_rows_do_not_fit_its_keys_is_refused(folder):
         from_json(to_json(wrong), folder)
     keys = index.tensors["vocabularies/f/clock"]
     wrong = replace(index, tensors={**index.tensors, "vocabularies/f/keys": keys})
-    with pytest.raises(CheckpointError, match="which is not one more than vocabularies/f/keys"):
+    with pytest.raises(CheckpointError, match="but must have one more than vocabularies/f/keys"):
         from_json(to_json(wrong), folder)

@@ -1,4 +1,6 @@
-"""Tests that pieces of several ranks are read back as any rectangle and any damage is an error."""
+"""Tests that any rectangle can be read from the pieces of several ranks, and that any damage is an
+error.
+"""
 
 import json
 import os
@@ -177,7 +179,7 @@ def test_truncated_missing_or_foreign_files_are_never_loaded(tmp_path):
         good = file.read_bytes()
         for cut in (0, 1, len(good) // 2, len(good) - 1):
             file.write_bytes(good[:cut])
-            if name != "index.json" or cut != len(good) - 1:  # the last byte is the line end
+            if name != "index.json" or cut != len(good) - 1:  # the last byte is the newline
                 assert reads_right_or_raises(path), (name, cut)
         file.write_bytes(good + b"\0")
         assert reads_right_or_raises(path) or name == "index.json"
@@ -224,7 +226,7 @@ def test_an_index_that_was_changed_is_refused(tmp_path, change, why):
 
 
 def resigned(file, change):
-    """Change the index and its checksum, as a hostile writer would."""
+    """Change the index and its checksum, as an attacker would."""
     tree = json.loads(file.read_text())
     change(tree["content"])
     tree["sha256"] = form._digest(tree["content"])

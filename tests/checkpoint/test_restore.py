@@ -103,7 +103,7 @@ def narrow_and_widen(world: World, folder: Path):
     path = save(job, folder / "wide", 3)
     for name, config in (("narrow", narrow), ("again", wide)):
         job = job_of(world, config, FIELDS)
-        train(world, job, 1)  # so that no value is right by chance
+        train(world, job, 1)  # so that no value is correct by chance
         job.restore(open_checkpoint(path))
         path = save(job, folder / name, 3)
 
@@ -132,7 +132,7 @@ def test_relation_of_a_data_set_to_that_of_a_checkpoint():
     assert replace(facts, vocabulary_digest="v1", ancestors=()).relation(saved) == "grown"
     assert replace(facts, fingerprint="f1").relation(saved) == "same"
     assert replace(facts, content_id="c1").relation(saved) == "same"
-    del saved["content_id"]  # of an earlier version
+    del saved["content_id"]  # written by an earlier version
     assert replace(facts, fingerprint="f1").relation(saved) == "same"
     assert facts.relation(saved) == "grown"
     assert facts.relation({**saved, "vocabulary_digest": None}) == "other"

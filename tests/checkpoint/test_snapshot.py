@@ -56,7 +56,8 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
         monkeypatch.setattr(slabs, "SLAB_BITS", 1)
         monkeypatch.setattr(undo, "PIECE_ROWS", 16)
         monkeypatch.setattr(undo, "SEGMENT_ROWS", 24)
-        monkeypatch.setattr(undo, "MIN_SEGMENTS", 100)  # one thread does both, so it must not wait
+        # one thread trains and writes, so it must not wait
+        monkeypatch.setattr(undo, "MIN_SEGMENTS", 100)
     storage = make_storage(kernel)
     storage.weights.copy_(torch.randn(ROWS, WIDTH))
     table = TableConfig(name="t", features=("f",), num_rows=ROWS - 20, dim=WIDTH)

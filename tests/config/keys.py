@@ -24,7 +24,7 @@ SCALARS = {
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Describes a key of ``kind`` path, text, number, flag, choice, list or group.
+    """A key of ``kind`` path, text, number, flag, choice, list or group.
 
     ``needs`` contains the overrides that the key depends on.
     """

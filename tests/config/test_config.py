@@ -194,7 +194,7 @@ MISTAKES = {
     "parallel.tables.deep.C1={sbp: S(0), ranks: [[0, 1]]}": ["deep.C1.ranks", "[0, 1]"],
     "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 0]}": [
         "deep.C1.ranks: [0, 0]",
-        "contain a rank twice",
+        "contain duplicates",
         "[0, 1]",
     ],
     "parallel.tables.deep.C1={sbp: S(0), ranks: []}": ["deep.C1.ranks: []", "[0, 1]"],

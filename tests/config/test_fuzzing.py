@@ -1,4 +1,4 @@
-"""Tests that any value of any key gives a configuration or a quick ConfigError, never another
+"""Tests that any value of any key quickly gives a configuration or a ConfigError, never another
 error.
 """
 
@@ -205,7 +205,7 @@ PAIRS = [f"[a{n}, b]" for n in range(MANY)]
     ids=lambda text: text[:40],
 )
 def test_the_longest_lists_are_read_quickly(text, tmp_path):
-    """Measure process time, because other programs on the machine do not affect it."""
+    """Process time is measured, because other programs on the machine do not affect it."""
     file = tmp_path / "file.yaml"
     file.write_text(text + "\n")
     began, message = time.process_time(), ""

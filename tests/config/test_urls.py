@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 URLS = ("s3://bucket/set", "s3:/bucket/set", "gs://b/x", "hdfs://h:9000/x", "file:///tmp/x")
 URLS += ("simplecache::s3://bucket/x", "memory://x")
 
-# Not even options and keys for URLs accept these.
+# Rejected even by options and keys that accept URLs.
 NOT_STORES = ("s3:/bucket/set", "simplecache::s3://bucket/x", "s3://key:secret@bucket/x")
 NOT_STORES += ("https://host/x?X-Amz-Signature=secret",)
 ACCEPTED = {

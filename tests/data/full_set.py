@@ -14,7 +14,7 @@ NUM_ROWS, SHARD_ROWS, LISTS, MOST = 5000, 700, 3, 9
 
 @dataclass
 class Row:
-    """Contains the expected values of a row."""
+    """The expected values of a row."""
 
     ids: list[int]
     lists: list[list[int]]

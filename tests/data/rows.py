@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def genuine_rows() -> Path:
-    """Return the genuine Criteo rows outside the checkout; skip the test if they are missing."""
+    """Return the path of real Criteo rows outside the checkout, or skip the test."""
     default = ROOT.parent / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
     path = Path(os.environ.get("SBPFLOW_CRITEO_ROWS", default))
     if not path.exists():
-        pytest.skip(f"no genuine Criteo rows at {path}; set SBPFLOW_CRITEO_ROWS to their path")
+        pytest.skip(f"no real Criteo rows at {path}; set SBPFLOW_CRITEO_ROWS to their path")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Tests that counts do not depend on groups and ranges, and that denser tables find the same
+"""Tests that counts do not depend on groups and ranges, and that dense hash tables find the same
 ids.
 """
 

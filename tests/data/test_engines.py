@@ -1,4 +1,4 @@
-"""Tests that prepare makes the same bytes on every engine, also if workers die or are stuck."""
+"""Tests that prepare makes the same bytes on every engine, even if workers die or get stuck."""
 
 import os
 import time

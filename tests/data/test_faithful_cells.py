@@ -1,5 +1,6 @@
-"""Tests cells that could silently change: each cell causes a bad line, is refused, or is stored
-exactly."""
+"""Tests cells that could silently change: each makes its line bad, is rejected, or is stored
+exactly.
+"""
 
 import errno
 import json

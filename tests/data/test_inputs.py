@@ -293,7 +293,7 @@ def test_the_message_after_an_interrupt_says_what_a_rerun_does(
         ('label: "^.*$"\nsparse: [C1]\n', "the column name '^.*$' as a pattern"),
         (
             "sparse: [a/b]\n",
-            "'a/b': as a part of file names and options, it must start with a letter",
+            "'a/b': because it is used in file names and options, it must start with a letter",
         ),
         ("sparse: [[C1]]\n", "sparse contains ['C1']; write column names"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),

@@ -1,4 +1,4 @@
-"""Tests kills at random moments: prepare still makes the same set, and a read delivers each row
+"""Tests kills at random moments: prepare still makes the same set, and reading delivers each row
 once.
 """
 

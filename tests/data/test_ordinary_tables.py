@@ -283,7 +283,9 @@ def test_strings_grow_and_are_copied(tmp_path, capsys):
     assert set(values_of(grown, "a")) == set(CITY)
     assert set(values_of(grown, "s")) == {"v0", "v1", "v2", "v3", "v9"}
     assert main(["prepare", *map(str, [*like, tmp_path / "x", "--keep-strings"])]) == 2
-    assert "--keep-strings: the set of --like" in capsys.readouterr().err
+    assert (
+        "--keep-strings: this option is determined by the set of --like" in capsys.readouterr().err
+    )
 
 
 def test_fast_text_keeps_strings_too(tmp_path):
@@ -386,7 +388,11 @@ def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, ol
     [
         ("[NA, ", "[1.5, ", "missing_values is [1.5, '?']; write a list of cells in quotes"),
         ('decimal: ","', "decimal: ;", "dense prix (\u20ac): decimal is ';'; write '.' or ','"),
-        ("transform: identity", "kind: integer", "integers have no decimal comma; remove decimal"),
+        (
+            "transform: identity",
+            "kind: integer",
+            "integers cannot have a decimal comma; remove decimal",
+        ),
         ('"%d/%m/%Y"', "day", 'must be one of date, integer, "%d/%m/%Y"'),
         ("note vendeur", "note, vendeur", "must not contain any of / "),
         ("note vendeur", "n" * 101, "may have up to 100 characters"),

@@ -234,7 +234,7 @@ def test_products_have_their_share_and_are_not_explained_by_single_columns(tmp_p
     share = products.var(axis=1).sum() / terms.var(axis=1).sum()
     assert abs(share - 0.6) < 0.05
     for (a, b), term in zip(PRODUCT_TERMS, products, strict=True):
-        for name in (a, b):  # most variance remains after subtracting the mean per value
+        for name in (a, b):  # most of the variance remains after subtracting the mean per value
             ranks = np.concatenate([rows.ranks[name] for rows in blocks])
             _, place = np.unique(ranks, return_inverse=True)
             mean = np.bincount(place, term) / np.bincount(place)

@@ -267,7 +267,7 @@ def test_like_refuses_options_that_the_set_decides(tmp_path, as_csv, capsys):
     source = write_csv(tmp_path / "t.csv", ROWS[:20])
     words = ["--input", source, "--output", tmp_path / "new", "--like", as_csv.path]
     assert main(["prepare", *map(str, words), "--min-count", "3"]) == 2
-    assert "--min-count: the set of --like" in capsys.readouterr().err
+    assert "--min-count: this option is determined by the set of --like" in capsys.readouterr().err
     assert main(["prepare", *map(str, words[:4]), "--grow"]) == 2
     assert "--grow needs a set to grow from" in capsys.readouterr().err
 

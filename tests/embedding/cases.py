@@ -26,7 +26,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Spec:
-    """Describes the layout of one table as text: sbp, exchange, and optional ranks and sizes."""
+    """The layout of one table as text: sbp, exchange, and optional ranks and sizes."""
 
     sbp: str
     exchange: str

@@ -30,9 +30,9 @@ class DictStores:
 class DictStore:
     """Stores rows in a dict; rows of announced, unreleased batches never leave their slots.
 
-    Of the other rows, the most recently used row is evicted first; this policy is bad on purpose,
-    so that only leases protect rows. ``_lock`` guards the dict and the assignment of slots, so that
-    a ``read`` by the writer thread finds each row in the dict or in a slot.
+    Of all other rows, the most recently used one is evicted first, a deliberately bad policy, so
+    that only leases protect rows. ``_lock`` guards the dict and the assignment of slots, so that a
+    ``read`` by the writer thread finds each row in the dict or in a slot.
     """
 
     is_in_place = False

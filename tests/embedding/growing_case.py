@@ -37,8 +37,7 @@ GROWTH = Growth(evict=Eviction(max_rows=MIN_ROWS), admit_count=2)
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingCase:
-    """Describes the tables: fields f and g grow, each with a deep and a wide table; h has row
-    numbers."""
+    """The tables: fields f and g grow, each with a deep and a wide table; h has row numbers."""
 
     deep: Spec = UNIQUE
     wide: Spec = UNIQUE

@@ -25,7 +25,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Mix:
-    """Describes a collection and its batches; the fields determine everything."""
+    """A collection and its batches; the fields determine everything."""
 
     features: tuple[FeatureConfig, ...]
     outputs: tuple[OutputConfig, ...]

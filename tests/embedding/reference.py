@@ -1,7 +1,6 @@
-"""Implements a slow reference for embedding training: one process, float64, row by row in NumPy.
-
-The reference does not use sbpflow. The reference supports all bags, sums and means, weights, and
-shared tables; optimizers follow their papers and torch. State is per logical row.
+"""A slow reference for embedding training: one process, float64, row by row in NumPy, without
+sbpflow. It supports all bags, sums and means, weights, and shared tables; optimizers follow their
+papers and torch. State is per logical row.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ Bag = tuple[list[int], list[float]]  # ids and their weights
 
 @dataclass
 class ReferenceTable:
-    """Contains the values, the lookups, and the optimizer state of one table."""
+    """The values, the lookups, and the optimizer state of one table."""
 
     weights: np.ndarray
     pooling: str

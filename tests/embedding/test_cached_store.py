@@ -52,8 +52,7 @@ REQUEST = StoreRequest(
 
 
 class SlowRecords(MappedRecords):
-    """Implements records with random delays before and after each operation, and optional
-    failures."""
+    """Records with random delays before and after each operation, and optional failures."""
 
     def __init__(self, inner, seed, fail_at=None):
         super().__init__(inner._records)
@@ -64,7 +63,7 @@ class SlowRecords(MappedRecords):
         self._around("read", lambda: MappedRecords.read(self, rows, out))
 
     def write(self, rows, records):
-        # A write is not atomic: its halves become visible one after the other.
+        # Writes are not atomic: the two halves become visible one after the other.
         half = rows.size // 2
         for part in (slice(0, half), slice(half, None)):
             self._around("write", lambda p=part: MappedRecords.write(self, rows[p], records[p]))
@@ -92,7 +91,7 @@ def batches(seed, count=40, size=30):
 
 
 def train(store, given, known, expected, after=lambda step: None):
-    """Each step checks the rows of its batch, and then adds 1000 to them."""
+    """In each step, check the rows of the batch, and then add 1000 to them."""
     announced = 0
     for step, batch in enumerate(given):
         while announced < min(step + known + 1, len(given)):
@@ -116,7 +115,7 @@ def test_values_are_exact_under_any_timing(seed):
     ends, faults = threading.Event(), []
 
     def watch():
-        """Rows only grow, in steps of 1000, and a read never returns an old value."""
+        """Check that rows only grow, in steps of 1000, and that no read returns an old value."""
         seen = np.zeros((ROWS, WIDTH))
         while not ends.is_set():
             rows = torch.randint(0, ROWS, (60,))
@@ -144,7 +143,7 @@ def test_values_are_exact_under_any_timing(seed):
 
 
 class BlockedRecords(MappedRecords):
-    """Implements records whose writes wait for ``opens``."""
+    """Records whose writes wait for ``opens``."""
 
     def __init__(self, inner):
         super().__init__(inner._records)
@@ -176,21 +175,21 @@ def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
     store.release(0)
     slots = store.admit(1)  # two rows leave; the rows that batch 2 uses stay
     assert made[0].waits.wait(30)
-    found = store.read(torch.arange(6))[WEIGHTS][:, 0]  # in slots, and on their way
+    found = store.read(torch.arange(6))[WEIGHTS][:, 0]  # in slots, and in flight
     assert found.tolist() == [1000, 1001, 1002, 1003, 4, 5]
     store.kernel.weights[slots] += 1000
     store.release(1)
     made[0].opens.set()
     store.admit(2)
     store.release(2)
-    store.announce(3, torch.tensor([2, 3, 9, 8]))  # written and read again
+    store.announce(3, torch.tensor([2, 3, 9, 8]))  # written, then read again
     slots = store.admit(3)
     assert store.kernel.weights[slots, 0].tolist() == [1002, 1003, 9, 8]
     assert store.read(torch.tensor([4, 5]))[WEIGHTS][:, 0].tolist() == [1004, 1005]
 
 
 class LoggedRecords(MappedRecords):
-    """Implements records that log the rows read and written."""
+    """Records that log the rows read and written."""
 
     def __init__(self, inner, log):
         super().__init__(inner._records)
@@ -256,7 +255,7 @@ def test_every_row_without_a_slot_stops_its_batch():
         planner.admit = lose
         store.announce(0, batch)
         count = int((batch == row).sum())
-        text = f"table t: {count} ids of batch 0, the first of row {row}, have no slot"
+        text = f"table t: {count} ids of batch 0, starting with row {row}, have no slot"
         for _ in range(2):
             with pytest.raises(RuntimeError, match=text):
                 store.admit(0)
@@ -332,7 +331,7 @@ def test_a_failure_of_the_mover_ends_training_with_its_reason(fail_at):
     store = make_store(40, seed=0, fail_at=fail_at)
     expected = initial(torch.arange(ROWS))[WEIGHTS]
     with pytest.raises(
-        TrainingError, match=r"parallel\.storage\.t: the rows of table t .*No space"
+        TrainingError, match=r"parallel\.storage\.t: moving rows of table t failed: .*No space"
     ):
         train(store, batches(4, 60), 3, expected)
     for call in (lambda: store.read(slice(0, 3)), lambda: store.announce(99, batches(4)[0])):
@@ -379,7 +378,7 @@ def test_a_batch_that_does_not_fit_names_a_size_that_does():
     given = batches(6, 10)
     need = max(len(batch.unique()) for batch in given)
     store = make_store(need - 1)
-    text = rf"parallel\.storage\.t\.cache: {need - 1} rows of table t .* a batch needs {need}; use"
+    text = rf"parallel\.storage\.t\.cache: {need - 1} slots .* table t .* a batch needs {need}; use"
     with pytest.raises(ConfigError, match=text) as caught:
         train(store, given, 3, initial(torch.arange(ROWS))[WEIGHTS])
     share = float(str(caught.value).split("use ")[1].split("%")[0])

@@ -77,7 +77,7 @@ def test_matrix_and_lists_are_ordered_by_sample():
 CHANGES = {
     "feature c is missing": {"c": None},
     "feature x is unknown": {"x": torch.tensor([1, 2])},
-    "differ in the number of samples": {"a": torch.tensor([1, 2, 3])},
+    "have different numbers of samples": {"a": torch.tensor([1, 2, 3])},
     "feature a: got Bags for 1 ids per sample": {"a": Bags(torch.ones(2).int(), torch.arange(3))},
     "feature c: .* pass Bags": {"c": torch.tensor([1, 2])},
     r"feature b: ids are torch.int64\[2\]; use": {"b": torch.tensor([1, 2])},
@@ -106,7 +106,7 @@ CHANGES = {
     r"field a: id 10 in row 1 of rank 1's part of the batch; use 0\.\.9": {
         "a": torch.tensor([0, 10])
     },
-    r"feature d: weights require a gradient.*pass weights.detach\(\)": {
+    r"feature d: weights require grad.*pass weights.detach\(\)": {
         "d": Bags(
             torch.tensor([1, 2, 3]),
             torch.tensor([0, 1, 3]),
@@ -219,7 +219,7 @@ def test_hashed_ids_spread_over_the_table():
 def test_invalid_plans_are_rejected():
     with pytest.raises(ConfigError, match="feature a: got hotness 0; use 1 or more"):
         FeatureConfig(name="a", hotness=0)
-    with pytest.raises(ConfigError, match=r"table t: got features \[\]; list 1 or more"):
+    with pytest.raises(ConfigError, match=r"table t: got features \[\]; list at least one feature"):
         TableConfig(name="t", features=(), num_rows=1, dim=1)
     table = TableConfig(name="t", features=("nowhere",), num_rows=1, dim=1)
     world = Placement.line("cpu", 1)
@@ -270,7 +270,7 @@ def test_unique_columns_need_a_column_on_every_rank():
     table = TableConfig(name="t", features=("a",), num_rows=10, dim=1)
     layout = Layout(Placement.of("cpu", (0, 1)), parse_nd_sbp("S(1)"))
     layouts = {"t": TableLayout(layout=layout, exchange="unique")}
-    with pytest.raises(ConfigError, match=r"table t: unique of S\(1\).*use columns, or a dim of 2"):
+    with pytest.raises(ConfigError, match=r"table t: unique of S\(1\).*or a dim of 2"):
         plan_tables([OutputConfig(name="o", tables=(table,))], layouts, size=2)
 
 
@@ -355,7 +355,7 @@ def test_batch_of_wrong_shape_is_rejected():
     given = as_batch()
     with pytest.raises(DataError, match=r"a matrix \[2, 2\] and 2 lists; use \[samples, 3\]"):
         reader(make_plan()).read(BatchIds(given.matrix[:, :2], given.lists, BOUNDS))
-    with pytest.raises(DataError, match="features differ in the number of samples"):
+    with pytest.raises(DataError, match="features have different numbers of samples"):
         reader(make_plan()).read(BatchIds(given.matrix[:1], given.lists, BOUNDS))
     with pytest.raises(DataError, match="and 0 lists"):
         reader(make_plan()).read(BatchIds(given.matrix, None, BOUNDS))

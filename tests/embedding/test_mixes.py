@@ -23,6 +23,7 @@ from sbpflow.errors import DataError
 from tests.embedding.cases import Spec
 from tests.embedding.mixes import Mix, as_input, expected, make_collection, train
 from tests.embedding.reference import ReferenceTable
+from tests.quick import diagonal
 
 KERNELS = ["torch", *(["numba"] if find_spec("numba") else [])]
 RULES = [
@@ -231,8 +232,7 @@ def test_rows_in_half_precision_stay_close(ranks, exchange, dtype, tolerance):
     check(ranks, mix, tolerance)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "torch"])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(("exchange", "kernel"), diagonal(list(EXCHANGES), ["auto", "torch"]))
 def test_overlap_and_table_order_do_not_change_results(ranks, exchange, kernel):
     few = (13, 8, 0, 17, 5, 1, 9, 4, 12, 3)
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32, kernel=kernel, batch_sizes=few)

@@ -17,6 +17,7 @@ from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.dict_store import DictStores
 from tests.embedding.mixes import as_input, make_collection
 from tests.embedding.test_mixes import UNIQUE_COLUMNS, mix_of
+from tests.quick import diagonal
 
 CPU = torch.device("cpu")
 ROWS, SLOTS, WIDTH = 70, 20, 8
@@ -172,8 +173,9 @@ def both_ways(world, mix, slots):
     ]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("exchange", ["columns", "reduce", "unique", UNIQUE_COLUMNS])
+@pytest.mark.parametrize(
+    ("exchange", "accumulate"), diagonal(["columns", "reduce", "unique", UNIQUE_COLUMNS], [1, 2])
+)
 def test_slots_are_fixed_for_batches_announced_ahead(ranks, exchange, accumulate):
     rule = sparse_optimizer("rowwise_adagrad", lr=0.1)
     mix = mix_of(exchange, 8, rule, accumulate=accumulate, batch_sizes=(2, 1, 0, 2, 1) * 6)

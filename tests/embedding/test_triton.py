@@ -117,7 +117,7 @@ def test_runs_group_positions_of_equal_rows(case, width):
 
 
 @pytest.mark.parametrize("name", RULES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     case=lookups(),
     width=st.sampled_from([1, 5, 16]),
@@ -154,7 +154,7 @@ def compare(one, other, row_dtype=None):
 
 @dataclass(frozen=True, kw_only=True)
 class Large(SparseOptimizer):
-    """Implements an optimizer with more constants than the kernel supports."""
+    """An optimizer with more constants than the kernel supports."""
 
     name: str = "large"
     kernels: ClassVar = {"triton": "tests.embedding.test_triton:five_constants"}
@@ -169,5 +169,5 @@ def five_constants(optimizer):
 
 def test_optimizer_with_too_many_constants_is_rejected():
     _, storage = both(3, 4, Large())
-    with pytest.raises(SbpError, match="large has 5 constants and 0 states; use at most 4 and 2"):
+    with pytest.raises(SbpError, match="large has 5 constants and 0 states"):
         storage.update(Lookup(torch.tensor([0], device=DEVICE)), torch.ones(1, 4), 0.1, 1)

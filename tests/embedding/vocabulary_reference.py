@@ -12,7 +12,7 @@ SWEPT = 16  # buckets whose idle keys leave after a batch
 
 @dataclass
 class ReferenceVocabulary:
-    """Implements the vocabulary of one field over all ranks; addresses identify keys."""
+    """The vocabulary of one field over all ranks; addresses identify keys."""
 
     growth: Growth
     num_rows: int

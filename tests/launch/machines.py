@@ -31,8 +31,7 @@ def ip(*words: str) -> None:
 
 
 class Machine:
-    """Represents a namespace with a torchrun process; ``output`` is the output of torchrun and its
-    ranks."""
+    """A namespace with a torchrun process; ``output`` is the output of torchrun and its ranks."""
 
     def __init__(self, number: int, name: str, interface: str) -> None:
         self.number, self.name, self.interface = number, name, interface

@@ -89,7 +89,7 @@ def test_sys_exit_of_the_program_is_reported_with_its_line(tmp_path, call, code,
         check=False,
         timeout=LIMIT_S,
     )
-    expected = f"the program ended itself with exit code {code}: {message} at {program}:6, in main"
+    expected = f"the program exited with code {code}: {message} at {program}:6, in main"
     assert (done.returncode, done.stderr) == (code, f"\n{expected}\n[rank 0]\n")
 
 

@@ -103,7 +103,7 @@ def test_a_planted_cache_is_not_loaded(run, tmp_path, how):
     assert not (tmp_path / "mark").exists()
     assert warned.count(f"compiled code is not cached in {folder}") == 1
     assert (f"belongs to user {STRANGER}" if how == "owner" else "(mode 0777)") in warned
-    assert "set XDG_CACHE_HOME to a folder of your own" in warned
+    assert "set XDG_CACHE_HOME to a folder that you own" in warned
     assert len(warned.splitlines()) == 1
 
 

@@ -51,7 +51,7 @@ TERMINATED_LATER = Reason("terminated", order=3)
         ([CRASH, ABSENT, None], "Traceback\nValueError: b\n[rank 0]"),
         (
             [LOST, TERMINATED_LATER],
-            "error: a connection between ranks broke although all ranks are ",
+            "error: a connection between ranks broke even though all ranks are ",
         ),
     ],
 )

@@ -42,7 +42,7 @@ def disk(tmp_path: Path) -> Iterator["Disk"]:
 
 
 class Disk:
-    """Mounts a file system in memory."""
+    """A mounted in-memory file system."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ def test_a_full_disk_under_metrics_is_one_message(disk):
     with contextlib.suppress(OSError):
         writer.close()
     reason, code = classify(caught.value)
-    assert reason.text.startswith("no space left on device: make room where this run writes")
+    assert reason.text.startswith("no space left on device: free some space where this run writes")
     assert (reason.kind, code) == ("mistake", 2)
 
 

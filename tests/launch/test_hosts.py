@@ -177,7 +177,7 @@ def test_a_world_without_a_launcher_discovers_its_hosts(ranks, size):
     ("mode", "message"),
     [
         ("killed", "AbsentError: rank 1 did not join: 1 of 2 ranks joined within 4 s; "),
-        ("stopped", "AbsentError: the first rank on this host does not answer through its Unix"),
+        ("stopped", "the first rank on this host does not answer on its Unix"),
     ],
 )
 def test_a_rank_that_dies_or_hangs_in_the_handshake_is_an_error_within_the_limit(
@@ -189,7 +189,7 @@ def test_a_rank_that_dies_or_hangs_in_the_handshake_is_an_error_within_the_limit
         output = output_of(processes[0], LIMIT_S)
         assert (tmp_path / "0").exists(), output
         record = json.loads((tmp_path / "0").read_text())
-        assert record["error"].startswith(message)
+        assert message in record["error"]
         assert 3.9 < record["seconds"] < 15
     finally:
         processes[1].kill()
@@ -230,7 +230,7 @@ def test_a_socket_without_the_token_is_not_trusted(monkeypatch):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(AbsentError, match="does not answer through its Unix socket"):
+        with pytest.raises(AbsentError, match="does not answer on its Unix socket"):
             find_all(2, store, timeout_s=1.0)
         stranger.shutdown(socket.SHUT_RDWR)
         thread.join()

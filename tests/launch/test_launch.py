@@ -122,7 +122,7 @@ def test_a_rank_that_exits_is_named_with_its_code_and_line(run: Run) -> None:
     output = run.output(END_S)
     lines = ENTRY.read_text().splitlines()
     line = next(n for n, text in enumerate(lines, 1) if text.strip() == "sys.exit(7)")
-    message = f"the program ended itself with exit code 7: sys.exit(7) at {ENTRY}:{line}, in fail"
+    message = f"the program exited with code 7: sys.exit(7) at {ENTRY}:{line}, in fail"
     assert output.count(message) == 1
     assert f"{message}\n[rank 1]\n" in output
     assert "died" not in output

@@ -64,7 +64,7 @@ def test_a_loopback_name_is_explained_only_away_from_rank_0(monkeypatch):
 
 
 class Texts:
-    """Stands for a store; ``addresses`` are the addresses of all ranks."""
+    """A stand-in for a store; ``addresses`` are the addresses of all ranks."""
 
     def __init__(self, addresses: list[str]) -> None:
         self.addresses = addresses

@@ -124,7 +124,7 @@ def cost_of_half(world, share):
 def test_slow_bfloat16_is_logged(ranks):
     slow, other = ranks(2, cost_of_half, 1.7)
     (line,) = slow
-    assert line.startswith("model.autocast: linears in bfloat16 take 1.70 times as long")
+    assert line.startswith("model.autocast: linear layers in bfloat16 take 1.70 times as long")
     assert "remove autocast for speed" in line
     assert other == []
     assert ranks(2, cost_of_half, 0.5)[0][0].endswith(

@@ -1,1 +1,1 @@
-"""Tests with files and objects at URLs."""
+"""Tests of files and objects at URLs."""

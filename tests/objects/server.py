@@ -63,7 +63,7 @@ class Proxy:
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_MAX_ATTEMPTS": "1",  # the retries to test are those of sbpflow
             "AWS_EC2_METADATA_DISABLED": "true",
-            # rclone sends the checksum of the whole object with a part of it
+            # rclone sends the checksum of the whole object even with a part of it
             "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
         }
 

@@ -124,7 +124,7 @@ def test_a_later_run_takes_the_folder(folder):
     first.check()
     second = Claim(folder)
     second.check()
-    with pytest.raises(CheckpointError, match="another run saves there now"):
+    with pytest.raises(CheckpointError, match="another run has started saving there"):
         first.check()
 
 

@@ -81,7 +81,7 @@ def test_rows_from_a_store_equal_local_rows(remote, local, tmp_path, shuffle):
         assert np.array_equal(rows, rows_of(local, shuffle=shuffle))
     wanted = sorted(shard.file for shard in local.shards("train"))
     assert sorted(set(shard_requests(remote, "train"))) == wanted
-    # get_file sizes a file before it reads it
+    # get_file requests the size of a file before reading it
     assert len(shard_requests(remote, "train")) <= 2 * len(wanted)
 
 
@@ -104,7 +104,7 @@ def test_an_unfinished_download_keeps_its_room(remote, local, tmp_path, monkeypa
     download, started, goes_on = RemotePath.download, [], threading.Event()
 
     def slow_download(self, target):
-        target.write_bytes(b"")  # as a store's client begins
+        target.write_bytes(b"")  # as a store's client does first
         started.append(self.name)
         assert goes_on.wait(60)
         download(self, target)

@@ -122,7 +122,9 @@ def test_a_sample_is_the_same_wherever_it_is_drawn():
 
 
 def test_the_digest_of_the_drawing_depends_on_its_code(monkeypatch, tmp_path):
-    """A journal must not be reused: the measurements of one task could be used for another task."""
+    """If the code changes, the journal must not be reused, because its measurements would be of
+    different tasks.
+    """
     (tmp_path / "design.py").write_text("changed")
     before = drawing()
     monkeypatch.setattr(design, "__file__", str(tmp_path / "design.py"))

@@ -31,7 +31,7 @@ _NUM_FRAMES = 3
 
 
 class Entry(NamedTuple):
-    """Describes one event; ``where`` contains the innermost lines of the project, callee first."""
+    """One event; ``where`` contains the innermost lines of the project, callee first."""
 
     kind: str
     what: str

@@ -13,13 +13,12 @@ from torch import Tensor
 
 
 class RefusedError(RuntimeError):
-    """Raised where CUDA or NCCL would raise an error, wait, or compute garbage."""
+    """Raised where CUDA or NCCL would raise an error, block, or compute garbage."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """Describes a transfer that has started but was not waited for; ``tensors`` are host
-    tensors."""
+    """A transfer that has started but was not waited for; ``tensors`` are host tensors."""
 
     what: str
     sent: tuple[Tensor, ...]

@@ -20,9 +20,7 @@ from tests.rehearsal.memory import PINNED, RefusedError, check_access
 
 
 class Rehearsed(Tensor):
-    """Represents a tensor with its data in ``host``; ``index`` is the number of the process's
-    device.
-    """
+    """A tensor with its data in ``host``; ``index`` is the number of the process's device."""
 
     index = 0
 

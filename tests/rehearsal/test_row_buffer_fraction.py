@@ -77,7 +77,7 @@ def assert_equal(found, wanted, rtol=0.0):
                 assert equal(value, state_too[name]), (table, name)
 
 
-QUICK = {(2, "unique"), (2, "local"), (3, "unique columns")}
+QUICK = {(2, "local"), (3, "unique columns")}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Other:
 
 
 class InterruptedCounts(dict):
-    """Implements a counter that pauses after each read."""
+    """A counter that pauses after each read."""
 
     pause = staticmethod(lambda: None)
 
@@ -43,7 +43,7 @@ class InterruptedCounts(dict):
 
 
 class InterruptedList(list):
-    """Implements a list that pauses after each iteration."""
+    """A list that pauses after each iteration."""
 
     pause = staticmethod(lambda: None)
 

@@ -208,7 +208,7 @@ def test_a_best_checkpoint_that_is_gone_starts_again(data, tmp_path, monkeypatch
     interrupt(data, tmp_path, monkeypatch, 7)
     shutil.rmtree(tmp_path / "checkpoints" / "step-4")
     assert run(data, tmp_path, *RESUMABLE) == 0
-    assert "the best checkpoint so far, step-4, is gone" in capfd.readouterr().err
+    assert "step-4, the best checkpoint so far, is missing" in capfd.readouterr().err
     assert events(tmp_path, "final")[0]["best_step"] > 4
 
 
@@ -263,7 +263,7 @@ def test_a_damaged_best_checkpoint_ends_the_run_with_the_way_out(data, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.Checkpoints, "load_weights", damaged)
         with pytest.raises(
-            ConfigError, match=r"step-\d+.*best weights of the run; to score the last"
+            ConfigError, match=r"step-\d+.*contains the best weights of the run"
         ) as caught:
             run(data, tmp_path, STOP)
     best = int(re.search(r"step-(\d+)", str(caught.value))[1])

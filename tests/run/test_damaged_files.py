@@ -76,7 +76,7 @@ def test_a_report_of_damaged_files_is_a_page_or_one_message(run, name, count):
 def test_report_exits_with_code_2_and_a_remedy(run, capsys):
     file = run / "metrics.jsonl"
     file.write_bytes(file.read_bytes().replace(b'"step": 2,', b'"step": NaN,', 1))
-    assert outcome(lambda: report([str(run)]))[1].startswith(f"{file}: line 2 is not an event")
+    assert outcome(lambda: report([str(run)]))[1].startswith(f"{file}: line 2 is not a valid event")
     assert "NaN is not a JSON number" in outcome(lambda: report([str(run)]))[1]
 
 

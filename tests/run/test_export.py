@@ -195,8 +195,7 @@ def _lists(world: World, folder):
 
 
 class Pooled:
-    """Implements a model of all fields of a set, with concatenated vectors and the sum of their
-    means."""
+    """A model of all fields of a set, with concatenated vectors and the sum of their means."""
 
     name = "pooled"
 

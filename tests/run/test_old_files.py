@@ -187,7 +187,7 @@ def test_state_per_column_shard_is_restored_only_to_equal_shards(ranks):
     assert results[0][1] == pytest.approx(expected["losses"], rel=BFLOAT16)
     actual_norms = norms(whole([after for _, _, after in results]))
     assert actual_norms == pytest.approx(expected["norms"], rel=BFLOAT16, abs=1e-6)
-    with pytest.raises(AssertionError, match="use the same layout and row_state"):
+    with pytest.raises(AssertionError, match="use the layout and row_state of the saved run"):
         ranks(1, _go_on, "per-shard", 1)
 
 

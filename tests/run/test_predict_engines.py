@@ -1,4 +1,6 @@
-"""Tests predictions as tasks on engines: files do not depend on workers, kills, or the engine."""
+"""Tests predictions that run as tasks on engines: files do not depend on workers, kills, or the
+engine.
+"""
 
 import os
 import signal

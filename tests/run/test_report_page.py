@@ -167,7 +167,8 @@ def test_folders_that_are_not_runs_are_refused(tmp_path):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join([lines[0], "{}", *lines[1:]]))
     with pytest.raises(
-        DataError, match=r"line 2 is not an event .*event is None, not one of step, ranks, eval"
+        DataError,
+        match=r"line 2 is not a valid event .*event is None, not one of step, ranks, eval",
     ):
         write_report([run])
     (run / "metrics.jsonl").write_text("")

@@ -43,7 +43,10 @@ def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
         ({"kind": "file"}, r"cache: not given for kind: file; for example 10% or \"4 GB\""),
         ({"kind": "file", "cache": "0%"}, r"cache: 0% must be above 0 and at most 100%"),
         ({"kind": "file", "cache": "120%"}, r"cache: 120% must be above 0 and at most 100%"),
-        ({"kind": "file", "cache": "4 gigabytes"}, r"cache: '4 gigabytes' is not a share or a si"),
+        (
+            {"kind": "file", "cache": "4 gigabytes"},
+            r"cache: '4 gigabytes' is neither a percentage nor a si",
+        ),
         ({"kind": "device", "cache": "10%"}, r"cache: 10% with kind: device, which stores all row"),
         ({"kind": "host", "cache": "10%", "path": "x"}, r"path: x with kind: host; use kind: fil"),
     ],
@@ -58,10 +61,10 @@ def test_tables_that_cannot_be_cached_are_refused_with_a_reason():
     with pytest.raises(ConfigError, match=rf"{key}\.kind: host is not .* cpu, .* use kind: file"):
         plan_of({"deep.*": {"kind": "host", "cache": "10%"}})
     copied = {"deep.C2": TableRule(sbp="B")}
-    with pytest.raises(ConfigError, match=rf"{key}: table deep.C2 is B on 2 ranks, .* use S\(0\)"):
+    with pytest.raises(ConfigError, match=rf"{key}: table deep.C2 is .* on 2 ranks.* use S\(0\)"):
         plan_of({"deep.*": FILE}, tables=copied)
     plan_of({"deep.*": FILE}, tables=copied, size=1)
-    text = r"storage\.wide\.\*: a row of table wide\.C1xC2 has 16 bytes, but planning its slots"
+    text = r"storage\.wide\.\*: a row of table wide\.C1xC2 has 16 bytes"
     with pytest.raises(ConfigError, match=text):
         plan_of({"wide.*": FILE})
     with pytest.raises(ConfigError, match=r"parallel\.storage\.deep\.X9: matches no table"):
@@ -152,6 +155,7 @@ def test_explain_shows_the_caches_and_what_they_will_fetch():
     assert "cached on rank" not in format_plan(plan_of({}))
     small = {"deep.*": {"kind": "file", "cache": "0.5%"}}
     with pytest.raises(
-        ConfigError, match=r"deep\.\*\.cache: 7 rows of table deep\.C1 on rank 0 .*use"
+        ConfigError,
+        match=r"deep\.\*\.cache: 7 rows of table deep\.C1 on rank 0 .*use",
     ):
         forecast(plan_of(small), (batch_of(number).ids for number in range(40)))

@@ -77,7 +77,7 @@ class Model:
 
 
 class Odd(Net):
-    """Implements a net with a mistake in its forward."""
+    """A net with a mistake in its forward."""
 
     def __init__(self, wrong: str) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Odd(Net):
 
 
 class OddNorm(Net):
-    """Implements a net that normalizes the columns of its transposed rows."""
+    """A net that normalizes the columns of its transposed rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_ranks_equal_plain_torch(ranks, scheme, size, kind):
 
 
 class InTurn(nn.Module):
-    """Implements a net that calls its norms in a different order than it creates them."""
+    """A net that calls its norms in a different order than it creates them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ def test_different_initial_values_are_reported_before_the_first_step(ranks):
 
 
 class Wanders:
-    """Implements a dense part that makes one more or one fewer conversion from some step on."""
+    """A dense part that makes one more or one fewer conversion from some step on."""
 
     def __init__(self, part: object, extra: bool) -> None:
         self.part, self.extra, self.steps = part, extra, 0

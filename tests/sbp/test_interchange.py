@@ -134,7 +134,7 @@ def _unequal_nested(world):
 
 def test_nested_splits_that_dtensor_makes_unequal_are_refused(ranks):
     with pytest.raises(
-        AssertionError, match=r"splits dim 0 of \[5, 2\] twice, .*convert to one split"
+        AssertionError, match=r"splits dim 0 of \[5, 2\] twice, .*splits the dim at most once"
     ):
         ranks(4, _unequal_nested)
 

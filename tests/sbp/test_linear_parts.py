@@ -94,7 +94,7 @@ REFUSED = {
     "weight is None, not a GlobalTensor": lambda xs, w, b: (xs, None, b),
     "operand 4 is a plain tensor of shape [5]": lambda xs, w, b: (xs, w, torch.ones(5)),
     "shapes [[7, 3], [7, 8], [7, 1], [5, 12], [5, 12]] do not fit": lambda xs, w, b: (xs, w, w),
-    "operands are float32, float64, float64, float64, float64, but all operands must have": (
+    "operands have dtypes float32, float64, float64, float64, float64, but must all have": (
         lambda xs, w, b: ([ops.cast(xs[0], torch.float32), *xs[1:]], w, b)
     ),
 }

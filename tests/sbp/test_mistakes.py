@@ -122,7 +122,7 @@ def wrong(text, call):
             lambda: ops.bce_with_logits(dry(5, 1), dry(5)),
         ),
         wrong(
-            "dropout: p is 1.5, but p must be at least 0 and less than 1",
+            "dropout: p is 1.5, but must be at least 0 and less than 1",
             lambda: ops.dropout(dry(5), 1.5, 0),
         ),
     ],
@@ -193,7 +193,7 @@ def test_tensors_without_their_own_gradient_are_refused(parameters, text):
             lambda: dry().backward(),
         ),
         wrong(
-            "the part of rank 0 does not require grad; call requires_grad_()",
+            "rank 0 passed a part that does not require grad; omit requires_grad",
             lambda: GlobalTensor.from_local(
                 torch.empty(2, device="meta"),
                 line_layout("cpu", 2, Broadcast()),
@@ -228,24 +228,27 @@ F64, I64 = torch.float64, torch.int64
     ("call", "text"),
     [
         wrong(
-            "add: operands are float32, float64, but all operands must have the same dtype",
+            "add: operands have dtypes float32, float64, but must all have the same dtype",
             lambda: ops.add(dry(5), dry(5, dtype=F64)),
         ),
-        wrong("mul: operands are float32, int64, but", lambda: ops.mul(dry(5), dry(5, dtype=I64))),
         wrong(
-            "matmul: operands are float64, float32, but",
+            "mul: operands have dtypes float32, int64, but must",
+            lambda: ops.mul(dry(5), dry(5, dtype=I64)),
+        ),
+        wrong(
+            "matmul: operands have dtypes float64, float32, but must",
             lambda: ops.matmul(dry(5, 7, dtype=F64), dry(7, 5)),
         ),
         wrong(
-            "linear: operands are float32, float32, float64, but",
+            "linear: operands have dtypes float32, float32, float64, but must",
             lambda: ops.linear(dry(5, 7), dry(6, 7), dry(6, dtype=F64)),
         ),
         wrong(
-            "bias_add: operands are float32, float64, but",
+            "bias_add: operands have dtypes float32, float64, but must",
             lambda: ops.bias_add(dry(5, 7), dry(7, dtype=F64)),
         ),
         wrong(
-            "concat: operands are float32, float64, float32, but",
+            "concat: operands have dtypes float32, float64, float32, but must",
             lambda: ops.concat([dry(5), dry(5, dtype=F64), dry(5)], 0),
         ),
         wrong(

@@ -165,7 +165,7 @@ def test_cross_network_refusals():
     assert ops.cross_network(x, []) is x
     with pytest.raises(SbpError, match=r"layer 1 has .* \[\[3\], \[3, 3\]\], but x has 3"):
         ops.cross_network(x, [(square, bias), (bias, square)])
-    with pytest.raises(SbpError, match="operands are float32, float32, bfloat16"):
+    with pytest.raises(SbpError, match="operands have dtypes float32, float32, bfloat16"):
         ops.cross_network(x, [(square, dry("B", (3,), torch.bfloat16))])
 
 
@@ -179,7 +179,7 @@ def test_norm_refusals():
                          (3,), mean.boxing)  # fmt: skip
     with pytest.raises(SbpError, match=r"running_mean .*must have layout B"):
         ops.batch_norm(x, weight, bias, split, var, training=True)
-    with pytest.raises(SbpError, match="operands are bfloat16, float32"):
+    with pytest.raises(SbpError, match="operands have dtypes bfloat16, float32"):
         ops.layer_norm(dry("S(0)", (4, 3), torch.bfloat16), weight, bias)
     with pytest.raises(SbpError, match=r"x \[batch, vectors, width\] has 2 dims"):
         ops.dot_interaction(x)

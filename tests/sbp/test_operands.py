@@ -10,7 +10,7 @@ from sbpflow.tensor import ops
 from tests.sbp.test_mistakes import dry, wrong
 
 PLAIN = torch.ones(5, 7)
-LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
+LAY_OUT = "make a global tensor first: GlobalTensor.from_full(x, layout, boxing)"
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ LAY_OUT = "lay it out first: GlobalTensor.from_full(x, layout, boxing)"
             lambda: ops.cast(dry(5, 7), "float32"),
         ),
         wrong(
-            "reduce_max: GlobalTensor(complex64[5, 7] B@[0, 1]) is complex; complex numbers",
+            "reduce_max: GlobalTensor(complex64[5, 7] B@[0, 1]) is complex, and complex numbers",
             lambda: ops.reduce_max(dry(5, 7, dtype=torch.complex64)),
         ),
         wrong("scale: operand 0 is a plain", lambda: ops.scale(PLAIN, 2)),

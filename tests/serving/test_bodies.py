@@ -1,4 +1,4 @@
-"""Tests what request bodies are read, and which are refused before they cost memory."""
+"""Tests which request bodies are read, and which are rejected before they take memory."""
 
 import json
 

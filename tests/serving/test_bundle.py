@@ -1,4 +1,6 @@
-"""Tests that bundles score raw rows as the run does, in a process with only torch and numpy."""
+"""Tests that bundles give raw rows the same scores as the run, in a process with only torch and
+numpy.
+"""
 
 import gc
 import json
@@ -327,7 +329,7 @@ def test_new_vocabulary_entries_get_their_ids(exported):
     )
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_slots_of_changed_rows_are_reused_only_when_no_version_needs_them(parts):
     generator = torch.Generator().manual_seed(3)
     base = [torch.zeros(50, 3)] if parts == 1 else [torch.zeros(50, 3, dtype=torch.uint8),

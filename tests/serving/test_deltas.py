@@ -1,4 +1,6 @@
-"""Tests the file format of an export's deltas: what is written is read, and damage is refused."""
+"""Tests the file format of an export's deltas: what was written can be read, and damage is
+rejected.
+"""
 
 import json
 from pathlib import Path
@@ -93,7 +95,7 @@ def test_a_gap_or_another_chain_is_refused(bundle: Path):
     assert read_delta(bundle, 2, base=base, previous=first).head.number == 2
     with pytest.raises(DataError, match=r"its previous is .* a delta is missing"):
         read_delta(bundle, 2, base=base, previous=base)
-    with pytest.raises(DataError, match=r"its base is .* from another chain"):
+    with pytest.raises(DataError, match=r"its base is .* to another chain"):
         read_delta(bundle, 2, base="0" * 64, previous=first)
     delta_folder(bundle, 2).rename(delta_folder(bundle, 3))
     with pytest.raises(DataError, match="its number is 2, not 3"):
@@ -114,7 +116,7 @@ def test_every_damaged_byte_is_noticed(bundle: Path, file: str):
             read_delta(bundle, 1, base=base, previous=base)
         except DataError:
             continue
-        # Spaces between the values of a JSON file have no meaning.
+        # Changing whitespace between JSON values has no effect.
         assert file == DELTA_FILE
         assert whole[place : place + 1].isspace(), place
     path.write_bytes(whole[:-2])

@@ -241,7 +241,7 @@ def line(row) -> str:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn=tables())
 def test_ids_equal_those_of_encode(compiled, drawn):
     schema, options, rows, new = drawn

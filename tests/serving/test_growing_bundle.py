@@ -1,4 +1,4 @@
-"""Tests that bundles of runs with growing fields score as the runs do."""
+"""Tests that bundles of runs with growing fields give the same scores as the runs."""
 
 import json
 import os
@@ -206,7 +206,9 @@ def test_a_server_counts_keys_without_a_row_as_unknown(exported, tmp_path):
 def test_generated_rows_have_no_text_to_compute_keys_from(ranks, tmp_path):
     words = ["--rows", "400", "--vocab-scale", "0.001", "--keys", "--output", tmp_path / "set"]
     assert data_main(["synth", *map(str, words)]) == 0
-    with pytest.raises(RanksFailed, match=r"ConfigError: C1: grows, and generated rows have no te"):
+    with pytest.raises(
+        RanksFailed, match=r"ConfigError: C1: is a growing field, but the set was generated"
+    ):
         ranks(1, _generated, tmp_path)
 
 

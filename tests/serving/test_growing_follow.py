@@ -1,4 +1,6 @@
-"""Tests that a bundle of growing fields with deltas scores as a bundle of the same step."""
+"""Tests that a bundle of growing fields with deltas gives the same scores as a new bundle of the
+same step.
+"""
 
 import json
 from pathlib import Path

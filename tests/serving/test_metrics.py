@@ -34,7 +34,7 @@ def test_the_counts_of_all_processes_are_added_up():
     metrics = Metrics(COLUMNS, 2)
     for number in (0, 1, 1):
         pid = os.fork()
-        if not pid:  # a worker, or the replacement of one
+        if not pid:  # a worker, or its replacement
             counts = metrics.worker(number)
             counts["a"].answer(200, 0.0006)
             counts["a"].answer(400, 2.0)

@@ -194,12 +194,12 @@ def test_metrics_count_what_the_server_did(exported, model):
     rows[0]["city"] = "a city that no row has"
     bundle = exported / "model"
     with serving(f"a={bundle}", f"b={bundle}", "--shadow", "b", workers=2) as server:
-        for _ in range(10):  # both workers answer some of them
+        for _ in range(10):  # each worker answers some of them
             assert server.request("POST", "/score", json.dumps(rows), JSON).status == 200
         server.request("POST", "/score", "[{}]", JSON)
         server.request("GET", "/nothing")
         deadline = Deadline(20)
-        while True:  # the shadow scores after the answer
+        while True:  # the shadow model scores after the response
             found = values(server.request("GET", "/metrics").body.decode())
             counted = 'sbpflow_requests_total{model="",status="404"}' in found  # after the answer
             if counted and found['sbpflow_shadow_rows_total{model="a"}'] == 60:
@@ -280,7 +280,7 @@ def test_deltas_are_applied_and_faults_keep_the_model(chain, model):
         assert np.allclose(scores_of(server, rows), second.score(rows), rtol=0, atol=1e-6)
         key = 'sbpflow_staleness_seconds{model="a"}'
         assert found[key] > before[key]
-        time.sleep(0.3)  # the fault is reported once, not at each poll
+        time.sleep(0.3)  # the error is reported once, not at each poll
         later = values(server.request("GET", "/metrics").body.decode())
         assert later['sbpflow_delta_errors_total{model="a"}'] == 1
         printed = stop(server)

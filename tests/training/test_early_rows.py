@@ -236,7 +236,7 @@ def test_auto_depends_on_the_price():
         ({"lookahead": 1}, "train.lookahead is 1; early rows need 2 or more"),
         ({"scheme": "1"}, "no table uses the exchange unique"),
         ({"overlap": False}, "parallel.overlap is false"),
-        ({"size": 1}, "one rank sends no rows"),
+        ({"size": 1}, "a single rank sends no rows"),
     ],
 )
 def test_true_is_refused_if_nothing_can_be_early(change, message):

@@ -96,7 +96,7 @@ def test_every_scheme_and_world_trains_to_the_losses_of_one_rank(ranks, request,
 
 @dataclass
 class WeightedRows(Rows):
-    """Contains a batch with a weight per row."""
+    """A batch with a weight per row."""
 
     weights: torch.Tensor | None = None
 

@@ -52,7 +52,7 @@ def make(folder, name, seed, *more, rows=ROWS):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder of a finished run and of two sets, of which it saw the first."""
+    """Return the folder of a finished run and of two sets; the run was trained on the first."""
     folder = tmp_path_factory.mktemp("growing")
     (folder / "run.yaml").write_text(MODEL)
     first = make(folder, "first", 1, "--keys", "C3,C7")
@@ -168,7 +168,7 @@ def test_a_run_continues_on_rows_of_another_day(run):
 )
 def test_settings_are_checked_before_training(run, words, message):
     path = run / "first"
-    if message is None:  # one rank needs no copies
+    if message is None:  # a single rank needs no copies
         assert start(run, path, "dp", "train.max_steps=2", *words) == 0
         return
     with pytest.raises(ConfigError, match=message):
@@ -271,7 +271,7 @@ train: {log_every: 100, eval_every: 0}
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_keys_leave_by_the_event_time_of_the_rows(tmp_path, timed):
-    """Row i is of time i and user i / 3, so no user returns, and nothing else evicts."""
+    """Row i has time i and user i / 3, so no user returns, and only idle time evicts keys."""
     rows = "\n".join(f"{row % 2},{row}.5,u{row // 3},{row}" for row in range(2700))
     (tmp_path / "rows.csv").write_text(f"click,price,user,ts\n{rows}\n")
     text = "header: true\nseparator: ','\nlabel: click\ndense: {price: log1}\n"

@@ -191,7 +191,7 @@ def test_an_id_out_of_range_is_named(ranks, value):
 
 
 class Split:
-    """Implements a loader that yields given batches."""
+    """A loader that yields given batches."""
 
     def __init__(self, world: World, batches: list[Rows]) -> None:
         self.batches = [batch.part(world.rank, world.size) for batch in batches]

@@ -59,7 +59,7 @@ CASES = {
 
 
 class PlainModel:
-    """Implements the methods of a dense part that losses use."""
+    """The methods of a dense part that losses use."""
 
     parameters: dict[str, GlobalTensor] = {}  # noqa: RUF012 -- as the protocol has it
 

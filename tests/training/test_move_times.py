@@ -19,7 +19,7 @@ from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
 
 
 class Keeping:
-    """Implements a reporter that keeps the values of every interval."""
+    """A reporter that keeps the values of every interval."""
 
     def __init__(self) -> None:
         self.extra: list[Any] = []

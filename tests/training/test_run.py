@@ -184,7 +184,7 @@ def test_a_second_run_in_the_folder_of_a_first_is_refused(synth_set, tmp_path):
 
 
 class Recorder:
-    """Implements the trainer, watch, reporter and loader interfaces, and records all calls."""
+    """The trainer, watch, reporter and loader interfaces, and records all calls."""
 
     def __init__(self, steps: int) -> None:
         self.num_steps = steps

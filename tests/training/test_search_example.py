@@ -78,7 +78,7 @@ def test_a_search_runs_prunes_and_continues(synth_set, tmp_path):
     assert '"final"' not in pruned
     assert "best: trial 1, AUC on val 0.9900" in output
 
-    assert "best: trial 1" in search(tmp_path, 5)  # nothing is left to do
+    assert "best: trial 1" in search(tmp_path, 5)  # no trials are left to run
     assert len(optuna.load_study(study_name="sbpflow", storage=storage).trials) == len(trials)
 
     (tmp_path / "run.yaml").write_text("model: {name: nosuch}")

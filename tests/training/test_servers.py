@@ -195,7 +195,7 @@ FAULTS = {
     "stop": (3, r"embedding server 1 of 2 at 10.77.0.2:7001 does not answer within 6 s"),
     "cut": (3, r"embedding server [01] of 2 at 10.77.0.2:700[01] does not answer within 6 s"),
     "kill": (3, r"embedding server 1 of 2 at 10.77.0.2:7001 died or cannot be reached"),
-    "secret": (2, r"secret_file: embedding server 1 of 2 at 10.77.0.2:7001 has another secret"),
+    "secret": (2, r"secret_file: embedding server 1 of 2 at 10.77.0.2:7001 has a different secret"),
     "version": (
         2,
         r"embedding server 1 of 2 at 10.77.0.2:7001 is not an embedding server of this ",

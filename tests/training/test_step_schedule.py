@@ -422,7 +422,7 @@ def test_the_overlap_watch_alternates_and_reports(monkeypatch, off_ms, line):
 @pytest.mark.parametrize(
     ("world_size", "schedule", "steps", "line"),
     [
-        (1, OVERLAPPED, 500, "one rank"),
+        (1, OVERLAPPED, 500, "a single rank"),
         (2, SERIAL, 500, "off"),
         (2, OVERLAPPED, 199, "200 steps or more"),
     ],

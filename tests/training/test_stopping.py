@@ -51,7 +51,7 @@ def test_patience_counts_evaluations_in_a_row():
     ]
     assert (stopper.value, stopper.step) == (0.72, 4)
     assert stopper.why(6) == (
-        "at step 6, after 2 evaluations of val in a row without a better auc than 0.72 at step 4"
+        "at step 6, after 2 consecutive evaluations of val without a better auc than 0.72 at step 4"
         " by more than 0.01"
     )
 
@@ -118,7 +118,7 @@ def test_gauc_without_groups_is_refused_at_the_start(name):
 
 
 class Quiet:
-    """Implements a reporter that records its calls."""
+    """A reporter that records its calls."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -161,7 +161,9 @@ def test_a_run_stops_early_on_all_ranks(ranks):
         assert first["result"].steps == second["result"].steps == 15
         # the last step is scored once, although the end of the run scores val, too
         assert first["scored"] == [5, 10, 15]
-        assert first["result"].stopped.startswith("at step 15, after 2 evaluations of val in a row")
+        assert first["result"].stopped.startswith(
+            "at step 15, after 2 consecutive evaluations of val"
+        )
         assert first["result"].best.endswith("at 5")
         assert first["result"].loss == second["result"].loss
 

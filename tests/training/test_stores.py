@@ -39,7 +39,7 @@ UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a job; ``lookahead`` is the number of batches announced ahead of their step."""
+    """A job; ``lookahead`` is the number of batches announced ahead of their step."""
 
     scheme: str
     kernel: str

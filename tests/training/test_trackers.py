@@ -125,7 +125,7 @@ def test_mlflow_has_one_run_with_each_step_once_after_interruptions(
         assert logged.data.metrics[f"final/{name}"] == final[name]
 
     config = load_config(CONFIG, words(synth_set, folder, more), models=MODELS)
-    assert logged.data.params["train.log_every"] == "1"  # values of the first start
+    assert logged.data.params["train.log_every"] == "1"  # values logged before the restart
     assert logged.data.params == {
         key.replace("(", "_").replace(")", "_").replace("*", "_"): text
         for key, text in config_facts(config).items()

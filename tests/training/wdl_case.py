@@ -79,7 +79,7 @@ CROSSES = (("C1", "C2"), ("C3", "C4"))
 
 @dataclass
 class Rows:
-    """Contains a batch, or one rank's part of it."""
+    """A batch, or one rank's part of it."""
 
     labels: torch.Tensor
     dense: torch.Tensor

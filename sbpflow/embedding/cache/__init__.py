@@ -1,1 +1,1 @@
-"""Stores that keep some rows in slots of a kernel, and all rows in slower memory."""
+"""Stores that keep all rows in slower memory and cache some of them in the slots of a kernel."""

@@ -1,7 +1,8 @@
-"""The slots of a kernel, read and written as records.
+"""Reads and writes the slots of a kernel as records.
 
 On CUDA, slots are read and written in the training stream, so these operations run in the order in
-which the host submits them. The slower copies between host and device run in the mover's stream.
+which the host submits them. The slower copies between host and device run in the mover's own
+stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,9 @@ class SlotBlock:
         return torch.cuda.stream(self._mover)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event recorded after all work in the current stream so far; None on CPU."""
+        """Record and return an event after all work submitted to the current stream so far; None on
+        CPU.
+        """
         if not self._is_cuda:
             return None
         event = torch.cuda.Event()
@@ -44,7 +47,9 @@ class SlotBlock:
         return event
 
     def wait(self, event: torch.cuda.Event | None, *used: Tensor) -> None:
-        """Make the current stream wait for ``event``; keep ``used`` allocated for this stream."""
+        """Make the current stream wait for ``event``; keep ``used`` allocated until this stream is
+        done.
+        """
         if event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(event)
@@ -76,15 +81,17 @@ class SlotBlock:
             for name, words in self._words.items():
                 self._loops.put(words.numpy(), slots, records, self.layout.columns[name].start)
         elif slots.size:
-            found = self.to_device(torch.from_numpy(records))
+            on_device = self.to_device(torch.from_numpy(records))
             columns = self.layout.columns.items()
-            self._put(slots, [(self._words[name], found[:, at]) for name, at in columns])
+            self._put(slots, [(self._words[name], on_device[:, at]) for name, at in columns])
 
     def put_values(self, slots: Array, values: Mapping[str, Tensor]) -> None:
         """Write values by name to their slots."""
         if self._is_cuda:
-            found = [(self._tensors[name], self.to_device(value)) for name, value in values.items()]
-            self._put(slots, found)
+            on_device = [
+                (self._tensors[name], self.to_device(value)) for name, value in values.items()
+            ]
+            self._put(slots, on_device)
         elif slots.size:
             for name, value in values.items():
                 words = self.layout.words(value.contiguous()).numpy()

@@ -1,10 +1,10 @@
 """Plans the slots of a cached store and moves its rows, in a thread.
 
-The thread follows the order of the calls ``announce``, ``admit``, and ``release``. For each
-admitted batch, it copies evicted rows out of their slots, reads the missing rows, fills the slots,
-signals the training thread, and writes the evicted rows. So an evicted row is always written before
-it is read again. Rows that were never written are computed instead of read: they still have their
-initial values.
+The thread handles the calls ``announce``, ``admit``, and ``release`` in order. For each batch to
+admit, it copies evicted rows out of their slots, reads the missing rows, fills the slots, signals
+the training thread, and writes the evicted rows to the records. Since all this is done by one
+thread, an evicted row is always written before it is read again. Rows that were never written still
+have their initial values, which are computed instead of read.
 """
 
 import threading
@@ -29,7 +29,7 @@ from sbpflow.errors import ConfigError, TrainingError
 MakeRecords = Callable[[int, RecordLayout], RecordStore]
 AHEAD = 1  # number of batches admitted ahead of the current lookup
 AT_ONCE = 4096  # rows read or written at once, while the mover waits
-# States of a slot: it has its row, or waits for a record or for initial values.
+# States of a slot: filled, waiting for a record, or waiting for initial values.
 _FILLED, _READING, _STARTING = 0, 1, 2
 
 _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set after a failure)
@@ -37,7 +37,7 @@ _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Counts the rows that a store has moved, and the seconds that training waited for rows."""
+    """The number of rows that a store has moved, and the seconds that training waited for them."""
 
     fetched: int = 0  # rows brought into slots
     new: int = 0  # fetched rows that had never been written
@@ -57,20 +57,22 @@ class CacheCounts:
 
 @dataclass(slots=True)
 class _Flight:
-    """Holds the state of a batch between its announcement and its release."""
+    """The state of a batch between its announcement and its release."""
 
     addresses: Tensor
-    known: torch.cuda.Event | None  # recorded after the addresses
+    known: torch.cuda.Event | None  # recorded once the addresses are known
     ready: threading.Event = field(default_factory=threading.Event)
     slots: Tensor | None = None
-    placed: torch.cuda.Event | None = None  # recorded after the slots
+    # Recorded once the slots are filled and ``slots`` is on the device.
+    placed: torch.cuda.Event | None = None
 
 
 class Mover:
     """Plans slots and moves rows in a separate thread.
 
-    The thread has no reference to the store, so freeing the store also ends the thread. ``_lock``
-    guards the mapping of rows to slots, and the rows that are moving into or out of slots.
+    The thread holds no reference to the store, so the store can be freed, which ends the thread.
+    ``_lock`` guards the mapping of rows to slots and the rows that are on their way into or out of
+    slots.
     """
 
     def __init__(
@@ -92,10 +94,11 @@ class Mover:
         self._name = f"table {request.shards[0].table.name}"
         self._flights: dict[int, _Flight] = {}  # by the caller's number, in announcement order
         self._by_batch: dict[int, _Flight] = {}  # by the planner's number; used only by this thread
-        self._demanded = -1  # the last batch whose lookup was requested
+        self._demanded = -1  # the last batch that training has asked to admit
         self._lock = threading.Lock()
         self._pending = np.zeros(num_slots + 1, np.uint8)
-        self._leaving = np.empty(0, np.int64)  # evicted rows not yet in records
+        # Evicted rows that are not yet written to the records.
+        self._leaving = np.empty(0, np.int64)
         self._leaving_records = self.layout.empty(0)
         self._buffers = [self.layout.empty(0), self.layout.empty(0)]
         self._failure: BaseException | None = None
@@ -116,7 +119,7 @@ class Mover:
         self.counts.wait_s += time.perf_counter() - start
         self.check()
         if flight.slots is None:
-            raise RuntimeError(f"batch {number} has no slots")
+            raise RuntimeError(f"batch {number} was admitted, but has no slots; this is a bug")
         self._block.wait(flight.placed, flight.slots)
         return flight.slots
 
@@ -135,16 +138,16 @@ class Mover:
             raise self._failure
 
     def wait_idle(self) -> None:
-        """Wait until all tasks queued so far are done."""
+        """Wait until the thread has finished all tasks queued so far."""
         done = threading.Event()
         self.tasks.put((done.set, done))
         done.wait()
         self.check()
 
     def read_soon(self, rows: Array, block: Tensor) -> Callable[[], None]:
-        """Read the weights of ``rows`` into ``block`` in the thread; return a function that waits.
+        """Start reading the weights of ``rows`` into ``block`` in the thread.
 
-        The rows must not change until then.
+        Return a function that waits for the result. The rows must not change before it returns.
         """
         flight = _Flight(block, self._block.mark())
 
@@ -163,15 +166,17 @@ class Mover:
         return wait
 
     def read_into(self, rows: Array, into: Mapping[str, Tensor]) -> None:
-        """Copy the newest values of ``rows`` to the start of tensors, by name."""
+        """Copy the newest values of ``rows`` [n] to the first n rows of the tensors in ``into``, by
+        name.
+        """
         for start in range(0, rows.size, AT_ONCE):
             part = slice(start, min(start + AT_ONCE, rows.size))
-            found = self.read(rows[part])
+            records = self.read(rows[part])
             for name, target in into.items():
-                target[part].copy_(self.layout.values(found, name))
+                target[part].copy_(self.layout.values(records, name))
 
     def read(self, rows: Array) -> Array:
-        """Return the newest records of ``rows`` from any location; any thread can call this."""
+        """Return the newest records of ``rows``, wherever they are. Any thread can call this."""
         self.check()
         out = self.layout.empty(rows.size)
         with self._lock:
@@ -190,19 +195,20 @@ class Mover:
                 leaves = self._leaving[place] == rows[away]
                 out[away[leaves]] = self._leaving_records[place[leaves]]
                 away = away[~leaves]
-        # Without the lock, rows can be fetched and updated; listeners then get the old values.
+        # Outside the lock, these rows can be fetched into slots and updated. Their listeners are
+        # then given the old values first, so the undo log stays correct.
         if away.size:
-            found = self.layout.empty(away.size)
-            self.records.read(rows[away], found)
-            out[away] = found
+            stored = self.layout.empty(away.size)
+            self.records.read(rows[away], stored)
+            out[away] = stored
         if is_new.any():
-            found = self.layout.empty(int(is_new.sum()))
-            self.layout.pack(self._initial_values(rows[is_new]), found)
-            out[is_new] = found
+            initial = self.layout.empty(int(is_new.sum()))
+            self.layout.pack(self._initial_values(rows[is_new]), initial)
+            out[is_new] = initial
         return out
 
     def write(self, rows: Array, values: Mapping[str, Tensor]) -> None:
-        """Set values of rows. Rows whose values equal their initial values are not stored."""
+        """Set values of rows. Rows that still equal their initial values are not stored."""
         with self._lock, torch.no_grad():
             slots = self.planner.records[rows, SLOT]
             here = torch.from_numpy(slots >= 0)
@@ -212,26 +218,28 @@ class Mover:
             away = np.flatnonzero(slots < 0)
             if not away.size:
                 return
-            found = self.layout.empty(away.size)
+            records = self.layout.empty(away.size)
             is_new = slots[away] == NEW
             if not is_new.all():
                 kept = self.layout.empty(int((~is_new).sum()))
                 self.records.read(rows[away[~is_new]], kept)
-                found[~is_new] = kept
+                records[~is_new] = kept
             if is_new.any():
                 first = self.layout.empty(int(is_new.sum()))
                 self.layout.pack(self._initial_values(rows[away[is_new]]), first)
-                found[is_new] = first
-            before = found.copy()
-            self.layout.pack({name: value[away] for name, value in values.items()}, found)
-            changed = ~is_new | (before != found).any(1)
-            self.records.write(rows[away[changed]], found[changed])
+                records[is_new] = first
+            before = records.copy()
+            self.layout.pack({name: value[away] for name, value in values.items()}, records)
+            changed = ~is_new | (before != records).any(1)
+            self.records.write(rows[away[changed]], records[changed])
             self.planner.records[rows[away[changed]], SLOT] = STORED
 
     # Methods called by the mover's thread
 
     def run(self) -> None:
-        """Run tasks until the store is freed; after a failure, only wake waiting threads."""
+        """Run tasks until the store is freed. After a failure, do nothing but wake waiting
+        threads.
+        """
         with torch.no_grad(), self._block.section():
             while (task := self.tasks.get()) is not None:
                 work, wakes = task
@@ -240,8 +248,8 @@ class Mover:
                         work()
                     except OSError as error:
                         self._failure = TrainingError(
-                            f"{self._key}: the rows of {self._name} cannot be moved: {error}; "
-                            "resume from a checkpoint when this is fixed"
+                            f"{self._key}: moving rows of {self._name} failed: {error}; fix the "
+                            "cause, and resume from a checkpoint"
                         )
                         self._failure.__cause__ = error
                     except BaseException as error:  # noqa: BLE001  (raised by ``check``)
@@ -266,7 +274,9 @@ class Mover:
         self._admit_ready()
 
     def _admit_ready(self) -> None:
-        """Admit up to ``_ahead`` batches after the one being looked up, while their rows fit."""
+        """Admit up to ``_ahead`` batches after the one being looked up, as long as their rows
+        fit.
+        """
         planner = self.planner
         last = max(self._demanded, planner.num_released - 1) + self._ahead
         while planner.num_admitted < min(planner.num_announced, last + 1):
@@ -276,20 +286,20 @@ class Mover:
     def _admit(self, batch: int) -> bool:
         flight = self._by_batch[batch]
         with self._lock:
-            found = self.planner.admit()
-            if isinstance(found, int):
+            admission = self.planner.admit()
+            if isinstance(admission, int):
                 if batch > self._demanded:
                     return False
-                raise ConfigError(self._capacity_message(batch, found))
-            self._take_out(found)
+                raise ConfigError(self._capacity_message(batch, admission))
+            self._take_out(admission)
         slots = torch.empty_like(flight.addresses)
         if misses := self.planner.translate(flight.addresses.numpy(), slots.numpy()):
             row = int(flight.addresses[slots < 0][0])
             raise RuntimeError(
-                f"{self._name}: {misses} ids of batch {batch}, the first of row {row}, have no "
-                "slot after its admission"
+                f"{self._name}: {misses} ids of batch {batch}, starting with row {row}, have no "
+                "slot although the batch was admitted"
             )
-        self._fill(found)
+        self._fill(admission)
         flight.slots = self._block.to_device(slots)
         flight.placed = self._block.mark()
         flight.ready.set()
@@ -297,30 +307,30 @@ class Mover:
             self.records.write(self._leaving, self._leaving_records)
             with self._lock:
                 self._leaving = self._leaving[:0]
-        self.counts.fetched += found.missing.size
-        self.counts.new += int(found.is_new.sum())
-        self.counts.written += found.evicted.size
+        self.counts.fetched += admission.missing.size
+        self.counts.new += int(admission.is_new.sum())
+        self.counts.written += admission.evicted.size
         return True
 
-    def _take_out(self, found: Admission) -> None:
-        """Copy the evicted rows to a buffer."""
-        self._leaving = found.evicted
-        self._leaving_records = self._buffer(0, found.evicted.size)
-        self._block.take(found.evicted_slots, self._leaving_records)
-        self._pending[found.slots] = np.where(found.is_new, _STARTING, _READING)
+    def _take_out(self, admission: Admission) -> None:
+        """Copy the evicted rows from their slots to a buffer."""
+        self._leaving = admission.evicted
+        self._leaving_records = self._buffer(0, admission.evicted.size)
+        self._block.take(admission.evicted_slots, self._leaving_records)
+        self._pending[admission.slots] = np.where(admission.is_new, _STARTING, _READING)
 
-    def _fill(self, found: Admission) -> None:
+    def _fill(self, admission: Admission) -> None:
         """Read or compute the missing rows, and write them to their slots."""
-        is_old = ~found.is_new
-        old, new = found.missing[is_old], found.missing[found.is_new]
+        is_old = ~admission.is_new
+        old, new = admission.missing[is_old], admission.missing[admission.is_new]
         records = self._buffer(1, old.size)
         if old.size:
             self.records.read(old, records)
         values = self._initial_values(new) if new.size else {}
         with self._lock:
-            self._block.put(found.slots[is_old], records)
-            self._block.put_values(found.slots[found.is_new], values)
-            self._pending[found.slots] = _FILLED
+            self._block.put(admission.slots[is_old], records)
+            self._block.put_values(admission.slots[admission.is_new], values)
+            self._pending[admission.slots] = _FILLED
 
     def _initial_values(self, rows: Array) -> Mapping[str, Tensor]:
         return self._initial(torch.from_numpy(rows).to(torch.int64))
@@ -335,7 +345,7 @@ class Mover:
         num_slots, num_batches = self.planner.num_slots, batch - self.planner.num_released + 1
         batches = "a batch needs" if num_batches == 1 else f"{num_batches} batches of a step need"
         return (
-            f"{self._key}.cache: {num_slots:,} rows of {self._name} on this rank are too few: "
-            f"{batches} {needed:,}; use {cache_for(needed, self.planner.num_rows)} or more, or a "
-            "smaller data.batch_size"
+            f"{self._key}.cache: {num_slots:,} slots for the rows of {self._name} on this rank "
+            f"are not enough: {batches} {needed:,}; use "
+            f"{cache_for(needed, self.planner.num_rows)} or more, or a smaller data.batch_size"
         )

@@ -1,7 +1,7 @@
 """Stores records: a row and its optimizer state in one contiguous block.
 
-A record is a sequence of words. The word type is the largest integer type that divides the rows of
-all tensors.
+A record is a sequence of words. The word type is the largest integer type whose size divides the
+row size of every tensor.
 """
 
 import errno
@@ -25,10 +25,10 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class RecordLayout:
-    """Describes the places of a row's tensors in its record; ``tensors`` have any length."""
+    """Where each tensor of a row lies in its record. ``tensors`` may have any number of rows."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # In order of decreasing item size, every tensor starts at a multiple of its item size.
+        # Sorting by decreasing item size aligns every tensor to its item size.
         self.like = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         sizes = {name: _row_bytes(tensor) for name, tensor in self.like.items()}
         word = math.gcd(8, *sizes.values())
@@ -52,7 +52,8 @@ class RecordLayout:
     def values(self, records: Array, name: str) -> Tensor:
         """Return a tensor of rows [n, ..] from their records."""
         like = self.like[name]
-        # Unlike contiguous(), a copy has no stride of a single record or word, which can be odd.
+        # contiguous() would keep the stride of a dim of length 1, which may be odd and then cannot
+        # be viewed as another dtype; a copy has no such stride.
         words = torch.from_numpy(records[:, self.columns[name]].copy())
         return words.view(like.dtype).view(len(records), *like.shape[1:])
 
@@ -68,7 +69,7 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 class RecordStore(Protocol):
-    """Keeps the records of all rows in slower memory; several threads can call it at once."""
+    """Keeps the records of all rows in slower memory. Several threads can call it at once."""
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +77,9 @@ class RecordStore(Protocol):
         ...
 
     def read(self, rows: Array, out: Array) -> None:
-        """Copy the records of ``rows`` [n] to ``out`` [n, words]; undefined if never written."""
+        """Copy the records of ``rows`` [n] to ``out`` [n, words]; records never written are
+        undefined.
+        """
 
     def write(self, rows: Array, records: Array) -> None:
         """Set the records of ``rows``, which must be distinct."""
@@ -110,8 +113,8 @@ def host_records(num_rows: int, layout: RecordLayout, *, pinned: bool) -> Mapped
 def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) -> MappedRecords:
     """Create records in an unnamed file in ``folder``; the file ends with the process.
 
-    All blocks of the file are allocated here, because writing to a mapped file on a full disk would
-    kill the process. Raise ConfigError with ``key`` if the allocation fails.
+    The whole file is allocated here, because writing to a mapped file on a full disk would kill the
+    process. Raise ConfigError with ``key`` if the allocation fails.
     """
     size = max(num_rows * layout.num_bytes, 1)
     try:
@@ -133,9 +136,9 @@ def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) ->
 class RecordRequest(NamedTuple):
     """The arguments for creating the records of a table on this rank.
 
-    ``folder`` is for files, and ``key`` is the configuration key of the storage rule. Each request
-    of a rank has another ``number``. ``servers`` is None for a job that only predicts, which must
-    not disturb a run that uses the servers, so its records are in a file.
+    ``folder`` is the folder for files, and ``key`` the configuration key of the storage rule. Each
+    request of a rank has a different ``number``. ``servers`` is None for a job that only predicts:
+    it must not disturb a run that uses the servers, so its records go to a file.
     """
 
     num_rows: int
@@ -162,7 +165,7 @@ RECORDS: dict[Outside, Callable[[RecordRequest], RecordStore]] = {
 
 def _file_message(folder: Path, size: int, key: str, error: OSError) -> str:
     reason = (error.strerror or "cannot be used").lower()
-    advice = "use a folder on a local disk that you can write, such as /scratch"
+    advice = "use a folder on a local disk that you can write to, such as /scratch"
     if folder.is_dir() and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         usage = os.statvfs(folder)
         reason += f", {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB are free"

@@ -1,10 +1,10 @@
 """Keeps the records of a rank's stores on embedding servers.
 
-Row r of a store is on server r % n, at place r // n, so every server has an equal share of every
-table, also of tables that assign row numbers in the order of first use. Reads wait for the answers
-of all servers. Writes are copied and sent by a thread per server; until the server has confirmed a
-write, reads take its rows from the copy. So reads and writes use separate connections and both
-directions of a link, and a read never overtakes a write of the same row.
+Row r of a store is on server r % n, at place r // n. Every server thus has an equal share of every
+table, even if a table assigns row numbers in the order of first use. Reads wait for the answers of
+all servers. Writes are copied, and sent by one thread per server; until the server has confirmed a
+write, reads take its rows from the copy. Reads and writes can therefore use separate connections,
+and both directions of a link, without a read ever missing an earlier write of the same row.
 """
 
 import contextlib
@@ -42,19 +42,19 @@ from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copie
 from sbpflow.errors import ConfigError, ServerLostError
 from sbpflow.runtime.processes.store import first_line
 
-# Requests for reads in flight per server. A server that sends an answer does not read requests, so
-# the requests must fit in the buffers of the sockets: 3 requests have at most 48 KiB.
+# Maximum number of read requests in flight per server. While a server sends an answer, it does not
+# read requests, so these must fit into the socket buffers: 3 requests take at most 48 KiB.
 READS_IN_FLIGHT = 3
-WRITES_IN_FLIGHT = 4  # writes of a store that are not yet confirmed
-_PAUSE_S = 0.2  # between attempts to connect
+WRITES_IN_FLIGHT = 4  # maximum number of unconfirmed writes per store
+_PAUSE_S = 0.2  # pause between attempts to connect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """Describes the servers of a run, as one rank uses them.
+    """The servers of a run, from the point of view of one rank.
 
-    ``session`` identifies the launch of the ranks. ``limit_s`` limits the wait for a server.
-    ``key`` is the configuration key of the storage rule.
+    ``session`` identifies the launch of the ranks. ``limit_s`` is the maximum time to wait for a
+    server. ``key`` is the configuration key of the storage rule.
     """
 
     key: str
@@ -66,16 +66,16 @@ class Servers:
     limit_s: float
 
     def begin(self) -> None:
-        """Begin the session on every server; one rank must do this before any rank connects."""
+        """Begin the session on every server. One rank must do this before any rank connects."""
         for index in range(len(self.addresses)):
             self.connect(index, BEGIN).close()
 
     def connect(
         self, index: int, purpose: int, *, store: int = 0, num_rows: int = 0, record_bytes: int = 0
     ) -> socket.socket:
-        """Return a connection to a server; wait up to ``limit_s`` until the server listens.
+        """Connect to a server; wait up to ``limit_s`` for it to listen.
 
-        Raises ConfigError for a wrong secret or version, and ServerLostError otherwise.
+        Raise ConfigError for a wrong secret or version, and ServerLostError for any other failure.
         """
         end, name = time.monotonic() + self.limit_s, self.name(index)
         while True:
@@ -110,8 +110,8 @@ class Servers:
                 self._confirm(sock, index)
             except SecretError as error:
                 raise ConfigError(
-                    f"{self.key}.secret_file: {name} has another secret; use the same file for all "
-                    "servers and ranks"
+                    f"{self.key}.secret_file: {name} has a different secret; use the same file "
+                    "for all servers and ranks"
                 ) from error
             except ProtocolError as error:
                 raise ConfigError(
@@ -144,7 +144,7 @@ class Servers:
         if isinstance(error, TimeoutError):
             return ServerLostError(
                 f"{name} does not answer within {self.limit_s:g} s; check whether it hangs, and "
-                "the network between"
+                "check the network"
             )
         reason = "it closed the connection" if isinstance(error, EOFError) else first_line(error)
         return ServerLostError(f"{name} died or cannot be reached ({reason}); {self.advice(index)}")
@@ -156,34 +156,34 @@ class Servers:
     def advice(self, index: int) -> str:
         place = f"{index}/{len(self.addresses)}"
         return (
-            f"start it with `sbpflow embedding-server --config FILE --index {place}`, and "
-            "repeat the command of the ranks, which resume from the last checkpoint"
+            f"start it with `sbpflow embedding-server --config FILE --index {place}`, and repeat "
+            "the command that started the ranks; they resume from the last checkpoint"
         )
 
 
 def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
-    """Return a connection; raise OSError if nobody listens."""
+    """Return a connection; raise OSError if nothing listens at the address."""
     sock = socket.create_connection(address, limit_s)
-    # If nobody listens on a port of this host, TCP can choose the same port for this end. Then the
-    # socket is connected to itself, keeps the port from the server, and answers its own greeting.
+    # If nothing listens on a port of this host, TCP may choose that port for this end. The socket
+    # is then connected to itself: it answers its own greeting, and the server cannot use the port.
     if sock.getsockname() == sock.getpeername():
         sock.close()
-        raise ConnectionRefusedError("connection refused: nobody listens")
+        raise ConnectionRefusedError("connection refused: nothing listens there")
     return sock
 
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """Contains the rows of a call of ``write``, in the order of the servers."""
+    """The rows of one call of ``write``, ordered by server."""
 
     rows: Array  # sorted
-    order: Array  # place in ``records`` of each of ``rows``
+    order: Array  # position in ``records`` of each of ``rows``
     records: Array
-    unconfirmed: int  # number of servers
+    unconfirmed: int  # number of servers that have not confirmed it
 
 
 class _Writes:
-    """Contains the writes that servers have not confirmed, oldest first, and the first failure."""
+    """The writes that servers have not confirmed, oldest first, and the first failure."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -191,7 +191,7 @@ class _Writes:
         self._failure: Exception | None = None
 
     def add(self, write: _Write) -> None:
-        """Add a write; wait while too many are unconfirmed."""
+        """Add a write; wait as long as too many writes are unconfirmed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: len(self._writes) < WRITES_IN_FLIGHT or self._failure is not None
@@ -200,7 +200,7 @@ class _Writes:
             self._writes.append(write)
 
     def confirm(self, write: _Write) -> None:
-        """Note that one more server has the rows of a write."""
+        """Record that one more server has confirmed a write."""
         with self._changed:
             write.unconfirmed -= 1
             if not write.unconfirmed:
@@ -213,7 +213,7 @@ class _Writes:
             return tuple(reversed(self._writes))
 
     def fail(self, error: Exception) -> None:
-        """Make every later call raise ``error``."""
+        """Make all later calls raise ``error``."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -224,7 +224,7 @@ class _Writes:
 
 
 class _Writer:
-    """Sends writes to one server, in a thread that has no reference to ``RemoteRecords``."""
+    """Sends writes to one server, in a thread that holds no reference to ``RemoteRecords``."""
 
     def __init__(self, servers: Servers, index: int, sock: socket.socket, writes: _Writes) -> None:
         self._servers, self._index, self._sock, self._writes = servers, index, sock, writes
@@ -243,7 +243,7 @@ class _Writer:
                 self._writes.fail(error)
 
     def _work(self) -> None:
-        """Send all queued writes before waiting for a confirmation."""
+        """Send queued writes; wait for a confirmation only if the queue is empty."""
         while True:
             if self._sent and self.tasks.empty():
                 self._receive()
@@ -270,12 +270,12 @@ class _Writer:
 
 
 class RemoteRecords:
-    """Implements ``RecordStore`` with records like those of ``like`` [any, words] on ``servers``.
+    """A ``RecordStore`` on ``servers``, with records like those of ``like`` [any, words].
 
-    ``store`` numbers the stores of this rank.
+    ``store`` is the number of this store on this rank.
     """
 
-    num_bytes = 0  # in the memory of this process
+    num_bytes = 0  # no records are in the memory of this process
 
     def __init__(self, servers: Servers, store: int, num_rows: int, like: Array) -> None:
         self._servers, self._num = servers, len(servers.addresses)
@@ -311,9 +311,9 @@ class RemoteRecords:
             order, parts = self._split(wanted)
             if len(self._buffer) < wanted.size:
                 self._buffer = np.empty((wanted.size * 5 // 4, self._length), self._word)
-            found = self._buffer[: wanted.size]
-            self._fetch(parts, found)
-            self._loops.put(out, order if left is None else left[order], found, 0)
+            received = self._buffer[: wanted.size]
+            self._fetch(parts, received)
+            self._loops.put(out, order if left is None else left[order], received, 0)
 
     def write(self, rows: Array, records: Array) -> None:
         """See ``RecordStore.write``; return before the servers have the records."""
@@ -333,25 +333,29 @@ class RemoteRecords:
             start += part.size
 
     def _split(self, rows: Array) -> tuple[Array, list[Array]]:
-        """Return the order of rows by server, and each server's rows as its own numbers."""
-        where = (rows % self._num).astype(np.uint16)  # numpy sorts 16 bits in linear time
+        """Return the order that sorts rows by server, and the local numbers of each server's
+        rows.
+        """
+        # uint16, because numpy sorts 16-bit integers in linear time.
+        where = (rows % self._num).astype(np.uint16)
         order = where.argsort(kind="stable")
         ends = np.bincount(where, minlength=self._num).cumsum()
         return order, np.split((rows[order] // self._num).astype("<i4"), ends[:-1])
 
     def _read_unconfirmed(self, rows: Array, out: Array) -> Array | None:
-        """Copy the rows of unconfirmed writes to ``out``; return the places of the other rows.
+        """Copy those rows that are in unconfirmed writes to ``out``; return the positions of the
+        others.
 
-        ``None`` means all places.
+        ``None`` means that all positions remain.
         """
         left: Array | None = None
         for write in self._writes.newest_first():
             left = np.arange(rows.size) if left is None else left
             place = np.searchsorted(write.rows, rows[left]).clip(max=write.rows.size - 1)
-            found = write.rows[place] == rows[left]
-            if found.any():
-                self._loops.put(out, left[found], write.records[write.order[place[found]]], 0)
-                left = left[~found]
+            matches = write.rows[place] == rows[left]
+            if matches.any():
+                self._loops.put(out, left[matches], write.records[write.order[place[matches]]], 0)
+                left = left[~matches]
         return left
 
     def _fetch(self, parts: Sequence[Array], out: Array) -> None:

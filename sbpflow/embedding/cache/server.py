@@ -1,11 +1,12 @@
 """Serves the records of cached tables to the ranks of a run, over TCP.
 
 A server holds rows only for the current session, which is one launch of the ranks. A new session
-drops all earlier rows; connections of earlier sessions are then refused. Nothing is stored on disk,
+drops the rows of the previous session and refuses its connections. Nothing is stored on disk,
 because the ranks of a new launch load the last checkpoint and send the rows again.
 
-Each connection has a thread. A read and a write of the same row can run at the same time only if
-the rank sends them so, and ranks never do (``remote_records``).
+Each connection has its own thread. Rows are not locked: a read and a write of the same row would
+run at the same time only if a rank sent them that way, which ranks never do (see
+``remote_records``).
 """
 
 import contextlib
@@ -42,15 +43,16 @@ logger = logging.getLogger(__name__)
 
 GREET_S = 10.0  # time limit for a handshake
 MAX_CONNECTIONS = 2048
-_UNKNOWN = "it serves another launch of the ranks, or was restarted"
-_NO_FILES_S = 0.5  # pause while this process has too many open files
-# An idle connection whose peer's machine has disappeared ends after about a minute.
+_UNKNOWN = "it is serving another launch of the ranks, or was restarted"
+_NO_FILES_S = 0.5  # pause before accepting again if this process has too many open files
+# Keepalive settings: an idle connection to a machine that has disappeared ends after about a
+# minute.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-_SEND_S = 60  # limit for a peer to acknowledge sent bytes
+_SEND_S = 60  # time limit for the peer to acknowledge sent bytes
 
 
 class _Block(NamedTuple):
-    """Contains the records of one store of one rank."""
+    """The records of one store of one rank."""
 
     num_rows: int
     record_bytes: int
@@ -58,7 +60,7 @@ class _Block(NamedTuple):
 
 
 class _Session:
-    """Contains the records of one launch."""
+    """The records of one launch."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,7 +69,7 @@ class _Session:
 
 
 class EmbeddingServer:
-    """Holds records for the ranks that know ``secret``, up to ``memory_bytes``."""
+    """Holds up to ``memory_bytes`` of records for the ranks that know ``secret``."""
 
     def __init__(self, secret: bytes, memory_bytes: int) -> None:
         self._secret, self._memory_bytes = secret, memory_bytes
@@ -86,7 +88,7 @@ class EmbeddingServer:
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                logger.warning("no connection can be accepted: %s", error.strerror)
+                logger.warning("cannot accept connections: %s", error.strerror)
                 time.sleep(_NO_FILES_S)
                 continue
             if not self._slots.acquire(blocking=False):
@@ -127,7 +129,7 @@ class EmbeddingServer:
             self._answer(sock, purpose)
 
     def _begin(self, purpose: Purpose) -> str:
-        """Start a session, which ends the previous session; return why not, or ""."""
+        """Start a session and end the previous one; return the reason for a refusal, or ""."""
         with self._lock:
             if purpose.session in self._ended:
                 return _UNKNOWN
@@ -136,11 +138,13 @@ class EmbeddingServer:
                 for session in self._sessions.values():
                     session.blocks.clear()
                 self._sessions = {purpose.session: _Session(purpose.name)}
-                logger.info("a run begins (%s); all earlier rows are dropped", purpose.name)
+                logger.info("a run begins (%s); all rows of earlier runs are dropped", purpose.name)
         return ""
 
     def _open(self, purpose: Purpose) -> str:
-        """Allocate the records of a store at its first connection; return why not, or ""."""
+        """Allocate a store's records on its first connection; return the reason for a refusal, or
+        "".
+        """
         key, p = (purpose.rank, purpose.store), purpose
         with self._lock:
             session = self._sessions.get(p.session)
@@ -148,37 +152,38 @@ class EmbeddingServer:
                 return _UNKNOWN
             if (block := session.blocks.get(key)) is not None:
                 if block[:2] != (p.num_rows, p.record_bytes):
-                    return f"store {p.store} of rank {p.rank} has another size"
+                    return f"store {p.store} of rank {p.rank} already exists with another size"
                 return ""
             needed = session.num_bytes + p.num_rows * p.record_bytes
             if needed > self._memory_bytes:
                 return (
-                    f"its rows need {needed / 1e9:.2f} GB, and it has a limit of "
+                    f"its rows need {needed / 1e9:.2f} GB, but its limit is "
                     f"{self._memory_bytes / 1e9:.2f} GB; use more servers, or --memory-gb"
                 )
             word, length = words_of(p.record_bytes)
-            # The system allocates each page when it is first written.
+            # The operating system allocates each page on its first write.
             try:
                 records = MappedRecords(np.empty((p.num_rows, length), word))
             except MemoryError:
-                return f"it has no memory for {p.num_rows * p.record_bytes / 1e9:.2f} GB"
+                return f"it cannot allocate {p.num_rows * p.record_bytes / 1e9:.2f} GB"
             session.blocks[key] = _Block(p.num_rows, p.record_bytes, records)
             session.num_bytes = needed
         return ""
 
     def _answer(self, sock: socket.socket, purpose: Purpose) -> None:
-        """Answer the requests of a connection."""
+        """Answer the requests of a connection until it ends."""
         word, length = words_of(purpose.record_bytes)
         numbers, records = np.empty(MAX_ROWS, "<i4"), np.empty((MAX_ROWS, length), word)
         while True:
             request, count = receive_header(sock)
             if request not in (READ, WRITE) or not 0 < count <= MAX_ROWS:
                 raise ProtocolError(f"request {request} for {count} rows")
-            rows, found = numbers[:count], records[:count]
+            rows, payload = numbers[:count], records[:count]
             receive_array(sock, rows)
             if request == WRITE:
-                receive_array(sock, found)
-            # The lookup per request keeps no rows of an ended session in memory.
+                receive_array(sock, payload)
+            # Look up the block for every request: a reference kept here would keep the rows of an
+            # ended session in memory.
             session = self._sessions.get(purpose.session)
             block = session and session.blocks.get((purpose.rank, purpose.store))
             if block is None:
@@ -187,18 +192,18 @@ class EmbeddingServer:
             if rows.min() < 0 or rows.max() >= block.num_rows:
                 raise ProtocolError(f"rows {rows.min()} to {rows.max()} of {block.num_rows}")
             if request == READ:
-                block.records.read(rows, found)
+                block.records.read(rows, payload)
                 send_header(sock, OK, count, more=True)
-                send_array(sock, found)
+                send_array(sock, payload)
             else:
-                block.records.write(rows, found)
+                block.records.write(rows, payload)
                 send_header(sock, OK, count)
 
 
 def _refuse(sock: socket.socket, reason: str) -> None:
     """Send the reason, and wait until the peer closes the connection.
 
-    Closing a socket with unread requests would discard the reason.
+    Closing a socket that has unread requests would discard the reason before the peer reads it.
     """
     refuse(sock, reason)
     sock.shutdown(socket.SHUT_WR)

@@ -1,11 +1,11 @@
 """Defines the messages between the ranks of a run and embedding servers.
 
 A connection starts with a handshake: the server sends its hello, the rank answers with a hello and
-a proof that it knows the secret, and the server answers with its own proof. The rank then names its
-session, the launch that it belongs to, and what the connection is for. A connection for records
-carries requests, each with a number of rows, and a reply to each of them, in order. The receiver
-derives all sizes from the counts, which are checked before any allocation. Numbers and records are
-in little-endian byte order.
+a proof that it knows the secret, and the server answers with its own proof. The rank then sends its
+session (the launch that it belongs to) and the purpose of the connection. A connection for records
+carries requests, each with a number of rows, and replies in the same order. The receiver derives
+all sizes from these numbers and checks them before it allocates memory. Numbers and records are
+little-endian.
 """
 
 import hashlib
@@ -23,29 +23,29 @@ import numpy as np
 from sbpflow.embedding.cache.slot_layout import Array
 from sbpflow.errors import ConfigError
 
-PROTOCOL = 1  # version of all messages; ranks and servers must have equal versions
+PROTOCOL = 1  # version of the messages; ranks and servers must use the same version
 MAGIC = b"sbprows\n"
 MIN_SECRET_BYTES = 16
-MAX_ROWS = 4096  # of a request
+MAX_ROWS = 4096  # per request
 MAX_TEXT_BYTES = 1024
 MAX_RECORD_BYTES = 1 << 16
 MAX_ROW_NUMBER = 2**31 - 1
 
 BEGIN, OPEN = 1, 2  # purposes of a connection: begin a session, or move the records of a store
 READ, WRITE = 1, 2  # requests
-OK, REFUSED = 0, 1  # replies; the count of REFUSED is the length of an explanation
+OK, REFUSED = 0, 1  # replies; in a REFUSED reply, the count is the length of an explanation
 
-# Linux waits for more data before it sends a packet.
+# With this flag, Linux waits for more data before it sends a packet.
 _MORE: int = getattr(socket, "MSG_MORE", 0)
 _HELLO = struct.Struct("<8sI32s")  # magic, protocol, nonce
 _NAME_BYTES = 64
-# purpose, session, rank, number of the store, rows, bytes of a record, name of the rank
+# purpose, session, rank, store number, number of rows, bytes per record, name of the rank
 _PURPOSE = struct.Struct(f"<B16sIIQI{_NAME_BYTES}s")
 _HEADER = struct.Struct("<BxxxI")  # request or reply, count
 
 
 class ProtocolError(Exception):
-    """The peer sent something else than the protocol allows."""
+    """The peer sent something that the protocol does not allow."""
 
 
 class SecretError(Exception):
@@ -54,14 +54,14 @@ class SecretError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose:
-    """Describes what a connection is for. For BEGIN, only ``session`` and ``name`` are used."""
+    """The purpose of a connection. For BEGIN, only ``session`` and ``name`` are used."""
 
     purpose: int
     session: bytes
-    name: str  # of the rank and its machine, for messages
+    name: str  # name of the rank and its machine, for messages
     rank: int = 0
     store: int = 0  # each store of a rank has a different number
-    num_rows: int = 0  # of the store's rows on this server
+    num_rows: int = 0  # number of the store's rows on this server
     record_bytes: int = 0
 
 
@@ -122,18 +122,20 @@ def greet_server(sock: socket.socket, secret: bytes) -> None:
 
 def _check_hello(magic: bytes, protocol: int) -> None:
     if magic != MAGIC:
-        raise ProtocolError(f"the first bytes are {magic!r}, not those of sbpflow")
+        raise ProtocolError(f"the first bytes are {magic!r}, not {MAGIC!r}")
     if protocol != PROTOCOL:
         raise ProtocolError(f"the other side has protocol {protocol}, this side has {PROTOCOL}")
 
 
 def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
-    """Return a MAC of both nonces; the role keeps a proof from being sent back to its author."""
+    """Return a MAC of both nonces. The role prevents a peer from sending a proof back to its
+    author.
+    """
     return hmac.digest(secret, b"".join((role, *nonces)), hashlib.sha256)
 
 
 def send_purpose(sock: socket.socket, purpose: Purpose) -> None:
-    """State what the connection is for; the server answers with OK or REFUSED."""
+    """Send the purpose of the connection; the server answers with OK or REFUSED."""
     p = purpose
     name = p.name.encode()[:_NAME_BYTES]
     sock.sendall(
@@ -142,12 +144,12 @@ def send_purpose(sock: socket.socket, purpose: Purpose) -> None:
 
 
 def receive_purpose(sock: socket.socket) -> Purpose:
-    """Receive and check what the connection is for."""
+    """Receive and check the purpose of the connection."""
     kind, session, rank, store, num_rows, record_bytes, name = _PURPOSE.unpack(
         receive(sock, _PURPOSE.size)
     )
     if kind not in (BEGIN, OPEN):
-        raise ProtocolError(f"a connection for purpose {kind}")
+        raise ProtocolError(f"unknown purpose {kind} of a connection")
     if kind == OPEN and not (num_rows <= MAX_ROW_NUMBER and 0 < record_bytes <= MAX_RECORD_BYTES):
         raise ProtocolError(f"{num_rows} rows of {record_bytes} bytes")
     text = name.rstrip(b"\0").decode(errors="replace")
@@ -166,12 +168,14 @@ def receive_purpose(sock: socket.socket) -> Purpose:
 
 
 def send_header(sock: socket.socket, kind: int, count: int, *, more: bool = False) -> None:
-    """Send the start of a request or a reply; with ``more``, the kernel waits for the rest."""
+    """Send the header of a request or reply. With ``more``, the kernel delays it until the data
+    follows.
+    """
     sock.sendall(_HEADER.pack(kind, count), _MORE if more else 0)
 
 
 def receive_header(sock: socket.socket) -> tuple[int, int]:
-    """Return the kind of a request or a reply, and its count."""
+    """Receive the header of a request or reply; return its kind and its count."""
     return _HEADER.unpack(receive(sock, _HEADER.size))
 
 
@@ -183,7 +187,7 @@ def refuse(sock: socket.socket, reason: str) -> None:
 
 
 def receive_reason(sock: socket.socket, count: int) -> str:
-    """Return the explanation of a reply REFUSED."""
+    """Return the explanation of a REFUSED reply."""
     if count > MAX_TEXT_BYTES:
         raise ProtocolError(f"an explanation of {count} bytes")
     text = receive(sock, count).decode(errors="replace")
@@ -191,14 +195,18 @@ def receive_reason(sock: socket.socket, count: int) -> str:
 
 
 def send_array(sock: socket.socket, array: Array, *, more: bool = False) -> None:
-    """Send a contiguous array; each part that is sent restarts the socket's time limit."""
+    """Send a contiguous array. The socket's time limit applies to each chunk, not to the whole
+    array.
+    """
     view, flags = array.data.cast("B"), _MORE if more else 0
     while view:
         view = view[sock.send(view, flags) :]
 
 
 def receive_array(sock: socket.socket, out: Array) -> None:
-    """Fill a contiguous array; each received part restarts the socket's time limit."""
+    """Fill a contiguous array. The socket's time limit applies to each chunk, not to the whole
+    array.
+    """
     view = out.data.cast("B")
     while view:
         count = sock.recv_into(view)

@@ -1,4 +1,4 @@
-"""Plans slots and copies rows in numpy, for machines without numba; see ``slot_loops``."""
+"""Plans slots and copies rows with numpy, for machines without numba; see ``slot_loops``."""
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def announce(
     candidates: Array,
     num_candidates: Array,
 ) -> tuple[int, int]:
-    """Do the same as ``slot_loops.announce``, but list all rows or none."""
+    """Like ``slot_loops.announce``, but list either all rows or none."""
     ring, num_rows = rows.shape[0], records.shape[0] - 1
     at = batch % ring
     _, first = np.unique(addresses, return_index=True)
@@ -101,14 +101,16 @@ def _victims(
     queue: Array,
     state: Array,
 ) -> Array:
-    """Return ``count`` rows to evict: unused rows, oldest first, and then those used furthest."""
-    found: list[Array] = [np.empty(0, np.int32)]
+    """Return ``count`` rows to evict: first unused rows, oldest first, then rows whose next use is
+    furthest away.
+    """
+    victims: list[Array] = [np.empty(0, np.int32)]
     while count and state[HEAD] < state[TAIL]:
         head = int(state[HEAD])
         stop = min(head + 2 * count, int(state[TAIL]))
         entries = queue[head:stop]
         valid = np.flatnonzero(_is_idle(records, entries))[:count]
-        found.append(entries[valid, 0])
+        victims.append(entries[valid, 0])
         count -= valid.size
         state[HEAD] = stop if count else head + int(valid[-1]) + 1
     for use in range(newest, batch, -1):
@@ -118,10 +120,10 @@ def _victims(
         rows = candidates[at, : num_candidates[at]]
         valid = np.flatnonzero((records[rows, SLOT] >= 0) & (records[rows, NEXT] == use))[::-1]
         valid = valid[:count]
-        found.append(rows[valid])
+        victims.append(rows[valid])
         count -= valid.size
         num_candidates[at] = valid[-1] if not count else 0
-    return np.concatenate(found)
+    return np.concatenate(victims)
 
 
 def release(

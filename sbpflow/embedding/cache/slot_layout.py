@@ -1,4 +1,4 @@
-"""Defines the arrays of slot planning: columns of a row's record, and positions in the state."""
+"""Defines the layout of the arrays of slot planning: a row's planning record, and the state."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -8,21 +8,20 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# Columns of a row's 16-byte record: SLOT is the row's slot, LAST is the last announced batch with
-# the row, PLACE is the row's place in that batch's list, and NEXT is the batch of the current or
-# next use.
+# Columns of a row's 16-byte record: SLOT is its slot, LAST the last announced batch that uses it,
+# PLACE its position in that batch's list, and NEXT the batch of its current or next use.
 SLOT, LAST, PLACE, NEXT = range(4)
 RECORD_BYTES = 16
-NEW, STORED = -1, -2  # values of SLOT without a slot: row never written; row in slower memory
+NEW, STORED = -1, -2  # values of SLOT for rows without a slot: never written, or in slower memory
 NEVER = 2**31 - 1  # value of NEXT for a row that no announced batch uses
 
-# Positions in the state: the number of unused slots, the number of rows of admitted batches, and
-# the two ends of the queue of rows without a next use.
+# Positions in the state: the number of free slots, the number of rows in admitted batches, and both
+# ends of the queue of rows without a next use.
 FREE, LEASED, HEAD, TAIL = range(4)
 
 
 def find_loops(*, compiled: bool | None = None) -> Any:  # noqa: ANN401 (a module)
-    """Return the module ``slot_loops`` if numba is installed, and otherwise ``slot_arrays``."""
+    """Return the module ``slot_loops`` if numba is installed, else ``slot_arrays``."""
     if compiled is None:
         compiled = find_spec("numba") is not None
     return import_module(f"sbpflow.embedding.cache.{'slot_loops' if compiled else 'slot_arrays'}")
@@ -30,7 +29,8 @@ def find_loops(*, compiled: bool | None = None) -> Any:  # noqa: ANN401 (a modul
 
 def warm_up_copies(*blocks: Array, rows: Array | None = None) -> None:
     """Compile ``take`` and ``put`` before training, for the types of ``blocks`` [rows, words] and
-    of ``rows``, by default int32."""
+    ``rows`` (int32 by default).
+    """
     loops, none = find_loops(), np.empty(0, np.int32) if rows is None else rows
     for block in blocks:
         loops.take(block, none, np.empty_like(block[:0]), 0)

@@ -1,7 +1,7 @@
-"""Plans slots and copies rows in compiled loops; imported only if numba is installed.
+"""Plans slots and copies rows in compiled loops. Import this module only if numba is installed.
 
-``slot_arrays`` has the same functions in numpy and makes the same decisions. The number of lists of
-batches is a power of two.
+``slot_arrays`` has the same functions in numpy, which make the same decisions. The lists of the
+batches in flight form a ring whose length is a power of two.
 """
 
 from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
@@ -35,18 +35,22 @@ def announce(
     candidates: Array,
     num_candidates: Array,
 ) -> tuple[int, int]:
-    """List the unique rows of a batch, and record the batch as the next use of each row.
+    """List the unique rows of a batch, and record the batch as the next use of each of them.
 
-    Start at address ``start`` with ``count`` rows already listed. Stop at the end, or when the list
-    is full; return the new ``start`` and ``count``. ``seen`` has a bit for each listed row until
-    the end of the batch.
+    Start at address number ``start``, with ``count`` rows already listed. Stop at the end or when
+    the list is full; return the new ``start`` and ``count``. Until the end of the batch, ``seen``
+    has the bits of all listed rows set.
     """
     mask, num_rows = rows.shape[0] - 1, records.shape[0] - 1
     at = batch & mask
     i, stop, first, width = start, addresses.size, count, rows.shape[1]
-    # Most addresses can be duplicates, so this loop uses bits, which fit in a cache, instead of the
-    # records. Duplicates are unpredictable, so the loop overwrites them instead of branching.
+    # Most addresses may be duplicates. To detect them, this loop reads bits, which fit in a CPU
+    # cache, instead of records. A branch on duplicates would be mispredicted, so the loop always
+    # writes the entry and advances only for a new row; the next write then overwrites a duplicate.
+    lines = seen.reshape(-1, 1)
     while i < stop and count < width:
+        if i + DISTANCE < stop:
+            prefetch(lines, addresses[i + DISTANCE] >> 6)
         row = addresses[i]
         bit, known = 1 << (row & 63), seen[row >> 6]
         seen[row >> 6] = known | bit
@@ -87,8 +91,9 @@ def _evict(
 ) -> None:
     """Evict ``count`` rows, and list them with their slots.
 
-    Unused rows leave first, oldest first, and then those used furthest. Entries can be outdated;
-    the loops overwrite such entries instead of branching. Enough rows can be evicted.
+    First evict unused rows, oldest first, then rows whose next use is furthest away. The caller
+    ensures that enough rows can be evicted. Queue entries may be outdated; the loops overwrite
+    outdated results instead of branching on them.
     """
     n, head, tail = 0, state[HEAD], state[TAIL]
     while n < count and head < tail:
@@ -139,8 +144,8 @@ def admit(
 ) -> tuple[int, int]:
     """Give every row of a batch a slot; return the numbers of missing and evicted rows.
 
-    The last entries of ``slots`` are those of the evicted rows. If the rows of the batches in
-    flight do not fit, change nothing and return -1 and a sufficient number of slots.
+    ``slots`` ends with the slots taken from the evicted rows. If the rows of all batches in flight
+    do not fit, change nothing, and return -1 and the number of slots that would be enough.
     """
     num_missing, added = 0, 0
     for i in range(wanted.size):
@@ -191,7 +196,7 @@ def release(
     queue: Array,
     state: Array,
 ) -> None:
-    """Make rows that no other admitted batch uses candidates for eviction."""
+    """Make the rows of a batch candidates for eviction unless another admitted batch uses them."""
     mask = candidates.shape[0] - 1
     for i in range(wanted.size):
         if i + DISTANCE < wanted.size:
@@ -244,7 +249,7 @@ def take(source: Array, rows: Array, out: Array, first: int) -> None:
     for i in range(rows.size):
         if i + DISTANCE < rows.size:
             prefetch(source, rows[i + DISTANCE])
-        row = rows[i]  # outside the loop, so that the compiler can vectorize it
+        row = rows[i]  # hoisted, so that the compiler can vectorize the inner loop
         for column in range(source.shape[1]):
             out[i, first + column] = source[row, column]
 

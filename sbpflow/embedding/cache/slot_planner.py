@@ -1,9 +1,9 @@
-"""Assigns rows to slots, using only the integer ids of announced batches.
+"""Assigns rows to slots, given only the row numbers of announced batches.
 
 Decisions depend only on the order of the calls, never on timing. Rows are evicted in the order of
 Belady's MIN, applied to the announced batches: first rows that no announced batch uses, starting
-with the least recently used row, and then rows with the furthest next use. Rows of batches that are
-admitted but not yet released are never evicted.
+with the least recently used, and then rows whose next use is furthest away. Rows of batches that
+are admitted but not yet released are never evicted.
 """
 
 import math
@@ -29,7 +29,7 @@ _QUEUE_ENTRIES = 3  # for each slot
 
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
-    """Return the bytes of a planner, without the lists of the batches in flight."""
+    """Return the size of a planner in bytes, without the lists of the batches in flight."""
     return (
         RECORD_BYTES * (num_rows + 1)
         + 8 * (num_rows // 64 + 1)
@@ -38,17 +38,17 @@ def planning_bytes(num_rows: int, num_slots: int) -> int:
 
 
 def cache_for(num_slots: int, num_rows: int) -> str:
-    """Return a value of ``cache`` that provides 1.25 times ``num_slots`` slots."""
+    """Return a value for ``cache`` that gives 1.25 times ``num_slots`` slots."""
     return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Lists the missing rows of an admitted batch, and the rows evicted for them.
+    """The missing rows of an admitted batch, and the rows evicted for them.
 
     Row ``missing[i]`` gets ``slots[i]``. If ``is_new[i]``, the row was never evicted and still has
-    its initial values. ``evicted`` are the previous rows of the last of these slots. The arrays are
-    valid until the next admission.
+    its initial values. ``evicted`` contains the rows that had the last ``len(evicted)`` of these
+    slots before. The arrays are valid until the next admission.
     """
 
     missing: Array  # int32
@@ -64,7 +64,7 @@ class Admission:
 class SlotPlanner:
     """Leases ``num_slots`` slots to the rows of batches; a rank has ``num_rows`` rows.
 
-    Batches are announced, admitted, and released in the same order, and are numbered from 0.
+    Batches are numbered from 0, and are announced, admitted, and released in this order.
     ``records`` has a record for each row, and one for the address after the last row.
     """
 
@@ -77,7 +77,8 @@ class SlotPlanner:
         self.num_rows, self.num_slots = num_rows, num_slots
         self.records = np.empty((num_rows + 1, 4), np.int32)
         self.records[:] = NEW, -1, 0, NEVER
-        self.records[num_rows, SLOT] = num_slots  # the kernel's slot for absent rows
+        # The slot that the kernel reads as zeros, for absent rows.
+        self.records[num_rows, SLOT] = num_slots
         self._seen = np.zeros(num_rows // 64 + 1, np.int64)
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._queue = np.empty((_QUEUE_ENTRIES * num_slots, 2), np.int32)
@@ -86,7 +87,8 @@ class SlotPlanner:
         self._resize(_LEAST_RING, _LEAST_ROWS)
         self._loops.compact(self.records, self._queue, self._state)  # compiled before training
         self.num_announced = self.num_admitted = self.num_released = 0
-        self._refused = (-1, 0, 0)  # batch, number of releases, slots needed
+        # Last batch refused, number of releases at that time, slots needed.
+        self._refused = (-1, 0, 0)
 
     @property
     def num_leased(self) -> int:
@@ -139,11 +141,12 @@ class SlotPlanner:
     def admit(self) -> Admission | int:
         """Admit the oldest announced batch that is not yet admitted.
 
-        If the rows of this batch and of the batches in flight do not fit, change nothing and return
-        a sufficient number of slots.
+        If its rows and those of the batches in flight do not fit, change nothing, and return the
+        number of slots that would be enough.
         """
         batch = self.num_admitted
-        if self._refused[:2] == (batch, self.num_released):  # no change until a release
+        # It still does not fit: nothing has been released since.
+        if self._refused[:2] == (batch, self.num_released):
             return self._refused[2]
         missing, slots, evicted = self._found
         num_missing, num_evicted = self._loops.admit(
@@ -194,7 +197,7 @@ class SlotPlanner:
         self.num_admitted = max(self.num_admitted, self.num_released)
 
     def translate(self, addresses: Array, slots: Array) -> int:
-        """Write the slot of each address of an admitted batch; return the number without a slot."""
+        """Write the slots of the addresses of an admitted batch; return how many have no slot."""
         return self._loops.translate(addresses, self.records, slots)
 
     def _wanted(self, batch: int) -> Array:

@@ -1,6 +1,7 @@
-"""Defines a row store that keeps some rows in slots, and all rows as records in slower memory.
+"""Defines a row store that keeps all rows as records in slower memory, and some rows in slots.
 
-Batches are announced well before their lookup, so that ``Mover`` can move their rows into slots.
+Batches are announced well before their lookup, so that ``Mover`` has time to move their rows into
+slots.
 """
 
 import threading
@@ -21,14 +22,17 @@ from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 
 
 def _end(tasks: "SimpleQueue[Any]", thread: threading.Thread) -> None:
-    """End the mover's thread; Python's exit aborts the process if a thread is in C++ code."""
+    """End the mover's thread. A thread still in C++ code when Python exits would abort the
+    process.
+    """
     tasks.put(None)
-    if thread is not threading.current_thread():  # the garbage collector can run in any thread
+    # The garbage collector may call this in the mover's thread itself.
+    if thread is not threading.current_thread():
         thread.join()
 
 
 class CachedStore:
-    """Keeps some rows of a stack in ``num_slots`` slots, and all rows in ``records``."""
+    """Keeps all rows of a stack in ``records``, and some of them in ``num_slots`` slots."""
 
     is_in_place = False
     starts_initial = True
@@ -48,8 +52,8 @@ class CachedStore:
         self.counts = self._mover.counts
         self._thread = threading.Thread(target=self._mover.run, name="row mover", daemon=True)
         self._thread.start()
-        # By the argument of ``read_ahead``: a lookup in a block of rows, and a function that waits
-        # for the block.
+        # For each argument of ``read_ahead``: a lookup in a block of rows, and a function that
+        # waits for the block.
         self._ahead: WeakKeyDictionary[Lookup, tuple[Lookup, Tensor, Callable[[], None]]]
         self._ahead = WeakKeyDictionary()
         weakref.finalize(self, _end, self._mover.tasks, self._thread)
@@ -75,7 +79,7 @@ class CachedStore:
         self._mover.release(number)
 
     def read_ahead(self, lookup: Lookup) -> None:
-        """Start reading the rows of a coming ``peek``; no update can run until then."""
+        """Start reading the rows for a later ``peek``; no update may run before that."""
         own, block, numbers = self._peeked(lookup)
         self._ahead[lookup] = (own, block, self._mover.read_soon(numbers, block))
 
@@ -91,7 +95,7 @@ class CachedStore:
     def _peeked(self, lookup: Lookup) -> tuple[Lookup, Tensor, Array]:
         """Return a lookup in a block of its unique rows, the block, and the rows to read into it.
 
-        The last address means an absent row, which reads as zeros.
+        The address after the last row stands for an absent row, which reads as zeros.
         """
         own = Lookup(lookup.addresses, lookup.offsets, lookup.weights)
         rows = own.rows()

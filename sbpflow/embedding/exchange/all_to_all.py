@@ -1,4 +1,4 @@
-"""Runs transfers whose sizes depend on the batch: single rows and ids in lists.
+"""Runs the transfers whose sizes depend on the batch: individual rows, and ids in lists.
 
 This is the only module outside ``boxing`` that calls a collective. OneFlow's distributed gather
 (its scheme 3) and EMBark's unique-based groups exchange rows in this way.
@@ -20,15 +20,14 @@ from sbpflow.runtime.ranks.world import Link, World, broken, refused
 
 
 class RowTransfer:
-    """Transfers rows on one channel. All lists of counts contain one element per rank of the
-    group."""
+    """Transfers rows on one channel. All lists of counts have one element per rank of the group."""
 
     def __init__(self, world: World, channel: str) -> None:
         self._world = world
         self._channel = channel
 
     def start_counts(self, step: ExchangeStep, counts: Tensor) -> Pending:
-        """Send one count to every rank of the group; ``counts`` is [ranks] int64.
+        """Start sending one of ``counts`` ([ranks] int64) to each rank of the group.
 
         ``wait()`` returns the received counts in the same order.
         """
@@ -38,11 +37,11 @@ class RowTransfer:
     def start(
         self, step: ExchangeStep, send: Tensor, out: Sequence[int], into: Sequence[int]
     ) -> Pending:
-        """Send consecutive blocks of ``out[r]`` rows to rank r, and receive ``into[r]`` rows from
-        rank r.
+        """Start sending ``out[r]`` rows to rank r and receiving ``into[r]`` rows from rank r.
 
-        ``wait()`` returns the received rows. ``send`` must not change before ``wait`` returns.
-        Raise SbpError if the dtype differs from the planned dtype of the step.
+        ``send`` contains the blocks of rows for ranks 0, 1, ..., and must not change before
+        ``wait()`` returns the received rows. Raise SbpError if the dtype differs from the one
+        planned for the step.
         """
         world = self._world
         if send.dtype != step.dtype and send.dtype != torch.int64:
@@ -65,11 +64,12 @@ class RowTransfer:
         return Pending(partial(_arrived, step, work, received, send, world.waits), world)
 
     def start_for_all(self, step: ExchangeStep, send: Tensor, into: Sequence[int]) -> Pending:
-        """Send all of ``send`` to every other rank; receive ``into[r]`` rows from rank r.
+        """Start sending all of ``send`` to every other rank, and receiving ``into[r]`` rows from
+        rank r.
 
-        The transfer is an all-gather of parts with unequal lengths. c10d supports such an
-        all-gather only with padding, and an all-to-all would need a copy of ``send`` for every
-        rank. Therefore each pair of ranks exchanges rows directly.
+        This is an all-gather of parts with unequal lengths. c10d would need padding for it, and an
+        all-to-all would need a copy of ``send`` for every rank, so each pair of ranks exchanges
+        rows directly.
         """
         world = self._world
         if send.dtype != step.dtype:
@@ -99,7 +99,7 @@ class RowTransfer:
         return own, links[own]
 
     def _log(self, step: ExchangeStep, ranks: tuple[int, ...], send: Tensor, rows: int) -> None:
-        """Record a transfer of ``rows`` rows of ``send`` to other ranks."""
+        """Record in the trace that ``rows`` rows of ``send`` go to other ranks."""
         log = self._world.log
         if log.enabled:
             sent = rows * send.shape[1:].numel() * send.itemsize
@@ -113,7 +113,7 @@ def _arrived(
     sent: Tensor,
     waits: WaitTime,
 ) -> Tensor:
-    del sent  # the argument kept the buffer alive during the transfer
+    del sent  # taken as an argument only to keep the buffer alive during the transfer
     try:
         if work is not None:
             waits.during(work.wait)
@@ -123,7 +123,7 @@ def _arrived(
 
 
 def received(step: ExchangeStep, pending: Pending, count: int) -> Tensor:
-    """Wait for ``count`` rows. Raise SbpError if a different number of rows arrives."""
+    """Wait for ``count`` rows; raise SbpError if another number of rows arrives."""
     out = pending.wait()
     if out is None or out.shape[0] != count:
         actual = "nothing" if out is None else f"{out.shape[0]} rows"

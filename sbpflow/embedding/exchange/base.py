@@ -1,22 +1,19 @@
 """Defines the base class of groups. A group runs the moves of a batch in this order.
 
-    start_id_exchange  compute addresses, deduplicate them, start the first transfer
-    exchange_ids       send the ids, now that the transfer sizes are known
-    next_round         in exchanges with several id rounds: receive ids, deduplicate and count the
-                       ids to forward; ``exchange_ids`` follows again
-    receive_ids        receive the ids that this rank looks up; addresses are final
-    announce           notify the stores of the rows that a training batch needs
-    mark_early         optionally, find the rows whose values are final before the lookup
-    send_early         send these rows, one batch ahead
-    lookup             read the rows and start sending vectors
-    gather_outputs     receive the vectors of this rank's samples
-    send_grads         start sending gradients
-    receive_grads      receive the gradients on the ranks that store the rows
-    update             take one optimizer step
+    start_id_exchange  compute addresses, deduplicate them, start the first transfer exchange_ids
+    send the ids, now that the transfer sizes are known next_round         in exchanges with several
+    id rounds: receive ids, deduplicate and count the ids to forward; ``exchange_ids`` then runs
+    again receive_ids        receive the ids that this rank looks up; addresses are final announce
+    notify the stores of the rows that a training batch needs mark_early         optionally, find
+    the rows whose values are final before the lookup send_early         send these rows, one batch
+    ahead lookup             read the rows and start sending vectors gather_outputs     receive the
+    vectors of this rank's samples send_grads         start sending gradients receive_grads
+    receive the gradients on the ranks that store the rows update             take one optimizer
+    step
 
-Between two moves, the caller does other computations or runs a move of another group. Transfers
-overlap with the work between moves. The moves up to ``receive_ids`` depend only on ids, so they can
-run batches ahead.
+Between two moves, the caller computes something else or runs a move of another group, and the
+transfers overlap with this work. The moves up to ``receive_ids`` depend only on ids, so they can
+run several batches ahead.
 """
 
 from abc import ABC, abstractmethod
@@ -39,29 +36,29 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import SbpError
 
-# ``Collected`` contains the collected batches, their total number of samples, and one merged
-# (lookup, gradients) per store.
+# The collected batches, their total number of samples, and for each store one merged (lookup,
+# gradients).
 Collected = tuple[list["GroupInFlight"], int, list[tuple[Lookup, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"
-# The arguments of ``MakeStore`` are the group, the stack's index, and a function that sums squares
-# over the ranks that share a row.
+# Arguments: the group, the index of the stack, and a function that sums squares over the ranks that
+# share a row.
 MakeStore = Callable[[GroupPlan, int, SumOverColumns | None], RowStore]
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupInFlight:
-    """Contains the state of one batch in one group; passed from move to move.
+    """The state of one batch in one group, passed from move to move.
 
-    ``number`` is the number of the training batch in the collection, or ``None`` if the batch is
-    not trained.
+    ``number`` counts the training batches of the collection; it is ``None`` for a batch that is not
+    trained.
     """
 
-    batch_size: int  # of the global batch
+    batch_size: int  # number of samples in the global batch
     local: BatchIds
     number: int | None
     lr_factor: float = 1.0  # factor of the learning rates, fixed at the lookup
-    # ids of the global batch, if this rank looks up the global batch
+    # Ids of the global batch, if this rank looks up ids of other ranks' samples.
     everywhere: BatchIds | None = None
     lookups: list[Lookup] = field(default_factory=list[Lookup])
     pending: Pending | None = None
@@ -77,8 +74,8 @@ class GroupInFlight:
     def lookup(self, store: RowStore, lookup: Lookup, lr: float) -> Tensor:
         """Read rows of a store.
 
-        In training, the rows stay in their slots until ``release``. ``lr`` is the learning rate of
-        the store's optimizer.
+        In training, the rows keep their slots until ``release``. ``lr`` is the learning rate of the
+        store's optimizer.
         """
         if self.number is None:
             return store.peek(lookup)
@@ -106,11 +103,10 @@ class GroupInFlight:
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """Contains the objects that a collection provides to its groups.
+    """What a collection provides to its groups.
 
-    ``columns`` and ``places`` map a feature's columns and lists in the global batch to the columns
-    and lists that this rank receives. ``row_buffer_fraction`` is the ``share`` of
-    ``padded.Capacity``.
+    ``columns`` and ``places`` map the columns and lists of the global batch to those that this rank
+    receives. ``row_buffer_fraction`` becomes the ``share`` of ``padded.Capacity``.
     """
 
     make_store: MakeStore
@@ -138,13 +134,13 @@ class Group(ABC, Generic[BatchT]):
     def start_id_exchange(self, local: BatchIds, batch_size: int, *, number: int | None) -> BatchT:
         """Sort and count the ids of this rank's samples, and start the first transfer.
 
-        ``batch_size`` is global. ``number`` has the same meaning as in ``GroupInFlight``.
+        ``batch_size`` is global. ``number`` is as in ``GroupInFlight``.
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:
         """Return the counts [n] int64 that the host needs before ``exchange_ids``, or ``None``.
 
-        This method consumes the transfer that ``start_id_exchange`` started.
+        Call this once: it finishes the transfer that ``start_id_exchange`` started.
         """
         return None
 
@@ -153,14 +149,18 @@ class Group(ABC, Generic[BatchT]):
         """Use ``batch.counts`` to start sending the ids, if the exchange sends any."""
 
     def next_round(self, batch: BatchT) -> None:
-        """Receive the ids of the previous round and count the ids to forward in ``batch.round``."""
-        raise NotImplementedError(f"{self.plan.name}: has only one round of ids")
+        """Receive the ids of the previous round, and count the ids to forward in round
+        ``batch.round``.
+        """
+        raise NotImplementedError(
+            f"{self.plan.name}: next_round was called, but the exchange has only one round of ids"
+        )
 
     @abstractmethod
     def receive_ids(self, batch: BatchT) -> None:
-        """Set ``batch.lookups`` to the rows that are looked up on this rank.
+        """Set ``batch.lookups`` to the rows to look up on this rank.
 
-        If this rank needs ``batch.everywhere``, the caller must set it before the call.
+        If this rank needs ``batch.everywhere``, the caller must set it first.
         """
 
     def sort_ahead(self, batch: BatchT) -> None:
@@ -179,7 +179,7 @@ class Group(ABC, Generic[BatchT]):
         self._release([batch])
 
     def mark_early(self, batch: BatchT) -> None:
-        """Find the rows that no batch still to be updated uses, if the plan has ``early_rows``.
+        """If the plan has ``early_rows``, find the rows that no batch with a pending update uses.
 
         Call this after ``receive_ids`` of this batch and all earlier batches.
         """
@@ -201,29 +201,29 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def receive_grads(self, batch: BatchT) -> None:
-        """Collect the gradients for ``update``; several batches can be collected."""
+        """Collect the gradients for ``update``. Several batches can be collected before it."""
 
     @abstractmethod
     def update(self, step: int) -> None:
-        """Run one optimizer step with all collected gradients; ``step`` counts from 1."""
+        """Take one optimizer step with all collected gradients; ``step`` counts from 1."""
 
     def keep(self, batch: GroupInFlight, lookups: list[Lookup], grads: list[Tensor]) -> None:
         """Keep a batch's gradients for this rank's stores until ``update``."""
         self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
-        """Return the sum of squared gradients, after summing duplicates of each row: 0-d float64.
+        """Return the sum of squared gradients, with duplicates of a row summed first: 0-d float64.
 
-        Summing the results of all ranks is safe: replicated rows are counted only on the first
-        rank.
+        The results of all ranks can be summed, because replicated rows are counted only on the
+        first rank.
         """
         _, _, merged = self._merged = self._merged or self._merge()
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if self.plan.kind.copies and self.world.rank != self.plan.world.ranks[0]:
             return total
         for (lookup, grads), (stack, store) in zip(merged, self.stores(), strict=True):
-            # Growing tables need a fixed order of summation, because their row numbers change when
-            # a run resumes.
+            # Growing tables need an order of summation that does not depend on row numbers, because
+            # these change when a run resumes.
             total += sum_of_squares(store.kernel, lookup, grads, in_order=stack.grows)
         return total
 
@@ -239,7 +239,7 @@ class Group(ABC, Generic[BatchT]):
         return taken
 
     def _release(self, batches: Sequence[GroupInFlight]) -> None:
-        """Release the slots of updated batches, so that stores can reuse the slots."""
+        """Release the slots of updated batches, so that stores can reuse them."""
         for batch in batches:
             if batch.number is not None:
                 for _, store in self.stores():
@@ -260,15 +260,15 @@ class Group(ABC, Generic[BatchT]):
         return batches, sum(batch.batch_size for batch in batches), merged
 
     def start(self, steps: tuple[BoxingStep, ...], part: Tensor | None, channel: str) -> Pending:
-        """Start a conversion of ``part``, cast to the dtype of the steps."""
+        """Cast ``part`` to the dtype of the steps, and start its conversion."""
         if part is not None and steps:
             part = part.to(steps[0].dtype)
         return self.boxing.start(steps, part, channel)
 
     def arrived(self, steps: tuple[BoxingStep, ...], pending: Pending) -> Tensor:
-        """Wait for this rank's part; return the part in ``plan.dtype``.
+        """Wait for this rank's part and return it in ``plan.dtype``.
 
-        Raise SbpError if the shape is wrong.
+        Raise SbpError if its shape is wrong.
         """
         out = pending.wait()
         expected = steps[-1].dst.part_shape(steps[-1].shape, self.world.rank) if steps else None
@@ -280,7 +280,7 @@ class Group(ABC, Generic[BatchT]):
         return out.to(self.plan.dtype)
 
 
-AnyGroup = Group[Any]  # each class of groups uses its own type of batches
+AnyGroup = Group[Any]  # every subclass has its own type of batch
 
 
 def make_group(plan: GroupPlan, boxing: Boxing, context: GroupContext) -> AnyGroup:

@@ -1,4 +1,6 @@
-"""Defines groups that run the exchanges of known sizes in ``plan/boxed_exchanges.py``."""
+"""Defines the groups that run the exchanges of ``plan/boxed_exchanges.py``, whose sizes are
+known.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Combines a stack of the group on this rank with its store and its map from ids to rows."""
+    """A stack of the group on this rank, with its store and its map from ids to rows."""
 
     index: int
     stack: TableBatch
@@ -31,8 +33,8 @@ class Member:
 
 
 class AddressedGroup(Group[GroupInFlight]):
-    """The base class of groups in which each rank looks up ids in its own stores, for either the
-    global batch or its own samples.
+    """Base class of groups in which each rank looks up ids in its own stores, either for the global
+    batch or for its own samples.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
@@ -63,7 +65,7 @@ class AddressedGroup(Group[GroupInFlight]):
         return GroupInFlight(local=local, batch_size=batch_size, number=number)
 
     def exchange_ids(self, batch: GroupInFlight) -> None:
-        """Do nothing, because the collection sends the ids of these groups."""
+        """Do nothing: the collection itself sends the ids of these groups."""
 
     def receive_ids(self, batch: GroupInFlight) -> None:
         if not self.members:
@@ -84,7 +86,7 @@ class AddressedGroup(Group[GroupInFlight]):
         return ids
 
     def rows_of(self, batch: GroupInFlight) -> Tensor:
-        """Return looked-up rows [samples, sum of widths], or [samples, dim] in pooled groups."""
+        """Look up the rows: [samples, sum of widths], or [samples, dim] in pooled groups."""
         samples, pooled = self._ids_of(batch).num_samples, self.plan.pooled
         parts = [
             batch.lookup(member.store, lookup, member.stack.optimizer.lr).view(
@@ -108,7 +110,7 @@ class AddressedGroup(Group[GroupInFlight]):
 
     def update(self, step: int) -> None:
         batches, self._state.batch_size, merged = self.take_collected()
-        # Follow the plan's order, so that all ranks run the same collectives in the same order.
+        # Follow the plan's order: all ranks must run the same collectives in the same order.
         position = {member.index: n for n, member in enumerate(self.members)}
         for index in range(len(self.plan.stacks)):
             if index in position:
@@ -121,22 +123,24 @@ class AddressedGroup(Group[GroupInFlight]):
         self._release(batches)
 
     def _width(self, member: Member) -> int:
-        """Return a member's number of columns in ``rows_of``, which ``view`` cannot infer without
-        samples."""
+        """Return the number of columns of a member in ``rows_of``.
+
+        ``view`` could not infer it for a batch without samples.
+        """
         width = member.store.width
         return width if self.plan.pooled else width * member.addresses.num_uses
 
 
 class LocalGroup(AddressedGroup):
-    """Runs B tables with an all-reduce of dense gradients, and all tables in a world of one rank.
+    """Runs B tables with an all-reduce of dense gradients, and any tables in a world of one rank.
 
-    Each row's use count is sent with its gradient, because the optimizer may update only touched
-    rows. For example, weight decay must not shrink an untouched row.
+    The number of uses of each row is summed along with its gradient, because the optimizer must
+    update only touched rows. For example, weight decay must not shrink an untouched row.
     """
 
     @cached_property
     def _steps(self) -> tuple[BoxingStep, ...]:
-        # the transfer size does not depend on the batch
+        # The size of the transfer does not depend on the batch.
         return self.plan.conversion(0, "gradients")
 
     def lookup(self, batch: GroupInFlight) -> None:
@@ -176,8 +180,8 @@ class LocalGroup(AddressedGroup):
 def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
     """Return (addresses, gradients) of the rows that any rank touched.
 
-    ``table`` is [rows, width + 1], with the number of uses in the last column. If the kernel
-    supports an ``absent`` address, all rows are returned, with this address for untouched rows.
+    ``table`` is [rows, width + 1]; its last column is the number of uses. If the kernel has an
+    ``absent`` address, return all rows, and use this address for the untouched ones.
     """
     counts, sums = table[:, -1], table[:, :-1]
     if absent is not None:
@@ -191,15 +195,15 @@ class BoxedGroup(AddressedGroup):
     """Runs exchanges in which owners look up the global batch.
 
     Boxing sends the vectors and returns the gradients. With ``columns`` (tables on one rank, and
-    S(1)), the layout of the vectors is an uneven S(1) in rank order. With ``reduce`` (S(0)), the
-    layout is P, partial sums, or (P, S(1)) on a grid of ranks.
+    S(1)), the vectors have layout S(1), uneven, with columns in rank order. With ``reduce`` (S(0)),
+    they are partial sums: layout P, or (P, S(1)) on a grid of ranks.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
         order = plan.column_order()  # maps rank order to group order
         self._in_order = order == tuple(range(len(order)))
-        # Columns move in blocks, usually the vector of a table: copying single columns takes
+        # Move columns in blocks (usually a table's vector), because copying single columns takes
         # longer.
         self._block = block_width(order)
         blocks = [column // self._block for column in order[:: self._block]]
@@ -212,7 +216,7 @@ class BoxedGroup(AddressedGroup):
             part = self.rows_of(batch)
         elif (
             self.world.rank in steps[0].src.placement
-        ):  # the rank is in the placement, but stores no columns
+        ):  # this rank is in the placement, but stores no columns
             part = torch.empty(
                 batch.batch_size, 0, dtype=self.plan.comm_dtype, device=self.world.device
             )
@@ -234,7 +238,7 @@ class BoxedGroup(AddressedGroup):
 
     def receive_grads(self, batch: GroupInFlight) -> None:
         pending = batch.take_pending()
-        if not self.members:  # without rows, the rank still joins the collective
+        if not self.members:  # a rank without rows still joins the collective
             pending.wait()
             self.keep(batch, [], [])
             return
@@ -243,8 +247,8 @@ class BoxedGroup(AddressedGroup):
 
 
 def block_width(order: Sequence[int]) -> int:
-    """Return the largest width of equal blocks that ``order``, a permutation, moves as wholes."""
+    """Return the largest width of equal blocks that the permutation ``order`` keeps intact."""
     breaks = [place for place in range(1, len(order)) if order[place] != order[place - 1] + 1]
-    # A block starts at a multiple of the width, both before and after the permutation.
+    # Blocks must start at multiples of the width, both before and after the permutation.
     starts = [*breaks, *(order[place] for place in (0, *breaks) if order), len(order)]
     return gcd(*starts) or 1

@@ -1,9 +1,8 @@
-"""Reads the counts that the host needs before rows can be sent, all at once from the device.
+"""Reads the counts that the host needs before rows can be sent, all in one copy from the device.
 
-The counts are the list sizes for each rank and the counts of all groups. On CUDA, the id stream
-copies the counts as soon as they are available, so neither the host nor the previous batch waits.
-On CPU, the host reads the counts only when it needs them, because waiting for a transfer blocks the
-host.
+They are the list sizes of each rank and the counts of all groups. On CUDA, the id stream copies
+them as soon as they are available, so neither the host nor the previous batch waits. On CPU,
+waiting for a transfer blocks the host, so the counts are read only when they are needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +15,15 @@ from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 
 class Counted(Protocol):
-    """The interface of an object that receives its counts as Python integers."""
+    """An object that receives its counts as Python integers."""
 
     counts: list[int]
 
 
 class CountsUnderWay:
-    """Reads the counts of one batch; ``sources`` pairs each receiver with a function that returns
-    its counts as a tensor."""
+    """The counts of one batch. ``sources`` pairs each receiver with a function that returns its
+    counts as a tensor.
+    """
 
     def __init__(
         self, sources: Sequence[tuple[Counted, Callable[[], Tensor | None]]], *, at_once: bool
@@ -36,11 +36,11 @@ class CountsUnderWay:
 
     @property
     def are_known(self) -> bool:
-        """Return True if the host need not wait for any count."""
+        """Return True if there is no count to wait for."""
         return self._counts is not None and self._read is None
 
     def copy(self) -> None:
-        """Start the copy to the host."""
+        """Start copying the counts to the host."""
         self._counts = [take() for _, take in self._sources]
         tensors = [counts for counts in self._counts if counts is not None]
         self._read = AsyncScalarRead(torch.cat(tensors)) if tensors else None

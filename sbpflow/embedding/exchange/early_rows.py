@@ -1,8 +1,8 @@
-"""Splits a batch's rows into early rows, which travel one batch ahead, and the other rows.
+"""Splits a batch's rows into early rows, which are sent one batch ahead, and the others.
 
-A row is early if no earlier batch uses it that is still to be updated: its value cannot change
-before the lookup of this batch. Only the rank that stores a row knows which batches use it, so this
-rank sends one bit per requested row (``flags``) before it sends the early rows.
+A row is early if no batch with a pending update uses it: its value cannot change before the lookup
+of this batch. Only the rank that stores a row knows which batches use it, so it sends one bit per
+requested row (``flags``) before the early rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,9 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Divides rows [n] in blocks, one block per rank, into early rows and other rows.
+    """Divides rows [n], which form one block per rank, into early rows and others.
 
-    ``early`` and ``others`` are the positions [..] int64 of the rows; ``num_early`` and
+    ``early`` and ``others`` are the positions of these rows, int64; ``num_early`` and
     ``num_others`` are their numbers in each block.
     """
 
@@ -31,7 +31,7 @@ class Split:
 
     @staticmethod
     def of(is_early: Tensor, sizes: Sequence[int]) -> "Split":
-        """Return the split for the flags [n] bool of blocks of ``sizes`` rows."""
+        """Return the split given by ``is_early`` [n] bool, for blocks of ``sizes`` rows."""
         num_early = [int(block.sum()) for block in is_early.split(list(sizes))]
         return Split(
             is_early.nonzero().squeeze(1),
@@ -50,8 +50,11 @@ class Split:
 
 @dataclass(slots=True)
 class EarlyInFlight:
-    """Contains a batch's early rows: ``owned`` splits the rows that others request from this rank,
-    ``wanted`` the rows that this rank requests, and the other fields are transfers in flight."""
+    """The early rows of a batch.
+
+    ``owned`` splits the rows that other ranks request from this rank, and ``wanted`` the rows that
+    this rank requests. The other fields are transfers in flight.
+    """
 
     owned: Split
     flags: Pending | None
@@ -66,7 +69,7 @@ class EarlyInFlight:
 
 
 class UsedRows:
-    """Finds the rows of a batch that other batches use; keeps one byte per row of a store."""
+    """Finds the rows of a batch that other batches use too. Keeps one byte per row of a store."""
 
     def __init__(self, num_rows: int) -> None:
         self._used = torch.zeros(num_rows, dtype=torch.bool)
@@ -83,18 +86,18 @@ class UsedRows:
 
 
 def flag_bytes(sizes: Sequence[int]) -> list[int]:
-    """Return the number of bytes of the packed flags of each block."""
+    """Return the size in bytes of the packed flags of each block."""
     return [-(-size // 8) for size in sizes]
 
 
 def pack(flags: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the flags [n] bool as uint8 with 8 flags each; every block starts a new byte."""
+    """Pack flags [n] bool into uint8, 8 per byte; every block starts a new byte."""
     blocks = [np.packbits(block.numpy()) for block in flags.split(list(sizes))]
     return torch.from_numpy(np.concatenate(blocks))
 
 
 def unpack(packed: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the flags [n] bool of ``pack``."""
+    """Return the flags [n] bool that ``pack`` packed."""
     parts = packed.split(flag_bytes(sizes))
     blocks = [
         np.unpackbits(part.numpy(), count=size) for part, size in zip(parts, sizes, strict=True)
@@ -103,7 +106,7 @@ def unpack(packed: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def part_of(lookup: Lookup, positions: Tensor) -> Lookup:
-    """Return the lookup of some rows, without bags."""
+    """Return a lookup of the rows at ``positions``, without bags."""
     placed = lookup.placed
     rows = Lookup(lookup.addresses.index_select(0, positions))
     return rows.place(None if placed is None else placed.index_select(0, positions))

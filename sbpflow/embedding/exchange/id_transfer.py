@@ -1,8 +1,8 @@
 """Sends ids to the ranks that look them up for the global batch.
 
 ``start_id_exchange`` sends the id matrix and the lengths of the id lists. ``exchange_ids`` sends
-the contents of the lists, whose sizes follow from the lengths. ``finish`` waits for the transfers.
-The host reads the sizes together with the other counts of the batch (``counts``).
+the contents of the lists, whose total sizes follow from the lengths. ``finish`` waits for the
+transfers. The host reads the sizes together with the other counts of the batch (see ``counts``).
 """
 
 from functools import lru_cache
@@ -44,8 +44,7 @@ class IdTransfer:
 
 
 class IdsUnderWay:
-    """Runs the id transfers of one batch. All ranks start the transfers of all batches in the same
-    order."""
+    """The id transfers of one batch. All ranks must start them in the same order."""
 
     def __init__(self, transfer: IdTransfer, ids: BatchIds, batch_size: int) -> None:
         self._transfer, self._ids, self._batch_size = transfer, ids, batch_size
@@ -64,10 +63,9 @@ class IdsUnderWay:
             self._lengths = boxing.start(transfer.length_steps(batch_size), lengths, IDS)
 
     def sizes(self) -> Tensor | None:
-        """Return the numbers of list ids sent to each rank and received from each rank, [2 x ranks]
-        int64.
+        """Return how many list ids are sent to and received from each rank: [2 x ranks] int64.
 
-        Return ``None`` if no lists are sent. This method consumes the lengths that
+        Return ``None`` if no lists are sent. Call this once: it receives the lengths that
         ``start_id_exchange`` sent.
         """
         transfer, lists = self._transfer, self._ids.lists
@@ -80,7 +78,9 @@ class IdsUnderWay:
         return torch.cat([(lengths.unsqueeze(1) * transfer.needs).sum(0), self._incoming()])
 
     def exchange_ids(self) -> None:
-        """Start sending the contents of the lists; ``counts`` contains the sizes."""
+        """Start sending the contents of the lists. ``counts`` must be set to the result of
+        ``sizes``.
+        """
         transfer, lists = self._transfer, self._ids.lists
         if not self.counts or lists is None:
             return
@@ -97,8 +97,9 @@ class IdsUnderWay:
         ]
 
     def finish(self) -> BatchIds | None:
-        """Return the ids of the global batch that this rank looks up, or ``None`` if there are
-        none."""
+        """Return the ids of the global batch that this rank looks up, or ``None`` if it looks up
+        none.
+        """
         transfer, rank = self._transfer, self._transfer.world.rank
         matrix = None if self._matrix is None else self._matrix.wait()
         columns, lists = transfer.plan.needed[rank], transfer.plan.needed_lists[rank]
@@ -120,13 +121,13 @@ class IdsUnderWay:
         return BatchIds(matrix, Lists(self._received, values[0], weights))
 
     def _incoming(self) -> Tensor:
-        """Return [ranks] int64, the number of list ids that each rank sends to this rank."""
+        """Return how many list ids each rank sends to this rank: [ranks] int64."""
         world = self._transfer.world
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
             return torch.zeros(world.size, dtype=torch.int64, device=world.device)
         samples = self._received.sum(1, dtype=torch.int64)
-        # Sum over the samples of each rank, split as in ``balanced_sizes``: the first ``longer``
-        # ranks have one more sample than the others.
+        # Sum over the samples of each rank. They are split as in ``balanced_sizes``: the first
+        # ``longer`` ranks have one more sample than the others.
         each, longer = divmod(self._batch_size, world.size)
         first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])
         return torch.cat(

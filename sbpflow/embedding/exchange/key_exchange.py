@@ -1,8 +1,8 @@
 """Converts the keys of a batch to row numbers, before the groups exchange ids.
 
-Every rank counts its unique keys and sends them to the ranks that own the keys' buckets. The owners
-choose the rows and return their numbers. This stage waits for its transfers, but runs several
-batches ahead of the step.
+Every rank counts its unique keys and sends them to the ranks that own the buckets of the keys. The
+owners choose the rows and return their numbers. This stage waits for its transfers, but it runs
+several batches ahead of the step.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What the decisions of a batch depend on, except its keys."""
+    """Everything that the decisions for a batch depend on, except its keys."""
 
     batch_size: int
     training: bool
@@ -42,8 +42,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Request:
-    """Contains a rank's unique keys of a field, ordered by owner, with their counts and
-    positions."""
+    """A rank's unique keys of a field, ordered by owner, with their counts and positions."""
 
     unique: Array
     counts: Array
@@ -52,7 +51,7 @@ class _Request:
 
 
 class KeyExchange:
-    """Manages the growing fields of a plan on one rank; every rank makes the same calls."""
+    """Manages the growing fields of a plan on one rank. Every rank must make the same calls."""
 
     NAMES = tuple(one.name for one in fields(Totals))
 
@@ -78,9 +77,11 @@ class KeyExchange:
         begins_step: bool,
         event_time: int | None = None,
     ) -> tuple[BatchIds, list[Changes]]:
-        """Return the ids with row numbers in place of keys, and a training batch's changes of rows.
+        """Return the ids with row numbers in place of keys, and the rows that a training batch
+        changes.
 
-        ``event_time`` is of this rank's samples. Raise DataError if it is needed but not given.
+        ``event_time`` is the latest time of this rank's samples. Raise DataError if it is needed
+        but not given.
         """
         time = NO_TIME if event_time is None or not self._timed else event_time
         batch = _Batch(batch_size, training, begins_step, time)
@@ -90,7 +91,8 @@ class KeyExchange:
                 f"field {names[0]}: evict.idle_time: the batch has no event time; pass event_time, "
                 "or use evict.idle_samples"
             )
-        # Transposed by torch, which does this in blocks; a clone, because one column is contiguous.
+        # torch transposes in cache-sized blocks. A single column is already contiguous, so only
+        # clone() always copies.
         columns = ids.matrix.t().clone(memory_format=torch.contiguous_format).numpy()
         lists = ids.lists
         all_keys = [self._keys(columns, lists, index) for index in range(len(self.fields))]
@@ -107,7 +109,7 @@ class KeyExchange:
         return self._replaced(columns, lists, all_rows), changes
 
     def release(self) -> None:
-        """Finish the oldest announced batch after its training."""
+        """Finish the oldest announced batch, which has been trained."""
         for field in self.fields:
             if field.part is not None:
                 field.part.release()
@@ -181,7 +183,9 @@ class KeyExchange:
         return rows
 
     def _ask(self, all_keys: list[Array], batch: _Batch, changes: list[Changes]) -> list[Array]:
-        """Send the unique keys of all fields to their owners; return the row of each key."""
+        """Send the unique keys of all fields to their owners; return the rows of the keys, by
+        field.
+        """
         size = self._world.size
         steps = {step.id: step for step in self._plan.key_steps(batch.batch_size)}
         asked = [
@@ -257,7 +261,7 @@ class KeyExchange:
 
 
 def _tensor(values: Array) -> torch.Tensor:
-    # The strides of an empty numpy array can differ from the strides of a contiguous tensor.
+    # An empty numpy array can have strides that torch does not consider contiguous.
     return torch.from_numpy(values) if values.size else torch.empty(values.shape, dtype=torch.int64)
 
 

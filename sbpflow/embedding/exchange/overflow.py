@@ -1,8 +1,7 @@
 """Handles batches whose rows do not fit in the fixed-size buffers of ``padded``.
 
-All ranks get the same counts, so either all ranks repeat the exchange or no rank does. The exchange
-is repeated before any row is read, with transfers of the required sizes. The host waits for the
-repeated transfers.
+All ranks get the same counts, so either all ranks repeat the exchange or none does. It is repeated
+before any row is read, with transfers of exactly the required sizes, for which the host must wait.
 """
 
 import logging
@@ -26,12 +25,12 @@ class PaddedGroups:
             for index, group in enumerate(groups)
             if isinstance(group, RowGroup) and group.capacity is not None
         }
-        # maps each group to the largest number of rows in a warning so far
+        # For each group, the largest number of rows in a warning so far.
         self._warned: dict[int, int] = {}
 
     def ask(self, parts: Sequence[GroupInFlight]) -> AsyncScalarRead | None:
-        """Per group, start reading the maximum number of rows that any rank requests from another
-        rank.
+        """Start reading, for each group, the largest number of rows that a rank requests from
+        another.
 
         Call this after ``receive_ids``. Return ``None`` if the buffers are large enough for any
         batch.
@@ -58,7 +57,7 @@ class PaddedGroups:
             parts[index] = self._again(self._groups[index], limited[index])
 
     def describe(self) -> list[str]:
-        """Return one line per group that names its tables and its buffer size."""
+        """Return a line for each group, with its tables and its buffer size."""
         return [
             f"rows of {', '.join(table.name for table in group.plan.stacks[0].tables)} are sent "
             f"in buffers of {group.capacity.share:g} of the maximum size"
@@ -79,7 +78,7 @@ class PaddedGroups:
         counts = group.counts(again)
         if counts is None:
             raise RuntimeError(
-                f"{group.plan.name}: the repeated exchange has no counts, but it needs them"
+                f"{group.plan.name}: the group returned no counts for the repeated exchange"
             )
         again.counts = AsyncScalarRead(counts).wait().tolist()
         group.exchange_ids(again)
@@ -88,15 +87,15 @@ class PaddedGroups:
         return again
 
     def _warn(self, index: int, part: RowsInFlight, most: int, room: int) -> None:
-        """Log a warning; repeat the warning only when at least twice as many rows are needed."""
+        """Log a warning, but only if twice as many rows are needed as in the last one."""
         group = self._groups[index]
         if group.capacity is None or group.world.rank != 0 or most < 2 * self._warned.get(index, 0):
             return
         self._warned[index] = most
         logger.warning(
-            "parallel.row_buffer_fraction: %g leaves room for %d rows of %s between two ranks, but "
-            "a batch of %d requests %d: the exchange was repeated with that size and made the "
-            "host wait; use %g",
+            "parallel.row_buffer_fraction: %g leaves room for %d rows of %s between two ranks, "
+            "but a batch of %d requests %d; the exchange was repeated with that size, which made "
+            "the host wait; use %g",
             group.capacity.share,
             room,
             group.plan.name,

@@ -1,8 +1,8 @@
 """Provides fixed-size buffers for rows, so that the host need not know the number of rows.
 
-The buffer size between two ranks depends only on the batch size. Unused places contain the address
-of a row of zeros after the stored rows. The device detects batches that do not fit: each rank sends
-the number of rows that it needs, and all ranks compute the maximum.
+The buffer size between two ranks depends only on the batch size. Unused positions contain the
+address of a row of zeros, which follows the stored rows. The device detects batches that do not
+fit: each rank sends the number of rows that it needs, and all ranks compute the maximum.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Contains the positions of a batch's unique rows in the buffers.
+    """The positions of a batch's unique rows in the buffers.
 
-    ``of_ids`` [n] int64 is the position of each address. ``of_rows`` [n] int64 is the position of
-    each unique row, followed by repetitions of the last position. ``size`` is the total number of
+    ``of_ids`` [n] int64 contains the position of each address. ``of_rows`` [n] int64 contains the
+    position of each unique row, padded by repeating the last one. ``size`` is the total number of
     positions.
     """
 
@@ -36,8 +36,7 @@ class Slots:
 
 
 class Capacity:
-    """Describes buffers for a ``share``, in (0, 1], of the maximum number of rows that a rank can
-    request."""
+    """Buffers for a ``share``, in (0, 1], of the maximum number of rows that a rank can request."""
 
     def __init__(self, share: float, plan: GroupPlan) -> None:
         (stack,) = plan.stacks
@@ -46,8 +45,9 @@ class Capacity:
         self._stored = max(stack.num_rows(rank) for rank in plan.world.ranks)
 
     def most(self, batch_size: int) -> int:
-        """Return the number of rows that a rank can request from another rank in a batch of
-        ``batch_size``."""
+        """Return how many rows a rank can request from another at most, in a batch of
+        ``batch_size``.
+        """
         return max(1, min(-(-batch_size // self._size) * self._lookups, self._stored))
 
     def rows(self, batch_size: int) -> int:
@@ -59,7 +59,7 @@ class Capacity:
         return self.rows(batch_size) >= self.most(batch_size)
 
     def share_of(self, rows: int, batch_size: int) -> float:
-        """Return the smallest share, to three digits, whose buffers can contain ``rows`` rows."""
+        """Return the smallest share, to three digits, whose buffers have room for ``rows`` rows."""
         return min(1.0, ceil(1000 * rows / self.most(batch_size)) / 1000)
 
 
@@ -76,8 +76,8 @@ class Layout:
     def lay_out(self, wanted: Lookup, room: int) -> tuple[Slots, Tensor]:
         """Return the slots, and the buffers to send, [parts, 1 + capacity].
 
-        The first element of a buffer is the maximum number of rows in any part. The row addresses
-        follow, relative to the base of the part. The buffers omit rows that do not fit.
+        The first element of a buffer is the largest number of rows in any part. The row addresses
+        follow, relative to the base of the part. Rows that do not fit are left out.
         """
         parts, count = self._absent.numel(), wanted.addresses.numel()
         send = self._absent.unsqueeze(1).repeat(1, room + 1)
@@ -85,9 +85,9 @@ class Layout:
         if not count:  # this rank has no samples
             empty = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(empty, empty, parts * room), send
-        # A row's position is its index among the unique rows minus the number of rows in preceding
-        # parts. Rows that do not fit share the last position. Any of these rows may be sent,
-        # because all ranks detect the overflow and repeat the exchange.
+        # The position of a row is its index among the unique rows minus the number of rows in
+        # preceding parts. Rows that do not fit all write to the last position. It does not matter
+        # which of them wins, because all ranks detect the overflow and repeat the exchange.
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

@@ -1,4 +1,4 @@
-"""Defines groups that exchange deduplicated single rows, as ``plan/row_exchanges.py`` plans."""
+"""Defines the groups that exchange deduplicated rows, as planned by ``plan/row_exchanges.py``."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -33,13 +33,13 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(slots=True, kw_only=True)
 class RowsInFlight(GroupInFlight):
-    """Contains the state of a batch in a group that exchanges rows.
+    """The state of a batch in a group that exchanges rows.
 
     ``requested`` is the number of rows that this rank requests from each rank; ``incoming`` is the
-    number of rows that each rank requests from this rank. With fixed-size buffers, both are the
-    buffer size; otherwise, ``counts`` sets both. ``sent_addresses`` (the addresses in the buffers)
-    and ``most_requested`` ([1] int64, the maximum number of rows between any two ranks) exist only
-    with fixed-size buffers.
+    number of rows that each rank requests from this rank. With fixed-size buffers, both equal the
+    buffer size; otherwise, they are set from ``counts``. ``sent_addresses`` (the addresses in the
+    buffers) and ``most_requested`` ([1] int64, the largest number of rows between any two ranks)
+    are set only with fixed-size buffers.
     """
 
     wanted: Lookup  # the lookup of the local samples
@@ -53,11 +53,11 @@ class RowsInFlight(GroupInFlight):
 
 
 class RowGroup(Group[RowsInFlight]):
-    """The base class of groups that exchange rows; a group consists of one stack with job-wide row
-    addresses.
+    """Base class of groups that exchange rows. A group is a single stack whose row addresses are
+    unique over all ranks.
 
-    For each batch, the ranks exchange the addresses of the rows that they need once. Training
-    batches use fixed-size buffers if ``GroupContext.row_buffer_fraction`` is set.
+    In each batch, a rank requests each row that it needs only once. Training batches use fixed-size
+    buffers if ``GroupContext.row_buffer_fraction`` is set.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
@@ -83,7 +83,8 @@ class RowGroup(Group[RowsInFlight]):
         self._vectors = RowTransfer(self.world, VECTORS)
         self._gradients = RowTransfer(self.world, GRADIENTS)
         self.capacity: Capacity | None = None
-        on_cuda = self.world.device.type == "cuda"  # ``overflow`` uses CUDA's id stream
+        # Buffers that overflow are detected in the id stream, which only CUDA has.
+        on_cuda = self.world.device.type == "cuda"
         share = context.row_buffer_fraction
         if share is not None and on_cuda and self._store.kernel.absent is not None:
             self.capacity = Capacity(share, plan)
@@ -91,11 +92,11 @@ class RowGroup(Group[RowsInFlight]):
     @property
     @abstractmethod
     def part_ranks(self) -> Sequence[int]:
-        """Return the ranks that own the parts of the address space, in the order of the parts."""
+        """Return the owner of each part of the address space, in the order of the parts."""
 
     @abstractmethod
     def begin_counted(self, batch: RowsInFlight) -> None:
-        """Send the number of requested rows to each rank."""
+        """Start telling each rank how many rows this rank requests from it."""
 
     @abstractmethod
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
@@ -103,7 +104,7 @@ class RowGroup(Group[RowsInFlight]):
 
     @abstractmethod
     def send_ids(self, batch: RowsInFlight) -> None:
-        """Start sending the ids of the requested rows once the counts are known."""
+        """Start sending the ids of the requested rows; the counts must be known."""
 
     def start_id_exchange(
         self, local: BatchIds, batch_size: int, *, number: int | None
@@ -121,7 +122,7 @@ class RowGroup(Group[RowsInFlight]):
         return batch
 
     def begin_again(self, batch: RowsInFlight) -> RowsInFlight:
-        """Return the same batch without buffers, for a batch whose buffers were too small."""
+        """Return the same batch without fixed-size buffers; its buffers were too small."""
         again = RowsInFlight(
             local=batch.local, batch_size=batch.batch_size, number=batch.number, wanted=batch.wanted
         )
@@ -129,7 +130,7 @@ class RowGroup(Group[RowsInFlight]):
         return again
 
     def relative(self, addresses: Tensor) -> Tensor:
-        """Return the row numbers of job-wide addresses in the stores of their owners."""
+        """Convert addresses to row numbers in the stores of their owners."""
         owner = torch.searchsorted(self._lasts, addresses)
         return addresses - self._bases.index_select(0, owner)
 
@@ -148,11 +149,10 @@ class RowGroup(Group[RowsInFlight]):
         return [(self._stack, self._store)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
-        """Return the numbers of rows requested from each rank [ranks], followed by the numbers
-        requested by each rank [ranks].
+        """Return how many rows are requested from each rank [ranks], then by each rank [ranks].
 
-        The second part exists only if the ranks sent their counts. Return ``None`` with fixed-size
-        buffers.
+        The second part is missing unless the ranks sent their counts. Return ``None`` with
+        fixed-size buffers.
         """
         if batch.pending is None or batch.request_counts is None:
             return batch.request_counts
@@ -166,7 +166,7 @@ class RowGroup(Group[RowsInFlight]):
             self.send_ids(batch)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
-        """Expand ``batch.rows`` to the vectors of the samples."""
+        """Expand the received unique rows to the vectors of the samples."""
         samples = batch.local.num_samples
         positions = batch.wanted.inverse() if batch.slots is None else batch.slots.of_ids
         vectors = sum_bags(batch.take_rows(), batch.wanted, positions)
@@ -175,13 +175,14 @@ class RowGroup(Group[RowsInFlight]):
         return vectors.view(samples, self.plan.width)
 
     def row_gradients(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
-        """Return the result of ``row_sums`` in the comm dtype."""
+        """Return the result of ``row_sums``, cast to the comm dtype."""
         return self.row_sums(batch, grad).to(self.plan.grad_comm_dtype)
 
     def row_sums(self, batch: RowsInFlight, grad: Tensor) -> Tensor:
-        """Return gradients [unique rows, dim], summed over this rank's samples.
+        """Return the gradient of each unique row, summed over this rank's samples: [unique rows,
+        dim].
 
-        With fixed-size buffers, the gradients are [positions, dim].
+        With fixed-size buffers, the result is [positions, dim].
         """
         if self.plan.pooled:
             grad = grad.repeat(1, len(self._stack.uses))
@@ -195,7 +196,8 @@ class RowGroup(Group[RowsInFlight]):
         count, ranks = sum(batch.incoming), len(batch.incoming)
         if batch.slots is None:
             lookup = Lookup(self.take(batch, "ids", count))
-            lookup.ascending = tuple(batch.incoming)  # each rank sent its unique rows in order
+            # Every rank sent its unique rows in ascending order.
+            lookup.ascending = tuple(batch.incoming)
             batch.lookups = [lookup]
             return
         buffers = self.take(batch, "ids", ranks + count).view(ranks, -1)
@@ -219,7 +221,7 @@ class UniqueGroup(RowGroup):
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
         self._used = UsedRows(self._store.num_rows if plan.early_rows else 0)
-        # addresses of training batches that are not yet updated, by the number of the batch
+        # Addresses of the training batches that are not yet updated, by batch number.
         self._to_update: dict[int, Tensor] = {}
 
     @property
@@ -275,7 +277,7 @@ class UniqueGroup(RowGroup):
     def _read(self, batch: RowsInFlight, positions: Tensor) -> Tensor:
         """Read some rows of an admitted batch, in the comm dtype.
 
-        The lookup has no learning rate, because the update covers the whole batch.
+        No learning rate is passed, because the later update is for the lookup of the whole batch.
         """
         rows = self._store.kernel.lookup(part_of(batch.lookups[0], positions))
         return rows.to(self.plan.comm_dtype)
@@ -322,10 +324,9 @@ class UniqueGroup(RowGroup):
 
 
 class AllGatherRowsGroup(RowGroup):
-    """The base class of groups in which every rank stores the same rows, or some columns of each
-    row.
+    """Base class of groups in which every rank stores all rows, or some columns of all rows.
 
-    All ranks receive the other ranks' requests, so addresses are local row numbers on every rank.
+    Every rank receives the requests of all ranks, so addresses are local row numbers everywhere.
     """
 
     @property
@@ -333,7 +334,7 @@ class AllGatherRowsGroup(RowGroup):
         return range(1)
 
     def sends_ids(self, batch: RowsInFlight) -> bool:
-        """Return True if the other ranks need the addresses of the rows that this rank requests."""
+        """Return True if other ranks need the addresses of the rows that this rank requests."""
         return True
 
     def begin_counted(self, batch: RowsInFlight) -> None:
@@ -361,13 +362,13 @@ class AllGatherRowsGroup(RowGroup):
 class UniqueColumnsGroup(AllGatherRowsGroup):
     """Runs S(1) tables with skewed ids: each rank sends its columns of the requested rows.
 
-    A block [rows, columns of the sender] is flattened to one dimension and then sent, because ranks
-    may store different widths.
+    A block [rows, columns of the sender] is sent as a flat tensor, because ranks may store
+    different numbers of columns.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
-        # ranges of columns that the ranks store, in any order
+        # the range of columns that each rank stores, in any order
         self._columns = self._stack.columns_by_rank()
         self._widths = [columns.stop - columns.start for columns in self._columns]
 
@@ -405,7 +406,7 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
         self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 
     def _sizes(self, batch: RowsInFlight) -> tuple[list[int], list[int]]:
-        """Return the numbers of elements to receive from each rank and to send to each rank."""
+        """Return how many elements to receive from each rank, and how many to send to each rank."""
         requested, own_width = batch.requested[0], self._widths[self.world.rank]
         wanted = [requested * width for width in self._widths]
         return wanted, [count * own_width for count in batch.incoming]

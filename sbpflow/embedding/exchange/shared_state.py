@@ -12,7 +12,9 @@ from sbpflow.embedding.rules.base import SumOverColumns
 
 
 class SharedState:
-    """Runs the collectives of a group's row state in updates of up to ``batch_size`` samples."""
+    """Runs the collectives for the row state of a group, in updates of up to ``batch_size``
+    samples.
+    """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
         self._plan, self._boxing = plan, boxing
@@ -20,14 +22,16 @@ class SharedState:
         self.batch_size = 0
 
     def sum_of(self, index: int) -> SumOverColumns | None:
-        """Return a function that sums a stack's squares over the ranks that share its rows, or
-        ``None``."""
+        """Return a function that sums a stack's squares over the ranks that share its rows.
+
+        Return ``None`` if no ranks share them.
+        """
         if index not in self._plan.shared_state:
             return None
 
         def add_up(squares: Tensor) -> Tensor:
             size = self._plan.squares_sent(index, squares.shape[0], self.batch_size)
-            # buffers can contain more rows than a batch requests
+            # fixed-size buffers can contain more rows than a batch requests
             size = max(size, squares.shape[0])
             padded = F.pad(squares, (0, size - squares.shape[0]))
             total = self._boxing.run(self._steps(index, size), padded, GRADIENTS, donate=True)
@@ -38,7 +42,7 @@ class SharedState:
         return add_up
 
     def stand_by(self, index: int) -> None:
-        """Run the collectives of a stack without rows on this rank."""
+        """Join the collectives of a stack that has no rows to update on this rank."""
         if index in self._plan.shared_state:
             size = self._plan.squares_sent(index, 0, self.batch_size)
             self._boxing.run(self._steps(index, size), None, GRADIENTS)

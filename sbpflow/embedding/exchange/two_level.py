@@ -1,9 +1,9 @@
-"""Defines groups that exchange rows in two hops, as ``plan/two_level.py`` plans.
+"""Defines the groups that exchange rows in two hops, as planned by ``plan/two_level.py``.
 
-A rank sends its unique ids to the ranks of its host. Each of these ranks merges the ids that it
+A rank sends its unique ids to the ranks of its own host. Each of these ranks merges the ids that it
 receives, and sends them to the owners on all hosts. Rows and gradients take the same two hops.
-``lookup`` and ``send_grads`` start the hop between hosts, so it overlaps the following moves. The
-hop within the host is short, so the rank waits for it.
+``lookup`` and ``send_grads`` start the hop between hosts, so it overlaps with the following moves.
+The hop within the host is short, so ranks simply wait for it.
 """
 
 from dataclasses import dataclass, field
@@ -22,10 +22,10 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 @dataclass(slots=True)
 class Merged:
-    """Contains the ids that the ranks of the host sent to this rank.
+    """The merged ids that the ranks of the host sent to this rank.
 
-    ``requested`` is the number of distinct ids that this rank sends to each host, and ``incoming``
-    the number of ids that it receives from each host.
+    ``requested`` is the number of distinct ids that this rank forwards to each host, and
+    ``incoming`` the number that it receives from each host.
     """
 
     lookup: Lookup
@@ -35,10 +35,9 @@ class Merged:
 
 @dataclass(slots=True, kw_only=True)
 class TwoLevelInFlight(RowsInFlight):
-    """Contains the state of a batch in a group with two hops.
+    """The state of a batch in a group with two hops.
 
-    ``requested`` and ``incoming`` belong to the hop within the host; ``merged`` is set by
-    ``next_round``.
+    ``requested`` and ``incoming`` are for the hop within the host; ``next_round`` sets ``merged``.
     """
 
     merged: Merged | None = None
@@ -50,9 +49,9 @@ class TwoLevelGroup(RowGroup):
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         _, self._positions = groups_of(plan.stacks[0].layouts[0].placement)
         super().__init__(plan, boxing, context)
-        self.capacity = None  # no fixed-size buffers, as ``config.checks`` explains
-        # The address parts of ranks with the same position are consecutive. The sorted ids of a
-        # rank are therefore in the order of their destinations in both hops.
+        self.capacity = None  # no fixed-size buffers; ``config.checks`` rejects the combination
+        # Order the parts of the address space by position within the host, then by host. The sorted
+        # ids of a rank are then grouped by destination in both hops.
         own = next(n for n, ranks in enumerate(self._positions) if self.world.rank in ranks)
         by_position = self._lasts.view(len(self._positions), -1)
         self._last_of_positions = by_position[:, -1].contiguous()
@@ -105,7 +104,9 @@ class TwoLevelGroup(RowGroup):
         batch.pending = self._ids.start(step, ids, batch.requested, batch.incoming)
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
-        raise NotImplementedError(f"{self.plan.name}: counts its rows, and has no buffers")
+        raise NotImplementedError(
+            f"{self.plan.name}: this exchange has no fixed-size buffers to repeat"
+        )
 
     def receive_ids(self, batch: RowsInFlight) -> None:
         step, count = self._step(batch, "ids", NETWORK), sum(_merged(batch).incoming)
@@ -133,7 +134,7 @@ class TwoLevelGroup(RowGroup):
         sums = self.row_sums(batch, grad)
         pending = self._gradients.start(step, sums, batch.requested, batch.incoming)
         _, sums = merged.lookup.row_gradients(received(step, pending, sum(batch.incoming)))
-        # Round once, after the gradients of the host are summed.
+        # Round only once, after the gradients of all ranks of the host have been summed.
         sums, step = sums.to(self.plan.grad_comm_dtype), self._step(batch, "gradients", NETWORK)
         batch.pending = self._gradients.start(step, sums, merged.requested, merged.incoming)
 

@@ -1,1 +1,1 @@
-"""Checks a batch's ids and converts them to row numbers of stores."""
+"""Checks the ids of a batch and converts them to row numbers in stores."""

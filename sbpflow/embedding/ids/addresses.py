@@ -1,8 +1,8 @@
 """Converts table ids to row addresses.
 
-``LocalAddresses`` is for ranks that look ids up in their own shards. ``OwnerAddresses`` is for
-exchanges of single rows; its addresses also identify the rank that owns the row. Both classes
-return a ``Lookup``: addresses, the bags they form, and a weight per address for weighted sums.
+``LocalAddresses`` is for ranks that look up ids in their own shards. ``OwnerAddresses`` is for
+exchanges of individual rows; its addresses also identify the rank that owns the row. Both return a
+``Lookup``: addresses, the bags they form, and a weight per address for weighted sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,15 @@ from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch, column
 from sbpflow.embedding.storage.lookup import Lookup
 
 _NO_WEIGHTS = torch.empty(0)
-_MOST_COMPARED = 8  # with more row parts per table, binary search is faster than comparing
+# With more row parts per table, a binary search is faster than comparing with every part.
+_MOST_COMPARED = 8
 
 
 class BagShape:
-    """Describes how the ids of some uses form bags, and the weight of each id in its bag.
+    """How the ids of some table uses form bags, and the weight of each id in its bag.
 
-    If the batch has only a subset of columns and lists, ``columns`` and ``places`` map the columns
-    and lists of the uses to positions in the batch.
+    If the batch contains only a subset of the columns and lists, ``columns`` and ``places`` map the
+    columns and lists of the uses to their positions in the batch.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class BagShape:
         self._shares = torch.tensor(shares, dtype=dtype, device=device)
 
     def matrix(self, ids: BatchIds) -> Tensor:
-        """Return the columns of the uses: [samples, columns]."""
+        """Return the matrix columns of the uses: [samples, columns]."""
         if self._slice is not None:
             return ids.matrix[:, self._slice]
         return ids.matrix.index_select(1, self._columns)
@@ -70,13 +71,15 @@ class BagShape:
     def lists(self, ids: BatchIds) -> Lists:
         """Return the lists of the uses for every sample."""
         if ids.lists is None:
-            raise RuntimeError("the batch has no lists, but some lookups need lists; pass Bags")
+            raise RuntimeError(
+                "the batch has no lists, but some features have lists of ids; pass them as Bags"
+            )
         if self._in_order and ids.lists.lengths.shape[1] == len(self._places):
             return ids.lists
         return ids.lists.take(self._places)
 
     def offsets(self, samples: int, *, pooled: bool) -> Tensor | None:
-        """Return the offsets of a matrix's bags, or ``None`` if each bag has one id."""
+        """Return the offsets of the bags of a matrix, or ``None`` if every bag has one id."""
         total = samples * self._per_sample
         if pooled:
             if self._per_sample == 1:
@@ -89,13 +92,15 @@ class BagShape:
         return torch.cat([inner, inner.new_full((1,), total)])
 
     def shares(self, samples: int) -> Tensor | None:
-        """Return the weight of each id in its mean, [ids of a matrix]; ``None`` without means."""
+        """Return the weight of each id of a matrix in its mean, or ``None`` if there are no
+        means.
+        """
         if not self._mean:
             return None
         return self._shares.expand(samples, -1).reshape(-1)
 
     def list_weights(self, lists: Lists) -> Tensor | None:
-        """Return the weights of ids in lists; for means, they are divided by the list length."""
+        """Return the weights of ids in lists; in means, they are divided by the list length."""
         if not self._mean:
             return lists.weights
         lengths = lists.lengths.to(self._dtype).clamp(min=1)
@@ -106,12 +111,14 @@ class BagShape:
         return shares if lists.weights is None else shares * lists.weights
 
     def list_offsets(self, lists: Lists, *, pooled: bool) -> Tensor:
-        """Return the offsets of lists' bags: one bag per list, or per sample if ``pooled``."""
+        """Return the offsets of the bags in lists: one bag per list, or per sample if
+        ``pooled``.
+        """
         lengths = lists.lengths.sum(1) if pooled else lists.lengths.reshape(-1)
         return _ends(lengths)
 
     def use_of(self, lists: Lists) -> Tensor:
-        """Return the use of each id, [ids in lists]."""
+        """Return the index of the use that each id belongs to, [ids in lists]."""
         samples, uses = lists.lengths.shape
         place = torch.arange(uses, device=self._device).repeat(samples)
         flat = lists.lengths.reshape(-1)
@@ -158,13 +165,13 @@ class LocalAddresses:
 
     @property
     def num_uses(self) -> int:
-        """Return the number of vectors per sample that are looked up on this rank."""
+        """Return how many vectors this rank looks up per sample."""
         return len(self.bags.uses)
 
     def make_lookup(self, ids: BatchIds, *, pooled: bool, absent: int | None = None) -> Lookup:
         """Return a lookup with one bag per (sample, use), or per sample if ``pooled``.
 
-        The lookup omits rows of other ranks, or gives them the address ``absent`` if it is set.
+        Ids of rows on other ranks are left out or, if ``absent`` is set, get this address.
         """
         bags = self.bags
         if self._loops is not None and absent is None:
@@ -193,7 +200,7 @@ class LocalAddresses:
         return Lookup(addresses[is_local], offsets, weights)
 
     def _by_loop(self, loops: ModuleType, lists: Lists, *, pooled: bool) -> Lookup:
-        """Do the same as ``make_lookup`` for lists, in one compiled pass."""
+        """Like ``make_lookup`` for lists, but in one compiled pass."""
         samples, uses = lists.lengths.shape
         total = lists.values.numel()
         weights = self.bags.list_weights(lists)
@@ -209,12 +216,11 @@ class LocalAddresses:
 
 
 class OwnerAddresses:
-    """Converts the ids of a stack's uses to job-wide addresses, in the order of the owning
-    ``ranks``.
+    """Converts the ids of a stack's uses to addresses that are unique over all ranks.
 
-    The rank ``ranks[n]`` owns the addresses after ``lasts[n - 1]`` up to ``lasts[n]`` and receives
-    them relative to ``bases[n]``. Each rank's addresses are consecutive in the order of its store,
-    and ``num_addresses`` is the number of addresses.
+    Addresses are in the order of the owning ``ranks``: ``ranks[n]`` owns the addresses after
+    ``lasts[n - 1]`` up to ``lasts[n]``, and receives them relative to ``bases[n]``. The addresses
+    of a rank are consecutive, in the order of its store. ``num_addresses`` is the total number.
     """
 
     def __init__(
@@ -233,8 +239,8 @@ class OwnerAddresses:
         parts = _row_parts(stack, dict(zip(ranks, self.bases, strict=True)))
         most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
-        firsts: list[list[int]] = []  # by use: first row of each part after the first part
-        steps: list[list[int]] = []  # by use: how the shift changes at these rows
+        firsts: list[list[int]] = []  # by use: the first row of each part except the first part
+        steps: list[list[int]] = []  # by use: the change of the shift at each of these rows
         shifts: list[int] = []
         for use in stack.uses:
             table_parts = parts[use.table.name]
@@ -258,7 +264,7 @@ class OwnerAddresses:
         self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
     def make_lookup(self, ids: BatchIds) -> Lookup:
-        """Return a lookup with one bag per (sample, use), with addresses in the address dtype."""
+        """Return a lookup with one bag per (sample, use); addresses have the address dtype."""
         bags = self.bags
         if self._loops is not None and self._ragged:
             return self._by_loop(self._loops, bags.lists(ids))
@@ -279,7 +285,7 @@ class OwnerAddresses:
         return Lookup(addresses, bags.offsets(samples, pooled=False), bags.shares(samples))
 
     def _by_loop(self, loops: ModuleType, lists: Lists) -> Lookup:
-        """Do the same as ``make_lookup`` for lists, in one compiled pass."""
+        """Like ``make_lookup`` for lists, but in one compiled pass."""
         addresses = torch.empty(lists.values.shape, dtype=self._dtype)
         offsets = torch.empty(lists.lengths.numel() + 1, dtype=torch.int64)
         values = lists.values
@@ -288,20 +294,23 @@ class OwnerAddresses:
         return Lookup(addresses, offsets, self.bags.list_weights(lists))
 
     def _address(self, ids: Tensor, column: Tensor | None) -> Tensor:
-        """Return addresses of ``ids`` [samples, columns], or of [n] ids in the given columns."""
+        """Return the addresses of ``ids`` [samples, columns], or of ids [n] that are in columns
+        ``column``.
+        """
         ids = ids.to(self._dtype)
 
         def of(table: Tensor) -> Tensor:
             return table if column is None else table.index_select(-1, column)
 
-        # The shift of an id depends on its row part. With few parts, add the change of the shift at
-        # each part boundary that the id has passed.
+        # The shift of an id depends on its row part. If there are few parts, compare with every
+        # part boundary, and add the change of the shift at each boundary below the id.
         if self._firsts.shape[0] < _MOST_COMPARED:
             addresses = ids + of(self._shift)
             for first, step in zip(self._firsts, self._steps, strict=True):
                 addresses += (ids >= of(first)) * of(step)
             return addresses
-        # Use one binary search per column; the first rows of its parts are sorted.
+        # Otherwise, run one binary search per column over the first rows of its parts, which are
+        # sorted.
         if column is None:
             part = torch.searchsorted(
                 self._firsts.t().contiguous(), ids.t().contiguous(), right=True
@@ -312,9 +321,9 @@ class OwnerAddresses:
 
 
 def _row_parts(stack: TableBatch, bases: Mapping[int, int]) -> dict[str, list[tuple[int, int]]]:
-    """Return (first row, address minus row) of non-empty parts by table, sorted by first row.
+    """Return, for each table, (first row, address minus row) of its non-empty parts, sorted.
 
-    ``bases`` contains the first address of each rank.
+    ``bases`` is the first address of each rank.
     """
     parts: dict[str, list[tuple[int, int]]] = {table.name: [] for table in stack.tables}
     for rank, base in bases.items():
@@ -324,7 +333,7 @@ def _row_parts(stack: TableBatch, bases: Mapping[int, int]) -> dict[str, list[tu
 
 
 def _ends(lengths: Tensor) -> Tensor:
-    """Return [n + 1] int64 offsets of bags with these ``lengths``; a bool length is 0 or 1."""
+    """Return offsets [n + 1] int64 of bags with these ``lengths``. Bool lengths count as 0 or 1."""
     ends = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=ends[1:])
     return ends

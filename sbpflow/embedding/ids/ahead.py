@@ -1,7 +1,8 @@
-"""Runs id work in a CUDA stream, so that ids are checked, sent, and sorted during the dense part.
+"""Runs id work in its own CUDA stream, so that ids are checked, sent, and sorted during the dense
+part.
 
-docs/decisions/gpu.md explains the synchronization and the lifetime of the memory. On CPU there is
-no stream: all work runs immediately, in program order.
+docs/decisions/gpu.md explains the synchronization and the lifetime of memory. On CPU, there is no
+stream: all work runs immediately, in program order.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -15,10 +16,11 @@ from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, Ids, Lists
 
 
 class IdStream:
-    """Runs sections of id work; the current stream can use their results after ``join``.
+    """Runs sections of id work; the current stream may use their results after ``join``.
 
-    A section starts after all work that was submitted to the current stream before it. A later
-    section can therefore safely reuse memory that a section allocated and that was freed elsewhere.
+    A section starts only after all work submitted to the current stream before it. If memory that a
+    section allocated has been freed after use in the current stream, a later section can therefore
+    reuse it safely.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,18 +29,20 @@ class IdStream:
 
     @property
     def exists(self) -> bool:
-        """Return True if sections run concurrently with the current stream."""
+        """Return True if there is a stream, so that sections run concurrently with the current
+        stream.
+        """
         return self._stream is not None
 
     @contextmanager
     def section(self, ids: Ids | None = None) -> Generator[None]:
-        """Open a section that works on ``ids``, which were created outside of it."""
+        """Open a section that works on ``ids``, which were created outside the section."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for tensor in () if ids is None else _tensors(ids):
-            if tensor.is_cuda:  # ids on another device will be rejected
+            if tensor.is_cuda:  # ids on another device are rejected later
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
@@ -55,5 +59,6 @@ def _tensors(ids: Ids) -> Iterator[Tensor]:
     for part in ids.values() if isinstance(ids, Mapping) else parts:
         is_nested = isinstance(part, Bags | Lists)
         for value in [getattr(part, f.name) for f in fields(part)] if is_nested else [part]:
-            if isinstance(value, Tensor):  # the values of a mapping are not checked yet
+            # The values of a mapping are not checked yet and may have any type.
+            if isinstance(value, Tensor):
                 yield value

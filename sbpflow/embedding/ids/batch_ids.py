@@ -1,7 +1,7 @@
 """Defines value types for the ids of a batch: a matrix and lists.
 
-Features with a fixed number of ids per sample form a matrix, the fast path. Ragged or weighted ids
-form lists, sample by sample, so that parts of a batch can be concatenated.
+Features with a fixed number of ids per sample form a matrix, which is the fast path. Ragged or
+weighted ids form lists, stored sample by sample, so that the parts of a batch can be concatenated.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Bags:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Ids of several features, list by list and sample by sample.
+    """Ids of several features: the lists of the first sample, then those of the second, and so on.
 
     ``lengths`` is [samples, lists] int32 and ``values`` is [sum of lengths]; ``weights`` has the
     shape of ``values``.
@@ -44,8 +44,8 @@ class Lists:
     def take(self, places: Tensor, total: int | None = None) -> "Lists":
         """Return the lists at these places, in this order, for every sample.
 
-        ``total`` is the number of ids in these lists. Without ``total``, the host waits for the
-        device.
+        ``total`` is the number of ids in these lists. Pass it if known; otherwise, the host waits
+        for the device.
         """
         lengths = self.lengths.index_select(1, places)
         source = positions(self.starts().index_select(1, places), lengths, total)
@@ -54,7 +54,9 @@ class Lists:
 
 
 def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """Return the positions [total] of all elements of the segments that begin at ``starts``."""
+    """Return the positions [total] of all elements of the segments given by ``starts`` and
+    ``lengths``.
+    """
     flat = lengths.reshape(-1).to(torch.int64)
     ends = torch.cumsum(flat, 0)
     shift = starts.reshape(-1) - (ends - flat)
@@ -66,7 +68,7 @@ def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class IdBounds:
-    """Bounds that the creator of some ids guarantees, so that each id need not be checked.
+    """Bounds guaranteed by the creator of some ids, so that the ids need not be checked one by one.
 
     Ids in column c of the matrix are in range(columns[c]), and ids in list p are in
     range(lists[p]). List p has at most lengths[p] ids.
@@ -81,9 +83,9 @@ class IdBounds:
 class BatchIds:
     """The ids of some samples: a matrix [samples, columns], and lists if any feature has them.
 
-    If a caller passes ``BatchIds``, the matrix has the columns of all fixed-length features and the
-    lists belong to all other features, both in the plan's order. Checked ``BatchIds`` have only the
-    lists that the plan looks up.
+    In ``BatchIds`` passed by a caller, the matrix has the columns of all fixed-length features, and
+    the lists are those of all other features, both in the plan's order. Checked ``BatchIds``
+    contain only the lists that the plan looks up.
     """
 
     matrix: Tensor

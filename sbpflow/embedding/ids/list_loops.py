@@ -9,7 +9,9 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 
 
 def find_loops(device: torch.device) -> ModuleType | None:
-    """Return the module ``ids.loops``, or ``None`` to use torch. Loading numba takes 0.5 s."""
+    """Return the module ``ids.loops``, or ``None`` if torch is to be used. Loading numba takes 0.5
+    s.
+    """
     if device.type != "cpu" or find_spec("numba") is None:
         return None
     from sbpflow.embedding.ids import loops
@@ -18,7 +20,7 @@ def find_loops(device: torch.device) -> ModuleType | None:
 
 
 def warm_up_loops(plan: EmbeddingPlan, device: torch.device) -> None:
-    """Compile the loops that a plan needs, or load them from the cache, before the first step."""
+    """Before the first step, compile the loops that a plan needs, or load them from the cache."""
     if (loops := find_loops(device)) is None:
         return
     for kind in {group.address_dtype() for group in plan.groups}:

@@ -1,7 +1,7 @@
-"""Defines loops over lists of ids, compiled by numba: one pass where torch makes ten passes.
+"""Defines loops over ids, compiled by numba: a single pass where torch makes ten.
 
-Import this module only if numba is installed. Each result is equal, id by id, to the result of the
-torch code next to the call. Arrays must be C-contiguous.
+Import this module only if numba is installed. Results are identical to those of the torch code next
+to each call. Arrays must be C-contiguous.
 """
 
 import numpy as np
@@ -9,7 +9,8 @@ import torch
 
 from sbpflow.runtime.compute.compiled import Array, compiled
 
-_MOST_COMPARED = 32  # with more row parts per table, binary search is faster than comparing
+# With more row parts per table, a binary search is faster than comparing with every part.
+_MOST_COMPARED = 32
 
 
 @compiled
@@ -29,8 +30,8 @@ def join_lists(
     Sample i of feature f has ``values[bases[f] + offsets[f, i] : bases[f] + offsets[f, i + 1]]``:
     at most ``most[f]`` ids, each in ``range(limits[f])``. If the input breaks this rule, return
     False; the outputs are then undefined. The outputs are ``lengths`` [samples, features], and
-    ``out`` and ``out_weights`` in the shape of ``values``. Without weights, ``out_weights`` has
-    size 0.
+    ``out`` and ``out_weights``, shaped like ``values``. If there are no weights, ``out_weights``
+    has size 0.
     """
     features, samples = offsets.shape[0], offsets.shape[1] - 1
     for f in range(features):
@@ -108,12 +109,12 @@ def owner_addresses(
 
 @compiled
 def are_in_range(ids: Array, last: Array) -> bool:
-    """Return True if every id of ``ids`` [samples, columns] is in ``range(last[column] + 1)``."""
+    """Return True if every id in ``ids`` [samples, columns] is from 0 to ``last[column]``."""
     signs = np.int64(0)
     for i in range(ids.shape[0]):
         for u in range(ids.shape[1]):
             value = np.int64(ids[i, u])
-            signs |= value | (last[u] - value)  # negative if either term is
+            signs |= value | (last[u] - value)  # the sign bit is set if value < 0 or value > last
     return bool(signs >= 0)
 
 
@@ -121,8 +122,8 @@ def are_in_range(ids: Array, last: Array) -> bool:
 def matrix_addresses(ids: Array, shift: Array, firsts: Array, steps: Array, out: Array) -> None:
     """Write the addresses of ``ids`` [samples, columns] to ``out``, in its dtype.
 
-    An address is the id plus ``shift[column]`` plus ``steps[part, column]`` for each part with
-    ``firsts[part, column]`` up to the id.
+    An address is the id plus ``shift[column]``, plus ``steps[part, column]`` for each part whose
+    ``firsts[part, column]`` is at most the id.
     """
     for i in range(ids.shape[0]):
         for u in range(ids.shape[1]):
@@ -144,11 +145,11 @@ def local_addresses(
     out_weights: Array,
     offsets: Array,
 ) -> int:
-    """Write ids from ``firsts[use]`` to ``lasts[use]``, plus ``shift[use]``, to ``out``.
+    """Write the ids from ``firsts[use]`` to ``lasts[use]``, plus ``shift[use]``, to ``out``.
 
-    Return how many were written. ``offsets`` gets the end of each list, or the end of each sample
-    if it has only [samples + 1] elements. ``out_weights`` gets the weights of the ids unless it is
-    empty.
+    Return how many were written. The end of each list is written to ``offsets``, or the end of each
+    sample if it has only [samples + 1] elements. The weights of the ids are written to
+    ``out_weights`` unless it is empty.
     """
     samples, uses = lengths.shape
     pooled, has_weights = offsets.size == samples + 1 and uses != 1, out_weights.size > 0
@@ -158,8 +159,8 @@ def local_addresses(
         for u in range(uses):
             low, high, more = firsts[u], lasts[u], shift[u]
             stop = at + lengths[i, u]
-            # Write every id and advance the position only for owned ids: a branch would be
-            # mispredicted half of the time.
+            # Always write the id, but advance the position only if this rank owns the row. A branch
+            # would be mispredicted half of the time.
             for k in range(at, stop):
                 value = values[k]
                 out[count] = value + more

@@ -20,10 +20,10 @@ from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 
 @dataclass(slots=True, kw_only=True)
 class IdCheck:
-    """The result of checking one batch's ids.
+    """The result of checking the ids of a batch.
 
-    A training batch is read ahead of its step. An out-of-range id is therefore stored as ``error``
-    until that step and replaced by row 0, because other ranks are already waiting for these ids.
+    A training batch is read ahead of its step, and other ranks are already waiting for its ids. An
+    out-of-range id is therefore replaced by 0, and its error is kept in ``error`` until the step.
     """
 
     error: DataError | None = None  # the error for the first bad id
@@ -31,11 +31,11 @@ class IdCheck:
     replaced: Tensor | None = None  # [features] int64, set by the policies clamp and hash
 
     def fail(self, error: DataError) -> None:
-        """Store ``error`` unless there is an earlier error."""
+        """Keep ``error`` unless an earlier error was kept."""
         self.error = self.error or error
 
     def count(self, features: Tensor, bad: Tensor, num_features: int) -> None:
-        """Record that ``bad`` [n] int64 ids of ``features`` [n] were replaced."""
+        """Record that ``bad`` [n] int64 ids of each of ``features`` [n] were replaced."""
         if self.replaced is None:
             self.replaced = bad.new_zeros(num_features)
         self.replaced.index_add_(0, features, bad)
@@ -44,15 +44,15 @@ class IdCheck:
 class IdReader:
     """Checks the ids of a batch and applies the policy for out-of-range ids.
 
-    An id must be a row of every table that uses its feature, so the smallest table determines the
-    limit. With clamp and hash, these tables must have equal sizes; ``plan_embeddings`` checks this.
-    ``out_of_range`` counts the replaced ids per feature on this rank, in batches passed to
-    ``account``.
+    An id must be a row of every table that uses its feature, so the smallest of these tables sets
+    the limit. With clamp and hash, they must all have the same size; ``plan_embeddings`` checks
+    this. ``out_of_range`` counts the replaced ids per feature on this rank, over all batches passed
+    to ``account``.
     """
 
     def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
         self._plan, self._rank, self._device = plan, rank, device
-        rows = [ANY_ID] * len(plan.features)  # the default for unused features
+        rows = [ANY_ID] * len(plan.features)  # features that no table uses have no limit
         by_name = {feature.name: n for n, feature in enumerate(plan.features)}
         for table in (table for out in plan.outputs for table in out.tables):
             for name in table.features:
@@ -83,12 +83,12 @@ class IdReader:
     def read(self, ids: Ids, check: IdCheck | None = None) -> BatchIds:
         """Read ids in one of three forms.
 
-        The forms are a tensor [samples, columns] in the plan's order, ``BatchIds`` (such a matrix
-        with lists), and a mapping from feature to [samples], [samples, hotness], or Bags.
-        ``BatchIds`` are not checked again if their bounds fit the tables.
+        The forms are a tensor [samples, columns] in the plan's order, ``BatchIds`` (such a matrix,
+        and lists), and a mapping from feature to [samples], [samples, hotness], or Bags. The ids in
+        ``BatchIds`` are not checked if their bounds guarantee that they are valid.
 
-        Raise DataError with the feature's name for missing or misshapen ids. Out-of-range ids are
-        recorded in ``check``; without ``check`` they raise DataError at once.
+        Raise DataError, with the feature's name, for missing ids and wrong shapes. Out-of-range ids
+        are recorded in ``check``; without ``check``, they raise DataError immediately.
         """
         result = check or IdCheck()
         read = self._read(ids, result)
@@ -161,7 +161,7 @@ class IdReader:
         return Lists(lists.lengths, lists.values, weights if self._plan.weighted else None)
 
     def _as_mapping(self, ids: BatchIds) -> Mapping[str, "Tensor | Bags"]:
-        """Return the same ids by feature, to be checked individually."""
+        """Return the same ids by feature, so that each feature is checked."""
         features, by_feature = self._plan.features, dict[str, Tensor | Bags]()
         columns = sum(features[n].hotness for n in self._matrix)
         num_lists = 0 if ids.lists is None else ids.lists.lengths.shape[1]
@@ -205,7 +205,8 @@ class IdReader:
         if len(samples) > 1:
             counts = {name: self._samples(name, value) for name, value in ids.items()}
             raise DataError(
-                f"ids: features differ in the number of samples: {counts}; use one number"
+                f"ids: features have different numbers of samples: {counts}; use the same number "
+                "for all"
             )
         (count,) = samples
         for number, feature in enumerate(self._plan.features):
@@ -251,7 +252,7 @@ class IdReader:
         return value.shape[0]
 
     def _checked(self, bags: Bags, number: int) -> Bags:
-        """Check ``bags``, and return them with int64 offsets on the device."""
+        """Check ``bags``, and return them on the device with int64 offsets."""
         feature = self._plan.features[number]
         name = f"feature {feature.name}"
         self._check_device(f"{name}: bags", bags.values, bags.offsets, bags.weights)
@@ -281,20 +282,20 @@ class IdReader:
             raise DataError(f"{name}: got weights for an unweighted feature; declare it weighted")
         if bags.weights is not None and bags.weights.requires_grad:
             raise DataError(
-                f"{name}: weights require a gradient, but they get none; pass weights.detach()"
+                f"{name}: weights require grad, but are treated as data; pass weights.detach()"
             )
         return Bags(bags.values, offsets, bags.weights)
 
     def account(self, check: IdCheck) -> None:
-        """Raise the error of a bad id, or add the replaced ids to ``out_of_range``.
+        """Raise the error for a bad id, or add the number of replaced ids to ``out_of_range``.
 
-        Call this method when the batch is looked up. On CUDA, the result of a matrix check may not
-        have reached the host yet; ``raise_flagged`` reports it.
+        Call this when the batch is looked up. On CUDA, the result of checking a matrix may not have
+        reached the host yet; ``raise_flagged`` reports it later.
         """
         if check.error is not None:
             raise check.error
         if check.replaced is not None:
-            if check.replaced.is_cuda:  # the id stream allocated this tensor
+            if check.replaced.is_cuda:  # allocated by the id stream, used in this one
                 check.replaced.record_stream(torch.cuda.current_stream(self._device))
             self.out_of_range += check.replaced
             check.replaced = None
@@ -302,8 +303,8 @@ class IdReader:
     def raise_flagged(self, check: IdCheck) -> None:
         """Raise DataError for an out-of-range id in a matrix on CUDA.
 
-        When ids are read, the host does not wait for the device. Therefore call ``raise_flagged``
-        before the results of the lookup are used.
+        The host does not wait for the device when ids are read, so call this before the results of
+        the lookup are used.
         """
         flagged, check.flagged = check.flagged, []
         for read in flagged:
@@ -313,7 +314,7 @@ class IdReader:
                 raise self._bad_id(self._owners[column], id, row)
 
     def _in_range(self, matrix: Tensor, check: IdCheck) -> Tensor:
-        """Return the matrix in the plan's dtype; record and replace out-of-range ids."""
+        """Return the matrix in the plan's dtype. Record out-of-range ids and replace them."""
         if matrix.numel() == 0:
             return matrix.to(self._plan.ids_dtype)
         if matrix.dtype == self._plan.ids_dtype and not matrix.is_cuda:
@@ -341,7 +342,7 @@ class IdReader:
 
     def _flag(self, wide: Tensor, bad: Tensor, check: IdCheck) -> None:
         """Start copying the first bad id to the host."""
-        # argmax finds the first bad position without the host wait that nonzero would cause.
+        # argmax finds the first bad position; nonzero would make the host wait.
         first = bad.reshape(-1).to(torch.int8).argmax().unsqueeze(0)
         id = wide.reshape(-1).index_select(0, first)
         check.flagged.append(
@@ -358,7 +359,7 @@ class IdReader:
         lengths = torch.stack([bag.offsets.diff() for bag in all_bags], 1)
         values = torch.cat([bag.values.to(torch.int64) for bag in all_bags])
         by_feature = Lists(lengths.t().contiguous(), values, None)
-        # Find the position of each list of the result in ``values``, which are ordered by feature.
+        # ``values`` are ordered by feature; find where each list of the result starts there.
         source = positions(by_feature.starts().t(), lengths)
         weights = None
         if plan.weighted:
@@ -374,9 +375,9 @@ class IdReader:
         )
 
     def _by_loop(self, loops: ModuleType, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists | None:
-        """Do the same as ``_lists``, in one compiled pass.
+        """Like ``_lists``, but in one compiled pass.
 
-        Return ``None`` if the input is irregular or invalid: ``_lists`` then converts the input,
+        Return ``None`` if the input is invalid or needs conversion: ``_lists`` then converts it,
         replaces ids, or reports the error.
         """
         plan, unused = self._plan, set(bags) - set(self._plan.ids.lists)
@@ -453,7 +454,7 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _is_plain(weights: Tensor, values: Tensor) -> bool:
-    """Return True if the weights match the values, are on CPU, and need no gradient."""
+    """Return True if the weights have the right shape, are on CPU, and do not require grad."""
     return not (weights.is_cuda or weights.requires_grad) and weights.shape == values.shape
 
 

@@ -1,1 +1,1 @@
-"""Converts table layouts to groups, stacks, and transfers, with pure data and pure functions."""
+"""Converts table layouts to groups, stacks, and transfers. Pure data and pure functions."""

@@ -1,4 +1,4 @@
-"""Defines exchanges of known sizes, which send dense vectors or all-reduce dense gradients.
+"""Defines the exchanges whose sizes are known: dense vectors, or all-reduced dense gradients.
 
 ``exchange/boxed.py`` runs them.
 """
@@ -18,7 +18,7 @@ LEAST_COLUMNS = 4
 
 
 class Alone(Exchange):
-    """Handles all tables in a world of one rank, without transfers."""
+    """For all tables in a world of one rank; there are no transfers."""
 
     name = ALONE
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -43,7 +43,7 @@ class Alone(Exchange):
 
 
 class DenseAllreduce(Exchange):
-    """Handles small B tables, where an all-reduce of dense gradients is the cheapest exchange."""
+    """For small B tables, where an all-reduce of dense gradients is the cheapest exchange."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -56,9 +56,9 @@ class DenseAllreduce(Exchange):
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
         """Return True if an all-reduce sends fewer rows than the alternative.
 
-        For P ranks and a table of R rows, an all-reduce sends 2 (P - 1) R rows. The alternative
-        sends each rank's touched rows, at most min(R, lookups / P), to P - 1 other ranks; in total,
-        this is P (P - 1) min(R, lookups / P) rows.
+        With P ranks and a table of R rows, an all-reduce sends 2 (P - 1) R rows. In the
+        alternative, each rank sends the rows that it touches, at most min(R, lookups / P), to the P
+        - 1 others, which is P (P - 1) min(R, lookups / P) rows in total.
         """
         return 2 * table.num_rows <= min(world_size * table.num_rows, lookups)
 
@@ -78,8 +78,8 @@ class DenseAllreduce(Exchange):
             **_looked_up(facts.local_lookups, facts.dim, facts.wanted, out),
             "home_elements": out,
             "whole_elements": numbers,
-            # The passes over the rows are: zero, fill, concatenate, all-reduce, and search for
-            # touched rows.
+            # The passes over all rows: zero, fill, concatenate, all-reduce, and search for touched
+            # rows.
             "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
             "gradient_in_bytes": sent,
@@ -90,8 +90,10 @@ class DenseAllreduce(Exchange):
 
 
 class _Boxed(Exchange):
-    """The base class of exchanges in which owners look up the global batch; boxing sends vectors
-    and returns gradients."""
+    """Base class of exchanges in which owners look up ids for the global batch.
+
+    Boxing sends the vectors and returns the gradients.
+    """
 
     runs = "sbpflow.embedding.exchange.boxed:BoxedGroup"
     looks_up_all = True
@@ -142,8 +144,9 @@ class _Boxed(Exchange):
 
 
 class Columns(_Boxed):
-    """Handles tables on one rank and S(1) tables; the vectors' layout is an uneven S(1) in rank
-    order."""
+    """For tables on one rank and S(1) tables; the vectors have layout S(1), uneven, in rank
+    order.
+    """
 
     name = "columns"
     calls = ("num_dense_groups",)
@@ -164,8 +167,9 @@ class Columns(_Boxed):
 
 
 class Reduce(_Boxed):
-    """Handles S(0) tables; owners compute partial sums of vectors, with layout P, or (P, S(1)) on a
-    grid."""
+    """For S(0) tables. Owners compute partial sums of vectors, with layout P, or (P, S(1)) on a
+    grid.
+    """
 
     name = "reduce"
     calls = ("num_summed_groups",)
@@ -216,8 +220,8 @@ def powers(size: int) -> list[int]:
 
 
 def _looked_up(ids: float, width: float, touched: float, out: float) -> dict[str, float]:
-    """Return the work of a rank that stores rows, looks up ``ids`` ids, and sends ``out`` vector
-    elements.
+    """Return the work of an owner that looks up ``ids`` ids and sends ``out`` elements of
+    vectors.
     """
     return {
         "read_rows": ids,

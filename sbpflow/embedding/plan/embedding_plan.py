@@ -1,8 +1,7 @@
 """Turns table layouts into the groups, stores, and transfers of an embedding collection.
 
-This module contains only pure data and pure functions, and neither allocates nor communicates.
-``explain`` prints the plan without starting any rank, and ``EmbeddingCollection`` executes the
-plan.
+This module contains only pure data and pure functions; it neither allocates nor communicates.
+``explain`` prints the plan without starting any rank, and ``EmbeddingCollection`` executes it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,13 +42,14 @@ IDS: tuple[Purpose, ...] = ("counts", "ids")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingPlan:
-    """Contains all groups of a collection, and the id transfers that precede the lookups.
+    """All groups of a collection, and the id transfers that precede the lookups.
 
-    The ids of a batch consist of a matrix and lists; ``ids`` assigns the matrix columns to
-    features. ``needed`` and ``needed_lists`` give the columns and lists that each rank looks up for
-    the global batch. Rows are stored as ``row_dtype``; arithmetic uses ``dtype``. ``out_of_range``
-    is the policy for ids beyond a table's rows: raise an error, or replace the ids (clamp, hash).
-    ``vocabularies`` first convert the keys of growing tables to row numbers.
+    The ids of a batch consist of a matrix and lists; ``ids`` says which matrix columns and lists
+    belong to which feature. ``needed`` and ``needed_lists`` are the columns and lists that each
+    rank looks up for the global batch. Rows are stored as ``row_dtype``; arithmetic uses ``dtype``.
+    ``out_of_range`` is the policy for ids beyond a table's rows: raise an error, or replace the ids
+    (clamp, hash). The keys of growing tables are first converted to row numbers by
+    ``vocabularies``.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -69,44 +69,44 @@ class EmbeddingPlan:
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
-        """Return the sent columns: a single list if all ranks need the same columns, else one list
-        per rank."""
+        """Return the matrix columns in the order sent: once if all ranks need the same ones, else
+        those of each rank in turn.
+        """
         return _sent(self.needed)
 
     @property
     def sent_lists(self) -> tuple[int, ...]:
-        """Return the lists whose lengths are sent, arranged as in ``sent_columns``."""
+        """Return the lists whose lengths are sent, in the same arrangement as ``sent_columns``."""
         return _sent(self.needed_lists)
 
     @property
     def weighted(self) -> bool:
-        """Return True if any id in a list has a weight."""
+        """Return True if any of the lists have weights."""
         return any(self.features[feature].weighted for feature in self.ids.lists)
 
     def id_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
-        """Return the steps that send the id matrix to ranks that look it up for the global batch.
+        """Return the steps that send the id matrix to the ranks that look up ids of other ranks.
 
-        The transfer is S(0) -> B if these ranks need the same columns. Otherwise, the transfer is
-        S(0) -> S(1), with the columns arranged by rank, so that each rank receives only the columns
-        it needs.
+        The conversion is S(0) -> B if these ranks need the same columns. Otherwise, it is S(0) ->
+        S(1) with the columns arranged by rank, so that each rank receives only the columns it
+        needs.
         """
         return self._spread(batch_size, self.needed, self.ids_dtype, "ids/fwd")
 
     def length_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
-        """Return the steps that send the lengths of lists, in the same way as ``id_steps`` for the
-        matrix."""
+        """Return the steps that send the lengths of lists, analogous to ``id_steps``."""
         return self._spread(batch_size, self.needed_lists, torch.int32, "ids/fwd/lengths")
 
     def list_steps(self, batch_size: int) -> tuple[ExchangeStep, ...]:
-        """Return the steps that send the contents of the lists: ids, and weights if they exist."""
+        """Return the steps that send the contents of the lists: ids and any weights."""
         if not self.sent_lists or self.world.size == 1:
             return ()
         needs = [
             sum(self.features[self.ids.lists[place]].hotness for place in needed)
             for needed in self.needed_lists
         ]
-        # A rank sends lists to all other ranks, so the rank that needs the fewest lists sends the
-        # most data.
+        # A rank sends each of the others the lists it needs, so the rank that itself needs the
+        # fewest lists may send the most.
         per_rank = -(-batch_size // self.world.size) * (sum(needs) - min(needs))
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
@@ -129,7 +129,9 @@ class EmbeddingPlan:
         return key_steps(self.vocabularies, self.world, batch_size)
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return all id transfers of a training batch. No id transfer depends on an update."""
+        """Return all id transfers of a training batch, which can run ahead: none depends on an
+        update.
+        """
         later = [
             step
             for number in range(1, max((group.num_rounds for group in self.groups), default=1))
@@ -147,9 +149,9 @@ class EmbeddingPlan:
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return a lookup's transfers, except the id transfers, in start order.
+        """Return the transfers of a lookup, without id transfers, in the order in which they start.
 
-        Flags and early vectors are those of the next batch.
+        Its flags and early vectors are those of the next batch.
         """
         return (
             *self._steps(batch_size, "vectors", None),
@@ -158,7 +160,7 @@ class EmbeddingPlan:
         )
 
     def flag_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers that tell ranks which of their requested rows are early."""
+        """Return the transfers of flags, which say which of the requested rows are early."""
         return self._steps(batch_size, "flags", None)
 
     def early_steps(self, batch_size: int) -> tuple[Step, ...]:
@@ -166,7 +168,7 @@ class EmbeddingPlan:
         return self._steps(batch_size, "early vectors", None)
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of gradients in start order."""
+        """Return the transfers of gradients, in the order in which they start."""
         return self._steps(batch_size, "gradients", None)
 
     def count_steps(self, batch_size: int) -> tuple[Step, ...]:
@@ -174,7 +176,7 @@ class EmbeddingPlan:
         return tuple(step for group in self.groups for step in group.steps(batch_size, *IDS))
 
     def _steps(self, batch_size: int, purpose: Purpose, number: int | None = 0) -> tuple[Step, ...]:
-        """Return the steps of all groups in round ``number``; ``None`` means all rounds."""
+        """Return the steps of all groups in round ``number``, or in all rounds if ``None``."""
         return tuple(
             step
             for group in self.groups
@@ -184,7 +186,7 @@ class EmbeddingPlan:
         )
 
     def update_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of the row update itself, in execution order."""
+        """Return the transfers during the row update, in the order in which they run."""
         steps: list[Step] = []
         for group in self.groups:
             for index in group.shared_state:
@@ -225,14 +227,14 @@ def plan_embeddings(
 ) -> EmbeddingPlan:
     """Group the tables and derive their transfers from the layouts.
 
-    ``layouts`` contains an entry per table. ``features`` lists all features of a batch, used or
-    not, in the order of the id matrix. ``batch_size`` is the usual global batch size; it determines
+    ``layouts`` contains an entry for every table. ``features`` lists all features of a batch, used
+    or not, in the order of the id matrix. ``batch_size`` is the usual global batch size; it decides
     which B tables all-reduce dense gradients. ``dtype`` is float32 or float64; ``backend`` is gloo
     or nccl.
 
-    Raise ConfigError if an argument is invalid, a table's feature is missing, shards do not tile a
-    table, a name occurs twice, or ``out_of_range`` replaces ids of a feature whose tables differ in
-    ``num_rows``.
+    Raise ConfigError if an argument is invalid, the feature of a table is missing, shards do not
+    tile a table, a name occurs twice, or ``out_of_range`` would replace ids of a feature whose
+    tables differ in ``num_rows``.
     """
     outputs, features = tuple(outputs), tuple(features)
     tables = [table for output in outputs for table in output.tables]
@@ -308,7 +310,7 @@ def _check_names(kind: str, names: list[str]) -> None:
 def _check_substitutes(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig], policy: OutOfRange
 ) -> None:
-    """Check that replaced ids suit all tables of a feature, because ids are replaced only once."""
+    """Check that a replaced id is valid in all tables of its feature: ids are replaced once."""
     for feature in features:
         sharing = [table for table in tables if feature.name in table.features]
         if len({table.num_ids for table in sharing}) > 1:
@@ -326,7 +328,7 @@ def _check_substitutes(
 def _looked_up_everywhere(
     groups: tuple[GroupPlan, ...], rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (columns, lists) that ``rank`` looks up for the global batch."""
+    """Return the (matrix columns, lists) that ``rank`` looks up for the global batch."""
     uses = [use for group in groups for use in group.looks_up_everything(rank)]
     columns = {column for use in uses for column in use.columns}
     return tuple(sorted(columns)), tuple(sorted({u.place for u in uses if u.place is not None}))

@@ -9,8 +9,8 @@ from sbpflow.errors import ConfigError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 
-# A planner tries the exchanges in this order, simplest first. Among exchanges with the same name,
-# the first that suits a table is used.
+# The planner tries the exchanges in this order, simplest first. Of several exchanges with the same
+# name, a table uses the first that suits it.
 register(Alone(), DenseAllreduce(), CopiedRows(), Columns(), UniqueColumns(), Unique())
 register(UniqueTwoLevel(), Reduce())
 
@@ -26,11 +26,10 @@ def copies(name: str) -> bool:
 
 
 def legal_exchanges(layout: Layout, world_size: int) -> tuple[str, ...]:
-    """Return the names of the exchanges that support a table's layout, default first; the list may
-    be empty.
+    """Return the names of the exchanges that support a table's layout, default first; maybe none.
 
-    The layout of a whole table on one rank can be B or S(0). B must be on all ranks or on one rank.
-    The exchange ``unique`` requires all ranks for S(1).
+    A whole table on one rank may be B or S(0). B must be on all ranks or on one. For S(1), the
+    exchange ``unique`` requires all ranks.
     """
     legal = [e for e in EXCHANGES if e.name != ALONE and e.accepts(layout, world_size)]
     legal.sort(key=lambda exchange: not exchange.is_default)
@@ -55,8 +54,8 @@ def check_exchange(table: TableConfig, config: TableLayout, world: Placement) ->
     layout = config.layout
     if outside := [rank for rank in layout.placement.ranks if rank not in world]:
         raise ConfigError(
-            f"table {table.name}: {layout} contains ranks {outside} outside the world; use ranks "
-            f"of {world}"
+            f"table {table.name}: {layout} contains ranks {outside}, which are not in the world; "
+            f"use ranks of {world}"
         )
     legal = legal_exchanges(layout, world.size)
     if config.exchange not in legal:

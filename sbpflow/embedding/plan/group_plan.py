@@ -1,9 +1,9 @@
 """Defines groups of tables, the interface of exchanges, and the resulting transfers.
 
-A group is the set of tables of one output that share an exchange, with one transfer in each
-direction per batch. This module contains only pure data and pure functions. An ``Exchange``
-describes the transfers (``boxed_exchanges``, ``row_exchanges``), and the class that
-``Exchange.runs`` names executes them.
+A group consists of the tables of one output that share an exchange: per batch, one transfer of
+vectors and one of gradients. This module contains only pure data and pure functions. An
+``Exchange`` describes the transfers (``boxed_exchanges``, ``row_exchanges``), and the class named
+by ``Exchange.runs`` executes them.
 """
 
 from abc import ABC, abstractmethod
@@ -30,10 +30,10 @@ Purpose = Literal["counts", "ids", "vectors", "flags", "early vectors", "gradien
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeStep:
-    """Describes a transfer within disjoint ``groups`` of ranks; the size depends on the batch.
+    """A transfer within disjoint ``groups`` of ranks, whose size depends on the batch.
 
-    ``bound_bytes`` is the maximum for one rank. ``total_bound_bytes`` is the maximum for all ranks
-    together, which is smaller than the sum because not every rank can own all rows.
+    ``bound_bytes`` is the maximum that one rank sends. ``total_bound_bytes`` is the maximum that
+    all ranks together send; it is less than the sum, because not every rank can own all rows.
     """
 
     id: str
@@ -45,20 +45,20 @@ class ExchangeStep:
     what: str
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that exchange rows with ``rank``, including ``rank``."""
+        """Return the ranks that exchange rows with ``rank``, including ``rank`` itself."""
         return next(ranks for ranks in self.groups if rank in ranks)
 
 
 Step = BoxingStep | ExchangeStep
-MAX_BATCH_SIZES = 64  # maximum number of batch sizes with cached steps
+MAX_BATCH_SIZES = 64  # steps are cached for at most this many batch sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Describes a transfer of a group; every rank runs its ``steps``.
+    """One transfer of a group; every rank runs its ``steps``.
 
-    Counts and ids are sent ahead of a lookup. In rounds after the first round, ranks forward the
-    ids that they received in the previous round.
+    Counts and ids are sent ahead of the lookup. In each round after the first, ranks forward the
+    ids that they received in the previous one.
     """
 
     purpose: Purpose
@@ -67,20 +67,20 @@ class Stage:
 
     @property
     def rows(self) -> ExchangeStep:
-        """Return the step of a stage that transfers rows."""
+        """Return the step of a stage that consists of a transfer of rows."""
         (step,) = self.steps
         if not isinstance(step, ExchangeStep):
-            raise TypeError(f"{step.id}: expected a transfer of rows, but its sizes are known")
+            raise TypeError(f"{step.id}: expected an ExchangeStep, got {type(step).__name__}")
         return step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """Contains the properties of a table that determine its group and its stack.
+    """The properties of a table that determine its group and its stack.
 
-    ``columns`` is equal for two tables if and only if every rank stores equally many columns of
-    both; ``None`` means whole rows. ``stored`` contains the other properties that all tables of a
-    stack share.
+    Two tables have equal ``columns`` if and only if every rank stores the same number of columns of
+    both; ``None`` means whole rows. ``stored`` contains all other properties that the tables of a
+    stack must share.
     """
 
     ranks: tuple[int, ...]
@@ -95,23 +95,23 @@ class Member:
 
 
 class Exchange(ABC):
-    """Describes how a group exchanges ids, vectors, and gradients; the object is stateless.
+    """Describes how a group exchanges ids, vectors, and gradients. Exchanges are stateless.
 
-    Several exchanges can have one ``name`` in a configuration; the layout and the world size then
-    select one. ``runs`` names the executing class as ``package.module:Class``. ``calls`` lists the
-    features of ``costs.counts`` that count one call per group and round.
+    Several exchanges can share a configuration ``name``; the layout and the world size then select
+    one of them. ``runs`` names the executing class as ``package.module:Class``. ``calls`` lists the
+    features of ``costs.counts`` that grow by one per group and round.
     """
 
     name: ClassVar[str]
     runs: ClassVar[str]
     calls: ClassVar[tuple[str, ...]]
-    pools: ClassVar[bool] = False  # a sample's vectors can be summed before sending
+    pools: ClassVar[bool] = False  # the vectors of a sample can be summed before they are sent
     copies: ClassVar[bool] = False  # every rank stores and updates the whole table
-    even: ClassVar[bool] = False  # all ranks do equal work, which ``home`` counts completely
+    even: ClassVar[bool] = False  # all ranks do the same work, and ``home`` counts all of it
     looks_up_all: ClassVar[bool] = False  # owners look up the global batch and need all of its ids
     adds_terms: ClassVar[bool] = False  # owners compute partial sums, which are then added
-    shares_lookups: ClassVar[bool] = False  # an owner reads only its own share of the lookups
-    is_default: ClassVar[bool] = False  # preferred if several exchanges accept a layout
+    shares_lookups: ClassVar[bool] = False  # an owner looks up only the ids of rows that it stores
+    is_default: ClassVar[bool] = False  # the default if several exchanges accept a layout
     dense_allreduce: ClassVar[bool] = False  # dense gradients of whole tables are all-reduced
     sends_early: ClassVar[bool] = False  # groups can have ``early_rows``
 
@@ -120,41 +120,47 @@ class Exchange(ABC):
         """Return True if a table can have this layout."""
 
     def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
-        """Return why this table cannot use a layout that the exchange accepts, or "" if it can."""
+        """Return why this table cannot have ``layout``, which the exchange accepts, or "" if it
+        can.
+        """
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Return True if this exchange of its name is preferred for ``lookups`` ids."""
+        """Return True if this exchange is the best of those with its name for ``lookups`` ids."""
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
-        """Return the layouts that a planner tries as (sbp, (row parts, column parts))."""
+        """Return the layouts that the planner should try, as (sbp, (row parts, column parts))."""
         return ()
 
     def host_cuts(self, num_hosts: int, world_size: int) -> Cuts:
-        """Return the layouts that a planner tries in addition if hosts have equally many ranks, as
-        (sbp, (hosts, ranks per host))."""
+        """Return further layouts that the planner should try if all hosts have the same number of
+        ranks.
+
+        Each is (sbp, (hosts, ranks per host)).
+        """
         return ()
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
-        """Return the grouping key; tables of an output with equal keys share a group."""
+        """Return a grouping key: tables of an output with equal keys share a group."""
         return ()
 
     @abstractmethod
     def stages(self, group: "GroupPlan", batch_size: int) -> tuple[Stage, ...]:
-        """Return all transfers of a group for a batch, in start order."""
+        """Return all transfers of a group for a batch, in the order in which they start."""
 
     @abstractmethod
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        """Return the work that a table adds to every rank for the rank's samples."""
+        """Return the work that a table causes on every rank for that rank's own samples."""
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
-        """Return the work that a shard of ``rows`` x ``width`` adds to the shard's rank."""
+        """Return the work that a shard of ``rows`` x ``width`` causes on its rank."""
         return {}
 
 
 ALONE = "alone"  # the exchange of every table in a world of one rank
-EXCHANGES: list[Exchange] = []  # all registered exchanges, in the order in which they are tried
+# All registered exchanges, in the order in which the planner tries them.
+EXCHANGES: list[Exchange] = []
 
 
 def register(*exchanges: Exchange) -> None:
@@ -175,10 +181,10 @@ def exchange_of(
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """Describes the tables of one output that share their transfers.
+    """The tables of one output that share their transfers.
 
-    For the stacks in ``shared_state``, several ranks share row state and sum the squares of
-    gradients. ``dense_allreduce`` groups all-reduce dense gradients. Vectors are sent as
+    ``shared_state`` lists the stacks whose row state is shared by several ranks, which sum squared
+    gradients. Groups with ``dense_allreduce`` all-reduce dense gradients. Vectors are sent as
     ``comm_dtype``, and gradients as ``grad_comm_dtype``. With ``early_rows``, rows that the
     previous batch does not use are sent one batch ahead.
     """
@@ -208,12 +214,15 @@ class GroupPlan:
 
     @property
     def grad_comm_dtype(self) -> torch.dtype:
-        """Return bf16 for fp16, because mean gradients of large batches underflow in fp16."""
+        """Return the dtype of sent gradients.
+
+        In place of fp16, it is bf16: the mean gradients of large batches underflow in fp16.
+        """
         return torch.bfloat16 if self.comm_dtype == torch.float16 else self.comm_dtype
 
     @property
     def uses(self) -> tuple[FeatureLookup, ...]:
-        """Return a sample's table lookups in the group's order; each lookup gives a vector."""
+        """Return the table lookups of a sample, in the group's order. Each gives one vector."""
         return tuple(use for stack in self.stacks for use in stack.uses)
 
     @property
@@ -242,7 +251,9 @@ class GroupPlan:
         return placement if placement.ndim == 2 else None
 
     def copy_ranks(self, index: int) -> tuple[tuple[int, ...], ...]:
-        """Return sets of ranks that must have bit-equal copies of a stack or of its row state."""
+        """Return the sets of ranks with copies of a stack, or of its row state, that must be
+        bit-equal.
+        """
         if self.kind.copies:
             return (self.world.ranks,)
         if index not in self.shared_state:
@@ -254,13 +265,15 @@ class GroupPlan:
         return tuple(ranks for ranks in rows if ranks)
 
     def looks_up_everything(self, rank: int) -> tuple[FeatureLookup, ...]:
-        """Return the uses whose ids of the global batch ``rank`` needs for its lookups."""
+        """Return the uses for which ``rank`` needs the ids of the global batch."""
         if not self.kind.looks_up_all:
             return ()
         return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
 
     def takes_part(self, index: int, rank: int) -> bool:
-        """Return True if ``rank`` looks up ids of a stack; ranks without rows may do so, too."""
+        """Return True if ``rank`` takes part in lookups of a stack. It may do so without storing
+        rows.
+        """
         holds = bool(self.stacks[index].shards(rank))
         return rank in self.owners if self.kind.adds_terms else holds
 
@@ -271,10 +284,10 @@ class GroupPlan:
         return sum(stack.width(rank) * len(stack.uses_on(rank)) for stack in self.stacks)
 
     def column_order(self) -> tuple[int, ...]:
-        """For each vector column in rank order, return its index in the group's order.
+        """Return, for each vector column in rank order, its index in the group's order.
 
-        Only ranks with different columns are included: all ranks, or the first row of a grid. The
-        result is the identity if columns are not split or are summed over the tables.
+        Only ranks with different columns count: all ranks, or the first row of a grid. The result
+        is the identity if columns are not split, or if vectors are summed over the tables.
         """
         if self.pooled or (self.kind.adds_terms and self.grid is None):
             return tuple(range(self.width))
@@ -298,7 +311,9 @@ class GroupPlan:
         return tuple(order)
 
     def stages(self, batch_size: int) -> tuple[Stage, ...]:
-        """Return all transfers for a global batch of ``batch_size``, in start order."""
+        """Return all transfers for a global batch of ``batch_size``, in the order in which they
+        start.
+        """
         if batch_size not in self._stages:
             if len(self._stages) == MAX_BATCH_SIZES:
                 self._stages.clear()
@@ -310,26 +325,28 @@ class GroupPlan:
         return {}
 
     def steps(self, batch_size: int, *purposes: Purpose) -> tuple[Step, ...]:
-        """Return the steps of the stages for these purposes."""
+        """Return the steps of all stages with these purposes."""
         stages = self.stages(batch_size)
         return tuple(s for stage in stages if stage.purpose in purposes for s in stage.steps)
 
     def conversion(self, batch_size: int, purpose: Purpose) -> tuple[BoxingStep, ...]:
-        """Return the steps for ``purpose`` whose sizes follow from the batch size."""
+        """Return the steps for ``purpose``, whose sizes follow from the batch size."""
         return tuple(s for s in self.steps(batch_size, purpose) if isinstance(s, BoxingStep))
 
     def last_ids(self, batch_size: int) -> ExchangeStep | None:
-        """Return the transfer of row ids that reaches the stores, or ``None`` if there is none."""
+        """Return the last transfer of row ids, which reaches the stores, or ``None`` if there is
+        none.
+        """
         rows = [stage.rows for stage in self.stages(batch_size) if stage.purpose == "ids"]
         return rows[-1] if rows else None
 
     @cached_property
     def num_rounds(self) -> int:
-        """Return the number of times that ids are sent before a lookup."""
+        """Return the number of rounds of ids before a lookup."""
         return 1 + max((stage.round for stage in self.stages(1)), default=0)
 
     def whole_numel(self) -> int:
-        """Return the number of elements of dense gradients, including the use count of each row."""
+        """Return the number of elements of the dense gradients, with the use count of each row."""
         return sum(table.num_rows * (table.dim + 1) for table in self.tables)
 
     def boxing(
@@ -340,26 +357,29 @@ class GroupPlan:
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
     def row_state_steps(self, index: int, num_squares: int) -> tuple[BoxingStep, ...]:
-        """Return the steps that sum stack ``index``'s squares over the ranks that share rows."""
+        """Return the steps that sum the squares of stack ``index`` over the ranks that share its
+        rows.
+        """
         stack, most = self.stacks[index], num_squares
         if self.grid is None:
             placement = Placement.of(self.world.device_type, stack.holders())
             src, dst = Layout(placement, (Partial(),)), Layout(placement, (Broadcast(),))
-        else:  # the rows of the grid store different table rows
+        else:  # only ranks in the same row of the grid share table rows
             most *= self.grid.shape[0]
             src = Layout(self.grid, (Split(0), Partial()))
             dst = Layout(self.grid, (Split(0), Broadcast()))
         return self.boxing(src, dst, (most,), f"bwd/row_state.{index}", self.dtype)
 
     def most_squares(self, index: int, batch_size: int) -> int:
-        """Return the maximum number of rows of stack ``index`` that a batch can touch."""
+        """Return the maximum number of rows of stack ``index`` that a batch can touch on a rank."""
         return batch_size * self.stacks[index].lookups()
 
     def squares_sent(self, index: int, num_touched: int, batch_size: int) -> int:
         """Return the number of elements to send for the squares of ``num_touched`` rows.
 
-        Ranks that share all rows of a stack know ``num_touched``, and round it up to a multiple of
-        a 32nd of the maximum to limit the number of distinct sizes. Other ranks send the maximum.
+        If all ranks share all rows of a stack, they agree on ``num_touched``. It is rounded up to a
+        multiple of 1/32 of the maximum, which limits the number of distinct sizes. Otherwise, ranks
+        send the maximum.
         """
         most = self.most_squares(index, batch_size)
         if not self._all_touch_alike(index):
@@ -371,7 +391,7 @@ class GroupPlan:
         return self.grid is None and self.stacks[index].holders() == self.world.ranks
 
     def row_state_bounds(self, index: int, batch_size: int) -> tuple[Step, ...]:
-        """Return ``row_state_steps``, with bounds for sizes that depend on the batch."""
+        """Return ``row_state_steps`` with upper bounds for sizes that depend on the batch."""
         steps = self.row_state_steps(index, self.most_squares(index, batch_size))
         if not self._all_touch_alike(index):
             return steps
@@ -397,7 +417,7 @@ class GroupPlan:
     def row_step(
         self, name: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, what: str
     ) -> ExchangeStep:
-        """Return a transfer of rows among all ranks with these maximum numbers of elements."""
+        """Return a transfer of rows among all ranks, with these maximum numbers of elements."""
         return ExchangeStep(
             id=f"{self.name}/{name}",
             collective=collective,

@@ -1,7 +1,7 @@
 """Decides which tables share transfers (groups) and which tables share a store (stacks).
 
-Fewer groups and stacks are faster: a group needs one collective in each direction, and a stack
-needs one kernel call. Tables are separated only if they differ in a relevant property.
+Fewer groups and stacks are faster, because each group needs one collective in each direction, and
+each stack one kernel call. Tables are separated only if they differ in a relevant property.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,10 +22,10 @@ from sbpflow.sbp.sbp import Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdColumns:
-    """Locates the ids of each feature in a batch.
+    """Where the ids of each feature are in a batch.
 
-    ``first`` is each feature's first column in the matrix, or ``None`` if the feature has only
-    lists. ``lists`` are the features that are sent as lists; some can also be in the matrix.
+    ``first`` is each feature's first column in the matrix, or ``None`` if it has only a list.
+    ``lists`` contains the features that are sent as lists; some of them may also be in the matrix.
     """
 
     first: tuple[int | None, ...]
@@ -35,7 +35,7 @@ class IdColumns:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """Contains the arguments that all groups of a plan share."""
+    """The arguments that all groups of a plan share."""
 
     layouts: Mapping[str, TableLayout]
     features: tuple[FeatureConfig, ...]
@@ -58,9 +58,9 @@ def make_groups(
     backend: str,
     batch_size: int,
 ) -> tuple[tuple[GroupPlan, ...], IdColumns]:
-    """Return all groups in the order of the outputs, and the id columns.
+    """Return all groups, in the order of the outputs, and the places of the ids in a batch.
 
-    Raise the errors of ``plan_embeddings``.
+    Raise ConfigError as ``plan_embeddings`` does.
     """
     by_name = {feature.name: feature for feature in features}
     tables = [table for output in outputs for table in output.tables]
@@ -124,8 +124,8 @@ def _groups_of(output: OutputConfig, context: _Context) -> list[GroupPlan]:
     return groups
 
 
-# Tables of one output with equal keys share a group. A key consists of the configured exchange, the
-# exchange that runs, the dtype of sent vectors, and the key of the exchange.
+# Tables of an output share a group if their keys are equal. A key consists of the configured
+# exchange, the exchange that runs, the dtype of sent vectors, and the exchange's own grouping key.
 _GroupKey = tuple[str, Exchange, torch.dtype, tuple[Hashable, ...]]
 
 
@@ -174,8 +174,7 @@ def _stacks_of(
 
 
 def _column_split(layout: Layout) -> Hashable:
-    """Return a key that is equal for two layouts if and only if each rank stores equally many
-    columns of both."""
+    """Return a key that two layouts share only if every rank stores the same number of columns."""
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split) and sbp.dim == 1:
             return (layout.placement, axis, sbp)

@@ -1,8 +1,7 @@
-"""Describes tables that grow during training: when a key gets a row, and when the key loses the
-row.
+"""Describes tables that grow during training: when a key gets a row, and when it loses the row.
 
-The key space is permanently divided into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets,
-and every bucket contains an equal share of the rows. All keys without a row share row 0.
+The key space has a fixed division into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets, and
+every bucket has an equal share of the rows. All keys without a row share row 0.
 """
 
 from dataclasses import dataclass, fields
@@ -19,8 +18,9 @@ Policy = Literal["lru", "lfu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """Configures when keys lose their rows: after a time without use, or when their bucket needs
-    the row."""
+    """When keys lose their rows: after a time without use, or when their bucket has no free row for
+    a new key.
+    """
 
     max_rows: Annotated[
         int, Key("results", "Number of rows of the field's tables; at least 65536.")
@@ -58,11 +58,11 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Configures how a table assigns its rows to 64-bit keys.
+    """How a table assigns its rows to 64-bit keys.
 
-    A key gets a row at its ``admit_count``-th occurrence. Occurrences are forgotten if the key does
-    not occur again within ``forget_after_samples`` samples. ``TableConfig.num_rows`` equals
-    ``evict.max_rows``.
+    A key gets a row at its ``admit_count``-th occurrence. Earlier occurrences are forgotten if the
+    key does not occur again within ``forget_after_samples`` samples. ``TableConfig.num_rows``
+    equals ``evict.max_rows``.
     """
 
     evict: Eviction
@@ -80,12 +80,13 @@ class Growth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthCounts:
-    """Contains the counts of a growing field over all ranks, as of the last trained batch.
+    """The counts of a growing field over all ranks, as of the last trained batch.
 
-    ``live`` keys have rows, and ``pending`` keys have occurred, but not often enough. ``admitted``,
-    ``evicted``, ``forgotten``, and the numbers of lookups are totals since the table was created.
-    ``pending_lookups`` and ``refused_lookups`` read the shared row; refused keys had occurred often
-    enough, but the same batch used all rows of their bucket.
+    ``live`` keys have rows; ``pending`` keys have occurred, but not often enough. ``admitted``,
+    ``evicted``, ``forgotten``, and the lookups are totals since the table was created.
+    ``pending_lookups`` and ``refused_lookups`` count lookups that read the shared row: pending keys
+    had not occurred often enough, and refused keys had, but the same batch used all rows of their
+    bucket.
     """
 
     max_rows: int
@@ -106,7 +107,7 @@ class GrowthCounts:
 
     @property
     def refused_share(self) -> float:
-        """Return the share of lookups by refused keys."""
+        """Return the share of all lookups that were for refused keys."""
         return self.refused_lookups / self.lookups if self.lookups else 0.0
 
 
@@ -129,5 +130,5 @@ def first_row_of(bucket: int, num_rows: int) -> int:
 
 
 def first_address(bucket: int) -> int:
-    """Return the first address of a bucket; the end of the last bucket is 2^63."""
+    """Return the first address of a bucket. The end of the last bucket is 2^63, one past int64."""
     return (bucket - NUM_BUCKETS // 2) * (2**64 // NUM_BUCKETS)

@@ -1,7 +1,7 @@
 """Defines policies for ids that are not rows of their table.
 
-A policy that replaces ids is a function in this module and a name in ``OutOfRange``. The policy
-``error`` replaces no ids.
+A policy that replaces ids consists of a name in ``OutOfRange`` and a function in this module. The
+policy ``error`` replaces none.
 """
 
 from collections.abc import Callable
@@ -27,4 +27,4 @@ SUBSTITUTES: dict[OutOfRange, Callable[[Tensor, Tensor | int], Tensor]] = {
     "clamp": _clamp,
     "hash": _hash,
 }
-"""Functions of int64 ids and the numbers of rows, which broadcast; valid ids stay as they are."""
+"""Functions of int64 ids and numbers of rows, which broadcast. They return valid ids unchanged."""

@@ -1,7 +1,7 @@
-"""Predicts the cost of a plan's training step with the built-in weights of ``sbpflow/costs``.
+"""Predicts the cost of a plan's training step with the built-in prices of ``sbpflow/costs``.
 
-The prediction is used to rank plans before a run, without calibration. The statistics of the data
-determine how often ids repeat; without statistics, ids repeat as in typical click data
+It serves to rank plans before a run without a calibration. How often ids repeat is taken from the
+statistics of the data or, without statistics, assumed to be as in typical click data
 (``costs.ids``).
 """
 
@@ -20,8 +20,8 @@ from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Split
 
-# number of passes over an output to join the parts of several groups, reorder the columns, and
-# split the gradient
+# Number of passes over an output that joins several groups: join their parts, reorder columns, and
+# split the gradient.
 JOIN_PASSES = 5
 
 
@@ -33,9 +33,9 @@ def price_plan(
 ) -> Price:
     """Return the price of a step with a global batch of ``batch_size``.
 
-    ``frequencies`` maps features to their id statistics. With several hosts, ranks send to their
-    own host and to other hosts at the same time, and a call has the latency of the slower link.
-    Without a ``topology``, the ranks are assumed to share one host.
+    ``frequencies`` maps features to their id statistics. If there are several hosts, ranks are
+    assumed to send within their host and to other hosts at the same time, and a call to have the
+    latency of the slower link. Without a ``topology``, all ranks are assumed to be on one host.
     """
     topology = topology or Topology.one_host(plan.world.size)
     link, far = topology.link(plan.world.ranks), topology.far_share
@@ -50,8 +50,8 @@ def plan_totals(
     """Return the work of each rank, [ranks, features]."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
     ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
-    # Count the tables that share an id transfer, because owners receive the ids of a feature only
-    # once.
+    # Owners receive the ids of a feature only once, so the tables that share an id transfer also
+    # share its cost.
     sharing = Counter(
         name
         for group in plan.groups
@@ -115,26 +115,26 @@ def _add_table(
         if isinstance(sbp, Split):
             rows, columns = (parts, columns) if sbp.dim == 0 else (rows, parts)
     totals += vector_of(exchange.home(facts, (rows, columns)))
-    # Compute the work of equal-sized shards only once: large worlds have few distinct sizes.
+    # Even a large world has few distinct shard sizes, so compute the work once per size.
     by_size: dict[tuple[int, int], list[int]] = {}
     for rank, size in () if exchange.copies else held.items():
         by_size.setdefault(size, []).append(rank_index[rank])
     for (num_rows, width), ranks in by_size.items():
-        cut = (facts.num_rows / num_rows, columns)  # the sizes of shards can differ
+        # The effective number of row parts: this shard may be larger or smaller than others.
+        cut = (facts.num_rows / num_rows, columns)
         totals[ranks] += vector_of(exchange.part(facts, cut, num_rows, width))
 
 
 def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -> float:
-    """Return the mean number of ids from the statistics, or the maximum if there are no
-    statistics."""
+    """Return the mean number of ids per sample; without statistics, return the maximum."""
     frequencies = known.get(feature.name)
     return float(feature.hotness) if frequencies is None else frequencies.per_sample
 
 
 def curve_of_table(table: TableConfig, known: Mapping[str, IdFrequencies]) -> IdCurve:
-    """Return the curve of the feature with the most distinct ids.
+    """Return the curve of the table's feature with the most distinct ids.
 
-    The table's other features are assumed to repeat these ids.
+    The other features of the table are assumed to use the same ids.
     """
     curves = [known[name].curve for name in table.features if name in known]
     return max(curves, key=lambda curve: curve.distinct, default=click_curve(table.num_rows))

@@ -1,4 +1,4 @@
-"""Defines exchanges that deduplicate ids first and then send each requested row once.
+"""Defines the exchanges that deduplicate ids, so that each requested row is sent only once.
 
 ``exchange/rows.py`` runs them.
 """
@@ -21,20 +21,22 @@ Stages = tuple[Stage, ...]
 
 
 class RowExchange(Exchange):
-    """The base class of these exchanges. Each group consists of one stack, so that all rows share
-    numbering, optimizer, and width."""
+    """Base class of these exchanges.
 
-    to_all: ClassVar[bool]  # True if each rank sends its ids to all other ranks
+    Each group consists of a single stack, so that all rows share numbering, optimizer, and width.
+    """
+
+    to_all: ClassVar[bool]  # True if each rank sends its requests to all other ranks
 
     def group_key(self, member: Member) -> tuple[Hashable, ...]:
         return member.stack_key
 
     @abstractmethod
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
-        """Return the stages of vectors and gradients.
+        """Return the stages that send vectors and gradients.
 
-        A rank requests at most ``most`` rows, all ranks together request at most ``rows``, and all
-        ranks but one request at most ``others``.
+        A rank requests at most ``most`` rows, all ranks together at most ``rows``, and all ranks
+        except one at most ``others``.
         """
 
     def stages(self, group: GroupPlan, batch_size: int) -> Stages:
@@ -60,13 +62,13 @@ def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
 
 
 def _early(group: GroupPlan, per_rank: int, total: int) -> Stages:
-    """Return the stages of early rows; all ranks but one request at most ``per_rank`` rows."""
+    """Return the stages of early rows. All ranks except one request at most ``per_rank`` rows."""
     size, dim = group.world.size, group.stacks[0].dim
-    # The bits for each pair of ranks fill whole bytes.
+    # The bits for each pair of ranks are padded to whole bytes.
     sizes = (per_rank // 8 + size - 1, total // 8 + size * (size - 1))
     what = "one bit per row that others requested"
     flags = group.row_step("fwd/flags", "all_to_all", torch.uint8, *sizes, what)
-    what = "those that the batch before does not use"
+    what = "the rows that the previous batch does not use"
     rows = (per_rank * dim, total * dim)
     vectors = group.row_step("fwd/early", "all_to_all", group.comm_dtype, *rows, what)
     return (
@@ -82,7 +84,7 @@ def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> 
 
 
 class CopiedRows(RowExchange):
-    """Handles B tables: each rank looks up its own samples; all ranks gather the touched rows."""
+    """For B tables: each rank looks up its own samples, and all ranks gather the touched rows."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.rows:LocalRowsGroup"
@@ -123,7 +125,9 @@ class CopiedRows(RowExchange):
 
 
 class Unique(RowExchange):
-    """Handles S(0) tables and skewed ids: ranks request unique rows from owners and expand them."""
+    """For S(0) tables with skewed ids: ranks request unique rows from their owners and expand
+    them.
+    """
 
     name = "unique"
     runs = "sbpflow.embedding.exchange.rows:UniqueGroup"
@@ -141,7 +145,7 @@ class Unique(RowExchange):
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim = group.stacks[0].dim
-        # the maximum, reached if one rank owns all rows
+        # the maximum, which is reached if one rank owns all rows
         per_rank, total = others * dim, rows * dim
         return (
             _vectors(group, per_rank, total),
@@ -154,7 +158,8 @@ class Unique(RowExchange):
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
         size, wanted, touched = facts.world_size, facts.wanted, facts.touched / cut[0]
-        requested = size * wanted / cut[0]  # number of requests by all ranks for rows of one owner
+        # Number of rows that all ranks together request from one owner.
+        requested = size * wanted / cut[0]
         sent = (size - 1) / size * requested * width
         local = -wanted / cut[0]
         return {
@@ -168,7 +173,7 @@ class Unique(RowExchange):
 
 
 class UniqueColumns(RowExchange):
-    """Handles S(1) tables and skewed ids: every rank sends its columns of the requested rows."""
+    """For S(1) tables with skewed ids: every rank sends its columns of the requested rows."""
 
     name = "unique"
     runs = "sbpflow.embedding.exchange.rows:UniqueColumnsGroup"
@@ -182,8 +187,8 @@ class UniqueColumns(RowExchange):
         if len(shards_of(table, layout)) == world.size:
             return ""
         return (
-            f"needs columns on every rank, but the dim is {table.dim} for {world.size} ranks; "
-            f"use columns, or a dim of {world.size} or more"
+            f"needs at least one column on every rank, but the dim is {table.dim} and there are "
+            f"{world.size} ranks; use exchange columns, or a dim of {world.size} or more"
         )
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
@@ -191,14 +196,16 @@ class UniqueColumns(RowExchange):
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim, widths = group.stacks[0].dim, [group.stacks[0].width(r) for r in group.world.ranks]
-        leaving = dim - min(widths)  # number of columns of a row that other ranks send
+        # Columns that the other ranks send of a row, if the requester has the fewest.
+        leaving = dim - min(widths)
         return (
             _vectors(group, others * max(widths), rows * leaving),
             _gradients(group, "all_to_all", most * leaving, rows * leaving),
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        sides = facts.wanted * facts.dim  # cost of joining the columns of all ranks to rows
+        # Elements copied to join the columns from all ranks into rows.
+        sides = facts.wanted * facts.dim
         received = _received(facts)
         return {
             **_expanded(facts),
@@ -215,7 +222,7 @@ class UniqueColumns(RowExchange):
             **_served(facts, size * wanted, facts.touched, rows, width),
             "vector_bytes": (size - 1) * wanted * width * facts.vector_item,
             "gradient_in_bytes": (size - 1) * wanted * width * facts.gradient_item,
-            # A rank does not send its own columns of the rows that it requests.
+            # A rank keeps its own columns of the rows that it requests itself.
             "gradient_bytes": -wanted * width * facts.gradient_item,
             "vector_in_bytes": -wanted * width * facts.vector_item,
             **facts.squares(facts.touched, cut),
@@ -223,8 +230,9 @@ class UniqueColumns(RowExchange):
 
 
 def _expanded(facts: Facts) -> dict[str, float]:
-    """Return the work of deduplicating a rank's ids, and of expanding rows to the vectors of its
-    samples."""
+    """Return the work of deduplicating a rank's ids and expanding rows to the vectors of its
+    samples.
+    """
     return {
         "home_sort": facts.local_lookups,
         "home_unique": facts.wanted,
@@ -234,7 +242,7 @@ def _expanded(facts: Facts) -> dict[str, float]:
 
 
 def _received(facts: Facts) -> dict[str, float]:
-    """Return the work of receiving the requested rows and sending their gradients."""
+    """Return the work of receiving requested rows and sending their gradients."""
     elements = facts.wanted * facts.dim
     return {
         "gradient_bytes": elements * facts.gradient_item,

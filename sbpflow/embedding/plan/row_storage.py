@@ -1,4 +1,4 @@
-"""Describes the storage of a table whose rows are not all in device memory."""
+"""Describes where a table is stored if not all of its rows are in device memory."""
 
 import math
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ Outside = Literal["host", "file", "servers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStorage:
-    """Places all rows in storage ``kind``; a fraction ``share`` of the rows fits in slots on the
-    device.
+    """All rows are in storage ``kind``, and slots on the device hold a fraction ``share`` of them.
 
     ``key`` is the configuration key of the rule.
     """

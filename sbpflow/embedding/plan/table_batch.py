@@ -1,4 +1,4 @@
-"""Defines stacks, which are tables that share a store on every rank."""
+"""Defines stacks. A stack consists of tables that share a store on every rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,10 @@ from sbpflow.sbp.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureLookup:
-    """Describes a use of a table, which is a lookup by one feature that gives one vector per
-    sample.
+    """One use of a table: a lookup of the ids of one feature, which gives one vector per sample.
 
     ``feature`` is the index of the feature in the plan. Fixed-length ids are in ``columns`` of the
-    batch's id matrix; ragged ids are in list ``place`` of every sample.
+    id matrix of the batch; ragged ids are in list ``place`` of every sample.
     """
 
     table: TableConfig
@@ -31,11 +30,10 @@ class FeatureLookup:
 
 @dataclass(frozen=True, kw_only=True)
 class TableBatch:
-    """Describes a stack, which consists of tables of equal dim that every rank stores as one block
-    of equally wide rows.
+    """A stack: tables of equal dim that every rank stores as one block of equally wide rows.
 
-    ``optimizer`` updates all tables of the stack. ``ragged`` stacks get ids as lists, and other
-    stacks get ids as columns of a matrix.
+    ``optimizer`` updates all tables of the stack. The ids of ``ragged`` stacks are lists; those of
+    other stacks are columns of a matrix.
     """
 
     tables: tuple[TableConfig, ...]
@@ -50,19 +48,20 @@ class TableBatch:
 
     @property
     def grows(self) -> bool:
-        """Return True if the tables assign their rows to keys, which is equal for all tables of a
-        stack."""
+        """Return True if the tables assign their rows to keys. Either all tables of a stack do, or
+        none.
+        """
         return self.tables[0].growth is not None
 
     def shards(self, rank: int) -> tuple[Shard, ...]:
-        """Return the shards of this rank in storage order, without empty shards."""
+        """Return the non-empty shards of ``rank``, in storage order."""
         return self.shards_by_rank.get(rank, ())
 
     @cached_property
     def shards_by_rank(self) -> Mapping[int, tuple[Shard, ...]]:
         """Return the ``shards`` of all ``holders``, in ascending order of ranks.
 
-        The result is cached, because planning a stack needs the shards of all ranks.
+        Cached, because planning a stack needs the shards of all ranks many times.
         """
         by_rank: dict[int, list[Shard]] = {}
         for table, layout in zip(self.tables, self.layouts, strict=True):
@@ -75,7 +74,7 @@ class TableBatch:
         return {rank: tuple(by_rank[rank]) for rank in sorted(by_rank) if by_rank[rank]}
 
     def held(self, table: TableConfig) -> Mapping[int, tuple[int, int]]:
-        """Return (rows, columns) of a table by rank, for the ranks that store part of it."""
+        """Return the numbers of (rows, columns) of a table on each rank that stores part of it."""
         return self._held.get(table.name, {})
 
     @cached_property
@@ -90,8 +89,9 @@ class TableBatch:
         return sum(shard.num_rows for shard in self.shards(rank))
 
     def width(self, rank: int) -> int:
-        """Return the number of columns of a rank's store, even without rows, or 0 outside the
-        layouts."""
+        """Return the number of columns of a rank's store, even if it has no rows; 0 outside the
+        layouts.
+        """
         for table, layout in zip(self.tables, self.layouts, strict=True):
             slices = layout.part_slices(table.shape, rank)
             if slices is not None:
@@ -99,7 +99,7 @@ class TableBatch:
         return 0
 
     def columns_by_rank(self) -> list[slice]:
-        """Return the columns that each rank stores; all ranks must store the stack."""
+        """Return the columns that each rank stores. All ranks must store the stack."""
         table, layout = self.tables[0], self.layouts[0]
         shards = (shard_on(table, layout, rank) for rank in sorted(layout.placement.ranks))
         return [slice(s.col_start, s.col_stop) for s in shards if s is not None]
@@ -115,7 +115,7 @@ class TableBatch:
         return tuple(use for use in self.uses if use.table.name in placed)
 
     def lookups(self) -> int:
-        """Return the maximum number of ids of one sample over all uses."""
+        """Return the maximum number of ids of one sample, summed over all uses."""
         return sum(use.hotness for use in self.uses)
 
     def holders(self) -> tuple[int, ...]:

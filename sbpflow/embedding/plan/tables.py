@@ -1,7 +1,7 @@
 """Defines features, embedding tables, their layouts, and the shards of a layout.
 
-Only this module derives a table's list of shards from the layout; EMBark writes the list as (table,
-row shard, column shard) -> rank. All types are plain values.
+Only this module derives the shards of a table from its layout. (EMBark describes shards as a list
+of (table, row shard, column shard) -> rank.) All types are plain values.
 """
 
 import math
@@ -22,18 +22,17 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # half-precision dtypes of rows and sent vectors
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
-ANY_ID = 2**63 - 1  # value of ``num_ids`` for which every 64-bit id is valid
-INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as OneFlow-Benchmark's wdl_train_eval.py at de4698a7
+ANY_ID = 2**63 - 1  # value of ``num_ids`` if every 64-bit id is valid
+INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as in OneFlow-Benchmark's wdl_train_eval.py at de4698a7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureConfig:
-    """Describes a categorical feature with ``hotness`` ids per sample, or 0 to ``hotness`` ids if
-    ``ragged``.
+    """A categorical feature with ``hotness`` ids per sample, or 0 to ``hotness`` ids if ``ragged``.
 
     If ``weighted``, each id has a weight that multiplies its row. If several tables use the
-    feature, each id must be a valid row of all these tables. The policies clamp and hash, which
-    replace ids, require tables of equal ``num_rows``.
+    feature, each id must be a valid row in all of them; the policies clamp and hash, which replace
+    ids, then require equal ``num_rows``.
     """
 
     name: str
@@ -48,11 +47,10 @@ class FeatureConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConfig:
-    """Describes a logical table of ``num_rows`` x ``dim``, looked up by the ids of each of
-    ``features``.
+    """A logical table [num_rows, dim], looked up by the ids of each of ``features``.
 
-    ``pooling`` combines a sample's rows into one vector by their sum or mean. ``optimizer`` and
-    ``kernel`` override the settings of the plan and the run. Initial values have the distribution
+    ``pooling`` combines the rows of a sample into one vector, their sum or mean. ``optimizer`` and
+    ``kernel`` override the settings of the plan and the run. Initial values are distributed as
     U(-initial_range, initial_range). With ``growth``, ids are arbitrary 64-bit keys, and the
     ``num_rows`` rows are assigned to keys during training. ``storage`` is set if only some rows are
     on the device.
@@ -88,7 +86,8 @@ class TableConfig:
             )
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(
-                f"table {self.name}: got features {list(self.features)}; list 1 or more, once each"
+                f"table {self.name}: got features {list(self.features)}; list at least one "
+                "feature, each only once"
             )
 
     @property
@@ -97,8 +96,7 @@ class TableConfig:
 
     @property
     def num_ids(self) -> int:
-        """Return the limit for ids: valid ids are smaller, or any 64-bit ids if the limit is
-        ``ANY_ID``."""
+        """Return the limit below which ids are valid, or ``ANY_ID`` if all 64-bit ids are."""
         return self.num_rows if self.growth is None else ANY_ID
 
     @property
@@ -109,10 +107,10 @@ class TableConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLayout:
-    """Contains the ``layout`` of a [num_rows, dim] table, and the exchange for its ids and vectors.
+    """The ``layout`` of a table [num_rows, dim], and the exchange for its ids and vectors.
 
-    ``comm_dtype`` is the dtype of sent vectors and gradients; ``None`` keeps the compute dtype.
-    ``key`` is the configuration key that set the layout, or "" if no key did.
+    ``comm_dtype`` is the dtype of sent vectors and gradients; ``None`` means the compute dtype.
+    ``key`` is the configuration key that set the layout, or "".
     """
 
     layout: Layout
@@ -126,10 +124,11 @@ class TableLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
-    """Describes an output of a collection, with layout S(0) over the batch.
+    """An output of a collection, with layout S(0) over the batch.
 
-    An output combines one vector per table and feature, in that order. ``concat`` gives [batch, sum
-    of dims]; ``sum`` adds the vectors to [batch, dim] and requires equal dims.
+    An output combines one vector for each table and feature, in that order. ``concat`` gives
+    [batch, sum of dims]; ``sum`` adds the vectors, which must have equal dims, and gives [batch,
+    dim].
     """
 
     name: str
@@ -173,9 +172,9 @@ class OutputConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """Describes the rectangle table[row_start:row_stop, col_start:col_stop] that one rank stores.
+    """The rectangle table[row_start:row_stop, col_start:col_stop] that one rank stores.
 
-    ``base`` is the shard's first row in the rank's store; a store can contain shards of several
+    ``base`` is the first row of the shard in the rank's store, which can contain shards of several
     tables.
     """
 
@@ -201,7 +200,7 @@ class Shard:
 
     @property
     def shift(self) -> int:
-        """Return a row's number in the store minus its number in the table."""
+        """Return the difference between a row's number in the store and its number in the table."""
         return self.base - self.row_start
 
 
@@ -230,7 +229,7 @@ def shards_of(table: TableConfig, layout: Layout) -> tuple[Shard, ...]:
 
 
 def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -> None:
-    """Raise ConfigError unless the shards, without replicas of B, tile the table exactly."""
+    """Raise ConfigError unless the shards (without the replicas of B) tile the table exactly."""
     replicas = 1
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Broadcast):
@@ -254,9 +253,9 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
 def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
     """Return two non-empty shards that share an element, or ``None``.
 
-    Comparing all pairs of shards would take seconds for 1024 ranks. Therefore the function sweeps
-    over the rows and keeps the shards at the current row sorted by column, because a new shard can
-    then overlap only its neighbors.
+    Comparing all pairs of shards would take seconds for 1024 ranks. Instead, sweep over the rows
+    and keep the shards that cross the current row sorted by column: a new shard can then overlap
+    only its neighbors.
     """
     stops = [(shard.row_stop, False, number) for number, shard in enumerate(shards)]
     starts = [(shard.row_start, True, number) for number, shard in enumerate(shards)]

@@ -1,8 +1,8 @@
 """Defines the exchange of row-split tables in two hops: within hosts, then between hosts.
 
-A rank sends each id to the rank of its own host that has the owner's position within its host. This
-rank removes the duplicates of its host, so an id crosses the link between hosts once per host. Rows
-return the same way, and gradients are summed within the host before they cross the link.
+A rank sends each id to the rank of its own host that has the same position there as the owner has
+on its host. That rank removes duplicates, so each host sends an id over the network only once. Rows
+return the same way, and gradients are summed within the host before they are sent to other hosts.
 ``exchange/two_level.py`` runs the exchange.
 """
 
@@ -32,19 +32,21 @@ Level = Literal[0, 1]
 
 
 def is_two_level(layout: Layout) -> bool:
-    """Return True if the layout splits rows over hosts and then over the ranks of each host."""
+    """Return True if the layout splits rows over hosts, and then over the ranks of each host."""
     axes = layout.nd_sbp
     return len(axes) == 2 and all(isinstance(sbp, Split) and sbp.dim == 0 for sbp in axes)
 
 
 def groups_of(grid: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return the ranks of each host, and the ranks of all hosts that have the same position."""
+    """Return the groups of ranks on the same host, and of ranks with the same position on their
+    host.
+    """
     positions = tuple(tuple(sorted(ranks)) for ranks in grid.axis_groups(0))
     return grid.axis_groups(1), positions
 
 
 class UniqueTwoLevel(Exchange):
-    """Handles ``(S(0), S(0))`` tables on a grid of all ranks, with one row of the grid per host."""
+    """For ``(S(0), S(0))`` tables on a grid of all ranks, with one row of the grid per host."""
 
     name = "unique"
     runs = "sbpflow.embedding.exchange.two_level:TwoLevelGroup"
@@ -71,7 +73,7 @@ class UniqueTwoLevel(Exchange):
         dim, lookups = group.stacks[0].dim, group.stacks[0].lookups()
         hosts, width = group.stacks[0].layouts[0].placement.shape
         own, rows = -(-batch_size // group.world.size) * lookups, batch_size * lookups
-        host = min(rows, own * width)  # all requests of a host
+        host = min(rows, own * width)  # rows that all ranks of a host together request
         ids, item, sent = group.address_dtype(), group.dtype, group.comm_dtype
 
         def stage(
@@ -102,7 +104,8 @@ class UniqueTwoLevel(Exchange):
             stage("ids", NETWORK, ids, host, rows, asked),
             stage("vectors", NETWORK, sent, rows * dim, rows * dim, back),
             stage("vectors", HOST, sent, host * dim, rows * dim, back),
-            # Gradients keep the precision of the arithmetic until they are summed within a host.
+            # Within a host, gradients are sent in the compute dtype, so that they are rounded only
+            # once.
             stage("gradients", HOST, item, own * dim, rows * dim, "unique rows' gradients"),
             stage(
                 "gradients",
@@ -115,10 +118,10 @@ class UniqueTwoLevel(Exchange):
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        """Return all work of a rank, because every rank stores an equal part.
+        """Return all work of a rank; every rank stores an equal part, so there is no ``part``.
 
-        A rank requests ``wanted`` rows within its host. The ``merged`` distinct rows of these
-        requests cross the link between hosts, unless the host owns them.
+        A rank requests ``wanted`` rows within its host. Of the rows that the ranks of a host
+        request, ``merged`` are distinct and cross the network, unless the host itself owns them.
         """
         hosts, width = cut
         wanted, dim = facts.wanted, facts.dim

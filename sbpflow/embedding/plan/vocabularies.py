@@ -1,8 +1,8 @@
 """Plans which rank assigns rows to the keys of each growing field.
 
-A key's row number is chosen before any table is looked up. Tables of one field therefore share row
-numbers in any layouts, and the exchanges of tables handle only row numbers. The rank that stores a
-range of rows also owns the corresponding range of key buckets.
+The row number of a key is chosen before any table is looked up. All tables of a field therefore
+share row numbers, whatever their layouts, and the exchanges see only row numbers. The rank that
+stores a range of rows also owns the corresponding range of key buckets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyPlan:
-    """Describes the keys of ``features``, whose tables share row numbers.
+    """The keys of ``features``, whose tables share row numbers.
 
-    ``owners`` lists (rank, first bucket, last bucket) in ascending order. ``columns`` of the id
-    matrix, and the lists at ``places``, contain the keys. If ``is_local``, only the owner of a key
-    stores the key's rows.
+    ``owners`` lists (rank, first bucket, last bucket) in ascending order. The keys are in
+    ``columns`` of the id matrix and in the lists at ``places``. If ``is_local``, only the owner of
+    a key stores rows of that key.
     """
 
     name: str
@@ -56,7 +56,7 @@ def vocabulary_name(features: Sequence[str]) -> str:
 def key_steps(
     vocabularies: Sequence[VocabularyPlan], world: Placement, batch_size: int
 ) -> tuple[ExchangeStep, ...]:
-    """Return the transfers that send keys and counts to the owners, and rows back."""
+    """Return the transfers that send keys and counts to the owners and return row numbers."""
     if not vocabularies or world.size == 1:
         return ()
     lookups = sum(vocabulary.hotness for vocabulary in vocabularies)
@@ -92,7 +92,7 @@ def key_steps(
 def aligned(
     tables: Sequence[TableConfig], layouts: Mapping[str, TableLayout]
 ) -> dict[str, TableLayout]:
-    """Return the layouts, in which the rows of growing tables are split at bucket boundaries."""
+    """Return the layouts, with the rows of growing tables split at bucket boundaries."""
     result = dict(layouts)
     for table in tables:
         config = layouts.get(table.name)
@@ -113,7 +113,8 @@ def aligned(
             elif any(end not in _bounds(table.num_rows) for end in _ends(sbp.sizes)):
                 raise ConfigError(
                     f"{config.key or f'table {table.name}'}: sizes {list(sbp.sizes)} split the "
-                    f"rows of a bucket of keys; use, for example, {list(sizes)}"
+                    "rows of a single key bucket; use sizes that end at bucket boundaries, for "
+                    f"example {list(sizes)}"
                 )
         result[table.name] = replace(config, layout=replace(layout, nd_sbp=tuple(nd_sbp)))
     return result
@@ -122,8 +123,8 @@ def aligned(
 def _split_twice(table: TableConfig, key: str, hosts: int, width: int) -> tuple[Split, Split]:
     """Return the splits of rows over hosts and over the ranks of each host, at bucket boundaries.
 
-    The second split is the same for all hosts, so all buckets need equally many rows, and all hosts
-    equally many buckets. Raise ConfigError if this is not possible.
+    A layout has the same second split on all hosts, so all buckets must have the same number of
+    rows, and all hosts the same number of buckets. Raise ConfigError if this is not possible.
     """
     each, rest = divmod(table.num_rows, NUM_BUCKETS)
     if rest or NUM_BUCKETS % hosts:
@@ -147,7 +148,7 @@ def plan_vocabularies(
     ids: IdColumns,
     world: Placement,
 ) -> tuple[VocabularyPlan, ...]:
-    """Return a plan for each set of features with growing tables."""
+    """Return a plan for each set of features that have growing tables."""
     tables = [table for output in outputs for table in output.tables]
     by_features: dict[tuple[str, ...], list[TableConfig]] = {}
     for table in tables:
@@ -160,8 +161,8 @@ def plan_vocabularies(
             if set(names) & set(table.features) and other != (names, growing[0].growth):
                 raise ConfigError(
                     f"table {table.name}: shares features {sorted({*names} & {*table.features})} "
-                    f"with table {growing[0].name}; growing tables that share a feature need the "
-                    "same features and the same growth"
+                    f"with table {growing[0].name}; growing tables that share a feature must have "
+                    "the same features and the same growth settings"
                 )
     numbers = {feature.name: number for number, feature in enumerate(features)}
     result: list[VocabularyPlan] = []
@@ -214,7 +215,7 @@ def _check_table(table: TableConfig, config: TableLayout, world: Placement) -> N
 def _owners(
     tables: Sequence[TableConfig], layouts: Mapping[str, TableLayout], world: Placement
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return the owners of the buckets: the ranks that store the rows, if tables split them."""
+    """Return the owners of the buckets: if the tables split rows, the ranks that store the rows."""
     split: dict[tuple[tuple[int, int, int], ...], str] = {}
     for table in tables:
         owners = _row_owners(table, layouts)
@@ -223,8 +224,8 @@ def _owners(
     if len(split) > 1:
         first, second, *_ = split.values()
         raise ConfigError(
-            f"table {second}: splits its rows differently than table {first}, but both use the "
-            "keys of one field; use the same ranks and sizes, or S(1)"
+            f"table {second}: splits its rows differently from table {first}, but both use the "
+            "keys of the same field; use the same ranks and sizes, or S(1)"
         )
     if split:
         return next(iter(split))
@@ -235,7 +236,9 @@ def _owners(
 def _row_owners(
     table: TableConfig, layouts: Mapping[str, TableLayout]
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return (first rank, first bucket, last bucket) of each row part of a table."""
+    """Return (first rank that stores it, first bucket, last bucket) for each row part of a
+    table.
+    """
     parts: dict[int, tuple[int, int, int]] = {}
     for shard in shards_of(table, layouts[table.name].layout):
         first, last = (
@@ -256,7 +259,7 @@ def _ends(sizes: Sequence[int]) -> list[int]:
 
 
 def _bucket_sizes(num_rows: int, parts: int) -> tuple[int, ...]:
-    """Return sizes of row parts with about equally many buckets."""
+    """Return the sizes of row parts with about the same number of buckets each."""
     ends = [0, *_ends(balanced_sizes(NUM_BUCKETS, parts))]
     rows = [first_row_of(end, num_rows) for end in ends]
     return tuple(stop - start for start, stop in pairwise(rows))

@@ -1,2 +1,3 @@
-"""Defines the sparse optimizers; each module defines an optimizer's constants, state, and torch
-step."""
+"""Defines the sparse optimizers. Each module defines the constants, state, and torch step of
+one.
+"""

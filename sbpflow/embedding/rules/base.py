@@ -1,8 +1,8 @@
 """Defines the interface of sparse optimizers: frozen dataclasses with a ``step`` method.
 
-To add an optimizer, write a module in this package and one function per kernel that supports it
-(``registry.function_path``). A step changes only the rows of a batch. State belongs to the logical
-row, even if a rank stores only some of its columns.
+To add an optimizer, write a module in this package, and a function for each compiled kernel that
+should support it (``registry.function_path``). A step changes only the rows of a batch. State
+belongs to the logical row, even if a rank stores only some of its columns.
 """
 
 from abc import ABC, abstractmethod
@@ -30,23 +30,24 @@ RowDecay = Annotated[
 
 
 class StepNumbers(NamedTuple):
-    """Contains an optimizer's step-dependent numbers: host numbers, or 0-d tensors for CUDA graphs.
+    """The numbers of an optimizer that change from step to step.
 
-    The tensors for CUDA graphs are on the device, in the compute dtype (``step`` is int64).
+    They are Python numbers or, for CUDA graphs, 0-d tensors on the device, in the compute dtype
+    (``step`` is int64).
     """
 
     rate: float | Tensor  # multiplies the step
     decay: float | Tensor  # multiplies the weights before the step
     step: int | Tensor  # training step within the job, starting at 1
-    correction: float | Tensor = 1.0  # another step-dependent factor (lazy Adam)
+    correction: float | Tensor = 1.0  # another factor that changes from step to step (lazy Adam)
 
 
 @dataclass(slots=True, kw_only=True)
 class RowBlock:
-    """Contains the distinct rows of one step, with the columns that this rank stores."""
+    """The distinct rows of one step, with the columns that this rank stores."""
 
     weights: Tensor  # [touched, width] in the compute dtype; changed in place
-    # state of all slots; access this block's state with ``take`` and ``put``
+    # State of all slots; use ``take`` and ``put`` for the state of this block's rows.
     state: dict[str, Tensor]
     rows: Tensor  # [touched] int64: the slots of the rows in ``state``
     grads: Tensor  # [touched, width], summed over the batch
@@ -57,12 +58,13 @@ class RowBlock:
     def mean_squares(self) -> Tensor:
         """Return the mean square of each row's gradient, [touched], over the table's full width.
 
-        Mean squares are available only to optimizers with row state: ranks that share a row sum
-        their squares.
+        Available only to optimizers with row state: for these, ranks that share a row sum their
+        squares.
         """
         if self.squares is None:
             raise RuntimeError(
-                "mean_squares: needs row state, but the optimizer has none; use grads"
+                "mean_squares: only available to optimizers with row state, which this optimizer "
+                "does not have; use grads"
             )
         return self.squares
 
@@ -93,10 +95,10 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizer(ABC):
-    """Updates the rows that a batch touches; the fields are the optimizer's configurable constants.
+    """Updates the rows that a batch touches. Its fields are the optimizer's configurable constants.
 
     A subclass declares its ``state`` and the ``kernels`` that support it, and implements ``step``
-    in torch. If a subclass has a field ``weight_decay``, each touched row shrinks by lr *
+    in torch. If it has a field ``weight_decay``, each touched row shrinks by the fraction lr *
     weight_decay before the step (decoupled, as in AdamW). An out-of-range constant raises
     ConfigError.
     """
@@ -104,14 +106,14 @@ class SparseOptimizer(ABC):
     name: str
     lr: LearningRate = 0.05
 
-    # ``state`` says which state to keep: one number per row, or one per element.
+    # ``state`` maps the name of each state to its shape: one value per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
     # ``kernels`` maps each supported kernel to the optimizer's function, as
-    # "package.module:function". Without this mapping, every kernel except FBGEMM must contain a
-    # function with the built-in optimizer's name.
+    # "package.module:function". A built-in optimizer without this mapping has a function of its own
+    # name in every kernel except FBGEMM.
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
-    # ``one_rate`` is the reason why the learning rate must not change during a run; ``None`` allows
-    # changes.
+    # ``one_rate`` is the reason why the learning rate must stay constant during a run; ``None`` if
+    # it may change.
     one_rate: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class SparseOptimizer(ABC):
 
     @abstractmethod
     def step(self, block: RowBlock) -> None:
-        """Update the weights and state of a block. All kernels must compute the same result."""
+        """Update the weights and state of a block. All kernels must compute the same results."""
 
     @property
     def decay(self) -> float:
@@ -143,7 +145,7 @@ class SparseOptimizer(ABC):
 
     @property
     def has_row_state(self) -> bool:
-        """Return True if there is state per row; a step then gets the rows' mean squares."""
+        """Return True if there is state per row. A step then gets the mean squares of its rows."""
         return "row" in self.state.values()
 
     @property
@@ -157,16 +159,18 @@ class SparseOptimizer(ABC):
 
     @property
     def state_counts(self) -> tuple[int, int]:
-        """Return (numbers kept per row, numbers kept per element)."""
+        """Return the number of state values per row and per element."""
         sizes = list(self.state.values())
         return sizes.count("row"), sizes.count("element")
 
     def initial_state(self, name: str) -> float:
-        """Return the initial value of a state."""
+        """Return the initial value of the state ``name``."""
         return 0.0
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """Return the host numbers for learning rate ``lr`` and training step ``step``."""
+        """Return the numbers, as Python numbers, for learning rate ``lr`` and training step
+        ``step``.
+        """
         return StepNumbers(lr, 1.0 - lr * self.decay, step)
 
     def apply(self, block: RowBlock) -> None:

@@ -27,7 +27,7 @@ class Ftrl(SparseOptimizer):
     initial_accumulator: Accumulator = 0.0
 
     state: ClassVar = {"sum": "element", "linear": "element"}
-    # the weights are a function of ``linear``, a sum that includes the learning rate
+    # weights are computed from ``linear``, a sum whose terms depend on the learning rate
     one_rate: ClassVar = "accumulates sums that assume a constant learning rate"
 
     def initial_state(self, name: str) -> float:
@@ -43,5 +43,5 @@ class Ftrl(SparseOptimizer):
         block.put("linear", linear)
         beyond = linear - linear.clamp(-self.l1, self.l1)
         curvature = root.add_(self.beta).div_(self.lr).add_(self.l2)
-        # Without earlier gradients and with l1 = 0, the quotient would be 0 / 0.
+        # With l1 = 0 and only zero gradients so far, the quotient would be 0 / 0.
         block.weights.copy_(torch.where(beyond == 0, 0.0, -beyond / curvature))

@@ -21,9 +21,9 @@ class LazyAdam(SparseOptimizer):
     state: ClassVar = {"exp_avg": "element", "exp_avg_sq": "element"}
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """Return the step-dependent numbers; the rate includes the bias correction of the mean.
+        """Return the numbers of a step. The rate includes the bias correction of the mean.
 
-        Bias corrections use the step number of the job.
+        Bias corrections use the step number of the job, not the number of updates of a row.
         """
         beta1, beta2 = self.betas
         rate, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)

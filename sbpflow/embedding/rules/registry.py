@@ -1,4 +1,4 @@
-"""Finds built-in sparse optimizers, and user classes whose module has been imported."""
+"""Finds built-in sparse optimizers, and users' own classes whose modules have been imported."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -24,7 +24,9 @@ RULES: dict[str, type[SparseOptimizer]] = {
 
 
 def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
-    """Return the classes by name, including ``package.module:Class`` if its module is imported."""
+    """Return the classes by name. Include ``name`` if it is ``package.module:Class`` and
+    imported.
+    """
     if not isinstance(name, str) or ":" not in name:
         return RULES
     module, _, own = name.partition(":")
@@ -33,7 +35,9 @@ def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
 
 
 def import_rule(key: str, name: str) -> None:
-    """Import the user class given for ``key``; raise ConfigError if it is not an optimizer."""
+    """Import the class ``name``, the value of ``key``; raise ConfigError if it is not an
+    optimizer.
+    """
     kind = import_own_class(key, name, "my_package.my_module:MyOptimizer")
     if not _is_rule(kind):
         raise ConfigError(
@@ -52,7 +56,7 @@ def _is_rule(kind: object) -> TypeGuard[type[SparseOptimizer]]:
 def rule_class(name: str) -> type[SparseOptimizer]:
     """Return the class with this name.
 
-    Raise ConfigError with the nearest match for an unknown name.
+    For an unknown name, raise ConfigError with the closest match.
     """
     kinds = known_rules(name)
     if name not in kinds and ":" in name:
@@ -79,7 +83,7 @@ def sparse_optimizer(name: str, **constants: object) -> SparseOptimizer:
 
 
 def with_constants(optimizer: SparseOptimizer, constants: Mapping[str, object]) -> SparseOptimizer:
-    """Return a copy with changed constants; raise the same ConfigErrors as ``sparse_optimizer``."""
+    """Return a copy with changed constants; raise ConfigError like ``sparse_optimizer``."""
     _check_constants(optimizer.name, type(optimizer), constants)
     changes: Mapping[str, Any] = constants
     return replace(optimizer, **changes)
@@ -96,9 +100,9 @@ def _check_constants(
 
 
 def function_path(optimizer: SparseOptimizer, kernel: CompiledKernel) -> str | None:
-    """Return "package.module:function" of an optimizer for a kernel, or ``None`` without support.
+    """Return "package.module:function" of an optimizer for a kernel, or ``None`` if not supported.
 
-    For a built-in optimizer without ``kernels``, the function's name equals the optimizer's name.
+    For a built-in optimizer without ``kernels``, the function has the optimizer's name.
     """
     for name, kind in RULES.items():
         if kind is type(optimizer) and not kind.kernels:

@@ -1,4 +1,4 @@
-"""Defines stochastic gradient descent without state."""
+"""Defines stochastic gradient descent, which needs no state."""
 
 from dataclasses import dataclass
 from typing import Literal

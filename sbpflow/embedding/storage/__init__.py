@@ -1,1 +1,1 @@
-"""Stores and kernels for table rows and their optimizer state."""
+"""Stores and kernels for the rows of tables and their optimizer state."""

@@ -1,7 +1,7 @@
 """Row kernels allocate, read, and update a block of slots.
 
 The row store (``store.py``) assigns rows to slots. Reading (``lookup``) and writing (``update``)
-are separate, so an update need not happen in the backward pass. There are four kernels with equal
+are separate, so an update need not be part of the backward pass. There are four kernels with equal
 results: plain torch, FBGEMM's table-batched embedding (TBE), CPU loops compiled by numba, and
 Triton for GPUs.
 """
@@ -20,9 +20,9 @@ RowListener = Callable[[Tensor], None]  # receives row numbers, possibly with du
 class RowKernel(Protocol):
     """A block [slots, width] of rows with their optimizer state.
 
-    A ``Lookup`` has the row numbers, which determine the sorting order and the rounding noise, and
-    the rows' slots in the block. Each of the ``listeners`` is called with the row numbers right
-    before an ``update`` changes the rows. Other threads may remove a listener at any time.
+    A ``Lookup`` contains row numbers, which determine the sorting order and the rounding noise, and
+    the slots of these rows in the block. Each of the ``listeners`` is called with the row numbers
+    right before an ``update`` changes the rows. Other threads may remove a listener at any time.
     """
 
     listeners: list[RowListener]
@@ -44,10 +44,10 @@ class RowKernel(Protocol):
 
     @property
     def absent(self) -> int | None:
-        """Return the address that represents rows stored elsewhere, or ``None`` if there is none.
+        """Return the address that stands for rows stored elsewhere, or ``None`` if there is none.
 
-        The slot of this address comes after all others, reads as zeros, and is never trained.
-        Without such an address, lookups must leave out rows that are stored elsewhere.
+        Its slot comes after all others, reads as zeros, and is never trained. Without such an
+        address, lookups must leave out rows that are stored elsewhere.
         """
         ...
 
@@ -55,34 +55,33 @@ class RowKernel(Protocol):
         """Sort the lookup for a later ``update``, unless sorting would make the host wait."""
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
-        """Return the weighted sum of each bag's rows [bags, width] without autograd.
+        """Return the weighted sum of the rows of each bag, [bags, width], detached.
 
-        Empty bags give zeros. ``lr`` is the learning rate of the ``update`` that will follow this
-        lookup, if there is one.
+        Empty bags give zeros. If an ``update`` will follow this lookup, ``lr`` is its learning
+        rate.
         """
         ...
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
-        """Return weighted sums as ``lookup`` does, but of rows in ``block`` [.., width], without an
-        update.
+        """Like ``lookup``, but read rows of ``block`` [.., width], which are not updated.
 
-        The slots of ``lookup`` are positions in ``block``. ``block`` has the dtype of ``weights``.
+        The slots of ``lookup`` are positions in ``block``, which has the dtype of ``weights``.
         """
         ...
 
     def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return unique rows and the bags' ``grads`` summed per row [unique, width].
+        """Return the unique rows, and the sum of the ``grads`` of their bags [unique, width].
 
-        If the kernel has an ``absent`` address, both tensors have the length of the batch, and the
-        last row is repeated.
+        If the kernel has an ``absent`` address, both are padded to the length of the batch by
+        repeating the last row.
         """
         ...
 
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         """Take one optimizer step on the rows of ``lookup`` with the gradients [bags, width].
 
-        Duplicates are summed first, so each row takes one step. ``step`` is the step number within
-        the job, starting at 1.
+        Gradients of duplicates are summed first, so each row takes a single step. ``step`` is the
+        step number within the job, starting at 1.
         """
 
 
@@ -95,10 +94,10 @@ def notify(listeners: Sequence[RowListener], rows: Tensor) -> None:
 def sum_of_squares(
     kernel: RowKernel, lookup: Lookup, grads: Tensor, *, in_order: bool = False
 ) -> Tensor:
-    """Return the sum of squared gradients of the rows stored here as a 0-d float64 tensor.
+    """Return the sum of the squared gradients of the rows stored here: 0-d float64.
 
-    The gradients of duplicate rows are summed before squaring, as in an update. With ``in_order``,
-    the result does not depend on the row numbers.
+    Gradients of duplicate rows are summed before squaring, as in an update. With ``in_order``, the
+    result does not depend on the row numbers.
     """
     rows, sums = kernel.row_gradients(lookup, grads)
     squares = sums.to(torch.float64).square().sum(1)

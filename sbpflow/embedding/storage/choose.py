@@ -1,8 +1,8 @@
-"""Choose a kernel for each stack among kernels with equal results.
+"""Chooses a kernel for each stack, among kernels with equal results.
 
-Plain torch supports everything. The limits of FBGEMM were measured with fbgemm-gpu-cpu 1.8.0.
-FBGEMM rejects widths that are not a multiple of 4, does not support bf16 or float64 rows on CPU,
-and keeps rowwise state per store.
+Plain torch supports everything. The limits of FBGEMM were determined with fbgemm-gpu-cpu 1.8.0: it
+rejects widths that are not a multiple of 4, does not support bf16 or float64 rows on CPU, and keeps
+rowwise state per store.
 """
 
 import logging
@@ -34,12 +34,12 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.compute.versions import import_fbgemm
 
 LOG = logging.getLogger(__name__)
-_NOTICE_AFTER_S = 2.0  # a compilation that takes longer is logged
+_NOTICE_AFTER_S = 2.0  # compilations that take longer are logged
 
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A kernel and the ``reason`` for it, shown in the start-up summary."""
+    """A kernel and the ``reason`` for choosing it, which the start-up summary shows."""
 
     name: KernelName
     reason: str
@@ -49,7 +49,7 @@ class KernelChoice:
 class StackFacts:
     """The properties of a stack that decide which kernels support it."""
 
-    width: int  # width per rank, preferably not a multiple of 4
+    width: int  # width on one rank; if widths differ, one that is not a multiple of 4
     optimizer: SparseOptimizer
     dtype: torch.dtype
     row_dtype: torch.dtype
@@ -58,7 +58,7 @@ class StackFacts:
 
     @staticmethod
     def of(plan: EmbeddingPlan, stack: TableBatch) -> "StackFacts":
-        """Return the facts of a stack in a plan; they are equal on every rank."""
+        """Return the facts of a stack in a plan. They are the same on every rank."""
         widths = {stack.width(rank) for rank in stack.holders()}
         return StackFacts(
             width=next((w for w in sorted(widths) if w % 4), min(widths)),
@@ -78,7 +78,7 @@ def _fbgemm_fault(stack: StackFacts) -> str | None:
     if stack.dtype != torch.float32:
         return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows here"
     if stack.row_dtype in HALF_DTYPES:
-        # On CPU, FBGEMM does not support bf16 rows, rounds fp16 rows to nearest, and is 5 times
+        # On CPU, FBGEMM does not support bf16 rows. It rounds fp16 rows to nearest, and is 5 times
         # slower with them.
         return "FBGEMM does not round half-precision rows stochastically here"
     if stack.optimizer.decay:
@@ -117,11 +117,11 @@ def _triton_class() -> type[TorchStorage]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiled:
-    """Describes how to choose and allocate a compiled kernel.
+    """How to choose and allocate a compiled kernel.
 
     ``fault`` returns why the kernel cannot run a stack. ``storage`` imports and returns the
-    kernel's class, because some classes need a compiler. The versions of ``packages`` affect the
-    kernel's speed.
+    kernel's class only when it is called, because some classes need a compiler. The speed of the
+    kernel depends on the versions of ``packages``.
     """
 
     label: str
@@ -147,7 +147,7 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
         is_installed=lambda: import_fbgemm() is not None,
         fault=_fbgemm_fault,
         reason="equal results, fused update",
-        storage=lambda: TorchStorage,  # only for an empty block, because TBE cannot be empty
+        storage=lambda: TorchStorage,  # used only for an empty block, because a TBE cannot be empty
     ),
     "triton": _Compiled(
         label="Triton",
@@ -164,7 +164,7 @@ KERNEL_NAMES: tuple[KernelName, ...] = ("torch", *COMPILED)
 
 
 def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
-    """Return the kernels that are not installed or not requested, each with the reason.
+    """Return the kernels that cannot be chosen, because they are not installed or not requested.
 
     Raise ConfigError if the installed FBGEMM does not match the installed torch.
     """
@@ -195,8 +195,8 @@ def choose_kernel(
 ) -> KernelChoice:
     """Choose a kernel without measuring; ``missing`` is the result of ``missing_kernels(request)``.
 
-    Raise ConfigError if the requested kernel is not installed. If the kernel is installed but does
-    not support the stack, choose torch and give the reason.
+    Raise ConfigError if the requested kernel is not installed. If it is installed but does not
+    support the stack, choose torch and state the reason.
     """
     if request not in ("auto", "torch") and request in missing:
         raise ConfigError(
@@ -216,12 +216,14 @@ def choose_kernel(
 
 
 def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:
-    """Return the kernel that the stack's tables request, or else ``request`` of the run."""
+    """Return the kernel requested for the stack's tables, or else ``request``, that of the run."""
     return stack.tables[0].kernel or request
 
 
 def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
-    """Choose the kernel of every table; return the choices by table name, equal on every rank."""
+    """Choose a kernel for every table; return the choices by table name. They are the same on every
+    rank.
+    """
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:
         for stack in group.stacks:
@@ -238,7 +240,7 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
 
 
 def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) -> None:
-    """Compile the kernels of a plan, or load them from the cache, before the first step."""
+    """Before the first step, compile the kernels of a plan, or load them from the cache."""
     rules = {
         stack.optimizer
         for group in plan.groups
@@ -260,7 +262,7 @@ def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) ->
 
 
 def deduplicator(kernel: str, num_addresses: int) -> Callable[[Lookup], Lookup]:
-    """Return a function that makes lookups deduplicate with the method of a kernel.
+    """Return a function that converts a lookup to one that deduplicates as ``kernel`` does.
 
     Addresses must be below ``num_addresses``.
     """
@@ -288,7 +290,7 @@ def make_kernel(
     noise: RowNoise | None = None,
     slots: int | None = None,
 ) -> RowKernel:
-    """Allocate a kernel's block for ``slots`` of the ``rows``, by default for all rows.
+    """Allocate a kernel's block with ``slots`` slots; by default, one for each of ``rows``.
 
     An empty block always uses torch, because FBGEMM's table cannot be empty.
     """

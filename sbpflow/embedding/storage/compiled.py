@@ -1,7 +1,7 @@
 """Defines loops over rows and ids that numba compiles for the CPU. Requires numba.
 
-Terms are added in batch order, with fused multiply-add (fma) where torch's kernels use it.
-Therefore sums, SGD, and state without square roots are bit-equal to ``TorchStorage``. Results that
+Terms are added in batch order, with fused multiply-add (fma) wherever torch's kernels use it, so
+that sums, SGD, and state without square roots are bit-equal to ``TorchStorage``. Results that
 involve a square root differ by at most one unit in the last place, because torch's vector math
 library does not round square roots correctly. Arrays must be C-contiguous. Each function is
 compiled on first use for its argument types and cached in the user's cache directory.
@@ -22,7 +22,8 @@ from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 U64 = np.uint64
 GAMMA_64, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
 _DIGIT_BITS, _DIGITS = 11, 1 << 11
-AHEAD = 16  # a loop prefetches this many rows ahead: a read from memory takes as long as these rows
+# Loops prefetch this many rows ahead: processing them takes about as long as a read from memory.
+AHEAD = 16
 
 
 class _Builder(Protocol):
@@ -53,14 +54,14 @@ def _type_of_prefetch(_: object, array: Any, row: Any) -> object:  # noqa: ANN40
         kind = signature.args[0]
         place = [values[1], *[context.get_constant(signature.args[1], 0)] * (kind.ndim - 1)]
         view = context.make_array(kind)(context, builder, values[0])
-        # numba's own helpers, because the element's address must not be read
+        # Use numba's own helpers to compute the address of the element without reading the element.
         pointer = cast(Any, cgutils).get_item_pointer(context, builder, kind, view, place)
         number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
         call = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
         function = cast(Any, cgutils).get_or_insert_function(
             builder.module, call, "llvm.prefetch.p0"
         )
-        # the arguments of llvm.prefetch: a read, of data that stays in all caches
+        # Arguments of llvm.prefetch: for reading, keep in all cache levels, data cache.
         hints = [ir.Constant(number, hint) for hint in (0, 3, 1)]
         builder.call(function, [builder.bitcast(pointer, byte), *hints])
         return context.get_dummy_value()
@@ -68,7 +69,7 @@ def _type_of_prefetch(_: object, array: Any, row: Any) -> object:  # noqa: ANN40
     return void(array, row), generate
 
 
-# ``prefetch(array, row)`` starts to load the beginning of ``array[row]``, with ``row`` an intp.
+# ``prefetch(array, row)`` starts loading the beginning of ``array[row]``; ``row`` is an intp.
 prefetch = cast("Callable[[Array, np.intp], None]", intrinsic(_type_of_prefetch))
 
 
@@ -78,7 +79,7 @@ def take_rows(block: Array, at: Array, out: Array) -> None:
     for i in range(at.size):
         if i + AHEAD < at.size:
             prefetch(block, np.intp(at[i + AHEAD]))
-        row = np.uintp(at[i])  # an unsigned index: numba need not handle negative ones
+        row = np.uintp(at[i])  # unsigned, so that numba generates no code for negative indices
         for k in range(out.shape[1]):
             out[i, k] = block[row, k]
 
@@ -95,13 +96,15 @@ def _popcount(v: np.uint64) -> np.uint64:
 def index_by_bits(
     addresses: Array, words: Array, before: Array, rows: Array, inverse: Array
 ) -> int:
-    """Write unique ``addresses`` to ``rows``, ascending, and each address's index to ``inverse``.
+    """Write the unique ``addresses`` to ``rows``, ascending, and the index of each address to
+    ``inverse``.
 
-    Return the number of unique addresses. ``words`` (uint64) has one bit per possible address. All
-    bits must be 0 and are 0 again on return. ``before`` (int32) is scratch memory for the number of
-    bits set in preceding words.
+    Return the number of unique addresses. ``words`` (uint64) has one bit per possible address; all
+    bits must be 0, and are 0 again on return. ``before`` (int32) is scratch memory for the number
+    of bits set in preceding words.
     """
-    # A bitmap sorts and deduplicates at once: set one bit per address, then scan the set bits.
+    # A bitmap sorts and deduplicates in one go: set the bit of each address, then scan the set
+    # bits.
     for i in range(addresses.size):
         a = U64(addresses[i])
         words[a >> U64(6)] |= U64(1) << (a & U64(63))
@@ -145,7 +148,7 @@ def _sort_by_digits(keys: Array, places: Array) -> None:
 
 @compiled
 def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
-    """Do the same as ``index_by_bits``, with memory proportional to the batch, not the table."""
+    """Like ``index_by_bits``, but with memory proportional to the batch instead of the table."""
     # The hash table uses linear probing and is at most half full; ``shift`` keeps log2(size) hash
     # bits.
     size, shift = 2, U64(63)
@@ -165,7 +168,7 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
             rows[slot] = addresses[i]
             count += 1
         inverse[i] = slot
-    # Rows are in order of first use; sort them, and map the old indices to the new ones.
+    # So far, rows are in order of first use. Sort them, and map the old indices to the new ones.
     original = np.arange(count).astype(np.int32)
     _sort_by_digits(rows[:count], original)
     rank = np.empty(count, np.int32)
@@ -178,10 +181,10 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
 
 @compiled
 def index_lists(addresses: Array, starts: Array, rows: Array, inverse: Array) -> int:
-    """Do the same as ``index_by_bits`` for one or more ascending lists of unique addresses.
+    """Like ``index_by_bits``, for one or more ascending lists of unique addresses.
 
-    List l is ``addresses[starts[l] : starts[l + 1]]``. The time is proportional to the number of
-    lists.
+    List l is ``addresses[starts[l] : starts[l + 1]]``. The time per address is proportional to the
+    number of lists.
     """
     num_lists = starts.size - 1
     place, none = starts[:-1].copy(), np.iinfo(np.int64).max
@@ -220,8 +223,8 @@ def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
 def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Array) -> None:
     """Sum ``grads`` [bags, width] by row, in order, into ``sums`` [unique, width].
 
-    Address i belongs to bag b if ``ends[b] <= i < ends[b + 1]``. ``weights`` is [n], or [0] without
-    weights.
+    Address i belongs to bag b if ``ends[b] <= i < ends[b + 1]``. ``weights`` is [n], or [0] if
+    there are no weights.
     """
     sums[:] = 0
     width = grads.shape[1]
@@ -270,7 +273,9 @@ def fill_uniform(
 
 @compiled
 def fill_uniform_rows(out: Array, counters: Array, bounds: Array, first_column: int) -> None:
-    """Fill ``out`` with the values of ``streams.uniform_rows``; ``bounds`` has one per row."""
+    """Fill ``out`` with the values of ``streams.uniform_rows``, with one bound per row in
+    ``bounds``.
+    """
     for r in range(out.shape[0]):
         scale = 2.0 * bounds[r] / 9007199254740992.0
         for c in range(out.shape[1]):

@@ -1,6 +1,6 @@
 """Defines loops over half-precision rows, compiled by numba: pooled reads, rounded writes.
 
-The properties of the module ``compiled`` apply to this module too, and results are bit-equal to
+The docstring of ``compiled`` applies here too; all results of this module are bit-equal to
 ``TorchStorage``. Rows are passed as int16 bits, because NumPy has no bfloat16 type.
 """
 
@@ -25,7 +25,8 @@ class _Builder(Protocol):
     def fpext(self, value: object, kind: object) -> object: ...
 
 
-_FLOAT = cast("Callable[[object], object]", types.float32)  # calling a type makes a signature
+# Calling a numba type creates a signature.
+_FLOAT = cast("Callable[[object], object]", types.float32)
 
 
 def _type_of_from_bfloat16(_: object, a: object) -> object:
@@ -90,12 +91,13 @@ def store_rounded(
     first_column: int,
     dropped: int,
 ) -> None:
-    """Round ``values`` [n, width] (float32 as int32 bits) into ``slots`` of ``out`` (int16).
+    """Round ``values`` [n, width] (float32 as int32 bits), and write them to ``slots`` of ``out``
+    (int16).
 
-    ``dropped`` is the number of mantissa bits to drop: 16 gives bfloat16, 13 float16. The result
-    equals ``round_randomly`` with the noise of ``rounding.RowNoise`` for ``rows`` (ascending).
-    ``keys`` (uint64) are the noise keys of the step. ``addresses`` are the addresses of keys in
-    growing tables, or empty.
+    ``dropped`` is the number of mantissa bits to drop: 16 gives bfloat16, 13 gives float16. The
+    result equals that of ``round_randomly`` with the noise of ``rounding.RowNoise`` for ``rows``
+    (ascending). ``keys`` (uint64) are the noise keys of the step. In growing tables, ``addresses``
+    are the addresses of the rows' keys; otherwise, it is empty.
     """
     top = 0x7F7F0000 if dropped == 16 else 0x477FE000  # largest finite value, as float32 bits
     mask = (1 << dropped) - 1
@@ -142,10 +144,10 @@ def widen(weights: Array, addresses: Array, out: Array, dropped: int) -> None:
 def pool(
     weights: Array, addresses: Array, ends: Array, shares: Array, out: Array, dropped: int
 ) -> None:
-    """Sum rows, converted as by ``widen``, into ``out`` [bags, width] float32, in bag order.
+    """Widen rows as ``widen`` does, and sum each bag, in order, into ``out`` [bags, width] float32.
 
-    Bag b has addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` are the weights of the rows,
-    [n] float32, or [0] without weights.
+    Bag b consists of addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` contains the weights
+    of the rows, [n] float32, or is [0] if there are none.
     """
     out[:] = 0
     for b in range(ends.size - 1):

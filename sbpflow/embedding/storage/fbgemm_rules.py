@@ -1,4 +1,4 @@
-"""Describes the sparse optimizers that FBGEMM supports by arguments of its TBE module."""
+"""Maps the sparse optimizers that FBGEMM supports to the arguments of its TBE module."""
 
 from typing import Any
 

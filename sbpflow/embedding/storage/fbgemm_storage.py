@@ -17,8 +17,8 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 class FbgemmStorage:
     """Stores float32 rows in one TBE table and updates them in its backward pass.
 
-    The class supports the cases that ``choose.choose_kernel`` selects: optimizers and widths for
-    which TBE gives the same results as ``TorchStorage``.
+    It supports only what ``choose.choose_kernel`` selects it for: optimizers and widths for which
+    TBE gives the same results as ``TorchStorage``.
     """
 
     name = "fbgemm"
@@ -37,13 +37,13 @@ class FbgemmStorage:
 
     @property
     def absent(self) -> None:
-        """Return ``None``: TBE would train such a row."""
+        """Return ``None``, because TBE would train the row of such an address."""
         return None
 
     @property
     def weights(self) -> Tensor:
-        # Return ``.data``: a write through the view itself would invalidate a graph before its
-        # backward.
+        # Return ``.data``: autograd would notice a write through the view itself, and the backward
+        # of a pending graph would fail.
         return self._tbe.split_embedding_weights()[0].data
 
     @property
@@ -72,23 +72,26 @@ class FbgemmStorage:
         if self.listeners:
             notify(self.listeners, lookup.rows())
         graph, lookup.graph = lookup.graph, None
-        if graph is None:  # the kernel did not look up the rows, so TBE needs a forward pass
+        # The rows were not looked up by this kernel, so TBE needs a forward pass first.
+        if graph is None:
             graph = self._run(lookup, lr)
         torch.autograd.backward([graph], [grads.contiguous()])
 
     def _run(self, lookup: Lookup, lr: float) -> Tensor:
-        if lr != self._lr:  # TBE uses the learning rate set at the forward pass
+        if lr != self._lr:  # TBE's backward uses the learning rate that was set at the forward pass
             self._tbe.set_learning_rate(lr)
             self._lr = lr
         slots = lookup.slots
-        if slots.is_cuda:  # TBE's CUDA kernels require equal dtypes of ids and offsets
+        if slots.is_cuda:  # TBE's CUDA kernels require ids and offsets of the same dtype
             slots = slots.to(torch.int64)
         with torch.enable_grad():
             return self._tbe(slots, lookup.explicit_offsets(), per_sample_weights=lookup.weights)
 
 
 class Tbe(Protocol):
-    """The part of FBGEMM's module that is used. FBGEMM is imported late and has no type stubs."""
+    """The part of FBGEMM's module that this file uses. FBGEMM has no type stubs and is imported
+    late.
+    """
 
     def split_embedding_weights(self) -> list[Tensor]: ...
     def split_optimizer_states(self) -> Sequence[Sequence[Tensor]]: ...
@@ -115,8 +118,9 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
         **kernel_function(optimizer, "fbgemm")(optimizer),
         learning_rate=optimizer.lr,
         pooling_mode=PoolingMode.SUM,
-        # The id reader already reports the field and row of a bad id, whereas TBE's default would
-        # train row 0. NONE also leaves the caller's tensors unchanged.
+        # The id reader has already checked the ids and reports the field and row of a bad one;
+        # TBE's default would silently train row 0. With NONE, TBE also leaves the caller's tensors
+        # unchanged.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device if on_cuda else None,
         **({} if on_cuda else _host_buffers(make, rows, width, optimizer, device)),
@@ -130,7 +134,7 @@ def _host_buffers(
     optimizer: SparseOptimizer,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return huge-page memory for TBE on CPU, if this version of FBGEMM accepts preallocated
+    """On CPU, return huge-page memory for TBE if this version of FBGEMM accepts preallocated
     memory.
     """
     argument = "preallocated_host_buffers"

@@ -1,8 +1,8 @@
-"""Allocates memory for table rows, in huge pages if a Linux CPU system grants them.
+"""Allocates memory for table rows on the CPU, in huge pages if Linux grants them.
 
-Lookups access rows at random, so with 4 KiB pages nearly every row of a large table costs a TLB
-miss in addition to a cache miss. Activations use torch's allocator, because clearing huge pages for
-them costs more than it saves.
+Lookups access rows at random, so with 4 KiB pages, nearly every row of a large table costs a TLB
+miss in addition to a cache miss. Activations use torch's allocator instead: clearing huge pages for
+them would cost more than it saves.
 """
 
 import mmap
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from sbpflow.errors import ConfigError
 
-LEAST_BYTES = 4 << 20  # two huge pages; a smaller block does not justify a separate mapping
+LEAST_BYTES = 4 << 20  # two huge pages; smaller blocks are not worth a mapping of their own
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros whose address does not change during the lifetime of a table.
+    """Return a tensor of zeros for the rows of a table.
 
-    Raise ConfigError if the zeros do not fit in memory.
+    Raise ConfigError if it does not fit in memory.
     """
     numel = torch.Size(shape).numel()
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if device.type != "cpu" or advice is None or numel * dtype.itemsize < LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
     # The mapping must be private: Python's default is a shared mapping, for which Linux does not
-    # use huge pages. Pages are allocated on first use.
+    # use huge pages. The pages are allocated, and zeroed, on first use.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         block = mmap.mmap(-1, numel * dtype.itemsize, flags=flags)
@@ -35,4 +35,4 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
             "not fit in memory; use more ranks, or parallel.storage with kind: file"
         ) from error
     block.madvise(advice)
-    return torch.frombuffer(block, dtype=dtype).view(shape)  # keeps the mapping alive
+    return torch.frombuffer(block, dtype=dtype).view(shape)  # the tensor keeps the mapping alive

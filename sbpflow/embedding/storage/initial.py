@@ -1,4 +1,6 @@
-"""Computes the initial values of shards and single rows, equally with numba and torch."""
+"""Computes the initial values of shards and of individual rows; numba and torch give equal
+values.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,15 +16,16 @@ from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS
 from sbpflow.runtime.random.streams import GAMMA, fill_uniform, mix, stream_key, uniform_rows
 
-# Above this number of elements, the torch loop takes longer than loading numba (0.5 s).
+# Above this number of elements, torch takes longer than loading numba does (0.5 s).
 LEAST_ELEMENTS = 1 << 20
 _ROWS_AT_A_TIME = 1 << 16
 
 
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
-    """Fill with U(-initial_range, initial_range) as a function of (seed, table, row, column).
+    """Fill a shard with its initial values, which depend only on (seed, table, row, column).
 
-    In a growing table, only the shared row starts with these values.
+    They are distributed as U(-initial_range, initial_range). In a growing table, only the shared
+    row starts with these values.
     """
     store, rows = stored.store, stored.rows
     if isinstance(store, SelectedRows) or store.starts_initial:
@@ -48,11 +51,11 @@ def initial_values(
     dtype: torch.dtype,
     row_dtype: torch.dtype,
 ) -> Callable[..., dict[str, Tensor]]:
-    """Return a function of rows [n] that returns the values that ``fill_shard`` writes to these
-    rows of a rank's shards, with their state.
+    """Return a function that returns the initial values and state of rows [n], by name.
 
-    Rows are numbered over all shards of the store. If the second argument has the addresses of
-    keys, the values are a function of (seed, table, key, column).
+    The values are those of ``fill_shard``; rows are numbered over all shards of the store. If the
+    addresses of keys are passed as the second argument, the values depend only on (seed, table,
+    key, column).
     """
     bases = torch.tensor([shard.base for shard in shards])
     shifts = torch.tensor([shard.shift * shard.table.dim for shard in shards])
@@ -66,7 +69,7 @@ def initial_values(
         shard_of = torch.searchsorted(bases[1:].to(device), rows, right=True)
         if addresses is None:
             counters = rows * first.table.dim * GAMMA + offsets.to(device)[shard_of]
-        else:  # a product with the dim would lose the upper bits of the address
+        else:  # Multiplying by the dim would lose the upper bits of the address.
             counters = mix(addresses + streams.to(device)[shard_of])
         bounds = ranges.to(device)[shard_of]
         weights = _uniform_rows(counters, width, bounds, first.col_start, row_dtype)
@@ -87,7 +90,9 @@ def initial_values(
 def _uniform_rows(
     counters: Tensor, width: int, bounds: Tensor, first_column: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``uniform_rows`` with a bound per row; compiled if numba is already loaded."""
+    """Return ``uniform_rows`` with a bound per row. Use the compiled loop if numba is already
+    loaded.
+    """
     if counters.device.type != "cpu" or "numba" not in sys.modules:
         return uniform_rows(counters, width, bounds.unsqueeze(1), first_column).to(dtype)
     from sbpflow.embedding.storage import compiled
@@ -99,7 +104,7 @@ def _uniform_rows(
 
 
 def _fill(out: Tensor, shard: Shard, seed: int, skipped: int = 0) -> None:
-    """Fill ``out``, the rows of the shard that follow the first ``skipped`` rows."""
+    """Fill ``out``, which is the shard without its first ``skipped`` rows."""
     bound, first_row, dim = shard.table.initial_range, shard.row_start + skipped, shard.table.dim
     worth_compiling = "numba" in sys.modules or out.numel() >= LEAST_ELEMENTS
     if out.device.type != "cpu" or not worth_compiling or find_spec("numba") is None:

@@ -1,6 +1,6 @@
-"""Defines which rows of growing tables have keys, and the values of keys in checkpoints.
+"""Tracks which rows of growing tables have keys, and defines how checkpoints represent keys.
 
-Rows get and lose keys during training. This module does not need numba; the decisions are in
+Rows get and lose keys during training. This module does not need numba; the decisions are made in
 ``sbpflow.embedding.vocabulary``.
 """
 
@@ -21,12 +21,14 @@ from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 from sbpflow.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
-NO_TIME = -(2**63)  # the event time of batches without one
+NO_TIME = -(2**63)  # stands for the event time of batches that have none
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a batch changed: rows of new keys, with the addresses, and rows that have no key now."""
+    """What a batch changed: rows that got new keys, the addresses of these keys, and rows that lost
+    their keys.
+    """
 
     rows: Array
     addresses: Array
@@ -37,8 +39,9 @@ class Changes:
 class Saved:
     """The keys of a vocabulary, or of a range of its buckets, in the order of their addresses.
 
-    ``lasts`` are numbers of batches; ``clock`` has the samples seen after each of the last batches
-    up to ``now``, and ``times`` the latest event time so far.
+    ``lasts`` are the batches of their last uses. For the last batches up to ``now``, ``clock``
+    contains the number of samples seen after each of them, and ``times`` the latest event time so
+    far.
     """
 
     addresses: Array
@@ -53,7 +56,9 @@ class Saved:
 
 
 def check_numba(field: str) -> None:
-    """Raise ConfigError unless numba, which decides about the keys of a field, is installed."""
+    """Raise ConfigError unless numba is installed, which the vocabulary of a growing field
+    needs.
+    """
     if find_spec("numba") is None:
         raise ConfigError(
             f"field {field}: vocabulary: dynamic, but numba is not installed; install numba, or "
@@ -62,7 +67,7 @@ def check_numba(field: str) -> None:
 
 
 class LiveRows:
-    """Which of the rows [start, stop) have keys after the trained batches, and their addresses."""
+    """Which of the rows [start, stop) have keys after the last trained batch, and which keys."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
@@ -70,7 +75,9 @@ class LiveRows:
         self.is_live = np.zeros(stop - start, np.bool)
 
     def apply(self, changes: Changes) -> tuple[Tensor, Tensor]:
-        """Take the changes of a batch; return its new rows in this range and their addresses."""
+        """Apply the changes of a batch; return the rows in this range that got new keys, and the
+        keys' addresses.
+        """
         mine = (changes.rows >= self.start) & (changes.rows < self.stop)
         rows, addresses = changes.rows[mine], changes.addresses[mine]
         freed = changes.freed[(changes.freed >= self.start) & (changes.freed < self.stop)]
@@ -89,7 +96,9 @@ class LiveRows:
 
 
 class _TableRows(NamedTuple):
-    """The rows of a table in a store: ``numbers`` count from ``base``, and have ``addresses``."""
+    """The rows of a table in a store: their ``numbers``, counted from ``base``, and their keys'
+    ``addresses``.
+    """
 
     base: int
     has_shared: bool
@@ -104,9 +113,9 @@ class _TableRows(NamedTuple):
 class TrainedRows(SelectedRows):
     """A snapshot of which rows of a store have keys; the rows are numbered table by table.
 
-    Within a table, the shared row comes first, if the rank stores it, and then the live rows in the
-    order of their addresses. Sorting takes a second or two for ten million rows, so the first use
-    sorts; in a save, the writer thread does this.
+    Within a table, the shared row comes first, if this rank stores it, followed by the live rows in
+    the order of their addresses. Sorting ten million rows takes a second or two, so they are sorted
+    only on first use; in a save, this happens in the writer thread.
     """
 
     def __init__(self, store: RowStore, tables: Mapping[str, _TableRows]) -> None:
@@ -130,7 +139,7 @@ class TrainedRows(SelectedRows):
         return cls(store, tables)
 
     def among(self, marks: Array) -> "TrainedRows":
-        """Return the rows that are marked; ``marks`` [store.num_rows] bool."""
+        """Return those of the rows that are marked in ``marks`` [store.num_rows] bool."""
         tables: dict[str, _TableRows] = {}
         for name, (base, has_shared, numbers, addresses) in self._tables.items():
             chosen = marks[base:][numbers]
@@ -143,16 +152,16 @@ class TrainedRows(SelectedRows):
         return self._tables[table].num_rows
 
     def numbers_in(self, whole: "TrainedRows", table: str) -> Array:
-        """Return the number that each row of a table has among the rows of the table in ``whole``.
+        """Return the index of each row of a table among the rows of that table in ``whole``.
 
-        ``whole`` must contain these rows.
+        ``whole`` must contain all of these rows.
         """
         own, other = self._tables[table], whole._tables[table]
         places = np.searchsorted(np.sort(other.addresses), np.sort(own.addresses))
         return np.concatenate([np.zeros(int(own.has_shared), np.int64), places + other.has_shared])
 
     def unsorted(self) -> Tensor:
-        """Return the store's numbers of all rows, in any order."""
+        """Return the numbers of all rows in the store, in any order."""
         parts = [
             np.concatenate([np.zeros(int(has_shared), np.int64), numbers]) + base
             for base, has_shared, numbers, _ in self._tables.values()
@@ -182,7 +191,9 @@ class TrainedRows(SelectedRows):
 
 
 class KeyColumn:
-    """One array of a saved vocabulary, computed by the first read, through a store's interface."""
+    """Presents one array of a saved vocabulary as a store; the array is computed on the first
+    read.
+    """
 
     is_in_place = False
 

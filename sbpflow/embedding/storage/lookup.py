@@ -13,11 +13,11 @@ from sbpflow.embedding.storage.sorted_segments import SortedSegments
 class Lookup:
     """Addresses, the bags they form, and their weights; sorted and deduplicated once, on demand.
 
-    ``addresses`` is [n] int32 or int64. ``offsets`` is [bags + 1] int64, or ``None`` for one
-    address per bag. ``weights`` is [n], or ``None`` if all weights are 1. On CUDA, deduplication
+    ``addresses`` is [n] int32 or int64. ``offsets`` is [bags + 1] int64, or ``None`` if every bag
+    has one address. ``weights`` is [n], or ``None`` if all weights are 1. On CUDA, deduplication
     makes the host wait for the number of unique rows unless ``num_unique`` is set. Addresses are
-    local row numbers; they determine the order in which rows are sorted and summed, and how rows
-    are rounded. A row store can place each row in a different slot.
+    local row numbers, which determine the order in which rows are sorted and summed, and how they
+    are rounded. The slots of the rows, which the row store chooses, affect none of this.
     """
 
     def __init__(
@@ -26,10 +26,12 @@ class Lookup:
         self.addresses = addresses
         self.offsets = offsets
         self.weights = weights
-        self.placed: Tensor | None = None  # [n] from ``RowStore.admit``; ``None``: slots equal rows
-        self.graph: Tensor | None = None  # TBE output; its backward is the fused update
+        # [n] from ``RowStore.admit``; ``None`` if the slot of each row is its number.
+        self.placed: Tensor | None = None
+        self.graph: Tensor | None = None  # output of TBE, whose backward is the fused update
         self.num_unique: int | None = None
-        # lengths of the ascending lists of unique addresses that make up ``addresses``, if known
+        # If ``addresses`` is known to consist of ascending lists of unique addresses, the lengths
+        # of these lists.
         self.ascending: tuple[int, ...] | None = None
         self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._runs: SortedSegments | None = None
@@ -64,7 +66,7 @@ class Lookup:
         return [self.addresses, self.offsets, self.weights, *ordered]
 
     def new_like(self) -> "Lookup":
-        """Return a lookup of the same sizes with uninitialized tensors."""
+        """Return a lookup with tensors of the same sizes, uninitialized."""
         offsets, weights = (
             None if tensor is None else torch.empty_like(tensor)
             for tensor in (self.offsets, self.weights)
@@ -76,7 +78,7 @@ class Lookup:
         return lookup
 
     def place(self, slots: Tensor | None) -> Self:
-        """Set the slots [n] of the rows; pass ``None`` if slots equal addresses."""
+        """Set the slots [n] of the rows. ``None`` means that slots equal addresses."""
         self.placed = slots
         return self
 
@@ -114,17 +116,19 @@ class Lookup:
         return torch.empty_like(order).scatter_(0, order, run)
 
     def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return unique rows and the bags' ``grads`` summed per row [unique, width], in order."""
+        """Return the unique rows, and for each the sum of its bags' ``grads``, in order: [unique,
+        width].
+        """
         rows, order, starts, _ = self._dedup()
         if rows.numel() == 0:
             return rows, grads.new_zeros(0, grads.shape[1])
         return rows, self._segment_sums(grads, order, starts)
 
     def spread_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``row_gradients`` padded to [n] and [n, width] with copies of the last row.
+        """Like ``row_gradients``, but padded to [n] and [n, width] with copies of the last row.
 
-        Writing the same row and sum again has no effect, so the host need not know the number of
-        unique rows.
+        Writing the same row again has no effect, so the host need not know the number of unique
+        rows.
         """
         if self.addresses.numel() == 0:
             return self.addresses, grads.new_zeros(0, grads.shape[1])
@@ -142,7 +146,7 @@ class Lookup:
         return self.placed.index_select(0, runs.order.index_select(0, heads))
 
     def unique_up_to(self, lasts: Tensor) -> Tensor:
-        """Return the number of unique rows up to each of ``lasts`` (ascending), [lasts] int64."""
+        """Return how many unique rows are at most each of ``lasts`` (ascending): [lasts] int64."""
         if self.addresses.numel() == 0:
             return torch.zeros(lasts.shape, dtype=torch.int64, device=lasts.device)
         if not self.addresses.is_cuda:
@@ -152,7 +156,7 @@ class Lookup:
         return numbers.index_select(0, torch.searchsorted(runs.keys, lasts, right=True))
 
     def bags_of(self, order: Tensor) -> Tensor:
-        """Return the bag [n] int64 of each address, in the given order of addresses."""
+        """Return the bag of each of the addresses in ``order``: [n] int64."""
         if self.offsets is None:
             return order
         total = self.addresses.numel()
@@ -161,7 +165,9 @@ class Lookup:
         return bag.index_select(0, order)
 
     def runs(self) -> SortedSegments:
-        """Return the sorted addresses (at least one), computed without making the host wait."""
+        """Return the sorted addresses, of which there must be at least one; the host does not
+        wait.
+        """
         if self._runs is None:
             self._runs = SortedSegments.of(self.addresses)
         return self._runs
@@ -179,8 +185,8 @@ class Lookup:
         )
 
     def _dedup(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (unique rows, sorting order, start of each row's run, run of each sorted
-        position).
+        """Return the unique rows, the sorting order, the start of each row's run, and the run of
+        each sorted position.
         """
         if self._sorted is None and self.num_unique is not None and self.addresses.numel():
             runs = self.runs()
@@ -198,9 +204,10 @@ class Lookup:
 
 
 def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> Tensor:
-    """Return the weighted sum [bags, width] of each bag's ``rows`` [m, width], in their dtype.
+    """Return the weighted sum of the rows of each bag: [bags, width], in the dtype of ``rows``.
 
-    ``positions`` [n] are the positions of the addresses in ``rows``; the default is their slots.
+    ``rows`` is [m, width], and ``positions`` [n] says where the row of each address is; by default,
+    at its slot.
     """
     at = lookup.slots if positions is None else positions
     if lookup.offsets is None:

@@ -1,8 +1,8 @@
-"""Find the fastest kernel of a stack on this machine by measuring, and cache the result.
+"""Measures which kernel is fastest for a stack on this machine, and caches the result.
 
-The benchmark does a rank's work for one batch: deduplication (if the exchange needs it), lookup,
-and update. Ids repeat as in the statistics of the data, or by default as in click data
-(``costs.ids``). The kernels run alternately, and each kernel's minimum time is used.
+The benchmark does the work of a rank for one batch: deduplication (if the exchange needs it),
+lookup, and update. Ids repeat as in the statistics of the data, or by default as in click data
+(``costs.ids``). The kernels run in turn, and the minimum time of each counts.
 """
 
 import json
@@ -41,11 +41,11 @@ from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, rea
 
 LOG = logging.getLogger(__name__)
 
-BAND = 0.05  # a faster kernel is chosen only if it gains more than this share
+BAND = 0.05  # another kernel is chosen only if it saves more than this share of the time
 MOST_ELEMENTS = 1 << 25  # maximum size of the benchmark's table
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
 MOST_BYTES = 2**24  # maximum size of the cache file
-MOST_MS = 1e9  # cached batch times above this are invalid
+MOST_MS = 1e9  # a cached time above this is invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class StackShape:
     """The properties of a stack that determine how long its work takes on a rank.
 
     ``ids`` is the number of ids looked up, in bags of ``per_bag``. If unique rows are exchanged,
-    they come from ``lists`` ranks, and each rank first deduplicates ``home_ids``; otherwise
-    ``lists`` and ``home_ids`` are 0. ``skew`` describes how ids repeat (``costs.ids``).
+    requests come from ``lists`` ranks, and each rank first deduplicates ``home_ids`` ids;
+    otherwise, both are 0. ``skew`` describes how ids repeat (``costs.ids``).
     """
 
     rows: int
@@ -68,7 +68,7 @@ class StackShape:
     dtype: torch.dtype
     row_dtype: torch.dtype
     skew: float = CLICKS
-    device: str = "cpu"  # or the name of a CUDA device
+    device: str = "cpu"  # "cpu", or the name of a CUDA device
 
     @staticmethod
     def of(
@@ -79,8 +79,8 @@ class StackShape:
         skew: Mapping[str, float] | None = None,
         device: str = "cpu",
     ) -> "StackShape | None":
-        """Return the shape on the rank with the most rows, or ``None`` if that rank looks nothing
-        up.
+        """Return the shape for the rank with the most rows, or ``None`` if that rank looks up
+        nothing.
         """
         rank = max(stack.holders(), key=stack.num_rows)
         size = group.world.size
@@ -111,7 +111,7 @@ class StackShape:
         """Return a string that is equal for equal shapes, software versions, and thread counts."""
         facts = asdict(self) | {"threads": torch.get_num_threads(), **_software()}
         if self.device == "cpu":
-            del facts["device"]  # older cache files, for CPUs only, lack this field
+            del facts["device"]  # older cache files, which are only for CPUs, lack this field
         return json.dumps(facts, default=str, sort_keys=True)
 
 
@@ -122,16 +122,18 @@ def _mean_skew(stack: TableBatch, rank: int, skew: Mapping[str, float]) -> float
 
 
 class Profile:
-    """Stores measured times by shape in one file per machine; several processes can write it."""
+    """Stores measured times by shape, in one file per kind of machine that several processes may
+    write.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or cache_dir() / f"kernels-{machine_key()}.json"
         self._warned = False
 
     def find(self, shape: StackShape) -> dict[str, float] | None:
-        """Return measured milliseconds by kernel, or ``None`` if there is no valid entry.
+        """Return the measured milliseconds by kernel, or ``None`` if there is no valid entry.
 
-        Log a warning for an invalid entry. An entry can contain kernels that this version does not
+        Log a warning for an invalid entry. An entry may contain kernels that this version does not
         have.
         """
         entry = self._entries().get(shape.key())
@@ -155,8 +157,8 @@ class Profile:
             fresh.replace(self.path)
         except OSError as error:
             LOG.warning(
-                "kernel times are not cached, so the next start measures again: %s; set "
-                "XDG_CACHE_HOME to a writable folder of your own",
+                "cannot cache kernel times, so the next start measures again: %s; set "
+                "XDG_CACHE_HOME to a folder that you can write to",
                 error,
             )
 
@@ -184,9 +186,7 @@ def _are_times(value: object) -> TypeGuard[dict[str, float]]:
 
 
 def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:
-    """Choose the fastest kernel, but keep ``unmeasured`` if its time is within ``BAND`` of the
-    fastest.
-    """
+    """Choose the fastest kernel, or ``unmeasured`` if it is within ``BAND`` of the fastest."""
     fastest = min(times_ms, key=times_ms.__getitem__)
     name = fastest
     if times_ms.get(unmeasured.name, float("inf")) <= (1.0 + BAND) * times_ms[fastest]:
@@ -215,7 +215,7 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
     }
     times: dict[str, float] = dict.fromkeys(kernels, float("inf"))
     for turn in turns.values():
-        turn()  # the first run compiles and touches all pages
+        turn()  # warm-up: compiles the kernel and touches all pages
     end = time.perf_counter() + SECONDS * len(kernels)
     for number in range(MOST_ROUNDS):
         for name, turn in turns.items():
@@ -226,7 +226,7 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
 
 
 def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
-    """Measure a run; on CUDA, measure device time, because the host runs ahead."""
+    """Return the milliseconds of a run. On CUDA, measure device time: the host runs ahead."""
     if device.type == "cpu":
         start = time.perf_counter()
         turn()
@@ -242,7 +242,9 @@ def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
 def _turn(
     storage: RowKernel, lookup: Lookup, grads: Tensor, home: Tensor, home_grads: Tensor, rows: int
 ) -> Callable[[], None]:
-    """Return a function that runs one batch with new lookups, because lookups cache results."""
+    """Return a function that runs one batch. Each run uses new lookups, because lookups cache
+    results.
+    """
     lr, deduplicated = 0.01, deduplicator(storage.name, rows)
 
     def turn() -> None:
@@ -277,7 +279,7 @@ def _storage(name: KernelName, shape: StackShape, rows: int, device: torch.devic
 
 def _ids(shape: StackShape, rows: int, generator: torch.Generator, device: torch.device) -> Lookup:
     if shape.lists:
-        each = max(1, shape.ids // shape.lists**2)  # ids that one rank requests from one owner
+        each = max(1, shape.ids // shape.lists**2)  # ids that a rank requests from an owner
         parts = [torch.unique(_draw(each, rows, shape.skew, generator)) for _ in range(shape.lists)]
         return Lookup(torch.cat(parts).to(device))
     ids = _draw(shape.ids, rows, shape.skew, generator).to(device)
@@ -301,7 +303,7 @@ def _software() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the CPU model on Linux; elsewhere, return the processor name that Python reports."""
+    """Return the CPU model on Linux, or elsewhere the processor name that Python reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -311,6 +313,6 @@ def cpu_name() -> str:
 
 
 def machine_key() -> str:
-    """Return a file name for this kind of machine, because machines can share a home directory."""
+    """Return a file name for this kind of machine; machines may share a home directory."""
     words = f"{cpu_name()} {os.cpu_count()}".split()
     return "-".join("".join(c for c in word if c.isalnum()) for word in words).lower()

@@ -1,9 +1,9 @@
 """Defines the sparse optimizers as loops compiled by numba, one function per optimizer.
 
-The functions compute the same as ``SparseOptimizer.step``, including weight decay; the docstring of
-``compiled`` says when results are bit-equal. The functions update ``weights[at[j]]`` and the states
-of ``rows[j]`` with ``grads[j]``. ``keep`` is the factor of weight decay. Numbers have the dtype of
-the arrays.
+The functions compute the same as ``SparseOptimizer.step`` with weight decay; the docstring of
+``compiled`` says when results are bit-equal. They update ``weights[at[j]]`` and the states of
+``rows[j]`` with ``grads[j]``. ``keep`` is the factor of weight decay, 1 - lr * weight_decay.
+Scalars have the dtype of the arrays.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class RowArrays(NamedTuple):
     rows: Array  # [touched] int: the positions of the rows in the states
     grads: Array  # [touched, width]
     state: list[Array]  # [.., width] or [..], in the order of ``SparseOptimizer.state``
-    squares: Array  # [touched], see ``RowBlock.mean_squares``; [0] without row state
-    numbers: StepNumbers  # host numbers
+    squares: Array  # [touched] as in ``RowBlock.mean_squares``, or [0] if there is no row state
+    numbers: StepNumbers  # Python numbers, not tensors
     number: Callable[[float | Tensor], float]  # converts to the dtype of the arrays
 
 
@@ -126,7 +126,8 @@ def _step_lazy_adam(
 ) -> None:
     """Update weights with lazy Adam.
 
-    ``take`` is 1 - beta1, ``give2`` is 1 - beta2, and ``move`` is -lr / the mean's bias correction.
+    ``take`` is 1 - beta1, ``give2`` is 1 - beta2, and ``move`` is -lr divided by the bias
+    correction of the mean.
     """
     half, one = take / (take + take), take / take
     for j in range(at.size):

@@ -1,7 +1,7 @@
-"""The numba kernel: CPU loops that make one pass over the rows where torch makes several.
+"""The numba kernel: CPU loops that make a single pass over the rows where torch makes several.
 
-Lookups and updates give the results of ``TorchStorage``; the docstring of ``compiled`` says when
-they are bit-equal. Import this module only if numba is installed.
+Lookups and updates give the same results as ``TorchStorage``; the docstring of ``compiled`` says
+when they are bit-equal. Import this module only if numba is installed.
 """
 
 import logging
@@ -26,24 +26,25 @@ from sbpflow.runtime.files.cache_dir import code_cache
 from sbpflow.runtime.random.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
-# With more possible addresses per id of a batch than this, deduplication hashes the ids; otherwise
-# it scans a bitmap of all addresses.
+# Deduplication scans a bitmap of all possible addresses. If there are more than this many of them
+# per id of the batch, it uses a hash table instead.
 MOST_BITS_PER_ID = 512
-# These functions convert to the floating-point types of numba's array elements.
+# Functions that convert a number to the scalar type of an array's elements.
 _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
-_DROPPED = {torch.bfloat16: 16, torch.float16: 13}  # number of extra mantissa bits in float32
-# Merging ascending lists takes time proportional to their number.
+# Number of mantissa bits that float32 has in addition.
+_DROPPED = {torch.bfloat16: 16, torch.float16: 13}
+# Merging takes time proportional to the number of lists, so it is used only up to this number.
 MOST_MERGED = 4
-# The measurement of a copy reads this many rows from a block of this many elements.
+# To measure a copy, read this many rows from a block of this many elements.
 _MEASURED_ROWS, _MEASURED_ELEMENTS = 8192, 1 << 22
 _EMPTY = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
 def take(block: Tensor, at: Tensor) -> Tensor:
-    """Return ``block[at]`` [n, width] with the faster of torch's and the compiled copy."""
+    """Return ``block[at]`` [n, width], using torch or the compiled loop, whichever is faster."""
     if (
         block.is_contiguous()
         and block.dtype in _EMPTY
@@ -61,14 +62,14 @@ def _take_in_loop(block: Tensor, at: Tensor) -> Tensor:
 
 @cache
 def _loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) -> bool:
-    """Measure both copies of rows of this width on this CPU (a few milliseconds).
+    """Return True if the loop copies rows of this width faster than torch on this CPU.
 
-    CPUs rank them differently: ``index_select`` was up to three times faster than a loop without
-    prefetch on an Intel Xeon, and takes three times as long as the loop on an AMD EPYC. Both give
-    the same bits, so ranks need not agree.
+    Measuring takes a few milliseconds. It is necessary because CPUs differ: ``index_select`` was up
+    to three times faster than a loop without prefetch on an Intel Xeon, but takes three times as
+    long as the loop on an AMD EPYC. Both give the same bits, so ranks need not agree.
     """
     rows = max(_MEASURED_ELEMENTS // max(width, 1), 1)
-    block = torch.ones(rows, width, dtype=dtype)  # larger than the caches of a core
+    block = torch.ones(rows, width, dtype=dtype)  # a block larger than the caches of a core
     at = (torch.arange(_MEASURED_ROWS) * 7919 % rows).to(index_dtype)
     loop = min(_seconds(lambda: _take_in_loop(block, at)) for _ in range(5))
     plain = min(_seconds(lambda: block.index_select(0, at)) for _ in range(5))
@@ -82,7 +83,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 class Indexer:
-    """Deduplicates addresses below ``num_addresses``, with reusable scratch memory."""
+    """Deduplicates addresses below ``num_addresses``. Its scratch memory is reused."""
 
     def __init__(self, num_addresses: int) -> None:
         self._num_addresses = num_addresses
@@ -91,9 +92,10 @@ class Indexer:
     def index(
         self, addresses: Tensor, lists: tuple[int, ...] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return unique addresses (ascending) and each address's index among them ([n] int32).
+        """Return the unique addresses, ascending, and the index of each address among them, [n]
+        int32.
 
-        ``lists`` are the lengths of the ascending lists that make up the addresses, if known.
+        If the addresses are known to consist of ascending lists, ``lists`` are their lengths.
         """
         array = addresses.contiguous().numpy()
         rows, inverse = np.empty_like(array), np.empty(array.size, np.int32)
@@ -132,7 +134,7 @@ class CompiledLookup(Lookup):
         rows, inverse = self._index()
         if self.placed is None:
             return rows
-        # All addresses of a row map to the same slot, so the order of the writes does not matter.
+        # A row has the same slot wherever it occurs, so the order of these writes does not matter.
         return torch.empty_like(rows).scatter_(
             0, inverse.to(torch.int64), self.placed.to(rows.dtype)
         )
@@ -164,7 +166,7 @@ class CompiledLookup(Lookup):
 
 
 class NumbaStorage(TorchStorage):
-    """``TorchStorage`` with compiled updates; it has the same arguments and runs on CPU."""
+    """Like ``TorchStorage``, but with compiled loops; it runs only on CPU."""
 
     name = "numba"
     _indexer: Indexer | None = None
@@ -184,8 +186,8 @@ class NumbaStorage(TorchStorage):
         return indexed
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
-        """Pool as ``TorchStorage`` does, but copy rows with ``take``, and read half-precision rows
-        in one pass without widening them.
+        """Like ``TorchStorage.pool``, but copy rows with ``take``, and widen and sum half-precision
+        rows in one pass.
         """
         if block.dtype == self.dtype:
             return sum_bags(block, self._indexed(lookup))
@@ -272,7 +274,9 @@ class NumbaStorage(TorchStorage):
 
 
 def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.dtype) -> float:
-    """Compile the loops of this optimizer or load them from the cache; return the seconds taken."""
+    """Compile the loops of this optimizer, or load them from the cache; return the seconds it
+    took.
+    """
     from sbpflow.embedding.plan.tables import Shard, TableConfig
     from sbpflow.embedding.storage.rounding import RowNoise
 
@@ -294,6 +298,6 @@ def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.
 
 
 def log_warm_up(seconds: float) -> None:
-    """Log how long the kernels took to load, and where they are cached."""
+    """Log how long it took to load the kernels, and where they are cached."""
     place = code_cache("numba") or "memory"
     LOG.info("numba kernels ready in %.1f s, cached in %s", seconds, place)

@@ -1,7 +1,7 @@
-"""Rounds to half precision stochastically, so that updates below the precision accumulate.
+"""Rounds to half precision stochastically, so that updates smaller than the precision accumulate.
 
-The rounding direction is a pure function of (seed, step, table, row, column). The direction does
-not depend on which rank stores a row or which tables share its store.
+The rounding direction is a pure function of (seed, step, table, row, column). It does not depend on
+which rank stores a row, or on which tables share its store.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +12,18 @@ from torch import Tensor
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.runtime.random.streams import GAMMA, mix, step_keys, stream_key
 
-# ``_DROPPED_BITS`` is the number of mantissa bits that float32 has beyond the narrow dtype.
+# Number of mantissa bits that float32 has and the narrow dtype does not.
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-# ``COLUMNS_PER_WORD`` columns share a 64-bit word of random bits and use 16 bits each.
+# Each 64-bit word of random bits is shared by this many columns, which use 16 bits each.
 COLUMNS_PER_WORD = 4
 
 
 class RowNoise:
     """The random bits of a store's rows, numbered over its shards.
 
-    The element (table, row, column) uses 16 bits of word row * ceil(dim / 4) + column // 4. This
-    word of random bits comes from the table's random stream of the step. In growing tables, the
-    addresses of keys take the place of row numbers: ``addresses_of`` returns those of ascending
-    rows.
+    Each table has a random stream of 64-bit words per step. The element (row, column) uses 16 bits
+    of word row * ceil(dim / 4) + column // 4. In growing tables, the address of a row's key takes
+    the place of its number: ``addresses_of`` maps ascending rows to these addresses.
     """
 
     def __init__(
@@ -40,12 +39,12 @@ class RowNoise:
         self.bases = torch.tensor([s.base for s in shards], dtype=torch.int64, device=device)
         shift = [shard.row_start - shard.base for shard in shards]
         self.shift = torch.tensor(shift, dtype=torch.int64, device=device)
-        # All shards of a store have equal dims and columns.
+        # All shards of a store have the same dim and columns, so the first one stands for all.
         dim, self.first_column = (shards[0].table.dim, shards[0].col_start) if shards else (1, 0)
         self.words_per_row = -(-dim // COLUMNS_PER_WORD)
 
     def draw(self, rows: Tensor, width: int, step: int | Tensor) -> Tensor:
-        """Return noise for ``rows`` [rows] int64 at ``step``: [rows, width] int32 in 0..65535."""
+        """Return the noise for ``rows`` [n] int64 at ``step``: [n, width] int32 in 0..65535."""
         keys = step_keys(self.keys, step)
         shard = torch.searchsorted(self.bases, rows, right=True).sub_(1)
         first, skipped = divmod(self.first_column, COLUMNS_PER_WORD)
@@ -64,7 +63,7 @@ def round_randomly(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     """Round ``values`` to ``dtype`` stochastically, so that the expected value is exact.
 
     ``noise`` is int32 in 0..65535, in the shape of ``values``. The expected value is exact in the
-    normal range of ``dtype``; float16 subnormals (below 6.1e-5) are then rounded to nearest.
+    normal range of ``dtype``; float16 subnormals (below 6.1e-5) are rounded to nearest afterwards.
     Infinity and NaN are kept, and a finite value never becomes infinite.
     """
     bits = _DROPPED_BITS[dtype]

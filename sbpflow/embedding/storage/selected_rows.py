@@ -1,4 +1,4 @@
-"""Defines selections of a store's rows, which a save writes instead of all rows."""
+"""Defines selections of a store's rows, for saves that do not write all rows."""
 
 from collections.abc import Mapping
 
@@ -6,11 +6,12 @@ from torch import Tensor
 
 from sbpflow.embedding.storage.store import RowStore
 
-NO_ROWS = slice(0, 0)  # for reading names, shapes, and dtypes without triggering a sort
+# Reads no rows: gives the names, shapes, and dtypes without triggering a sort.
+NO_ROWS = slice(0, 0)
 
 
 class SelectedRows:
-    """A read-only selection of ``num_rows`` rows of ``store``, in an order of its own."""
+    """A read-only selection of ``num_rows`` rows of ``store``, in its own order."""
 
     is_in_place = False
 
@@ -18,7 +19,7 @@ class SelectedRows:
         self.store, self.num_rows, self.width = store, num_rows, store.width
 
     def numbers(self, rows: slice) -> slice | Tensor:
-        """Return the store's numbers of these rows."""
+        """Return the row numbers in the store of these rows of the selection."""
         raise NotImplementedError
 
     def places(self, numbers: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Sorts a batch's addresses and finds runs of equal addresses, in tensors of the batch's length.
 
-No tensor's size depends on the values of the addresses, so the host does not wait for the device.
+No size depends on the values of the addresses, so the host never waits for the device.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from torch import Tensor
 class SortedSegments:
     """The sorted addresses ``keys`` [n >= 1], their original positions, and their runs.
 
-    ``order`` [n] int64 has the original positions (stable sort). ``start`` and ``stop`` [n] int32
-    are the bounds of the run that contains each position.
+    ``order`` [n] int64 contains the original positions; the sort is stable. ``start`` and ``stop``
+    [n] int32 are the bounds of the run that contains each position.
     """
 
     keys: Tensor
@@ -30,8 +30,8 @@ class SortedSegments:
         count = keys.numel()
         at = torch.arange(count, dtype=torch.int32, device=keys.device)
         changes = keys[1:] != keys[:-1]
-        # Take a running maximum of the run starts and a reversed running minimum of the run ends,
-        # because unique_consecutive would make the host wait for the number of runs.
+        # Start: running maximum of the run starts. Stop: running minimum, from the end, of the run
+        # ends. unique_consecutive would make the host wait for the number of runs.
         begins = torch.where(changes, at[1:], 0)
         ends = torch.where(changes, at[1:], count)
         start = torch.cummax(torch.cat([begins.new_zeros(1), begins]), 0).values
@@ -46,14 +46,14 @@ class SortedSegments:
 
     @cached_property
     def starts(self) -> Tensor:
-        """Return the first position of each run, padded with n to [n] int64."""
+        """Return the first position of each run, padded with n: [n] int64."""
         count = self.keys.numel()
         none = self.order.new_full((count,), count)
         return none.scatter_(0, self.number, self.start.to(torch.int64))
 
     @cached_property
     def slots(self) -> Tensor:
-        """Return the indices of all runs, padded with the last one to [n] int64."""
+        """Return the index of each run, padded by repeating the last one: [n] int64."""
         return torch.minimum(
             torch.arange(self.keys.numel(), device=self.keys.device), self.number[-1:]
         )

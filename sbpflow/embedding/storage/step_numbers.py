@@ -1,7 +1,7 @@
-"""Stores the step-dependent numbers of a sparse optimizer in device memory.
+"""Keeps the numbers of a sparse optimizer that change with each step in device memory.
 
-A captured CUDA graph would freeze the host numbers that ``SparseOptimizer.numbers`` returns. For
-graphs, ``DeviceNumbers`` keeps the numbers in device memory and writes them before each replay.
+A captured CUDA graph would freeze the Python numbers that ``SparseOptimizer.numbers`` returns. For
+graphs, ``DeviceNumbers`` keeps them in device memory, where they are set before each replay.
 """
 
 import torch
@@ -10,7 +10,7 @@ from sbpflow.embedding.rules.base import StepNumbers
 
 
 class DeviceNumbers:
-    """The step-dependent numbers of one store, at a fixed address in device memory."""
+    """The ``StepNumbers`` of one store, at a fixed address in device memory."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -18,7 +18,7 @@ class DeviceNumbers:
         self.floats = self._words[:3].view(torch.float64)  # rate, decay, correction
 
     def write(self, numbers: StepNumbers) -> None:
-        """Set the numbers for all work submitted later, without waiting."""
+        """Set the numbers for all work that is submitted later; do not wait for the device."""
         words = torch.empty(4, dtype=torch.int64, pin_memory=self._words.is_cuda)
         floats = words[:3].view(torch.float64)
         for place, value in enumerate((numbers.rate, numbers.decay, numbers.correction)):
@@ -27,6 +27,6 @@ class DeviceNumbers:
         self._words.copy_(words, non_blocking=True)
 
     def read(self) -> StepNumbers:
-        """Return the numbers as tensors that the device reads when it executes the work."""
+        """Return the numbers as tensors, which the device reads when it executes the work."""
         rate, decay, correction = self.floats.to(self._dtype).unbind()
         return StepNumbers(rate, decay, self._words[3], correction)

@@ -1,6 +1,7 @@
-"""Row stores choose where a rank's rows are kept and which slot of a kernel's block each row uses.
+"""Row stores decide where the rows of a rank are kept, and which slot of a kernel's block each
+uses.
 
-A rank has one store per stack. The store numbers the rows of the stack's shards on this rank
+A rank has one store per stack, which numbers the rows of the stack's shards on this rank
 consecutively from 0. ``DeviceStore`` has a slot for every row. A store with fewer slots than rows
 learns from ``announce`` which rows the next batches need, and can load them before ``admit``.
 """
@@ -17,21 +18,22 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.base import RowKernel, RowListener
 from sbpflow.embedding.storage.lookup import Lookup
 
-WEIGHTS = ""  # the key of the rows in the dicts of rows and optimizer state
+WEIGHTS = ""  # the name of the rows themselves in dicts of rows and optimizer state
 
 
 class RowStore(Protocol):
     """Stores ``num_rows`` rows with optimizer state; training batches lease the rows they use.
 
     The lease of batch n begins with ``announce(n, ..)`` and ends with ``release(n)``. From
-    ``admit(n)`` on, each row has a fixed slot. Every training batch is announced exactly once and
-    in order, possibly several batches before it is admitted. Several batches can be announced or
-    admitted at the same time, and they can share rows. ``listeners`` are the kernel's listeners.
+    ``admit(n)`` on, the slots of its rows are fixed. Every training batch is announced exactly once
+    and in order, possibly several batches before it is admitted. Several batches can be announced
+    or admitted at the same time, and they can share rows. ``listeners`` are the kernel's listeners.
 
     Other threads can call ``read`` at any time, and it must return the newest values. A store that
-    moves rows between slots and other memory must therefore lock both memories. Listeners call
-    ``read`` while holding locks of their own. ``read`` can return a row in the middle of an
-    ``update``; code that needs consistent rows must listen, as the undo log of checkpoints does.
+    moves rows between slots and other memory must therefore hold a lock while it does so. Listeners
+    call ``read`` while they hold locks of their own. ``read`` may see a row in the middle of an
+    ``update``; code that needs consistent rows must be a listener, as the undo log of checkpoints
+    is.
     """
 
     kernel: RowKernel
@@ -44,13 +46,15 @@ class RowStore(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """Return the size of the rows and their optimizer state in all memories of this rank."""
+        """Return the bytes of the rows and their optimizer state on this rank, in all kinds of
+        memory.
+        """
         ...
 
     @property
     def is_in_place(self) -> bool:
-        """Return True if ``read`` of a slice returns views, so that writing to them changes the
-        rows.
+        """Return True if ``read`` of a slice returns views, through which the rows can be
+        changed.
         """
         ...
 
@@ -63,38 +67,41 @@ class RowStore(Protocol):
     def listeners(self) -> list[RowListener]: ...
 
     def announce(self, number: int, addresses: Tensor) -> None:
-        """Announce that training batch ``number`` will look up ``addresses`` [n] (duplicates
-        allowed).
+        """Announce that training batch ``number`` will look up ``addresses`` [n].
 
-        The addresses can include the kernel's ``absent`` address.
+        They may contain duplicates, and the kernel's ``absent`` address.
         """
 
     def admit(self, number: int) -> Tensor | None:
-        """Return the slot [n] of each address of an announced batch, fixed until its release.
+        """Return the slots [n] of the addresses of an announced batch, which stay fixed until its
+        release.
 
-        The slots have the dtype of the addresses. A result of ``None`` means that slots equal rows.
+        Slots have the dtype of the addresses. ``None`` means that the slot of each row is its
+        number.
         """
         ...
 
     def release(self, number: int) -> None:
-        """End the lease of an announced batch, whether or not it was used in an update."""
+        """End the lease of an announced batch, whether or not it led to an update."""
 
     def peek(self, lookup: Lookup) -> Tensor:
-        """Look up the rows of an evaluation batch without a lease; return [bags, width]."""
+        """Look up the rows of an evaluation batch, without a lease: [bags, width]."""
         ...
 
     def read(
         self, rows: slice | Tensor, into: Mapping[str, Tensor] | None = None
     ) -> Mapping[str, Tensor]:
-        """Return rows under the key ``WEIGHTS`` and each optimizer state under its name.
+        """Return rows under the name ``WEIGHTS``, and each optimizer state under its own name.
 
-        A slice can return views. If ``into`` is given, only its names are read, and the values are
-        copied into it.
+        For a slice, the results may be views. If ``into`` is given, read only its names, and copy
+        the values into its tensors.
         """
         ...
 
     def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
-        """Set ``values`` of these rows by name; no update may touch the rows at the same time."""
+        """Set the ``values`` of these rows, by name. No update may touch the rows at the same
+        time.
+        """
 
 
 class DeviceStore:
@@ -119,7 +126,7 @@ class DeviceStore:
         """Do nothing: every row has a slot."""
 
     def admit(self, number: int) -> None:
-        """Return ``None``: slots equal rows."""
+        """Return ``None``: the slot of each row is its number."""
 
     def release(self, number: int) -> None:
         """Do nothing: every row keeps its slot."""
@@ -136,7 +143,7 @@ class DeviceStore:
             if into is None:
                 return views
             sources = [views[name] for name in into]
-            # Copy all tensors in one call: each call releases and reacquires the GIL.
+            # Copy all tensors in a single call, because each call releases and reacquires the GIL.
             torch._foreach_copy_(list(into.values()), sources)  # pyright: ignore[reportPrivateUsage]
             return into
         if into is None:
@@ -171,8 +178,8 @@ class StoreRequest:
     """The arguments for creating a store for the rows of a stack on this rank, in ``shards`` order.
 
     ``make_kernel`` allocates a kernel's block with the given number of slots, all in the
-    optimizer's initial state; a store calls it once. ``initial`` returns the initial values and
-    state of rows [n] by name, so a store need not keep rows that were never written.
+    optimizer's initial state; a store calls it exactly once. ``initial`` returns the initial values
+    and state of rows [n] by name, so that a store need not keep rows that were never written.
     """
 
     shards: tuple[Shard, ...]

@@ -10,24 +10,24 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.rounding import RowNoise, round_randomly
 from sbpflow.embedding.storage.step_numbers import DeviceNumbers
 
-# An update processes this many rows per pass, so that the gradients, state, and weights of a pass
-# stay in cache (each is 256 KiB for 4096 rows of 16 columns). Chunking makes Adam 2.4 times faster
-# on 200,000 rows.
+# An update processes this many rows at a time, so that their gradients, state, and weights stay in
+# cache (each is 256 KiB for 4096 rows of 16 columns). This makes Adam 2.4 times faster on 200,000
+# rows.
 CHUNK_ROWS = 4096
 
 
 class TorchStorage:
     """A block of slots in plain torch, for any width, dtype, and optimizer.
 
-    ``dtype`` is the dtype of the arithmetic and the state; ``dim`` is the width of the logical
-    table. Half-precision rows (``row_dtype``) are widened to ``dtype`` on reading and rounded
-    stochastically on writing, with ``noise``. With ``fixed_size``, the default on CUDA, tensor
-    sizes do not depend on the addresses. The block has ``slots`` for some of the ``rows``, by
-    default for all.
+    ``dtype`` is the dtype of arithmetic and state; ``dim`` is the width of the logical table.
+    Half-precision rows (``row_dtype``) are widened to ``dtype`` when read and rounded
+    stochastically, with ``noise``, when written. With ``fixed_size``, the default on CUDA, tensor
+    sizes do not depend on the addresses. The block has ``slots`` slots; by default, one for each of
+    ``rows``.
     """
 
     name = "torch"
-    always_fixed = False  # if True, ``fixed_size`` is the default on every device
+    always_fixed = False  # set to True to make ``fixed_size`` the default on every device
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class TorchStorage:
         slots = rows if slots is None else slots
         if fixed_size is None:
             fixed_size = self.always_fixed or device.type == "cuda"
-        # With fixed sizes, lookups include the rows of other ranks and read an extra slot of zeros
-        # for them.
+        # With fixed sizes, lookups keep the ids of rows on other ranks, and read an extra slot of
+        # zeros for these.
         self.absent = rows if fixed_size else None
         block_slots = slots if self.absent is None else slots + 1
         self._weights = huge_pages.zeros((block_slots, width), row_dtype or dtype, device)
@@ -97,14 +97,14 @@ class TorchStorage:
         return lookup.spread_gradients(grads)
 
     def _indexed(self, lookup: Lookup) -> Lookup:
-        """Return the lookup with this kernel's method of deduplication."""
+        """Return a lookup that deduplicates with this kernel's method."""
         return lookup
 
     def row_squares(self, grads: Tensor) -> Tensor:
         """Return each row's sum of squares [touched] over the columns of this rank.
 
-        A product with ones would be faster, but BLAS works on blocks of rows, so the last bit of a
-        row's result would depend on the neighboring rows.
+        A product with a vector of ones would be faster, but BLAS works on blocks of rows, so the
+        last bit of a result would depend on the neighboring rows.
         """
         return (grads * grads).sum(1)
 
@@ -117,8 +117,8 @@ class TorchStorage:
         lr: float,
         step: int,
     ) -> None:
-        """Take a step on unique ``rows`` in ``slots``; ``squares`` are the mean squares for row
-        state.
+        """Take a step on the unique ``rows`` in ``slots``. ``squares`` are their mean squares,
+        needed only for row state.
         """
         in_place = slots is rows
         rows = rows.to(torch.int64)
@@ -144,21 +144,24 @@ class TorchStorage:
             self._weights[-1:].zero_()
 
     def keep_numbers(self) -> None:
-        """Make updates read the step-dependent numbers from device memory from now on, for CUDA
-        graphs.
+        """From now on, make updates read their ``StepNumbers`` from device memory, for CUDA graphs.
 
         A replayed update uses the numbers of the last ``write_numbers``.
         """
         self.device_numbers = self.device_numbers or DeviceNumbers(self.weights.device, self.dtype)
 
     def write_numbers(self, lr: float, step: int) -> None:
-        """Set the step-dependent numbers of a replay for this learning rate and training step."""
+        """Set the numbers of the next replay to this learning rate and training step."""
         if self.device_numbers is None:
-            raise RuntimeError("write_numbers: numbers are on the host; call keep_numbers first")
+            raise RuntimeError(
+                "write_numbers: the numbers are not in device memory; call keep_numbers first"
+            )
         self.device_numbers.write(self.optimizer.numbers(lr, step))
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """Return an update's numbers; write them to device memory except during a graph capture."""
+        """Return the numbers of an update. If they are in device memory, set them, except during a
+        capture.
+        """
         if self.device_numbers is None:
             return self.optimizer.numbers(lr, step)
         if not (self.weights.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -168,7 +171,9 @@ class TorchStorage:
     def noise_of_rows(self) -> RowNoise:
         """Return the noise for rounding half-precision rows."""
         if self._noise is None:
-            raise RuntimeError("noise: got None, but half-precision rows need a RowNoise; pass one")
+            raise RuntimeError(
+                "noise: got None, but half-precision rows need a RowNoise; pass noise=RowNoise(...)"
+            )
         return self._noise
 
     def _as_stored(self, weights: Tensor, rows: Tensor, numbers: StepNumbers) -> Tensor:
@@ -178,11 +183,13 @@ class TorchStorage:
         return round_randomly(weights, self.weights.dtype, noise)
 
     def _squares(self, grads: Tensor) -> Tensor | None:
-        """Return each row's mean squares over all ranks sharing it; ``None`` without row state."""
+        """Return the mean square of each row over all ranks that share it, or ``None`` if there is
+        no row state.
+        """
         if not self.optimizer.has_row_state:
             return None
         squares = self.row_squares(grads)
         if self._sum_over_columns is not None:
             squares = self._sum_over_columns(squares)
         width = self._dim if self.optimizer.shares_row_state else grads.shape[1]
-        return squares.mul_(1.0 / max(width, 1))  # a shard can have no columns
+        return squares.mul_(1.0 / max(width, 1))  # a shard may have no columns

@@ -3,29 +3,30 @@
 """Triton kernels: pooled lookup, and a fused segment sum, optimizer step, and rounding.
 
 Import this module only if Triton is installed. Each kernel is launched once per step, with a size
-that depends only on the batch's shape, so the host counts and deduplicates nothing.
-``docs/decisions/gpu.md`` has the bytes that each kernel moves.
+that depends only on the shape of the batch, so the host counts and deduplicates nothing.
+``docs/decisions/gpu.md`` lists the bytes that each kernel moves.
 """
 
 import triton
 import triton.language as tl
 
-# A program handles BLOCK positions and sums up to SPLIT gradient rows of a run sequentially. If a
-# run is longer, ``sum_long_runs`` first sums its remaining rows in other programs.
+# A program handles BLOCK positions, and sums at most SPLIT gradient rows of a run sequentially. If
+# a run is longer (a very frequent id), ``sum_long_runs`` first sums the rest of it in other
+# programs.
 BLOCK = 32
 SPLIT = 64
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
-# Signatures are packed: one line per argument would double the length of this file.
+# Several arguments per line: one line per argument would double the length of this file.
 # fmt: off
 @triton.jit
 def _sum_rows(
     grads, source, scale, first, count, column, width,
     HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Sum ``count`` rows from sorted position ``first``, in order, to [BLOCK, COLUMNS] float32."""
+    """Sum ``count`` rows from sorted position ``first`` on, in order: [BLOCK, COLUMNS] float32."""
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     longest = tl.max(count, 0)
     step = longest * 0
@@ -183,11 +184,11 @@ def update(
 ):
     """Take one optimizer step on each row of ``keys`` (sorted), at the first position of its run.
 
-    With ``HAS_SUMS``, ``grads`` [n, width] already has the sums of the runs, and ``squares`` [n] is
-    set. Keys of ``num_rows`` and above are not rows. ``STEP`` is a function of ``triton_rules``
-    with the constants ``a`` to ``d``. With ``IN_SLOTS``, ``slots`` [n] has the slots of the rows.
-    With ``ON_DEVICE``, the step-dependent ``rate``, ``decay``, and ``correction`` are in
-    ``numbers`` [3] float64. With ``ROWWISE``, the optimizer has row state.
+    With ``HAS_SUMS``, ``grads`` [n, width] already contains the sums of the runs, and ``squares``
+    [n] is set. Keys of ``num_rows`` and above are skipped. ``STEP`` is a function of
+    ``triton_rules`` with constants ``a`` to ``d``. With ``IN_SLOTS``, ``slots`` [n] are the slots
+    of the rows. With ``ON_DEVICE``, ``numbers`` [3] float64 contains ``rate``, ``decay``, and
+    ``correction``. ``ROWWISE`` means row state.
     """
     if ON_DEVICE:
         rate = tl.load(numbers).to(tl.float32)

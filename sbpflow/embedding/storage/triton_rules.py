@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
 """Defines the sparse optimizers for Triton, each with a jitted step function and constants.
 
-A step function gets a tile: ``weight`` (after weight decay) and ``grad`` [rows, columns], and
-``square`` [rows], the mean squares (used only with row state). A step function returns the new
-weight and stores the states ``first`` and ``second``. Element state is stored at ``place`` where
-``shown``, and row state at ``row`` where ``heads``. ``rate`` and ``correction`` come from
-``StepNumbers``; ``a`` to ``d`` are up to four constants.
+A step function gets a tile: ``weight`` (after weight decay) and ``grad`` [rows, columns], and the
+mean squares ``square`` [rows] (used only with row state). It returns the new weight, and stores the
+states ``first`` and ``second``: element state at ``place`` under the mask ``shown``, row state at
+``row`` under the mask ``heads``. ``rate`` and ``correction`` come from ``StepNumbers``; ``a`` to
+``d`` are up to four constants.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 
 TritonRule = tuple[Callable[..., Any], tuple[float, ...]]
 
-# Signatures are packed: one line per argument would double the length of this file.
+# Several arguments per line: one line per argument would double the length of this file.
 # fmt: off
 
 

@@ -1,7 +1,7 @@
 """The Triton kernel: the operations of ``TorchStorage`` in few launches of fixed size.
 
-The kernel computes in float32, as ``triton_kernels`` does. The kernel has not run on a GPU so far;
-tests in Triton's interpreter compare it with the torch kernel.
+The kernel computes in float32. So far, it has not run on a GPU; tests in Triton's interpreter
+compare it with the torch kernel.
 """
 
 import math
@@ -20,8 +20,10 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import SbpError
 from sbpflow.runtime.random.streams import step_keys
 
-_launch: Any = kernels  # type stubs lack ``function[grid]`` for jitted functions
-MOST_CONSTANTS, MOST_STATES = 4, 2  # limits of a step function, see ``triton_rules``
+# Any, because the type stubs do not know ``function[grid]`` of jitted functions.
+_launch: Any = kernels
+# A step function supports at most this many, see ``triton_rules``.
+MOST_CONSTANTS, MOST_STATES = 4, 2
 _ROWS_AS = {
     torch.float32: kernels.FLOAT32,
     torch.bfloat16: kernels.BFLOAT16,
@@ -42,7 +44,9 @@ class TritonStorage(TorchStorage):
 
     @cached_property
     def _block(self) -> int:
-        """Return the number of positions of a tile, reduced for wide rows to fit in registers."""
+        """Return the number of positions of a tile: fewer for wide rows, so that it fits in
+        registers.
+        """
         return max(1, min(kernels.BLOCK, 2048 // self._columns))
 
     @cached_property
@@ -52,8 +56,8 @@ class TritonStorage(TorchStorage):
         if len(constants) > MOST_CONSTANTS or len(self.state) > MOST_STATES:
             raise SbpError(
                 f"kernel triton: sparse optimizer {self.optimizer.name} has {len(constants)} "
-                f"constants and {len(self.state)} states; use at most {MOST_CONSTANTS} and "
-                f"{MOST_STATES}"
+                f"constants and {len(self.state)} states, but the limits are {MOST_CONSTANTS} and "
+                f"{MOST_STATES}; use parallel.kernel: torch"
             )
         return step, (*constants, *[0.0] * (MOST_CONSTANTS - len(constants)))
 
@@ -85,7 +89,8 @@ class TritonStorage(TorchStorage):
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         if lookup.addresses.numel() == 0:
             if self.optimizer.has_row_state:
-                self._squares(grads.new_zeros(0, grads.shape[1]))  # a collective call of all ranks
+                # Collective: all ranks must call it, even without rows.
+                self._squares(grads.new_zeros(0, grads.shape[1]))
             return
         if self.listeners:
             notify(self.listeners, lookup.addresses.unique())
@@ -106,7 +111,8 @@ class TritonStorage(TorchStorage):
         )
         squares = grads
         if self._sum_over_columns is not None:
-            # Ranks that share rows also sum the squares, so the gradients must be summed first.
+            # Ranks that share rows must also sum their squares, so sum the gradients in a separate
+            # launch first.
             sums = grads.new_empty(count, width, dtype=torch.float32)
             _launch.sum_runs[grid](
                 **where, grads=grads, partial=partial, out=sums, n=count, width=width, **flags
@@ -135,7 +141,7 @@ class TritonStorage(TorchStorage):
         return (-(-positions // self._block),)
 
     def _rule(self, numbers: StepNumbers) -> dict[str, Any]:
-        """Return the kernel arguments for the optimizer and its step-dependent numbers."""
+        """Return the kernel arguments for the optimizer and the numbers of its step."""
         optimizer, states = self.optimizer, list(self.state.values())
         on_device = self.device_numbers
         step, constants = self._step
@@ -158,7 +164,7 @@ class TritonStorage(TorchStorage):
     def _rounding(self, numbers: StepNumbers) -> dict[str, Any]:
         """Return the kernel arguments for rounding."""
         rows_as = _ROWS_AS[self.weights.dtype]
-        if rows_as == kernels.FLOAT32:  # unused arguments can have any value
+        if rows_as == kernels.FLOAT32:  # these arguments are unused, so they may have any value
             noise = dict.fromkeys(("noise_keys", "noise_bases", "noise_shift"), self.weights)
             ones = dict.fromkeys(("words_per_row", "SHARDS", "HALVINGS"), 1)
             return {**noise, **ones, "first_column": 0, "ROWS_AS": rows_as}

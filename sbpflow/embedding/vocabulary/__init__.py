@@ -1,1 +1,1 @@
-"""Vocabularies of growing tables: which keys have rows."""
+"""Vocabularies of growing tables, which decide which keys have rows."""

@@ -1,4 +1,4 @@
-"""Compiled loops over the keys of a batch: find rows, and count keys without a row."""
+"""Compiled loops over the keys of a batch, which find rows and count keys that have none."""
 
 import torch
 
@@ -43,11 +43,12 @@ def observe(
 ) -> None:
     """Count the occurrences of ``keys`` [n], and write the row of each key that has one to ``out``.
 
-    ``counts`` is [n], or [0] for single occurrences. ``sizes`` gets the numbers of ``log`` entries
-    (the address of each key with its value before this batch), new keys, addresses of
-    ``candidates`` for admission, and ``unresolved`` places of keys without rows. ``log_counts`` has
-    the old counts of rows if evictions depend on them. ``migrates`` is None unless the map
-    migrates. For None, numba compiles a loop without the second array, which is a third faster.
+    ``counts`` is [n], or [0] if each key counts once. Four numbers are written to ``sizes``: of
+    entries in ``log`` (the address of each key, and its value before this batch), of new keys, of
+    ``candidates`` for admission (addresses), and of ``unresolved`` positions of keys without rows.
+    The old counts of rows are written to ``log_counts`` if evictions depend on them. ``migrates``
+    is None unless the map migrates: for None, numba compiles a loop without the second array, which
+    is a third faster.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]
@@ -55,7 +56,7 @@ def observe(
     edge, first_row = state[EDGE], state[FIRST_ROW]
     num_log = num_new = num_candidates = num_unresolved = 0
     n = keys.size
-    # Addresses wait in ``out`` while their cache lines are loaded.
+    # Keep addresses in ``out`` while the cache lines that they map to are loaded.
     for i in range(min(DISTANCE, n)):
         out[i] = address_of(keys[i])
         prefetch_home(slots, out[i], scale, first)
@@ -73,7 +74,7 @@ def observe(
         while value != 0 and array[place, ADDRESS] != address:
             place += 1
             if place == array.shape[0] - 1:
-                raise IndexError("the key map overflows at its end")
+                raise IndexError("the key map is full at its end; this is a bug")
             value = array[place, VALUE]
         # No branch depends on the key from here on, because the processor could not predict it.
         # Entries of logs and lists that do not count are overwritten by the next ones.
@@ -99,15 +100,16 @@ def observe(
 
 @compiled
 def resolve(
-    state: Array, found: Array, counts: Array, places: Array, out: Array, sizes: Array
+    state: Array, contents: Array, counts: Array, places: Array, out: Array, sizes: Array
 ) -> None:
-    """Write the rows of keys ``found`` by ``find_all`` to ``places`` of ``out``, or row 0.
+    """Write the rows of keys to ``places`` of ``out``, or 0 for keys without a row.
 
-    The numbers of occurrences of pending and of refused keys are written to ``sizes``.
+    ``contents`` is the result of ``find_all``. The numbers of occurrences of pending keys and of
+    refused keys are written to ``sizes``.
     """
     num_pending = num_refused = 0
     for j in range(places.size):
-        i, content = places[j], found[j]
+        i, content = places[j], contents[j]
         out[i] = content - 1 + state[FIRST_ROW] if content > 0 else 0
         if content < 0:
             count = counts[i] if counts.size else 1
@@ -120,7 +122,11 @@ def resolve(
 
 @compiled
 def find_all(t: Arrays, keys: Array, out: Array, migrates: bool | None) -> None:
-    """Write row + 1, or -count, or 0 of each key to ``out``; ``migrates`` as in ``observe``."""
+    """Write to ``out``, for each key, its row + 1, or -count if it has no row, or 0 if it is
+    unknown.
+
+    ``migrates`` is as in ``observe``.
+    """
     state, slots, new_slots, n = t.state, t.slots, t.new_slots, keys.size
     first, scale, new_scale, edge = state[FIRST], state[SCALE], state[NEW_SCALE], state[EDGE]
     for i in range(min(DISTANCE, n)):

@@ -85,9 +85,9 @@ def _sift_down(state: Array, row_counts: Array, heap: Array, at: int, size: int)
 def _offer(
     state: Array, row_counts: Array, heap: Array, size: int, address: int, value: int
 ) -> int:
-    """Keep a key if it is among the first to evict; the heap's top is the last of them.
+    """Add a key to a bounded heap of the keys to evict first, whose top is the last to evict.
 
-    The last element of ``heap`` is not in the heap, but holds the key to compare.
+    The last element of ``heap`` is not part of the heap; it is used to compare the new key.
     """
     at = spare = heap.shape[0] - 1
     heap[spare, ADDRESS], heap[spare, VALUE] = address, value
@@ -111,10 +111,13 @@ def _first_address(state: Array, bucket: int) -> int:
 
 @compiled
 def _range_of(state: Array, first: int, last: int, is_new: bool) -> tuple[int, int]:
-    """Return the home slots [start, stop) of buckets [first, last) in one of the arrays."""
+    """Return the range of home slots [start, stop) of buckets [first, last) in one of the
+    arrays.
+    """
     scale = state[NEW_SCALE] if is_new else state[SCALE]
     start = home(_first_address(state, first), scale, state[FIRST])
-    # The last address of the previous bucket is used, because the end of the last bucket overflows.
+    # Use the last address of the previous bucket, because the end of the last bucket would
+    # overflow.
     stop = home(_first_address(state, last) - 1, scale, state[FIRST]) + 1
     return (start if is_new else max(start, state[EDGE])), stop
 
@@ -130,7 +133,7 @@ def _queue_victims(
     tails: Array,
     bucket: int,
 ) -> None:
-    """Find the keys of a bucket that are evicted first, excluding keys used by this step."""
+    """Find the keys of a bucket that are to be evicted first, except keys used by this step."""
     heap, size = victims[bucket], 0
     for is_new in (False, True):
         if is_new and state[EDGE] == 0:
@@ -144,7 +147,7 @@ def _queue_victims(
                     size = _offer(state, row_counts, heap, size, address, value)
             at += 1
     heads[bucket], tails[bucket] = 0, size
-    while size > 1:  # sort: the top of the heap is evicted last
+    while size > 1:  # heap sort: the top of the heap is evicted last, so it goes to the end
         size -= 1
         _swap(heap, 0, size)
         _sift_down(state, row_counts, heap, 0, size)
@@ -161,12 +164,14 @@ def _next_victim(
     tails: Array,
     bucket: int,
 ) -> int:
-    """Return the place of the key to evict from a bucket, or -1 if this step uses all its rows."""
+    """Return the place of the next key to evict from a bucket, or -1 if this step uses all its
+    rows.
+    """
     for attempt in range(2):
         while heads[bucket] < tails[bucket]:
             address, value = victims[bucket, heads[bucket]]
             heads[bucket] += 1
-            # A key that was used or removed since the search is no longer the next.
+            # Skip keys that have been used or removed since the search.
             place = place_of(state, slots, new_slots, address)
             if value_at(slots, new_slots, place) == value and value >> 32 < state[STEP_START]:
                 return place
@@ -185,10 +190,11 @@ def decide(
     admitted: Array,
     sizes: Array,
 ) -> None:
-    """Admit the addresses ``candidates``, in ascending order; full buckets lose a key for each.
+    """Give rows to the addresses ``candidates``, in ascending order; full buckets evict a key for
+    each.
 
-    The numbers of ``admitted`` addresses with ``new_rows``, and of evicted keys in ``log``, are
-    written to ``sizes``.
+    ``admitted`` addresses get ``new_rows``, and evicted keys are added to ``log``; the numbers of
+    both are written to ``sizes``.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     free_rows, live, room = t.free_rows, t.live, t.room
@@ -196,7 +202,7 @@ def decide(
     now, first, scale, edge = state[NOW], state[FIRST], state[SCALE], state[EDGE]
     num_new = num_log = 0
     if state[IS_LFU]:
-        heads[:] = tails[:]  # counts have changed, so the order has, too
+        heads[:] = tails[:]  # counts have changed, and with them the order of eviction
     for i in range(candidates.size):
         if i + DISTANCE < candidates.size:
             prefetch(slots, home(candidates[i + DISTANCE], scale, first))
@@ -216,7 +222,7 @@ def decide(
                 log_counts[num_log] = row_counts[row]
             num_log += 1
             remove_at(state, slots, new_slots, place)
-        # The search is written out, because as a function it takes several times as long.
+        # The binary search is inlined by hand, because a function call takes several times as long.
         array, place = slots, home(address, scale, first)
         if place < edge:
             array, place = new_slots, home(address, state[NEW_SCALE], first)
@@ -241,9 +247,10 @@ def sweep(
     log_counts: Array,
     sizes: Array,
 ) -> None:
-    """Remove keys of buckets [first, last) that were last used before the batch of a limit.
+    """Remove the keys of buckets [first, last) that were last used before the batch of a limit.
 
-    The numbers of ``log`` entries, and of those with rows, are written to ``sizes``.
+    The limits differ for keys with and without rows. The number of entries in ``log``, and how many
+    of them had rows, are written to ``sizes``.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     num_log = num_rows = 0
@@ -261,7 +268,7 @@ def sweep(
             elif not first <= bucket_of(state, address) < last:
                 at += 1
             else:
-                # Removal moves a later key here, so stay at this slot.
+                # The removal may have moved a later key here, so look at this slot again.
                 log[num_log, ADDRESS], log[num_log, VALUE] = address, value
                 remove_at(state, slots, new_slots, at + (IN_NEW if is_new else 0))
                 if content > 0:
@@ -275,7 +282,7 @@ def sweep(
 
 @compiled
 def count_entries(t: Arrays, first: int, last: int) -> int:
-    """Return an upper bound of the number of keys in buckets [first, last)."""
+    """Return an upper bound for the number of keys in buckets [first, last)."""
     state, slots, new_slots = t.state, t.slots, t.new_slots
     count = 0
     for is_new in (False, True):
@@ -291,9 +298,9 @@ def count_entries(t: Arrays, first: int, last: int) -> int:
 
 @compiled
 def erase(t: Arrays, keys: Array, freed: Array, sizes: Array) -> None:
-    """Remove keys; write their rows to ``freed``, and the numbers of rows and counts to ``sizes``.
+    """Remove keys, and write their rows to ``freed``, which has the size of ``keys``.
 
-    ``freed`` has the size of ``keys``.
+    The numbers of removed keys with and without rows are written to ``sizes``.
     """
     state, slots, new_slots = t.state, t.slots, t.new_slots
     sizes[:] = 0

@@ -1,4 +1,4 @@
-"""This rank's view of a growing field: the buckets that it owns, and the keys of stored rows."""
+"""This rank's view of a growing field: the buckets it owns, and the keys of the rows it stores."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,8 @@ class FieldKeys:
         if own:
             _, first, last = own[0]
             self.part = Vocabulary(plan.growth, plan.num_rows, first, last)
-        # All tables of the field either split rows alike, or store all rows on this rank.
+        # The tables of a field either split their rows in the same way, or all rows are on this
+        # rank.
         starts = [shard.row_start for shard in shards]
         self.live: LiveRows | None = None
         if shards:

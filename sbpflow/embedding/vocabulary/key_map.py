@@ -1,13 +1,13 @@
-"""Compiled map from the addresses of keys to rows, or to the counts of keys without a row.
+"""Compiled hash map from the addresses of keys to rows, or to the counts of keys without a row.
 
-The address of a key is an invertible mix of its bits, so addresses are uniform for any keys. Slots
-are in address order: the home slot of an address is its share of the address range, and linear
-probing moves a key only to later slots. A bucket of keys is therefore a range of slots, and the map
-can grow gradually: ``migrate`` moves a few slots at a time to a larger array. Deletion shifts later
-keys back, so lookups never slow down.
+The address of a key is an invertible mix of its bits, so addresses are uniform whatever the keys
+are. Slots are in address order: the home slot of an address is proportional to the address, and
+linear probing moves a key only to later slots. A bucket of keys is therefore a range of slots, and
+the map can grow gradually: ``migrate`` moves a few slots at a time to a larger array. Deletion
+shifts later keys back instead of leaving tombstones, so lookups never slow down.
 
-A slot has everything that a batch needs to know about a key: the address, the batch of the last
-use, and the row or count. A lookup of a key therefore reads a single cache line.
+A slot contains everything that a batch needs to know about a key: its address, the batch of its
+last use, and its row or count. A lookup therefore reads a single cache line.
 """
 
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ U64, I64, I32 = np.uint64, np.int64, np.int32
 SHIFT = 64 - (NUM_BUCKETS.bit_length() - 1)
 HALF = NUM_BUCKETS // 2  # addresses are signed
 PAD = 4096  # slots after the last home slot
-IN_NEW = 1 << 40  # marks a place in the array that the map migrates to
+IN_NEW = 1 << 40  # bit that marks a place in the array that the map migrates to
 LOW_32 = (1 << 32) - 1
 ADDRESS, VALUE = 0, 1  # columns of slots and logs
-# Elements of ``state``. ``EDGE`` is the first slot that has not migrated.
+# Elements of ``state``. ``EDGE`` is the first slot that has not yet migrated.
 SLOTS, EDGE, NEW_SLOTS, SCALE, NEW_SCALE, FIRST, ENTRIES = 0, 1, 2, 3, 4, 5, 6
 NEXT_ROW, FREE_ROWS, NOW, STEP_START = 7, 8, 9, 10
 FIRST_BUCKET, FIRST_ROW, ADMIT_COUNT, IS_LFU = 11, 12, 13, 14
@@ -34,12 +34,13 @@ STATE_SIZE = 15
 
 
 class Arrays(NamedTuple):
-    """The arrays of a vocabulary; the loops of this room take them together.
+    """The arrays of a vocabulary, which are passed together to the loops of this package.
 
-    ``slots`` and ``new_slots`` are [n, 2] int64: an address, and a value as in ``value_of``, 0 for
-    an empty slot. ``row_counts`` has the counts of rows if evictions depend on them. ``free_rows``
-    is a stack. ``live`` counts the rows of each bucket, and ``room`` limits them. ``victims``
-    [buckets, n, 2] has the next keys to evict, as slots, between ``heads`` and ``tails``.
+    ``slots`` and ``new_slots`` are [n, 2] int64: an address, and a value as in ``value_of``, which
+    is 0 in an empty slot. ``row_counts`` contains the counts of keys with rows if evictions depend
+    on them. ``free_rows`` is a stack. ``live`` is the number of used rows in each bucket, and
+    ``room`` their maximum. ``victims`` [buckets, n, 2] contains, between ``heads`` and ``tails``,
+    the next keys to evict, in the form of slots.
     """
 
     state: Array
@@ -55,13 +56,13 @@ class Arrays(NamedTuple):
 
     @property
     def migrates(self) -> bool | None:
-        """Return True if some keys are in ``new_slots``, otherwise None."""
+        """Return True if some keys are in ``new_slots``, else None (see ``observe``)."""
         return True if self.state[EDGE] else None
 
 
 @compiled
 def address_of(key: int) -> Any:  # noqa: ANN401 (numba types)
-    """Return the address of a key, as ``streams.mix``."""
+    """Return the address of a key, which is ``streams.mix`` of it."""
     return I64(mixed(U64(key)))
 
 
@@ -79,7 +80,9 @@ def home(address: int, scale: int, first: int) -> int:
 
 @compiled
 def prefetch_home(slots: Array, address: int, scale: int, first: int) -> None:
-    """Load the home slot of an address and the slots behind it, which can be in the next line."""
+    """Prefetch the home slot of an address and the slots after it, which may be in the next cache
+    line.
+    """
     place = home(address, scale, first)
     prefetch(slots, place)
     prefetch(slots, place + 2)
@@ -87,21 +90,22 @@ def prefetch_home(slots: Array, address: int, scale: int, first: int) -> None:
 
 @compiled
 def value_of(last: int, content: int) -> Any:  # noqa: ANN401 (numba types)
-    """Return the value of a key last used in batch ``last``; the content is row + 1, or -count."""
+    """Pack the value of a key last used in batch ``last``. Its content is row + 1, or -count."""
     return (I64(last) << 32) | (I64(content) & LOW_32)
 
 
 @compiled
 def content_of(value: int) -> Any:  # noqa: ANN401 (numba types)
-    """Return row + 1, or -count, or 0 for an empty slot."""
+    """Return the content of a value: row + 1, or -count, or 0 for an empty slot."""
     return I64(I32(value))
 
 
 @compiled
 def probe(array: Array, place: int, address: int) -> int:
-    """Return the slot of an address, or the empty slot where it belongs, from its home slot on.
+    """Search from slot ``place`` for an address; return its slot, or the empty slot where it
+    belongs.
 
-    The last slot is always empty, which ends the search.
+    The last slot is always empty, so the search ends.
     """
     while array[place, VALUE] != 0 and array[place, ADDRESS] != address:
         place += 1
@@ -134,7 +138,7 @@ def set_slot(slots: Array, new_slots: Array, place: int, address: int, value: in
 
 @compiled
 def remove_at(state: Array, slots: Array, new_slots: Array, place: int) -> None:
-    """Empty a place, and move later keys back so that probing still finds them."""
+    """Empty a place, and move later keys back, so that probing still finds them."""
     array, scale = slots, state[SCALE]
     if place >= IN_NEW:
         array, scale, place = new_slots, state[NEW_SCALE], place - IN_NEW
@@ -150,10 +154,11 @@ def remove_at(state: Array, slots: Array, new_slots: Array, place: int) -> None:
 
 @compiled
 def migrate(state: Array, slots: Array, new_slots: Array, count: int) -> bool:
-    """Move at least ``count`` slots to the new array; return True if all have moved."""
+    """Move at least ``count`` slots to the new array; return True once all have moved."""
     edge, end = state[EDGE], slots.shape[0]
     stop = min(edge + count, end)
-    # The edge must be an empty slot: then every key after the edge also has its home after it.
+    # Stop only at an empty slot: then every key after the edge also has its home slot after the
+    # edge.
     while edge < end and (edge < stop or slots[edge, VALUE] != 0):
         value = slots[edge, VALUE]
         if value != 0:

@@ -1,4 +1,4 @@
-"""Compiled loop that prepares a rank's keys for their owners."""
+"""Compiled loop that sorts and deduplicates a rank's keys by owner."""
 
 import numpy as np
 
@@ -9,8 +9,10 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 @compiled
 def by_owner(keys: Array, first_buckets: Array) -> tuple[Array, Array, Array, Array]:
-    """Return unique keys ordered by owner, their counts, each key's index, and owners' numbers.
+    """Return the unique keys ordered by owner, their counts, each key's index, and each owner's
+    number.
 
+    The index is among the unique keys; the number of an owner is how many of them it owns.
     ``first_buckets`` are the first buckets of the owners, ascending.
     """
     size = 16

@@ -1,4 +1,4 @@
-"""Compiled loops that undo logged changes, and load saved keys."""
+"""Compiled loops that undo logged changes and load saved keys."""
 
 from sbpflow.embedding.cache.prefetch import DISTANCE
 from sbpflow.embedding.vocabulary.key_map import (
@@ -24,10 +24,10 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 @compiled
 def undo(t: Arrays, log: Array, log_counts: Array) -> None:
-    """Restore the keys that a batch logged; free rows and the rows of buckets do not change.
+    """Restore the keys that a batch logged; ``free_rows`` and ``live`` do not change.
 
-    The map has room for them: removed keys come back before new keys leave, and the batch began
-    with room for all its keys to be new.
+    Removed keys come back before new keys leave, but the map has room for both: the batch began
+    with room for all of its keys to be new.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     for i in range(log.shape[0] - 1, -1, -1):
@@ -45,7 +45,7 @@ def undo(t: Arrays, log: Array, log_counts: Array) -> None:
 
 @compiled
 def load_rows(t: Arrays, addresses: Array, lasts: Array, counts: Array) -> None:
-    """Give rows 0, 1, ... to the addresses of an empty vocabulary, whose map does not migrate.
+    """Give rows 0, 1, ... to addresses in an empty vocabulary whose map does not migrate.
 
     The caller sets ``live``.
     """

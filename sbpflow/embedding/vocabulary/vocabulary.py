@@ -1,10 +1,10 @@
-"""Decides which keys of one field have rows, on the rank that owns a range of key buckets.
+"""Decides which keys of a field have rows, on the rank that owns their range of key buckets.
 
-The decisions of a batch depend only on the keys of this batch and of earlier ones, so they are made
-when the batch is announced, before earlier batches have been trained. All changes are logged until
-their batch has been trained. Thus evaluations and saves see the vocabulary of the trained batches,
-and announced batches can be canceled. An evicted row is not overwritten before the batch that
-reuses it is looked up; by then, all earlier batches have been trained.
+The decisions for a batch depend only on its keys and on those of earlier batches, so they can be
+made when the batch is announced, before earlier batches have been trained. All changes are logged
+until their batch has been trained, so that evaluations and saves see the vocabulary as of the last
+trained batch, and announced batches can be canceled. An evicted row is overwritten only when the
+batch that reuses it is looked up; by then, all earlier batches have been trained.
 """
 
 from collections import deque
@@ -27,14 +27,16 @@ from sbpflow.errors import CheckpointError
 from sbpflow.runtime.compute.compiled import Array
 
 MIN_SLOTS = 1024
-MAX_LOAD = 0.8  # share of used slots at which the map starts to grow
+MAX_LOAD = 0.8  # the map starts to grow when this share of its slots is used
 SWEPT_BUCKETS = 16  # every batch removes the idle keys of this many buckets
-VICTIM_SHARE = 16  # a search finds this share of a bucket's rows to evict
+VICTIM_SHARE = 16  # a search finds 1 / VICTIM_SHARE of a bucket's rows to evict
 
 
 @dataclass(slots=True)
 class _Step:
-    """How to undo a batch: logs of used, evicted, and idle keys, with the counts of their rows."""
+    """How to undo a batch: logs of its used, evicted, and idle keys, with the counts of their
+    rows.
+    """
 
     logs: list[tuple[Array, Array]]
     admitted: Array
@@ -112,11 +114,13 @@ class Vocabulary:
         begins_step: bool = True,
         time: int = NO_TIME,
     ) -> tuple[Array, Changes]:
-        """Decide a batch of ``samples``; return the row of each key, 0 for the shared row.
+        """Decide on the keys of a batch of ``samples``; return their rows (0: the shared row), and
+        changes.
 
-        ``counts`` are the occurrences of ``keys``, or empty if each key counts once; keys can
-        repeat. A key used by a batch of the same optimizer step keeps its row. ``time`` is the
-        latest event time of the samples on all ranks.
+        ``counts`` are the numbers of occurrences of ``keys``, or empty if each counts once; keys
+        may repeat. Without ``begins_step``, the batch belongs to the same optimizer step as the
+        previous one; a key used in a step keeps its row during that step. ``time`` is the latest
+        event time of the samples on all ranks.
         """
         n, sizes = keys.size, np.zeros(4, np.int64)
         self._make_room(n)
@@ -139,9 +143,9 @@ class Vocabulary:
         eviction_loops.decide(t, candidates, removed, removed_counts, new_rows, admitted, sizes)
         num_new, num_evicted = sizes[:2].tolist()
         unresolved = unresolved[:num_unresolved]
-        found = np.empty(num_unresolved, np.int64)
-        counting_loops.find_all(t, keys[unresolved], found, migrates)
-        counting_loops.resolve(t.state, found, counts, unresolved, out, sizes)
+        row_or_count = np.empty(num_unresolved, np.int64)
+        counting_loops.find_all(t, keys[unresolved], row_or_count, migrates)
+        counting_loops.resolve(t.state, row_or_count, counts, unresolved, out, sizes)
         num_pending, num_refused = sizes[:2].tolist()
         swept, swept_counts, num_idle = self._sweep(now)
         num_forgotten = swept.shape[0] - num_idle
@@ -173,7 +177,9 @@ class Vocabulary:
         return np.empty((n, 2), np.int64), np.empty(n if self.is_lfu else 0, np.int32)
 
     def _sweep(self, now: int) -> tuple[Array, Array, int]:
-        """Remove idle keys from the buckets whose turn it is; return their log and their rows."""
+        """Remove idle keys from the buckets whose turn it is; return their log, and the rows they
+        lost.
+        """
         log, log_counts = self._new_log(0)
         if self._idle is None and self._idle_time is None and self._forget is None:
             return log, log_counts, 0
@@ -230,7 +236,7 @@ class Vocabulary:
         self._patch = None
 
     def peek(self, keys: Array) -> Array:
-        """Return the row of each key after the trained batches, 0 for the shared row."""
+        """Return the row of each key as of the last trained batch; 0 is the shared row."""
         out = np.empty(keys.size, np.int64)
         counting_loops.find_all(self.arrays, keys, out, self.arrays.migrates)
         out = np.maximum(out, 0) - 1
@@ -243,7 +249,9 @@ class Vocabulary:
         return np.where(out < 0, 0, out + self.first_row)
 
     def _patched(self) -> tuple[Array, Array]:
-        """Return the addresses that announced batches changed, ascending, and their former rows."""
+        """Return the addresses that announced batches changed, ascending, and the rows they had
+        before.
+        """
         if self._patch is None:
             changes, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
             for step in self._steps:
@@ -256,7 +264,7 @@ class Vocabulary:
         return self._patch
 
     def save(self) -> "VocabularyCopy":
-        """Return a copy of the vocabulary after the trained batches."""
+        """Return a copy of the vocabulary as of the last trained batch."""
         t = self.arrays
         copies = t._replace(
             state=t.state.copy(),
@@ -272,12 +280,14 @@ class Vocabulary:
         return VocabularyCopy(copies, self.num_trained, clock, self.totals)
 
     def load(self, saved: Saved, totals: Sequence[int] = ()) -> None:
-        """Replace the vocabulary; the keys get the first rows in the order of their addresses.
+        """Replace the vocabulary. Keys get rows from the first one on, in order of their addresses.
 
-        ``totals`` are the sums of all owners so far, or empty.
+        ``totals`` are the sums over all owners so far, or empty.
         """
         if self._steps:
-            raise RuntimeError("cannot load keys while batches are in flight")
+            raise RuntimeError(
+                "cannot load keys while batches are in flight; release or cancel them first"
+            )
         room = self.arrays.room
         self._reset(room)
         self.totals = Totals(*totals)
@@ -305,9 +315,13 @@ class Vocabulary:
         self._clock = Clock(first, saved.clock.tolist(), saved.times.tolist())
 
     def erase(self, keys: Array) -> Array:
-        """Remove keys and their counts; return the freed rows. No batch may be in flight."""
+        """Remove keys with their rows and counts; return the freed rows. No batch may be in
+        flight.
+        """
         if self._steps:
-            raise RuntimeError("cannot erase keys while batches are in flight")
+            raise RuntimeError(
+                "cannot erase keys while batches are in flight; release or cancel them first"
+            )
         sizes, freed = np.zeros(2, np.int64), np.empty(keys.size, np.int64)
         eviction_loops.erase(self.arrays, keys, freed, sizes)
         self.totals.live -= int(sizes[0])
@@ -315,7 +329,7 @@ class Vocabulary:
         return freed[: sizes[0]] + self.first_row
 
     def _make_room(self, count: int) -> None:
-        """Prepare for ``count`` new keys: continue or start to grow the map."""
+        """Make room for ``count`` new keys: start to grow the map, or continue."""
         s = self.arrays.state
         num_entries = int(s[km.ENTRIES]) + count
         if not s[km.EDGE] and not s[km.NEW_SLOTS] and num_entries > MAX_LOAD * s[km.SLOTS]:
@@ -342,7 +356,7 @@ class Vocabulary:
         state[km.SLOTS], state[km.SCALE] = slots, self._scale(slots)
 
     def _scale(self, slots: int) -> int:
-        """Return the factor from the upper 32 bits of an address to a slot, times 2^32."""
+        """Return the number of slots per unit of an address's upper 32 bits, times 2^32."""
         first, last = self.buckets
         return (slots << 32) // ((last - first) << (km.SHIFT - 32))
 

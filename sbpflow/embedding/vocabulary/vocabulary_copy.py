@@ -1,4 +1,4 @@
-"""Copies of vocabularies at one moment, for checkpoints, and their sums and clocks."""
+"""Copies of vocabularies for checkpoints, and the totals and clocks of vocabularies."""
 
 from bisect import bisect_left, bisect_right
 from dataclasses import astuple, dataclass, field, fields
@@ -32,9 +32,9 @@ class Totals:
 
 @dataclass(slots=True)
 class Clock:
-    """The samples seen after each batch, and the latest event time of any sample so far.
+    """The number of samples seen after each batch, and the latest event time up to then.
 
-    Elements ``i`` belong to batch ``first + i``. ``times`` are ``NO_TIME`` before the first time.
+    Element i belongs to batch ``first + i``. ``times`` are ``NO_TIME`` until the first event time.
     """
 
     first: int = 0
@@ -56,7 +56,9 @@ class Clock:
         self.times.pop()
 
     def limit(self, idle: int | None, idle_time: float | None = None) -> int:
-        """Return the first batch within the last ``idle`` samples and the last ``idle_time``."""
+        """Return the first batch that is within both the last ``idle`` samples and the last
+        ``idle_time``.
+        """
         samples, at = self.samples, -1 - self.first
         if idle is not None:
             at = bisect_left(samples, samples[-1] - idle)
@@ -65,7 +67,7 @@ class Clock:
         return self.first + at
 
     def prune(self, idle: int, idle_time: float | None, trained: int) -> None:
-        """Forget batches that no limit needs."""
+        """Forget batches that are no longer needed to compute any limit."""
         samples = self.samples
         if len(samples) > 8192:
             at = min(trained - self.first, len(samples) - 1)
@@ -77,9 +79,9 @@ class Clock:
                 self.first += keep
 
     def _first_since(self, idle_time: float, at: int) -> int:
-        """Return the first batch within the last ``idle_time`` of batch ``at``.
+        """Return the first batch within the ``idle_time`` before batch ``at``.
 
-        Batches without a time count as batches of the first time.
+        Batches before the first event time count as if they had that time.
         """
         oldest, timed = self.times[at] - idle_time, bisect_right(self.times, NO_TIME)
         if timed > at or self.times[timed] >= oldest:
@@ -98,7 +100,7 @@ class VocabularyCopy:
         self.num_rows, self.num_pending = totals.live, totals.pending
 
     def size(self, kind: str) -> int:
-        """Return the number of values of ``column``."""
+        """Return the number of values that ``column`` would return."""
         if kind == "clock":
             return (1 + self._clock.size) if self._has_clock else 0
         if kind == "times":

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Contains everything that one rank needs for training, prediction and inspection."""
+    """One rank's part of a run: tables, dense part, optimizers, and trainer."""
 
     trainer: Trainer
     model: DensePart
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def copies(self) -> dict[str, GlobalTensor]:
-        """Return dense parameters and buffers, for ``check_replicas``."""
+        """Return the dense parameters and buffers; ``check_replicas`` compares them over ranks."""
         return {**self.model.parameters, **self.model.buffers}
 
     def state(self) -> dict[str, LogicalTensor]:
@@ -63,10 +63,10 @@ class Job:
     def restore(self, checkpoint: Checkpoint, *, grown: bool = False) -> None:
         """Restore all state and the step number from a checkpoint of any layout.
 
-        Announced batches are canceled, because their rows may have been read already. With
-        ``grown``, tables may have more rows than the checkpoint; new rows keep their initial
-        values. Raises CheckpointError if the checkpoint is damaged or does not fit. After this
-        error, the job is partly restored and unusable until another checkpoint is restored.
+        Announced batches are canceled, because their rows may already have been read. If ``grown``,
+        tables may have more rows than in the checkpoint; the new rows keep their initial values.
+        Raises CheckpointError if the checkpoint is damaged or does not fit. After an error, the job
+        is only partly restored and must not be used until a restore succeeds.
         """
         self.trainer.drain()
         begin_state(self.trainer.optimizer, checkpoint.step)
@@ -90,7 +90,7 @@ def build_job(
     """Allocate and initialize this rank's part of the run, and set the plan's steps in ``boxing``.
 
     For ``stores``, see ``EmbeddingCollection``; by default, ``parallel.storage`` selects the
-    stores. Without ``training``, the job can only predict: the caller must load the table values,
+    stores. If not ``training``, the job can only predict: the caller must load the table values,
     and no dense optimizer is created, because importing its class takes a second.
     """
     boxing.follow(plan.dense_conversions)
@@ -159,7 +159,7 @@ def _row_folder(config: Config, key: str) -> Path:
 
 
 def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingCollection) -> None:
-    """Log which parts CUDA graphs capture, and which transfers use fixed-size buffers."""
+    """Log the parts that CUDA graphs capture, and the transfers that use fixed-size buffers."""
     if trainer.graphs is not None:
         logger.info("parallel.cuda_graph: %s", trainer.graphs.describe())
     if config.parallel.row_buffer_fraction is not None:

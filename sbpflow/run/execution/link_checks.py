@@ -22,17 +22,18 @@ from sbpflow.sbp.sbp import Split
 
 Pair = tuple[int, int]  # source and destination rank
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # float32 values: 4 KiB to 64 MiB
-# A link that needs longer than this for a message is not measured with the next size.
+# If a message takes longer than this, larger sizes are not measured on that link.
 _ENOUGH_S = 0.02
 _REPEATS = 3
 _SLOW = 0.5  # share of the median rate below which a link or host is slow
-_LATE, _LATE_S = 3.0, 1e-3  # factor and difference from which a host's latency is high
-_MAX_LISTED = 8  # hosts; with more hosts, the report does not list all pairs
+# A host's latency is high if it exceeds the usual latency by this factor and by these seconds.
+_LATE, _LATE_S = 3.0, 1e-3
+_MAX_LISTED = 8  # with more hosts, the report does not list all pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Contains the rate and latency of one link."""
+    """The rate and latency of one link."""
 
     gb_per_s: float
     latency_s: float
@@ -55,7 +56,7 @@ def rounds_between(leaders: Sequence[int]) -> Iterator[list[Pair]]:
 
 
 def rounds_within(hosts: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
-    """Yield rounds with the link from one rank to the next on each host."""
+    """Yield rounds that measure the link from each rank to the next on its host."""
     for place in range(max(len(ranks) for ranks in hosts)):
         pairs = [
             (ranks[place], ranks[(place + 1) % len(ranks)])
@@ -69,7 +70,7 @@ def rounds_within(hosts: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
 def measure(
     boxing: Boxing, rounds: Iterator[list[Pair]], sizes: Sequence[int] = SIZES
 ) -> dict[Pair, Measured]:
-    """Measure each link of each round; every rank must call this and gets the same result."""
+    """Measure every link of every round. Every rank must call this, and all get the same result."""
     links: dict[Pair, Measured] = {}
     for pairs in rounds:
         latencies: Mapping[Pair, float] = {}
@@ -118,7 +119,10 @@ def _seconds(boxing: Boxing, pairs: Sequence[Pair], size: int) -> dict[Pair, flo
 def link_findings(
     boxing: Boxing, names: Sequence[str], *, sizes: Sequence[int] = SIZES
 ) -> list[Finding]:
-    """Measure the links of all ranks, whose machines are ``names``; every rank must call this."""
+    """Measure the links between all ranks.
+
+    Every rank must call this; ``names`` are the machines of the ranks.
+    """
     world = boxing.world
     if world.size == 1:
         hint = "torchrun --nproc-per-node N -m sbpflow doctor measures the links"
@@ -184,8 +188,8 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
             Finding(
                 "link",
                 "odd",
-                f"{host} answers late: at least {1e3 * quickest[host]:.2f} ms for 4 KiB, and "
-                f"{1e3 * latency:.2f} ms between other machines; check its location and its load",
+                f"{host} has a high latency: at least {1e3 * quickest[host]:.2f} ms for 4 KiB, and "
+                f"{1e3 * latency:.2f} ms between other machines; check its location and load",
             )
             for host in hosts
             if quickest[host] > _LATE * latency and quickest[host] - latency > _LATE_S

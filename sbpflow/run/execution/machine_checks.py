@@ -1,5 +1,4 @@
-"""Runs the checks of ``doctor`` that need all ranks: their machines, their links, and the disk for
-runs.
+"""Runs the checks of ``doctor`` that need all ranks: machines, links, and the disk for run folders.
 
 Under torchrun every rank takes part and rank 0 reports. Each reported rate is the best of a few
 repeats, so it shows peak, not average, performance.
@@ -29,7 +28,7 @@ _SAVED_BYTES = 32 << 20
 
 
 def disk(folder: Path) -> Finding:
-    """Report the free space of the disk for runs, and whether the disk is writable."""
+    """Report the free space of the disk for run folders, and whether it is writable."""
     parent = _nearest_folder(folder)
     usage = shutil.disk_usage(parent)
     text = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB free in {parent}"
@@ -48,7 +47,7 @@ def _nearest_folder(folder: Path) -> Path:
 
 
 def checkpoint(folder: Path, boxing: Boxing) -> Finding:
-    """Write a small checkpoint on rank 0; read and compare the checkpoint on every rank."""
+    """Write a small checkpoint on rank 0, then read and verify it on every rank."""
     parent = _nearest_folder(folder)
     values = torch.arange(_SAVED_BYTES // 4, dtype=torch.int32).view(-1, 16)
     work: tempfile.TemporaryDirectory[str] | None = None
@@ -93,12 +92,12 @@ def _save(folder: Path, values: torch.Tensor) -> Path:
 
 
 def _read_back(path: Path, values: torch.Tensor) -> str:
-    """Return what is wrong with the checkpoint, or "" if it is correct."""
+    """Read the checkpoint; return a description of the problem, or "" if it is correct."""
     try:
         read = open_checkpoint(path).tensor("tables/t")
     except CheckpointError as error:
         return str(error)
-    return "" if torch.equal(read, values) else "the values read differ from the written values"
+    return "" if torch.equal(read, values) else "the values read differ from those written"
 
 
 def checks(folder: Path) -> Sequence[Finding]:

@@ -1,6 +1,7 @@
 """Compares the machines of a job for ``doctor``: versions, names, MTU, clocks, and compute speed.
 
-The pure functions ``*_finding`` judge the facts of all ranks, so that tests need no machines.
+The ``*_finding`` functions are pure functions of the facts gathered from all ranks, so tests can
+call them without several machines.
 """
 
 import os
@@ -27,7 +28,7 @@ from sbpflow.runtime.ranks.interfaces import (
 )
 
 _MAX_CLOCK_S = 1.0
-_SLOW_COMPUTE = 0.6  # share of the median rate below which a rank is slow
+_SLOW_COMPUTE = 0.6  # a rank is slow below this share of the median rate
 _MATRIX, _PRODUCTS = 512, 5
 _CLOCK_READS = 5
 
@@ -35,7 +36,7 @@ Facts = Mapping[str, str]
 
 
 def node_findings(boxing: Boxing) -> list[Finding]:
-    """Gather the facts of all ranks and judge them; every rank must call this."""
+    """Gather facts from all ranks and return the findings. Every rank must call this."""
     world = boxing.world
     if world.size == 1:
         return []
@@ -65,8 +66,11 @@ def _facts() -> dict[str, str]:
 
 
 def versions_finding(by_rank: Sequence[Facts]) -> Finding:
-    """Compare the versions of all packages; those that affect results are equal, or the ranks
-    would not have connected."""
+    """Compare the versions of all packages.
+
+    Differences cannot affect results: ranks with different versions of those packages refuse to
+    connect.
+    """
     usual, odd = _unusual(by_rank, "versions")
     if not odd:
         return Finding("versions", "ok", "equal on all machines")

@@ -1,5 +1,7 @@
-"""Scores a split with a trained job. All scores are returned on rank 0, or the scores of each range
-of rows on one of the ranks."""
+"""Scores a split with a trained job.
+
+Scores are returned either all on rank 0, or each range of rows on one rank.
+"""
 
 import logging
 import os
@@ -46,7 +48,7 @@ def predictions(
 
 
 class Range(Protocol):
-    """Stores a range of rows, [start, stop), of the split."""
+    """A range of the split's rows, [start, stop)."""
 
     @property
     def start(self) -> int: ...
@@ -75,9 +77,9 @@ def predict_ranges(
     ranges.
 
     Every rank must iterate, with equal ``todo``. Each step scores ``batch_size`` rows, or
-    ``num_rows`` if the split is smaller, divided equally among the ranks. If a rank's part extends
-    beyond the end of its range, the part is moved back, and repeated rows are dropped. The matrix
-    shapes, and therefore the bits of a score, do not depend on which ranges remain.
+    ``num_rows`` if the split is smaller, divided equally among the ranks. If a rank's part would
+    extend beyond the end of its range, it is shifted back and the repeated rows are dropped. Matrix
+    shapes therefore do not depend on which ranges remain, and the scores are equal bit for bit.
     """
     size, rank = boxing.world.size, boxing.world.rank
     part = min(batch_size // size, num_rows)
@@ -106,13 +108,13 @@ def predict_ranges(
 def unfinished(
     boxing: Boxing, every: Sequence[Block], is_finished: Callable[[Block], bool]
 ) -> list[Block]:
-    """Return the unfinished blocks; each rank checks some of the blocks."""
+    """Return the unfinished blocks on every rank. The ranks divide the checks among themselves."""
     numbers = range(boxing.world.rank, len(every), boxing.world.size)
     left = together(boxing, lambda: [n for n in numbers if not is_finished(every[n])])
     numbers_left = " ".join(gather_texts(boxing, " ".join(map(str, left)))).split()
     if len(numbers_left) < len(every):
         done = len(every) - len(numbers_left)
-        logger.info("%d of %d blocks are finished already", done, len(every))
+        logger.info("%d of %d blocks are already finished", done, len(every))
     return [every[number] for number in sorted(map(int, numbers_left))]
 
 
@@ -131,24 +133,27 @@ def secret_and_cpus(boxing: Boxing) -> tuple[str, list[int]]:
 def probabilities(logits: NDArray[np.floating]) -> Floats:
     """Return sigmoids, computed in float64 so that the values do not depend on the batch size.
 
-    torch's float32 sigmoid rounds an array's vectorized part and its remainder differently.
+    torch's float32 sigmoid rounds differently in the vectorized part of an array and in its
+    remainder.
     """
     with np.errstate(over="ignore"):  # a large negative logit overflows exp; 1 / inf is 0
         return (1.0 / (1.0 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
 
 
 def on_rank_0(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) -> Result | None:
-    """Run ``work`` on rank 0 as ``together`` does; return the result on rank 0, and None
-    elsewhere."""
+    """Run ``work`` on rank 0 only, with the guarantees of ``together``.
+
+    Returns the result on rank 0 and None elsewhere.
+    """
     return together(boxing, work if boxing.world.rank == 0 else lambda: None, ask_s=ask_s)
 
 
 def together(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) -> Result:
     """Run ``work`` on every rank and return its result.
 
-    Every rank must call this function. The ranks report to each other every ``ask_s`` seconds, so
-    that collectives do not time out during long work. If ``work`` fails because of a user's
-    mistake, all ranks raise its error.
+    Every rank must call this function. The ranks exchange a message every ``ask_s`` seconds, so
+    that collectives do not time out during long work. If ``work`` fails because of a user error,
+    all ranks raise that error.
     """
     if boxing.world.size == 1:
         return work()

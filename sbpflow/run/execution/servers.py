@@ -13,20 +13,23 @@ from sbpflow.run.planning.cache_forecast import cached_stacks
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.runtime.processes.environment import machine_name
 
-# A rank reports a server before the other ranks report this rank.
+# Shorter than the ranks' own timeouts, so that a lost server is reported as such, not as a lost
+# rank.
 _SHARE_OF_TIMEOUT = 0.6
 
 
 def make_server(named: NamedServers, memory_bytes: int) -> EmbeddingServer:
-    """Return a server for the ranks that know the secret; raise ConfigError without a secret."""
+    """Return a server that accepts ranks with the same secret.
+
+    Raises ConfigError without a secret.
+    """
     return EmbeddingServer(read_secret(named.secret_file, named.key), memory_bytes)
 
 
 def join_servers(config: Config, plan: RunPlan, boxing: Boxing) -> Servers | None:
-    """Begin a session on the servers of the run, if any; every rank must call this.
-
-    Servers drop the rows of all earlier sessions. Raises ConfigError for a wrong secret or version,
-    and ServerLostError if a server does not answer.
+    """Begin a session on the run's servers, if any. Every rank must call this. The servers drop the
+    rows of all earlier sessions. Raises ConfigError for a wrong secret or version, and
+    ServerLostError if a server does not answer.
     """
     if all(stored.kind != "servers" for _, stored in cached_stacks(plan)):
         return None

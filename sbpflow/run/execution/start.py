@@ -1,5 +1,6 @@
-"""Starts a run (plans for its hosts, joins its ranks, locks its folder) and closes the run at the
-end."""
+"""Starts a run (plans for the hosts, joins the ranks, locks the run folder) and closes it at the
+end.
+"""
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -27,12 +28,11 @@ T = TypeVar("T")
 def plan_for_ranks(
     config: Config, device_type: str, make: Callable[[Topology], tuple[RunPlan, T]]
 ) -> tuple[RunPlan, T]:
-    """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover
-    themselves.
+    """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover.
 
-    All ranks must join to discover their hosts, which takes minutes if a rank is missing. Therefore
-    a plan for one host is made first, to report mistakes in the configuration immediately. The plan
-    is used if all ranks share a host. ``run_main`` keeps the ranks' store open.
+    All ranks must join to discover their hosts, which takes minutes if a rank is missing. A plan
+    for one host is therefore made first, which reports configuration errors immediately. It is used
+    if all ranks turn out to share a host. ``run_main`` keeps the ranks' store open.
     """
     world_size = world_size_of_environment()
     if given := given_topology(config, world_size):
@@ -70,10 +70,9 @@ def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
 
 @contextmanager
 def closing() -> Generator[ExitStack]:
-    """Close everything that a run opened, after success or, in a single process, after a failure.
-
-    With several ranks, a failure ends the processes without closing, because closing could wait for
-    a dead peer.
+    """Close everything that a run opened, on success or, in a single-process run, on failure. With
+    several ranks, a failure ends the processes without closing, because closing could block on a
+    dead peer.
     """
     opened = ExitStack()
     try:

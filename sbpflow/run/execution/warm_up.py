@@ -1,8 +1,8 @@
 """Creates and connects the process groups of a run before its first step.
 
 NCCL connects at a group's first collective, and connecting inside a step would block every rank. In
-addition, all ranks of a group must make the first call, but a rank without rows to exchange would
-skip the call.
+addition, all ranks of a group must take part in that first call, which a rank with no rows to
+exchange would skip.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,8 @@ CONVERSIONS = "main"  # the channel that conversions inside a model use
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """Identifies a group of ranks that communicate on a channel.
-
-    With ``pairs``, each rank sends directly to every other; otherwise ranks use a ring or a tree.
+    """A group of ranks that communicate on a channel. If ``pairs``, each rank sends directly to
+    every other rank; otherwise the collectives use a ring or a tree.
     """
 
     ranks: tuple[int, ...]
@@ -40,7 +39,8 @@ class GroupUse:
 def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
     """Return the groups that a step uses, in the order in which all ranks create them.
 
-    Groups are sorted by channel, then by first use in the plan, which is equal on all ranks.
+    Groups are sorted by channel and then by first use in the plan, so the order is the same on all
+    ranks.
     """
     tables, rows = plan.embeddings, plan.batch_size
     by_channel: dict[str, Sequence[Step]] = {
@@ -62,7 +62,7 @@ def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
 
 
 def warm_up(plan: RunPlan, boxing: Boxing) -> None:
-    """Run one small collective of each kind on every group of the plan; wait for all of them.
+    """Run one small collective of each kind on every group of the plan, and wait for all of them.
 
     Every rank of the world must call this function. Raises PeerLostError if a rank does not
     respond.

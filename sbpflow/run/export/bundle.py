@@ -28,7 +28,7 @@ from sbpflow.runtime.files.tensors_file import TensorsFile
 from sbpflow.serving.scorer import FORMAT, VERSION
 
 TESTED_TORCH = "2.11 to 2.13"
-_BLOCK = 1 << 16  # rows copied together
+_BLOCK = 1 << 16  # rows copied at a time
 _SOURCES = ("cells", "columns", "encoder", "operations", "row_store", "lookups", "scorer")
 _DTYPES = {
     torch.float64: "F64",
@@ -44,7 +44,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class RawInput:
-    """What a bundle knows about raw rows: ``input`` of model.json, and the vocabularies."""
+    """How a bundle encodes raw rows: the ``input`` of model.json, and the vocabularies."""
 
     content: Mapping[str, Any]
     write_vocabularies: Callable[[Path], None]
@@ -52,7 +52,9 @@ class RawInput:
 
 @dataclass(frozen=True, kw_only=True)
 class BundleModel:
-    """A trained model to write: its tables, read in blocks, and its dense part with values."""
+    """The trained model to write: tables, which are read in blocks, and the dense part with its
+    values.
+    """
 
     plan: EmbeddingPlan
     hashed: Sequence[HashedColumn]
@@ -126,7 +128,7 @@ def add_facts(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def scorer_source() -> str:
-    """Return the modules of ``scorer.py`` as one, without their imports of each other."""
+    """Merge the modules of ``scorer.py`` into one source, without the imports of each other."""
     room = files("sbpflow.serving")
     texts = [files("sbpflow.runtime.random").joinpath("splitmix.py").read_text(encoding="ascii")]
     texts += [room.joinpath(f"{name}.py").read_text(encoding="ascii") for name in _SOURCES]
@@ -147,18 +149,18 @@ def _without_own_imports(text: str) -> str:
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as an array; bfloat16 becomes its bits."""
+    """Return a tensor as an array; bfloat16, which numpy lacks, becomes its bits."""
     tensor = tensor.detach().contiguous()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _stores(model: BundleModel) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Group the tables of equal width and format, whose rows one gather reads."""
+    """Group the tables of equal width and format; a single gather reads the rows of a group."""
     stores: dict[tuple[object, ...], dict[str, Any]] = {}
     tables: dict[str, Any] = {}
     for table in model.tables:
-        one = model.read(f"tables/{table.name}", slice(0, 1))
-        parts = to_stored(table.name, one, 0, model.row_format)
+        first_row = model.read(f"tables/{table.name}", slice(0, 1))
+        parts = to_stored(table.name, first_row, 0, model.row_format)
         kinds = {suffix: (_DTYPES[v.dtype], list(v.shape[1:])) for suffix, v in parts.items()}
         key = (table.dim, *(dtype for dtype, _ in kinds.values()))
         number = list(stores).index(key) if key in stores else len(stores)

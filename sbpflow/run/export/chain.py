@@ -1,8 +1,8 @@
 """Follows the checkpoints of a run with bundles and their deltas (``sbpflow.serving.deltas``).
 
-A delta has the rows that the run's checkpoints since the last export name as changed, so it needs
-checkpoints with deltas. Otherwise, or after ``num_deltas`` deltas, a new bundle starts the chain
-again; the old bundle is removed when the new one is complete.
+A delta has the rows that the run's checkpoints since the last export list as changed, so the run
+must save delta checkpoints. Otherwise, or after ``num_deltas`` deltas, a new bundle starts the
+chain again; the old bundle is removed when the new one is complete.
 """
 
 import logging
@@ -36,14 +36,13 @@ from sbpflow.serving.deltas import BUNDLE_FILE, DeltaHead, DeltaWriter, bundles_
 
 WriteBase = Callable[[Checkpoint, Path], object]
 logger = logging.getLogger(__name__)
-_BLOCK = 1 << 16  # rows converted together
+_BLOCK = 1 << 16  # rows converted at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The last export: a bundle with its first ``number`` deltas, and its checkpoint's digest.
-
-    ``entries`` has the keys and ids that the deltas changed, by vocabulary, the oldest first.
+    """The last export: a bundle, its first ``number`` deltas, and the digest of its checkpoint.
+    ``entries`` has the keys and ids that the deltas changed, by vocabulary, oldest first.
     """
 
     bundle: Path
@@ -57,7 +56,9 @@ class Exported:
 
 
 def last_export(folder: Path) -> Exported | None:
-    """Return the newest bundle of ``folder`` with its last good delta; None without a bundle."""
+    """Return the newest bundle of ``folder`` with its last good delta, or None if there is no
+    bundle.
+    """
     for bundle in reversed(bundles_in(folder)):
         try:
             content = object_of(read_json(bundle / BUNDLE_FILE), str(bundle / BUNDLE_FILE))
@@ -100,7 +101,8 @@ def export_newest(
 ) -> tuple[str, str]:
     """Export the newest good checkpoint in ``run`` unless it is ``seen``.
 
-    Return what identifies the checkpoint, and a line about the export, or "" if there was none.
+    Return the identity of the checkpoint, to pass as ``seen``, and a log line, or "" if nothing was
+    exported.
     """
     try:
         checkpoint = next(good_checkpoints(run), None)
@@ -111,7 +113,8 @@ def export_newest(
         if newest != seen:
             written = export_next(checkpoint, folder, num_deltas, write_base)
     except (CheckpointError, FileNotFoundError) as error:
-        # The run may have removed the checkpoint meanwhile; then there is a newer one.
+        # The run may have removed this checkpoint in the meantime, but only after saving a newer
+        # one.
         logger.warning("%s; the next checkpoint is exported instead", error)
         return seen, ""
     return newest, f"{written}: weights of step {checkpoint.step}" if written else ""
@@ -137,7 +140,7 @@ def export_next(
             if growing is not None:
                 return _write_delta(checkpoint, members, last, growing)
     target = folder / f"step-{checkpoint.step}"
-    if target.exists():  # of a run that was started again
+    if target.exists():  # the run was restarted
         shutil.rmtree(target)
     write_base(checkpoint, target)
     for old in bundles_in(folder):
@@ -147,7 +150,7 @@ def export_next(
 
 
 def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
-    """Return the deltas after the checkpoint with this digest, the oldest first, or []."""
+    """Return the deltas after the checkpoint with this digest, oldest first, or []."""
     members: list[Checkpoint] = []
     member: Checkpoint | None = checkpoint
     while member is not None and member.previous is not None:
@@ -159,7 +162,7 @@ def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
 
 
 def _growing(members: Sequence[Checkpoint], last: Exported) -> dict[str, KeyDelta] | None:
-    """Return the changes of growing fields by vocabulary; None if the bundle cannot take them."""
+    """Return changes of growing fields by vocabulary, or None if the bundle cannot apply them."""
     fields: dict[str, dict[str, int]] = {}
     for table, facts in last.content["tables"].items():
         if (name := vocabulary_of(members[-1], table)) is not None:
@@ -199,9 +202,9 @@ def _write_delta(
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, changed in rows.items():
         saved = checkpoint.saved(f"tables/{name}")
-        one = torch.zeros(1, *saved.shape[1:], dtype=saved.dtype)
+        row = torch.zeros(1, *saved.shape[1:], dtype=saved.dtype)
         tensors[f"tables/{name}/rows"] = torch.int64, (len(changed),)
-        for suffix, part in to_stored(name, one, 0, _format_of(tables[name], saved.dtype)).items():
+        for suffix, part in to_stored(name, row, 0, _format_of(tables[name], saved.dtype)).items():
             tensors[f"tables/{name}{suffix}"] = part.dtype, (len(changed), *part.shape[1:])
     weights = {f"dense/{name}" for name in last.content["graph"]["weights"].values()}
     dense = {name: saved for name, saved in checkpoint.tensors.items() if name in weights}
@@ -245,7 +248,7 @@ def _changed_rows(members: Sequence[Checkpoint], name: str) -> Tensor:
 
 
 def _changed_values(members: Sequence[Checkpoint], name: str, changed: Tensor) -> Tensor:
-    """Return the last values [n, dim] of the changed rows, all of which the members contain."""
+    """Return the latest values [n, dim] of the changed rows, all of which are in ``members``."""
     saved = members[-1].saved(name)
     values = torch.empty(len(changed), *saved.shape[1:], dtype=saved.dtype)
     for member in members:

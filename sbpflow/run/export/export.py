@@ -29,7 +29,7 @@ _TOLERANCE, _HALF_TOLERANCE = 1e-6, 1e-2
 
 
 class LabelledBatch(Protocol):
-    """Defines the attributes of a batch that scoring uses."""
+    """The attributes of a batch that scoring uses."""
 
     @property
     def labels(self) -> Tensor: ...
@@ -54,8 +54,8 @@ def write_export(
 ) -> list[Path]:
     """Write a checked bundle to a new ``folder`` and return the files.
 
-    ``finish`` may add files to the bundle. The folder is written under another name and then
-    renamed, so a reader never sees it incomplete.
+    ``finish`` may add files to the bundle. The folder is written under a temporary name and then
+    renamed, so readers never see an incomplete folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = folder.with_name(folder.name + ".partial")
@@ -66,7 +66,9 @@ def write_export(
         try:
             load(work)
         except BundleError as error:
-            raise ConfigError(f"the bundle does not score as the run: {error}") from error
+            raise ConfigError(
+                f"the bundle's scores differ from the run's scores: {error}"
+            ) from error
         finish(work)
         work.replace(folder)
     except BaseException:
@@ -82,7 +84,9 @@ def sample_of(
     half: bool,
     rows: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
-    """Return sample.json: raw ``rows``, or the ``arguments`` of the model without them, scored."""
+    """Return the content of sample.json: raw ``rows`` or, without raw rows, the model's
+    ``arguments``, with their scores.
+    """
     with torch.no_grad():
         scores = probabilities(model(*arguments).float().numpy())
     tolerance = _HALF_TOLERANCE if half else _TOLERANCE
@@ -94,7 +98,7 @@ def sample_of(
 
 
 def sample_ids(model: PlainModel) -> tuple[Tensor, Tensor, Bags]:
-    """Return arguments of three rows, for a model whose raw rows are not known."""
+    """Return arguments for three rows, for a model without a raw format."""
     numbers = torch.arange(3)
     dense = (numbers.unsqueeze(1) + torch.arange(model.num_dense)) / 4.0
     rows = {name: table.num_rows for table in model.tables for name in table.features}
@@ -143,7 +147,7 @@ def _looked_up(
     dense: NDArray[np.float32],
     bags: dict[str, tuple[NDArray[Any], ...]],
 ) -> Encoded:
-    """Return encoded rows, with the ids of keys."""
+    """Return the encoded rows with keys replaced by their ids."""
     ids = matrix.astype(np.int32)
     for entry in encoder.content["fields"]:
         name = entry["name"]
@@ -163,7 +167,7 @@ def _looked_up(
 def _ids_of(
     encoder: Encoder, entry: Mapping[str, Any], keys: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Return the ids of keys of any shape."""
+    """Return the ids of ``keys``, in the same shape."""
     cells = Cells.empty(keys.size, 0, 1)
     cells.keys[:, 0] = keys.reshape(-1).view(np.uint64)
     cells.missing[:, 0] = keys.reshape(-1) == MISSING_KEY
@@ -171,7 +175,7 @@ def _ids_of(
 
 
 def score_bundle(model: Model, batches: Iterator[LabelledBatch]) -> Evaluation:
-    """Evaluate a bundle on labelled rows."""
+    """Evaluate a bundle on labeled rows."""
     logits: list[Tensor] = []
     labels: list[Tensor] = []
     for batch in batches:
@@ -192,13 +196,13 @@ def check_unscored(rows: RowFormat, path: Path | None) -> None:
     """Raise ConfigError if ``rows`` loses precision and no set is given to measure the loss."""
     if rows != "as_trained":
         raise ConfigError(
-            f"--score: rows in {rows} cost some AUC, but {path} is not a set to measure this on; "
-            "use --score with a labelled set"
+            f"--score: rows in {rows} reduce the AUC slightly, and {path} is not a set on which "
+            "this can be measured; use --score with a labeled set"
         )
 
 
 def facts_of(checkpoint: Checkpoint, vocabulary_digest: str | None) -> dict[str, Any]:
-    """Describe the origin of the values for model.json."""
+    """Describe where the values came from, for model.json."""
     return {
         "checkpoint": digest_of(checkpoint.index),
         "trained": {
@@ -209,5 +213,5 @@ def facts_of(checkpoint: Checkpoint, vocabulary_digest: str | None) -> dict[str,
 
 
 def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the version of the values."""
+    """Return the run, step, and delta number that identify the values."""
     return {"run": checkpoint.run, "step": checkpoint.step, "delta": 0}

@@ -1,8 +1,8 @@
 """Writes optional files of a bundle that contain code or need another runtime.
 
 ``model.pt2`` has the whole model as a ``torch.export`` program. ``dense.pt2`` has the dense part as
-machine code, and ``dense.onnx`` as ONNX. Both take the dense weights as inputs, so that changed
-weights reach them.
+machine code, and ``dense.onnx`` as ONNX. Both take the dense weights as inputs, so that weights
+updated by a delta take effect.
 """
 
 import importlib
@@ -22,11 +22,11 @@ _EXAMPLE_ROWS = 2  # torch.export treats sizes 0 and 1 as constants
 
 
 class Functional(nn.Module):
-    """Calls a dense part with the vectors of the outputs, the dense fields, and its weights."""
+    """Wraps a dense part as a function of its output vectors, dense fields, and weights."""
 
     def __init__(self, dense: nn.Module, outputs: tuple[str, ...], names: tuple[str, ...]) -> None:
         super().__init__()
-        self._dense = [dense]  # in a list, so that its weights are not weights of this module
+        self._dense = [dense]  # in a list, so that this module does not register its weights
         self._outputs, self._names = outputs, names
 
     def forward(self, *inputs: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Converts the dense part of a model to the list of torch operations in a bundle's model.json.
 
-``torch.export`` traces the module, so any module that it can trace becomes a list. The operations
-are those that the module calls, so the results are bit-for-bit equal to the module's.
+``torch.export`` traces the module, so any module that it can trace becomes a list. The bundle runs
+the same operations as the module, so the results are bit-for-bit equal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,9 @@ _DEFAULTS = ("device", "pin_memory", "layout")
 
 
 class DenseInputs(nn.Module):
-    """Calls a dense part with the vectors of the outputs, in order, and then the dense fields."""
+    """Wraps a dense part to take the output vectors as positional arguments, followed by the dense
+    fields.
+    """
 
     def __init__(self, dense: nn.Module, outputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -34,12 +36,12 @@ class DenseInputs(nn.Module):
 def example_inputs(
     widths: Mapping[str, int], num_dense: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return inputs of ``DenseInputs`` with two rows of zeros."""
+    """Return inputs for ``DenseInputs``: two rows of zeros."""
     return tuple(torch.zeros(_ROWS, n, dtype=dtype) for n in (*widths.values(), num_dense))
 
 
 def traced(module: nn.Module, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
-    """Trace a module of variadic inputs for any number of rows."""
+    """Trace a module that takes variadic inputs, for any number of rows."""
     rows = torch.export.Dim("rows")
     with torch.no_grad():
         return torch.export.export(
@@ -61,13 +63,14 @@ def graph_of(
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"model: torch.export cannot trace the dense part: {str(error).splitlines()[0]}; "
-            "compute it with torch operations alone, without Python branches on values"
+            "use only torch operations, without Python branches on values"
         ) from error
     names = [*(f"vectors.{name}" for name in widths), "dense"]
     try:
         return _content(program, names, dense)
     except ConfigError:
-        # Without in-place operations, and with compound operations split up, it may be supported.
+        # Removing in-place operations and decomposing compound ones may leave only supported
+        # operations.
         return _content(program.run_decompositions({}), names, dense)
 
 
@@ -93,7 +96,7 @@ def _content(
     (result,) = next(node for node in program.graph.nodes if node.op == "output").args[0]
     nodes: list[list[Any]] = []
     needed = {result.name}
-    for node in reversed(list(program.graph.nodes)):  # asserts are not needed for the result
+    for node in reversed(list(program.graph.nodes)):  # assertions do not affect the result
         if node.name not in needed or node.op == "placeholder":
             continue
         nodes.append([_name(node), node.name, _encoded(node.args), _encoded(_kwargs(node))])
@@ -112,7 +115,7 @@ def _kwargs(node: torch.fx.Node) -> dict[str, Any]:
 
 
 def _name(node: torch.fx.Node) -> str:
-    """Return a node's operation by its name in the bundle."""
+    """Return the name of a node's operation in the bundle."""
     target = node.target
     space, _, rest = str(target).partition(".")
     base = rest.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Computes what a delta of a bundle needs of a growing field: ids of its keys, and changed rows.
+"""Computes a growing field's part of a bundle delta: the ids of changed keys, and the changed rows.
 
 In a bundle, the keys of a growing field have ids from 2 on, and the id is also the row in the
 field's tables. Row 0 has the values of the missing values' key, and row 1 is shared by all keys
@@ -20,14 +20,16 @@ from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.serving.cells import MISSING_KEY, NUM_RESERVED_IDS, RARE_ID
 from sbpflow.serving.row_store import Tensors
 
-Entries = tuple[NDArray[np.int64], NDArray[np.int32]]  # keys and ids; RARE_ID: no row any more
+Entries = tuple[
+    NDArray[np.int64], NDArray[np.int32]
+]  # keys and ids; RARE_ID means that the key no longer has a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDelta:
-    """The changes of a field: ``entries`` for its vocabulary, and rows by table.
-
-    ``rows`` has, by table, the rows of the bundle, ascending, and their rows in the checkpoint.
+    """The changes of a field: ``entries`` for its vocabulary, and rows by table. For each table,
+    ``rows`` has the row numbers in the bundle, ascending, and the matching row numbers in the
+    checkpoint.
     """
 
     entries: Entries
@@ -43,7 +45,7 @@ def vocabulary_of(checkpoint: Checkpoint, table: str) -> str | None:
 def served_keys(
     bundle: Path, content: Mapping[str, Any], name: str, later: Sequence[Entries]
 ) -> Entries:
-    """Return the ascending keys of vocabulary ``name`` and their ids, after ``later`` changes."""
+    """Return the ascending keys of vocabulary ``name`` and their ids after ``later`` changes."""
     place, words = (
         content["input"]["vocabularies"][name],
         Tensors(bundle / "vocabulary.safetensors"),
@@ -57,20 +59,21 @@ def served_keys(
 def key_delta(
     members: Sequence[Checkpoint], tables: Mapping[str, int], served: Entries
 ) -> KeyDelta | None:
-    """Return what consecutive checkpoints change in the tables of a field with ``served`` keys.
+    """Return the changes that consecutive checkpoints make to the tables of a field with ``served``
+    keys.
 
-    ``tables`` has the numbers of rows in the bundle. Return None if the bundle cannot take the
-    changes, for example because there are more new keys than free rows.
+    ``tables`` has the numbers of rows in the bundle. Returns None if the bundle cannot apply the
+    changes, for example if there are more new keys than free rows.
     """
     newest = members[-1]
     changes = {table: key_changes(members, table) for table in tables}
-    one, first = next(iter(changes.values())), next(iter(tables))
+    key_change, first = next(iter(changes.values())), next(iter(tables))
     name = newest.saved(f"tables/{first}").keys
     if name is None:
         raise TypeError(f"{first}: does not grow")
     saved = newest.tensor(name)
-    removed = one.removed.numpy()
-    added = saved[one.rows[one.is_added] - 1].numpy()
+    removed = key_change.removed.numpy()
+    added = saved[key_change.rows[key_change.is_added] - 1].numpy()
     used = served[1][~np.isin(served[0], removed)]
     free = np.setdiff1d(np.arange(NUM_RESERVED_IDS, min(tables.values()), dtype=np.int32), used)
     if len(free) < len(added):
@@ -81,7 +84,7 @@ def key_delta(
     )
     keys, ids = _newest([served, entries])
     if not np.array_equal(keys, np.sort(saved.numpy())):
-        return None  # the bundle has other keys than the checkpoint from which it was made
+        return None  # the bundle's keys differ from those of the checkpoint it was made from
     missing = (saved == MISSING_KEY).nonzero().reshape(-1).tolist()
     reserved = torch.tensor([missing[0] + 1 if missing else 0, 0])
     rows: dict[str, tuple[Tensor, Tensor]] = {}
@@ -103,7 +106,7 @@ def values_of(checkpoint: Checkpoint, name: str, rows: Tensor) -> Tensor:
 
 
 def _newest(parts: Sequence[Entries]) -> Entries:
-    """Return the last entry of each key, the keys ascending, without those that have no row."""
+    """Return the last entry of each key, by ascending key, omitting keys without a row."""
     keys, ids = (np.concatenate(each)[::-1] for each in zip(*parts, strict=True))
     keys, first = np.unique(keys, return_index=True)
     ids = ids[first]

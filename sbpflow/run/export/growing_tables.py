@@ -1,9 +1,8 @@
 """Presents the growing tables of a checkpoint as tables of fitted fields, for bundles.
 
 In a bundle, a growing field has the ids of a fitted field: 0 is a missing value, 1 a key without a
-row, and 2 + n the n-th saved key. So row 0 of its tables is the row of the missing values' key, row
-1 the shared row, and the rows of the keys follow in the order of the checkpoint. Spare rows have
-zeros.
+row, and 2 + n the n-th saved key. So row 0 of its tables is the row for missing values, row 1 is
+the shared row, and the rows of the keys follow in checkpoint order. Spare rows contain zeros.
 """
 
 from collections.abc import Collection
@@ -22,10 +21,9 @@ _LEAST_SPARE = 1024
 
 
 class GrowingTables:
-    """The tables of a checkpoint, with the rows of growing tables as in a bundle.
-
-    ``plan`` is the run's plan with fitted tables instead of growing ones, and ``keyed`` are the
-    fields that have keys in the data. If ``has_spare_rows``, deltas can add keys.
+    """The tables of a checkpoint, with the rows of growing tables arranged as in a bundle. ``plan``
+    is the run's plan with growing tables replaced by fitted ones, and ``keyed`` lists the fields
+    that have keys in the data. If ``has_spare_rows``, deltas can add keys.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class GrowingTables:
     ) -> None:
         self._checkpoint, self.keyed = checkpoint, frozenset(keyed)
         self.vocabularies = {each.name: each.features for each in plan.vocabularies}
-        self._missing: dict[str, int] = {}  # the saved row of missing values by tensor
+        self._missing: dict[str, int] = {}  # the saved row for missing values, by tensor
         self._spare: dict[str, int] = {}
         for each in plan.vocabularies:
             place = (self.keys(each.name) == MISSING_KEY).nonzero()
@@ -72,10 +70,12 @@ class GrowingTables:
 
     def addresses(self) -> Addresses:
         """Return the ascending addresses of the keys of each growing field."""
-        found = {features: mix(self.keys(name)) for name, features in self.vocabularies.items()}
-        used = {name for features in found for name in features}
+        by_features = {
+            features: mix(self.keys(name)) for name, features in self.vocabularies.items()
+        }
+        used = {name for features in by_features for name in features}
         none = torch.empty(0, dtype=torch.int64)
-        return found | {(name,): none for name in self.keyed - used}
+        return by_features | {(name,): none for name in self.keyed - used}
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """Return a logical tensor, or some of its rows, like ``Checkpoint.tensor``."""
@@ -88,8 +88,8 @@ class GrowingTables:
             parts.append(self._checkpoint.tensor(name, slice(missing, missing + 1)))
         if stop > max(start, 1):
             parts.append(self._checkpoint.tensor(name, slice(max(start, 1) - 1, stop - 1)))
-        found = torch.cat(parts)
-        return torch.cat([found, found.new_zeros(stop - start - len(found), found.shape[1])])
+        saved = torch.cat(parts)
+        return torch.cat([saved, saved.new_zeros(stop - start - len(saved), saved.shape[1])])
 
     def _rows(self, name: str) -> int:
         saved = self._checkpoint.saved(name).shape[0]

@@ -1,4 +1,4 @@
-"""Defines a trained model as one ordinary torch module with its tables and its dense part.
+"""A trained model as an ordinary torch module that contains the tables and the dense part.
 
 The module maps a batch of a prepared set to logits in one process. The logits are the same as in a
 job (``EmbeddingCollection``, then the dense part), but computed with operators that
@@ -21,7 +21,7 @@ from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec
 from sbpflow.runtime.random.streams import GAMMA, mix
 from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS, RARE_ID
 
-# The ascending ``mix`` of the keys with rows, by the features that share them
+# The mixed keys (``mix``) that have rows, ascending, by the features that share them
 Addresses = Mapping[tuple[str, ...], Tensor]
 Bag = tuple[Tensor, ...]  # values [n], lengths [rows], and weights [n] of a weighted feature
 Bags = dict[str, Bag]
@@ -41,7 +41,7 @@ class PlainModel(nn.Module):
     the columns of all features with a fixed number of ids, in order. ``dense`` is [rows, fields].
     ``bags`` is {ragged feature: (values [n], lengths [rows])}, with weights [n] as a third entry
     for weighted features. The model computes the columns that a loader hashes. Out-of-range ids are
-    treated as in the run, but raise IndexError if the run refused them. The ids of features in
+    handled as in the run; if the run rejected them, they raise IndexError. The ids of features in
     ``addresses`` are keys, whose tables have the rows of ``GrowingTables``.
     """
 
@@ -66,7 +66,7 @@ class PlainModel(nn.Module):
         self._addresses: dict[str, str] = {}
         for number, (names, each) in enumerate(addresses.items()):
             self._addresses |= dict.fromkeys(names, f"addresses_{number}")
-            # A search for a larger address than all others finds the additional last element.
+            # A search for an address larger than all others returns this extra element.
             end = torch.full((1,), torch.iinfo(torch.int64).max)
             self.register_buffer(f"addresses_{number}", torch.cat([each, end]))
         self._hashed = {
@@ -155,15 +155,15 @@ class PlainModel(nn.Module):
         return ids[:, self.columns[name]]
 
     def _rows(self, name: str, ids: Tensor, num_rows: int) -> Tensor:
-        """Return the rows of keys, or ids without those out of range, as ``IdReader`` does."""
+        """Return the rows of keys, or ids with out-of-range ids handled as in ``IdReader``."""
         ids = ids.to(torch.int64)
         if name in self._addresses:
             addresses = self.get_buffer(self._addresses[name])
             wanted = mix(ids).contiguous()
             at = torch.searchsorted(addresses, wanted)
-            found = (addresses[at] == wanted) & (at < addresses.shape[0] - 1)
-            return torch.where(found, at + NUM_RESERVED_IDS, RARE_ID)
-        if self._out_of_range == "error":  # the lookup raises
+            is_known = (addresses[at] == wanted) & (at < addresses.shape[0] - 1)
+            return torch.where(is_known, at + NUM_RESERVED_IDS, RARE_ID)
+        if self._out_of_range == "error":  # the lookup raises the error
             return ids
         return SUBSTITUTES[self._out_of_range](ids, num_rows)
 
@@ -198,12 +198,12 @@ def plain_model(
     row_format: RowFormat = "as_trained",
     addresses: Addresses | None = None,
 ) -> PlainModel:
-    """Build the model over ``num_dense`` dense fields, with values from ``read``.
+    """Build the model for ``num_dense`` dense fields, with values from ``read``.
 
     ``read`` returns the whole tensor with a logical name, ``tables/T`` or ``dense/P``; tables are
     [rows, dim]. ``saved`` contains all names; buffers of the dense part that ``saved`` does not
-    contain keep their values. Each table is read once and released after conversion to
-    ``row_format``. Raises ConfigError for a model without a plain form.
+    contain keep their values. Each table is read once, converted to ``row_format``, and released.
+    Raises ConfigError if the model has no ``plain`` method.
     """
     dense = dense_part(spec, plan, read, saved, seed)
     tables = {
@@ -225,7 +225,9 @@ def saved_rows_model(
     row_format: RowFormat,
     addresses: Addresses,
 ) -> PlainModel:
-    """Build a model for a few rows, which reads single rows of the tables with ``read``."""
+    """Build a model that reads single rows with ``read`` instead of loading whole tables, for
+    scoring a few rows.
+    """
 
     def rows(table: TableConfig) -> SavedRows:
         name = f"tables/{table.name}"
@@ -270,7 +272,7 @@ def dense_part(
 
 
 def missing_ids(column: HashedColumn, keyed: Container[str]) -> list[int]:
-    """Return the id or key of missing values in each column that ``column`` hashes."""
+    """For each column that ``column`` hashes, return the id or key of missing values."""
     return [MISSING_KEY if name in keyed else MISSING_ID for name in column.columns]
 
 
@@ -278,8 +280,8 @@ def hashed_ids(parts: Sequence[Tensor], rows: int, missing: Sequence[int]) -> Te
     """Hash ids [n] of several columns to ids of a ``HashedColumn``, like ``data.read.crosses``.
 
     ``data.read.crosses`` uses numpy's unsigned integers, which torch lacks. int64 arithmetic wraps
-    identically, but the remainder must be computed from a signed number: a negative number
-    represents itself plus 2**64.
+    identically, but the remainder must account for the sign: a negative number stands for itself
+    plus 2**64.
     """
     state = torch.zeros_like(parts[0], dtype=torch.int64)
     for part in parts:
@@ -303,5 +305,5 @@ def id_columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:
 
 
 def _module_name(table: str) -> str:
-    """Return a submodule name; "/" avoids clashes with attributes, and "." is not allowed."""
+    """Return a submodule name. "/" avoids clashes with attributes; torch does not allow "."."""
     return "tables/" + table.replace(".", "/")

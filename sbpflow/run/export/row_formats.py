@@ -1,7 +1,7 @@
 """Stores the rows of an exported table in floating point or in 8 bits.
 
-An 8-bit row is low + scale * q with q in 0..255 and float32 ``low`` and ``scale`` per row. So its
-values are 256 even steps from its minimum to its maximum, as in FBGEMM's rowwise 8-bit format.
+An 8-bit row is low + scale * q with q in 0..255 and float32 ``low`` and ``scale`` per row. The 256
+values are evenly spaced from the row's minimum to its maximum, as in FBGEMM's rowwise 8-bit format.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from sbpflow.serving.row_store import quantized
 
 RowFormat = Literal["as_trained", "float16", "int8"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
-_BLOCK = 1 << 16  # the number of rows converted together; keeps the float32 copy small
+_BLOCK = 1 << 16  # rows converted at a time, so that the float32 copy stays small
 
 
 class FloatRows(nn.Module):
@@ -30,11 +30,14 @@ class FloatRows(nn.Module):
         self.format = str(weight.dtype).removeprefix("torch.")
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors of a file, keyed by the suffix that follows the table name."""
+        """Return the tensors to save, by the suffix to append to the table name."""
         return {"": self.weight}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``; IndexError if out of range."""
+        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``.
+
+        Raises IndexError if out of range.
+        """
         return F.embedding(ids, self.weight).to(self.dtype)
 
 
@@ -53,11 +56,14 @@ class ByteRows(nn.Module):
         self.format = "int8"
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the tensors of a file, keyed by the suffix that follows the table name."""
+        """Return the tensors to save, by the suffix to append to the table name."""
         return {"/int8": self.values, "/scale": self.scale, "/low": self.low}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``; IndexError if out of range."""
+        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``.
+
+        Raises IndexError if out of range.
+        """
         values = F.embedding(ids, self.values).to(torch.float32)
         scale, low = (F.embedding(ids, each.unsqueeze(1)) for each in (self.scale, self.low))
         return (values * scale + low).to(self.dtype)
@@ -67,7 +73,7 @@ Rows = FloatRows | ByteRows
 
 
 class SavedRows(nn.Module):
-    """Reads the rows of a few ids with ``read(rows)``, so that no table must be in memory."""
+    """Reads the rows of a few ids with ``read(rows)``, so the table need not be in memory."""
 
     def __init__(
         self,
@@ -88,7 +94,10 @@ class SavedRows(nn.Module):
         raise RuntimeError(f"table {self._name}: read its rows from the checkpoint")
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``; IndexError if out of range."""
+        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``.
+
+        Raises IndexError if out of range.
+        """
         rows, places = ids.unique(return_inverse=True)
         if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= self._num_rows):
             raise IndexError(f"table {self._name}: has rows 0 to {self._num_rows - 1}")
@@ -113,17 +122,18 @@ def make_rows(name: str, weight: Tensor, row_format: RowFormat, dtype: torch.dty
 
 
 def rows_of(stored: Mapping[str, Tensor], dtype: torch.dtype) -> Rows:
-    """Return the rows of tensors from ``to_stored``."""
+    """Return the row module for tensors that ``to_stored`` returned."""
     if "" in stored:
         return FloatRows(stored[""], dtype)
     return ByteRows(stored["/int8"], stored["/scale"], stored["/low"], dtype)
 
 
 def to_stored(name: str, block: Tensor, start: int, row_format: RowFormat) -> dict[str, Tensor]:
-    """Convert rows [n, dim] of table ``name`` from row ``start`` on; the keys are as in ``stored``.
+    """Convert rows [n, dim] of table ``name``, the first of which is row ``start``. The result has
+    the same keys as ``stored``.
 
-    ``int8`` needs dim + 8 bytes per row. Narrow tables that need no more in float16 are stored as
-    float16.
+    ``int8`` needs dim + 8 bytes per row. Tables so narrow that float16 needs no more space are
+    stored as float16.
     """
     if row_format == "as_trained":
         return {"": block}

@@ -30,7 +30,7 @@ class GlobalBatchNorm(nn.Module):
     def __init__(self, norm: nn.BatchNorm1d, name: str) -> None:
         super().__init__()
         if norm.running_mean is None or norm.running_var is None or norm.momentum is None:
-            raise RuntimeError(f"module {name}: check_norms should have refused this norm")
+            raise RuntimeError(f"module {name}: check_norms should have rejected this norm")
         self.name = name
         self.weight: nn.Parameter | None = norm.weight
         self.bias: nn.Parameter | None = norm.bias
@@ -45,9 +45,9 @@ class GlobalBatchNorm(nn.Module):
     def take_rows(self, batch: GlobalTensor) -> None:
         """Set the layout of the next forward's rows; ``batch`` is S(0) over these rows."""
         self._batch = batch
-        if self._bound_to != id(self):  # This module is not bound, or is a copy of a bound module.
-            # Compiled graphs cannot contain transfers. Each instance is decorated, because a
-            # decorator on the class would load the compiler on import.
+        if self._bound_to != id(self):  # not yet bound, or a copy of a bound module
+            # Compiled graphs cannot contain transfers, so the compiler must skip this forward. The
+            # instance is decorated, because decorating the class would load the compiler on import.
             forward = partial(type(self).forward, self)
             self.__dict__["forward"] = torch.compiler.disable(forward)
             self._bound_to = id(self)
@@ -55,8 +55,10 @@ class GlobalBatchNorm(nn.Module):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor
     ) -> Tensor:
-        """Normalize this rank's rows [rows, n]; in training, with statistics over the rows of all
-        ranks."""
+        """Normalize this rank's rows [rows, n].
+
+        In training, the statistics cover the rows of all ranks.
+        """
         x = x.to(self.running_mean.dtype)
         if not self.training:
             mean, var = self.running_mean, self.running_var
@@ -94,7 +96,7 @@ class GlobalBatchNorm(nn.Module):
 
 
 def step_name(module: str) -> str:
-    """Return the step ID of a norm's transfers."""
+    """Return the step ID of the transfers of the named norm."""
     return f"module.{module}"
 
 
@@ -182,9 +184,8 @@ def calls_of_norms(
 
 
 def dry_norms(calls: Sequence[tuple[str, int]], carry: GlobalTensor) -> GlobalTensor:
-    """Run the transfers of these norms one after another on the meta device.
-
-    ``carry`` [b, 1] -> [b, 1].
+    """Run the transfers of these norms on the meta device, one after another. ``carry`` [b, 1] ->
+    [b, 1] connects them for autograd.
     """
     everywhere = Layout(carry.layout.placement, (Broadcast(),))
     boxing, rows = carry.boxing, carry.shape[0]

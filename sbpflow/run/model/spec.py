@@ -2,8 +2,8 @@
 
 A model is one module with a frozen configuration class. The class's field ``name`` identifies the
 model, and its ``spec(fields)`` returns a ``ModelSpec``. Everything except ``build`` is pure,
-without ranks or devices, so that planning and ``explain`` can use it. This module refers to no
-specific model.
+without ranks or devices, so that planning and ``explain`` can use it. This module does not depend
+on any particular model.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -43,11 +43,11 @@ from sbpflow.training.dense_part import DensePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdField:
-    """Describes a column of ids below ``rows``; see ``FeatureConfig`` for ``hotness``.
+    """A column of ids below ``rows``; see ``FeatureConfig`` for ``hotness``.
 
     If ``keyed``, the ids are arbitrary 64-bit keys, and ``rows`` is 0. Fields with the same
-    ``vocabulary`` encode a value as the same id; "" means a private vocabulary. ``frequencies``
-    describes how ids repeat, if known; cost estimates use this field.
+    ``vocabulary`` map a value to the same id; "" means a private vocabulary. ``frequencies``
+    describes how often ids repeat, if known, and is used for cost estimates.
     """
 
     name: str
@@ -68,10 +68,10 @@ class IdField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
-    """Describes a data set's columns; a batch contains the ids of ``sparse``, then of ``crosses``.
+    """A data set's columns; a batch contains the ids of ``sparse``, then of ``crosses``.
 
-    ``grouped`` is True if rows belong to groups, a requirement of GAUC. ``timed`` is True if rows
-    have event times, a requirement of ``evict.idle_time``.
+    ``grouped`` is True if rows belong to groups, which GAUC requires. ``timed`` is True if rows
+    have event times, which ``evict.idle_time`` requires.
     """
 
     dense: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashedColumn:
-    """Describes a column that the loader computes by hashing ids of other columns together."""
+    """A column that the loader computes by hashing ids of other columns together."""
 
     columns: tuple[str, ...]
     rows: int
@@ -118,8 +118,7 @@ class HashedColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """Describes a dense parameter by its shape and its initial values: U(-bound, bound) or
-    ``value``.
+    """A dense parameter by its shape and its initial values: U(-bound, bound) or ``value``.
 
     Raises ConfigError if both are given, or if ``bound`` is given for more than 2 dims.
     """
@@ -142,7 +141,7 @@ class ParameterSpec:
 
 
 class ModelSpec(Protocol):
-    """Describes the shapes of a model for given fields before any memory is allocated."""
+    """The shapes of a model for given fields before any memory is allocated."""
 
     @property
     def outputs(self) -> tuple[OutputConfig, ...]:
@@ -156,8 +155,9 @@ class ModelSpec(Protocol):
 
     @property
     def schemes(self) -> Mapping[Scheme, Mapping[str, TableRule]]:
-        """Return the layout rules of each ``parallel.scheme`` by table name pattern, as
-        ``schemes_of`` does."""
+        """Return the layout rules of each ``parallel.scheme``, by table name pattern; see
+        ``schemes_of``.
+        """
         ...
 
     @property
@@ -181,12 +181,12 @@ class ExportableSpec(ModelSpec, Protocol):
     """A ``ModelSpec`` that can also build its dense part as an ordinary module, for export."""
 
     def plain(self, *, seed: int) -> nn.Module:
-        """Return a new module with the parameters of ``parameters`` under the same names.
+        """Return a new module whose parameters have the names and shapes in ``parameters``.
 
         ``forward(vectors, dense)`` takes {output: [rows, width]} and [rows, fields]. The result
-        equals the logits, [rows] or [rows, 1], of the dense part from ``build``. The module uses
-        only torch, and ``torch.export`` can trace the module. The caller fills the parameters;
-        other tensors may depend on ``seed`` only.
+        equals the logits, [rows] or [rows, 1], of the dense part from ``build``. The module must
+        use only torch, and ``torch.export`` must be able to trace it. The caller fills the
+        parameters; all other tensors may depend only on ``seed``.
         """
         ...
 
@@ -201,7 +201,10 @@ class ModelConfig(Protocol):
         ...
 
     def spec(self, fields: Fields) -> ModelSpec:
-        """Return the model over these columns; raise ConfigError, with a fix, for bad columns."""
+        """Return the model for these columns.
+
+        Raises ConfigError, with a suggestion, for unsuitable columns.
+        """
         ...
 
 
@@ -218,8 +221,8 @@ def embedding_output(
     """Return an output with one table ``<name>.<field>`` of ``dim`` columns per field.
 
     ``rules`` is a model configuration whose ``fields`` and ``tables`` may change tables by pattern;
-    fields with keys need such rules. ``fixed_dim`` is the reason why rules must not set the dim, or
-    "". Raises ConfigError for rules that set a fixed dim, and for fields that cannot share a table.
+    fields with keys need such rules. ``fixed_dim`` says why rules must not set the dim, or is "".
+    Raises ConfigError for rules that set a fixed dim, and for fields that cannot share a table.
     """
     tables: list[TableConfig] = []
     for suffix, members in _tables_of(fields, rules).items():
@@ -247,7 +250,7 @@ def embedding_output(
 
 
 def _growth_of(members: Sequence[IdField], rules: TableRules | None, table: str) -> Growth | None:
-    """Return the growth settings of these fields' table; raise ConfigError if rules differ."""
+    """Return the growth settings of the fields' table; raise ConfigError if their rules differ."""
     first, *others = members
     growth = growth_of(rules, first.name, keyed=first.keyed)
     for other in others:
@@ -261,7 +264,7 @@ def _growth_of(members: Sequence[IdField], rules: TableRules | None, table: str)
 
 
 def _tables_of(fields: Sequence[IdField], rules: TableRules | None) -> dict[str, list[IdField]]:
-    """Return the fields of each table by its name, in the order of their first fields."""
+    """Return the fields of each table by table name, ordered by first field."""
     by_table: dict[str, list[IdField]] = {}
     shared: set[str] = set()
     for field in fields:
@@ -325,7 +328,7 @@ def make_parameters(
     seed: int,
     dtype: torch.dtype,
 ) -> dict[str, GlobalTensor]:
-    """Return this rank's part of each dense parameter, without creating the other parts."""
+    """Return this rank's part of each dense parameter, without allocating the other parts."""
     return {
         name: _parameter(name, spec, layouts[name], boxing, seed=seed, dtype=dtype)
         for name, spec in specs.items()
@@ -356,7 +359,7 @@ def make_buffers(
 def initial_values(
     name: str, spec: ParameterSpec, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the full initial value of a parameter in a run with this seed, on the CPU."""
+    """Return a parameter's full initial value for this seed, on the CPU."""
     whole = torch.empty(spec.shape, dtype=dtype)
     _fill(whole, name, spec, tuple(slice(0, size) for size in spec.shape), seed)
     return whole
@@ -383,8 +386,7 @@ def _parameter(
 
 
 def _fill(part: Tensor, name: str, spec: ParameterSpec, slices: Sequence[slice], seed: int) -> None:
-    """Fill ``part``, which ``slices`` select from a parameter, with the parameter's initial
-    values."""
+    """Fill ``part``, the slice ``slices`` of a parameter, with the parameter's initial values."""
     if not spec.bound:
         part.fill_(spec.value)
         return

@@ -1,8 +1,8 @@
 """Uses an ordinary ``nn.Module`` as the dense part of a model.
 
-The module's parameters share storage with B leaves. Every rank runs the module on its own rows, and
-the trainer sums the gradients in buckets, overlapped with the embedding backward. DDP is not used,
-because it would average gradients that the engine already scales by rows.
+The module's parameters share storage with global tensors of layout B. Every rank runs the module on
+its own rows, and the trainer sums the gradients in buckets, overlapped with the embedding backward.
+DDP is not used, because it would average gradients that the engine already scales by rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +37,7 @@ from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor, parameter
 from sbpflow.training.health import check_initial
 
-LOOKED_AT = 3  # number of first batches for which buffer values are compared
+LOOKED_AT = 3  # buffer values are compared for this many batches
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -87,9 +87,8 @@ class TorchModel:
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Return names and shapes of the trained parameters; the module sets initial values.
-
-        Raises SbpError for norms over the rows of one rank, lazy modules and sparse gradients.
+        """Return names and shapes of the trained parameters; the module sets their initial values.
+        Raises SbpError for norms over one rank's rows, lazy modules, and sparse gradients.
         """
         return {
             name: ParameterSpec(shape=tuple(value.shape)) for name, value in _leaves(self._first)
@@ -103,9 +102,8 @@ class TorchModel:
     def build(
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
     ) -> "TorchPart | ShapesOnly":
-        """Build the module on this rank's device with its floating-point tensors in ``dtype``.
-
-        Raises SbpError if ranks have different initial values.
+        """Build the module on this rank's device, with floating-point tensors in ``dtype``. Raises
+        SbpError if the initial values differ between ranks.
         """
         device = boxing.world.device
         if self.autocast is not None and dtype != torch.float32:
@@ -174,7 +172,7 @@ class TorchPart:
         """Compute logits [batch, 1], S(0), from this rank's rows.
 
         In training, torch's random numbers inside the module depend on ``seed`` and the rank. The
-        generators' state outside the module is preserved.
+        state of torch's generators is restored afterwards.
         """
         parts = {name: vector.part for name, vector in vectors.items()}
         self.module.train(training)
@@ -221,12 +219,9 @@ class TorchPart:
             )
 
     def _buffers(self) -> dict[str, tuple[int, int, Tensor | None]]:
-        """Return the identity, the version and, in the first batches, the values of the module's
-        buffers.
-
-        Values are compared because a write through ``.data`` does not change the version. A module
-        that writes through ``.data`` does so from the start, so comparing the first batches
-        suffices.
+        """Return the identity, the version and, for the first batches, the values of the module's
+        buffers. Values are needed because a write through ``.data`` does not change the version. A
+        module that writes this way does so from the start, so checking the first batches suffices.
         """
         self._batches += 1
         compare = self._batches <= LOOKED_AT
@@ -241,7 +236,7 @@ class TorchPart:
         return {name: value for name, value in buffers if plain_name(name) not in self.buffers}
 
     def _check_buffers(self, before: Mapping[str, tuple[int, int, Tensor | None]]) -> None:
-        """Raise SbpError if the forward replaced, added, removed or wrote to a buffer."""
+        """Raise SbpError if the forward replaced, added, removed, or modified a buffer."""
         after = self._own_buffers()
         for name in {**before, **after}:
             value, (number, version, values) = after.get(name), before.get(name, (0, 0, None))
@@ -257,10 +252,10 @@ class TorchPart:
 
 
 class ShapesOnly:
-    """Replaces a module in a dry run; only the module's batch norms communicate.
+    """Stands in for a module in a dry run, where only its batch norms communicate.
 
-    ``calls`` returns the batch norms in the order of their calls, given the widths of the vectors
-    and the number of dense fields.
+    ``calls`` takes the widths of the vectors and the number of dense fields, and returns the batch
+    norms in call order.
     """
 
     def __init__(

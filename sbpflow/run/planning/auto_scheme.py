@@ -1,7 +1,7 @@
 """Chooses the cheapest of several complete plans for ``parallel.scheme: auto``.
 
-Each candidate places all tables. Tables are not priced separately, because tables that are
-exchanged together share their collective calls. ``embedding/plan/price.py`` computes the prices.
+Each candidate places all tables. Tables are not priced one by one, because tables that are
+exchanged together share collective calls. ``embedding/plan/price.py`` computes the prices.
 """
 
 import math
@@ -24,7 +24,7 @@ Rules = dict[str, TableRule]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Combines a complete plan with its name and price."""
+    """A complete plan with its name and price."""
 
     name: str
     rules: Rules
@@ -41,16 +41,14 @@ def candidates(
     *,
     two_level: bool = False,
 ) -> dict[str, Rules]:
-    """Return rules per table for each candidate plan, by name.
-
-    ``two_level`` adds plans that exchange rows within hosts first.
-    In some candidates all tables have the same layout, or whole tables are balanced over the ranks.
-    The other candidates combine one of these layouts with copies of small tables on every rank.
+    """Return the table rules of each candidate plan, by name. ``two_level`` adds plans that first
+    exchange rows within hosts. A basic candidate gives all tables the same layout, or balances
+    whole tables over the ranks. The others also copy small tables to every rank.
     """
     rows = TableRule(sbp="S(0)", exchange="unique")
     copies = TableRule(sbp="B", exchange="local")
 
-    def copied(table: TableConfig) -> TableRule:  # a growing table cannot have copies
+    def copied(table: TableConfig) -> TableRule:  # growing tables cannot be replicated
         return copies if table.growth is None or world_size == 1 else rows
 
     alike: dict[str, Callable[[TableConfig], TableRule]] = {"all B": copied}
@@ -71,7 +69,7 @@ def candidates(
         }
     if two_level:
         hops = TableRule(sbp=TWO_LEVEL, exchange="unique")
-        # The buckets of a growing table do not always split evenly over hosts.
+        # A growing table's buckets may not split evenly over hosts.
         alike["all unique, two levels"] = lambda table: hops if table.growth is None else rows
     rules = {
         name: {escape(table.name): rule(table) for table in tables} for name, rule in alike.items()
@@ -95,7 +93,7 @@ def _balanced(
     batch_size: int,
     known: Mapping[str, IdFrequencies],
 ) -> dict[str, TableRule]:
-    """Place each table whole on the least loaded rank, in order of descending weight."""
+    """Place whole tables greedily: heaviest first, each on the least loaded rank."""
     by_name = {feature.name: feature for feature in features}
 
     def weight(table: TableConfig) -> float:

@@ -1,4 +1,4 @@
-"""Plans a run: computes all static properties of the run from a configuration and a set's columns.
+"""Plans a run: computes all of its static properties from the configuration and the set's columns.
 
 ``run.execution.job`` executes the plan, and ``sbpflow explain`` prints it.
 """
@@ -45,8 +45,8 @@ from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, clipped, with_ear
 def _with_patterns(outputs: tuple[OutputConfig, ...], config: Config) -> tuple[OutputConfig, ...]:
     """Apply ``optimizer.tables`` and ``parallel.kernels`` to the tables whose names match.
 
-    Patterns apply in order: a later optimizer or kernel replaces an earlier one, and
-    ``TableChanges`` modify the optimizer that earlier patterns set.
+    Patterns apply in order. A later optimizer or kernel replaces an earlier one; ``TableChanges``
+    modify the optimizer that earlier patterns set.
     """
     optimizers, kernels = config.optimizer.tables, config.parallel.kernels
     names = [table.name for output in outputs for table in output.tables]
@@ -99,8 +99,8 @@ def plan_run(
     ``planned`` contains the rules to use for ``parallel.plan``: the planner's rules for ``auto``,
     or the rules of a saved run. By default, the rules are read from the file that ``parallel.plan``
     names. ``topology`` defaults to the contents of ``parallel.topology`` or, without this key, to
-    one host like this machine. If not ``traced``, the plan omits the steps of the dense part, which
-    a single rank does not need.
+    one host like this machine. If not ``traced``, the plan omits the steps of the dense part; a
+    single rank needs none.
     """
     spec = _checked_spec(config, fields)
     _check_table_rules(config.model, fields, spec)
@@ -157,7 +157,7 @@ def plan_run(
 
 
 def _checked_spec(config: Config, fields: Fields) -> ModelSpec:
-    """Return the model's shapes; raise SbpError or ConfigError if parts of them are missing."""
+    """Return the model's shapes. Raises SbpError or ConfigError if the spec is incomplete."""
     spec = cast("ModelConfig", config.model).spec(fields)
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
     if missing := [part for part in parts if not hasattr(spec, part)]:
@@ -200,7 +200,7 @@ def _check_event_time(fields: Fields, outputs: tuple[OutputConfig, ...]) -> None
 
 
 def _check_metrics(config: Config, fields: Fields) -> None:
-    """Raise ConfigError if the run watches a metric that is undefined for its set."""
+    """Raise ConfigError if the run depends on a metric that its set does not define."""
     for key, metric in config.watched.items():
         if METRICS[metric].needs_groups and not fields.grouped:
             raise ConfigError(
@@ -233,7 +233,7 @@ def _plan_tables(
     planned: Mapping[str, TableRule] | None,
     topology: Topology,
 ) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
-    """Return the layouts and the plan of the tables and, for ``scheme: auto``, all priced plans."""
+    """Return the tables' layouts and plan and, for ``scheme: auto``, all plans with prices."""
     tables = [table for output in spec.outputs for table in output.tables]
     shapes = {table.name: table.shape for table in tables}
     features = [
@@ -287,20 +287,20 @@ def _plan_tables(
 
 
 def _has_equal_hosts(topology: Topology) -> bool:
-    """Return True for several hosts with equally many ranks, two or more on each host."""
+    """Return whether there are several hosts, all with the same number of ranks, at least two."""
     return len(topology.hosts) > 1 and (topology.ranks_per_host or 1) > 1
 
 
 def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:
-    """Return how often the ids of each column repeat, if the set has statistics."""
+    """Return each column's id frequencies, if the set has statistics."""
     return {field.name: field.frequencies for field in fields.ids if field.frequencies is not None}
 
 
 def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[str, float]:
     """Return the exponent (see ``costs.ids``) of each table whose id statistics are known.
 
-    A table's exponent is the average over its features, weighted by their numbers of ids and
-    rounded to halves.
+    A table's exponent is the average over its features, weighted by number of ids and rounded to a
+    multiple of 0.5.
     """
     known = frequencies_of(fields)
     skews: dict[str, float] = {}

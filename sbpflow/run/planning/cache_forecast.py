@@ -1,4 +1,6 @@
-"""Forecasts the rows that a run's caches will fetch, by planning slots for its first batches."""
+"""Forecasts the rows that a run's caches will fetch, by planning the cache slots of its first
+batches.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -23,7 +25,7 @@ Forecast = Mapping[str, Mapping[int, Mapping[str, float]]]
 
 
 def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
-    """Yield the stacks that do not store all rows on the device."""
+    """Yield the stacks whose rows are not all stored on the device."""
     for group in plan.embeddings.groups:
         for stack in group.stacks:
             if (storage := stack.tables[0].storage) is not None:
@@ -34,9 +36,9 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
     """Return the mean rows per step over the second half of ``batches``, by a stack's first table
     and by rank.
 
-    ``batches`` are the ids of whole batches. The kinds of rows are ``unique``, ``fetched``,
-    ``read``, and ``written``. Stacks with lists of ids are omitted. Raises ConfigError if a cache
-    is too small for the rows of one step.
+    ``batches`` are the ids of whole batches. The counts are ``unique``, ``fetched``, ``read``, and
+    ``written``. Stacks with ragged features are omitted. Raises ConfigError if a cache is too small
+    for the rows of one step.
     """
     matrices: list[Ids] = [
         (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()
@@ -86,7 +88,7 @@ def _dry_run(
 
 
 def _rows(stack: TableBatch, rank: int, ids: Ids) -> Ids:
-    """Return the rows of a rank's store that a batch looks up, with duplicates."""
+    """Return the rows of a rank's store that a batch looks up, including duplicates."""
     shards = {shard.table.name: shard for shard in stack.shards(rank)}
     parts: list[Ids] = []
     for use in stack.uses:

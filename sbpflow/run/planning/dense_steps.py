@@ -1,7 +1,6 @@
-"""Finds the conversions of a model's dense part by running the dense part without data.
-
-Ops choose their signatures when they run, so a single process records the steps of a real forward
-and backward over tensors without storage (torch's meta device).
+"""Finds the conversions of a model's dense part by running it without data. Ops choose their
+signatures when they run. So a single process runs a real forward and backward over tensors without
+storage (torch's meta device) and records the steps.
 """
 
 from collections.abc import Mapping
@@ -24,10 +23,8 @@ from sbpflow.training.losses import PLAIN, row_losses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSteps:
-    """Contains the ``forward`` and ``backward`` steps that communicate, in order.
-
-    ``conversions`` lists the conversions that the forward and the row losses request, each with its
-    adjoint.
+    """The ``forward`` and ``backward`` steps that communicate, in order. ``conversions`` lists the
+    conversions that the forward and the row losses request, each with its adjoint.
     """
 
     forward: tuple[BoxingStep, ...]

@@ -15,8 +15,8 @@ from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
 KEY = "train.early_rows"
-# Prices of the flags and of the second transfer. Only the time that a link needs beyond a rank's
-# own copies can be hidden; two ranks of one host exchange 2 GB/s.
+# Prices of the flags and of the second transfer. Early rows can only hide the time that a link
+# takes beyond a rank's own copies; two ranks on one host exchange 2 GB/s.
 CALLS_MS, ROW_NS, COPY_GB_PER_S = 0.5, 40.0, 2.0
 
 
@@ -27,8 +27,7 @@ def with_early_rows(
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[EmbeddingPlan, tuple[EarlyRows, ...]]:
     """Return the plan with ``GroupPlan.early_rows`` set, and the choice for each ``unique`` group.
-
-    Raise ConfigError if ``train.early_rows`` is true, but no group can send early rows.
+    Raises ConfigError if ``train.early_rows`` is true, but no group can send early rows.
     """
     wanted, choices = config.train.early_rows, list[EarlyRows]()
     why_not = _why_not(config, plan)
@@ -58,10 +57,10 @@ def with_early_rows(
 
 
 def _why_not(config: Config, plan: EmbeddingPlan) -> str:
-    """Return why no group of the run can send early rows, or ""."""
+    """Return the reason why no group of the run can send early rows, or "" if some can."""
     given = config.train.lookahead
     if plan.world.size == 1:
-        return "one rank sends no rows"
+        return "a single rank sends no rows"
     if plan.world.device_type != "cpu":
         return f"early rows are implemented for cpu, not for {plan.world.device_type}"
     if not config.parallel.overlap:
@@ -82,7 +81,7 @@ def _why_not_group(group: GroupPlan, is_auto: bool) -> str:
 
 
 def _does_not_pay(group: GroupPlan, early: float, critical: float, topology: Topology) -> str:
-    """Return why early rows would not save time, or ""."""
+    """Return the reason why early rows would not save time, or "" if they would."""
     link, owners = topology.link(group.world.ranks), len(group.owners)
     hidden_ms = 1e-6 * early / owners * (1 / link.gb_per_s - 1 / COPY_GB_PER_S)
     rows = (early + critical) / (group.stacks[0].dim * group.comm_dtype.itemsize * owners)
@@ -126,10 +125,9 @@ def _overlap(
     per_sample: float,
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[float, float]:
-    """Return the rows that ``first`` samples use, and those that ``second`` others use, too.
-
-    Without statistics, samples are independent: U(a) + U(b) - U(a + b) rows are in both, where U
-    is the curve of distinct rows.
+    """Return the number of rows that ``first`` samples use, and how many of these ``second`` other
+    samples also use. Assumes independent samples: U(a) + U(b) - U(a + b) rows are in both, where
+    U(n) is the number of distinct rows of n samples.
     """
     known = [frequencies[name] for name in table.features if name in frequencies]
     if known:

@@ -1,7 +1,7 @@
 """Describes a run without starting a rank: tables, shards, steps, bytes, memory.
 
-The description is rendered from the plan objects that a run executes, so that the two cannot
-differ. The output is text or, for programs, a dictionary with the same facts.
+The description is rendered from the same plan objects that a run executes, so it cannot differ from
+the run. The output is text or, for programs, a dictionary with the same content.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ def check_world_size(world_size: int) -> None:
 def describe(plan: RunPlan, forecast: Forecast | None = None) -> dict[str, Any]:
     """Return the plan as JSON-ready values; ``forecast`` is the result of ``cache_forecast``.
 
-    Bytes are for an iteration over ``batch_size`` rows that includes an update; only one in
-    ``accumulate`` iterations does.
+    Bytes are for an iteration over ``batch_size`` rows with an update; one in ``accumulate``
+    iterations has an update.
     """
     steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
     location = {
@@ -143,7 +143,7 @@ def _describe_links(
     """Return the transfers by link; a transfer among ranks on several hosts uses the link between
     hosts.
 
-    ``ms`` is the total time of the transfers, run one after another at the link's speed and
+    ``ms`` is the total time of the transfers if run one after another at the link's speed and
     latency.
     """
     links: dict[str, dict[str, float]] = {}
@@ -165,7 +165,7 @@ def _describe_links(
 def _describe_ranks(
     plan: RunPlan, tables: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the memory of each rank, and the maximum bytes that the rank sends in an iteration."""
+    """Return each rank's memory and the maximum number of bytes that it sends in an iteration."""
     itemsize = plan.embeddings.dtype.itemsize
     window_bytes = plan.window_bytes()
     ranks: dict[int, dict[str, Any]] = {}
@@ -190,7 +190,7 @@ def _describe_ranks(
 
 
 def plan_digest(plan: RunPlan) -> str:
-    """Return a digest of tables, kernels and transfer order, for comparing ranks."""
+    """Return a digest of tables, kernels, and transfer order, which must be equal on all ranks."""
     return hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
 
 
@@ -266,7 +266,9 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def compared_lines(compared: Sequence[Mapping[str, Any]], *, width: int = 400) -> list[str]:
-    """Show the plan that ``scheme: auto`` chose and the next cheapest ones that fit the width."""
+    """Show the plan that ``scheme: auto`` chose, and as many of the next cheapest plans as fit the
+    line.
+    """
     if not compared:
         return []
     first, *others = (f"{each['plan']} {each['priced_ms']:.1f} ms" for each in compared[:5])
@@ -329,7 +331,7 @@ def _amount(shard: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _extent(run: Sequence[Mapping[str, Any]]) -> str:
-    """Describe shards of equal size: adjacent shards, or one shard copied on several ranks."""
+    """Describe shards of equal size: adjacent shards, or copies of a shard on several ranks."""
     (r0, _), (c0, _) = run[0]["rows"], run[0]["columns"]
     (_, r1), (_, c1) = run[-1]["rows"], run[-1]["columns"]
     num_rows, num_columns, size = _amount(run[0])
@@ -360,7 +362,10 @@ def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the memory and sent bytes of each rank; with many ranks, equal ranks form ranges."""
+    """Return lines with the memory and sent bytes of each rank.
+
+    With many ranks, ranks with equal values are combined.
+    """
     rows: list[tuple[str, ...]] = [
         ("rank", "tables", "their state", "dense", "gradients", "their state", "ids", "sum", "sent")
     ]

@@ -43,8 +43,7 @@ def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dic
 
 
 def cache_lines(caches: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format the result of ``describe_caches`` as lines of text; without caches, there are no
-    lines."""
+    """Format the result of ``describe_caches`` as lines of text; [] if there are no caches."""
     if not caches:
         return []
     rows: list[tuple[str, ...]] = [
@@ -79,8 +78,9 @@ def _forecast_line(cache: Mapping[str, Any], name: str) -> str:
 def rate_lines(
     caches: Sequence[Mapping[str, Any]], batches_per_s: float, folder: Path
 ) -> list[str]:
-    """Return the rates that the storage must sustain if the run is as fast as the earlier run in
-    ``folder``."""
+    """Return the rates that the storage must sustain to match the speed of the earlier run in
+    ``folder``.
+    """
     lines = [f"at {batches_per_s:.3g} batches/s, the median of the run in {folder}:"]
     for cache in caches:
         if "rows_per_step" in cache:

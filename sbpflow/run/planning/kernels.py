@@ -1,6 +1,6 @@
 """Chooses the kernels of a run: rank 0 measures them, and all ranks use the same kernels.
 
-``explain`` uses the times that runs on this machine have measured, but does not measure.
+``explain`` uses times that earlier runs on this machine measured, but measures nothing itself.
 """
 
 import logging
@@ -28,7 +28,7 @@ LOG = logging.getLogger(__name__)
 
 
 def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
-    """Return the plan with the kernels that are fastest according to this machine's profile."""
+    """Return the plan with the fastest kernels according to this machine's profile."""
     profile = Profile()
     kernels = dict(plan.kernels)
     for stack, shape, names in _measurable(plan, request):
@@ -41,8 +41,8 @@ def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
 def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing) -> RunPlan:
     """Return the plan with the fastest kernel of each stack; every rank must call this function.
 
-    Rank 0 measures the times that are missing from its machine's profile, while the other ranks
-    wait. Measuring takes a few hundred milliseconds per kind of stack.
+    Rank 0 measures times that are missing from its machine's profile while the other ranks wait,
+    which takes a few hundred milliseconds per kind of stack.
     """
     stacks = list(_measurable(plan, request))
     if not stacks:
@@ -74,10 +74,8 @@ def _take(kernels: dict[str, KernelChoice], stack: TableBatch, times: dict[str, 
 def _measurable(
     run: RunPlan, request: KernelRequest
 ) -> Iterator[tuple[TableBatch, StackShape, list[KernelName]]]:
-    """Yield, in the plan's order, each stack that several kernels support and that has no requested
-    kernel.
-
-    For a CUDA plan, nothing is yielded on a machine without CUDA.
+    """Yield, in plan order, each stack that more than one kernel supports, unless a kernel was
+    requested. Yields nothing for a CUDA plan on a machine without CUDA.
     """
     plan, missing = run.embeddings, missing_kernels("auto")
     device = "cpu"

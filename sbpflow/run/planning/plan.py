@@ -32,7 +32,7 @@ from sbpflow.training.step_schedule import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseParameter:
-    """Describes a dense parameter; ``state_per_element`` counts optimizer values per element."""
+    """A dense parameter; ``state_per_element`` is the number of optimizer values per element."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class DenseParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """Describes a plan that ``scheme: auto`` compared, with its price in milliseconds."""
+    """A plan that ``scheme: auto`` considered, with its price in milliseconds."""
 
     name: str
     ms: float
@@ -55,7 +55,7 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyRows:
-    """Describes the early rows of a group: ``reason`` says why there are none, or is "".
+    """The early rows of a group. ``reason`` says why it sends none, or is "".
 
     The bytes are the expected values for a batch, sent by all ranks together.
     """
@@ -68,7 +68,7 @@ class EarlyRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Contains all static properties of a run.
+    """All static properties of a run.
 
     ``dense_conversions`` are the conversions of the dense part for a batch of ``batch_size`` rows;
     ``dense_forward`` and ``dense_backward`` list the steps of these conversions that communicate,
@@ -88,7 +88,7 @@ class RunPlan:
     topology: Topology
     batch_size: int
     accumulate: int
-    lookahead: int = 1  # the number of batches whose ids are exchanged ahead of training
+    lookahead: int = 1  # number of batches whose ids are exchanged ahead of training
     early_rows: tuple[EarlyRows, ...] = ()  # one entry per group that could send early rows
     priced: tuple[
         PricedPlan, ...
@@ -103,15 +103,15 @@ class RunPlan:
     def steps(self) -> tuple[tuple[str, Step], ...]:
         """Return (phase, step) for one iteration of ``batch_size`` rows, in issue order.
 
-        With overlap, ranks exchange a batch's ids during the previous iteration. Flags and early
-        rows are those of the next batch.
+        With overlap, ranks exchange a batch's ids during the previous iteration. The flags and
+        early rows in an iteration belong to the next batch.
         """
         tables, rows = self.embeddings, self.batch_size
         update: tuple[tuple[str, Sequence[Step]], ...] = (
             ("clip", self.clip),
             ("update", tables.update_steps(rows)),
         )
-        if self.schedule.clips is CLIP:  # Row updates do not wait for the gradient norm.
+        if self.schedule.clips is CLIP:  # row updates do not wait for the gradient norm
             update = update[::-1]
         phases: tuple[tuple[str, Sequence[Step]], ...] = (
             ("ids", tables.ahead_steps(rows)),
@@ -143,7 +143,7 @@ class RunPlan:
         return by_rank
 
     def transfers(self) -> frozenset[str]:
-        """Return the subset of ``step_schedule.TRANSFERS`` that a step of this run makes."""
+        """Return the subset of ``step_schedule.TRANSFERS`` that a step of this run performs."""
         tables, rows = self.embeddings, self.batch_size
         counted = tables.count_steps(rows)
         by_kind: dict[str, Sequence[Step]] = {

@@ -1,9 +1,7 @@
-"""Reads and writes the plan of a run as JSON. Reading constructs only ``RunPlan`` and the classes
-of its fields.
-
-A dataclass becomes an object with its class name under "is", a dtype {"dtype": name}, a mapping
-{"map": [[key, value], ...]}, and a tuple a list. A sparse optimizer is identified by its name or,
-for a user's own optimizer, by "class".
+"""Reads and writes the plan of a run as JSON. Reading only constructs ``RunPlan`` and the classes
+of its fields. A dataclass becomes an object whose "is" is the class name; a dtype becomes {"dtype":
+name}, a mapping {"map": [[key, value], ...]}, and a tuple a list. A sparse optimizer is identified
+by its name or, for a custom optimizer, by "class".
 """
 
 import dataclasses
@@ -36,14 +34,14 @@ from sbpflow.training.step_schedule import (
 )
 
 FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # Format 2 marks moves of the next batch as "ahead".
-# Older files have these fields and classes.
+# Fields and classes that occur only in older files.
 _RENAMED = {"wire": "comm_dtype", "whole_gradients": "dense_allreduce"}
 _RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
 
 
 @cache
 def _classes() -> dict[str, type[Any]]:
-    """Return the dataclasses in the field types of ``RunPlan`` and, recursively, of its fields."""
+    """Return all dataclasses that the field types of ``RunPlan`` mention, recursively."""
     classes: dict[str, type[Any]] = {}
 
     def add(hint: Any) -> None:  # noqa: ANN401 (an annotation)
@@ -61,7 +59,7 @@ def _classes() -> dict[str, type[Any]]:
 
 
 def plan_to_json(plan: RunPlan) -> str:
-    """Encode the plan; ``plan_from_json`` decodes the text into an equal plan."""
+    """Encode the plan as text; ``plan_from_json`` decodes it into an equal plan."""
     content = _encode(plan)
     return json.dumps({"format": FORMAT, "sha256": _digest(content), "plan": content})
 
@@ -71,12 +69,15 @@ def _digest(content: object) -> str:
 
 
 def plan_from_json(text: str) -> RunPlan:
-    """Decode the text of ``plan_to_json`` without imports; raise DataError for other text."""
+    """Decode the text of ``plan_to_json`` without importing anything.
+
+    Raises DataError for any other text.
+    """
     try:
         content = object_of(parse_json(text), "the file")
         version = content["format"]
         if _digest(content["plan"]) != content["sha256"]:
-            raise ValueError("its checksum is wrong, so the file was changed")
+            raise ValueError("its checksum does not match, so the file was changed")
         known = version is not True and version in (FORMAT, WITHOUT_LOOKAHEAD)
         plan = _decode(content["plan"]) if known else None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -116,15 +117,14 @@ def _encode_rule(rule: SparseOptimizer) -> object:
 
 
 def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
-    """Decode an optimizer; ignore constants of other optimizers, because older files contain
-    them."""
+    """Decode an optimizer. Ignores constants of other optimizers, which older files contain."""
     kind: type[Any] = rule_class(content.get("class", content["name"]))
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{key: _decode(content[key]) for key in names})
 
 
 def _decode_older_schedule(content: dict[str, Any]) -> StepSchedule:
-    """Decode a schedule of format 2, which contains two orders: with and without a clip move."""
+    """Decode a schedule of format 2, which has one order with a clip move and one without."""
     schedule = SERIAL if content["wait_at_once"] else OVERLAPPED
     moves = {move["says"] for move in content["each_step"]}
     for clip in (CLIP, CLIP_ROWS):
@@ -169,8 +169,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 (an annotation)
-    """Return whether a decoded value has type ``hint``; dataclasses inside the value were already
-    checked."""
+    """Return whether a decoded value has type ``hint``; nested dataclasses were checked earlier."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, arg) for arg in args)

@@ -13,8 +13,8 @@ from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
-# The fewest rows are fetched if the known batches contain about three times as many rows as the
-# cache has slots.
+# The cache fetches fewest rows if the known batches contain about three times as many rows as it
+# has slots.
 AUTO_LOOKAHEAD = 64
 
 
@@ -65,8 +65,9 @@ def row_bytes(table: TableConfig, config: Config) -> int:
 def _check_width(table: TableConfig, num_bytes: int, key: str) -> None:
     if num_bytes <= RECORD_BYTES:
         raise ConfigError(
-            f"{key}: a row of table {table.name} has {num_bytes} bytes, but planning its slots "
-            f"takes {RECORD_BYTES} bytes; exclude the table, or use kind: device"
+            f"{key}: a row of table {table.name} has {num_bytes} bytes, less than the "
+            f"{RECORD_BYTES} bytes that tracking it in a cache takes; exclude the table, or use "
+            "kind: device"
         )
 
 
@@ -76,8 +77,9 @@ def check_storage(plan: EmbeddingPlan) -> None:
         for table in group.tables:
             if table.storage is not None and group.kind.copies and plan.world.size > 1:
                 raise ConfigError(
-                    f"{table.storage.key}: table {table.name} is B on {plan.world.size} ranks, and "
-                    "copies cannot be cached; use S(0), or kind: device"
+                    f"{table.storage.key}: table {table.name} is replicated (B) on "
+                    f"{plan.world.size} ranks, and replicated tables cannot be cached; use S(0), "
+                    "or kind: device"
                 )
 
 

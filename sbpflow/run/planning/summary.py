@@ -1,4 +1,4 @@
-"""Summarizes a plan on one screen for ``explain``, and suggests changed settings.
+"""Summarizes a plan on one screen for ``explain``, and suggests settings that would lower its cost.
 
 ``explain.format_plan`` shows every transfer and the order of a step.
 """
@@ -26,18 +26,17 @@ from sbpflow.run.planning.explain_caches import cache_lines
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.text import columns, format_size
 
-WIDTH = 120  # line width for plans with short names
+WIDTH = 120  # target line width; long names may exceed it
 NUM_LARGEST = 3
-_HELPS = 0.95  # a changed setting is shown if some cost falls below this share of the plan's cost
+_HELPS = 0.95  # a setting is suggested if it lowers a cost below this share of the plan's cost
 _CHANGES = {"scheme": "auto", "comm_dtype": "bfloat16", "table_dtype": "bfloat16"}
 
 
 def format_summary(
     plan: RunPlan, helps: list[str], *, shards: bool = False, forecast: Forecast | None = None
 ) -> str:
-    """Return one line per table, totals per rank and link, and the largest transfers.
-
-    ``helps`` is the result of ``what_helps``, and ``forecast`` is the result of ``cache_forecast``.
+    """Return one line per table, totals per rank and link, and the largest transfers. ``helps``
+    comes from ``what_helps``, and ``forecast`` from ``cache_forecast``.
     """
     facts = describe(plan, forecast)
     lines = [
@@ -88,10 +87,8 @@ def what_helps(
     device_type: str,
     planned: Mapping[str, TableRule] | None = None,
 ) -> list[str]:
-    """Try some changed settings, one at a time; return a line for each that lowers a cost by 5 % or
-    more.
-
-    ``planned`` contains the rules that produced ``plan``.
+    """Try other settings, one at a time, and return a line for each that lowers a cost by at least
+    5 %. ``planned`` contains the rules that produced ``plan``.
     """
     before, lines = _costs(plan, fields), list[str]()
     for key, value in _CHANGES.items():
@@ -122,8 +119,9 @@ def what_helps(
 
 
 def expected_traffic(plan: RunPlan, fields: Fields) -> dict[str, int]:
-    """Return the bytes of ids, rows, and gradients of rows that a rank is expected to send in a
-    step, by link."""
+    """Return the expected bytes of ids, rows, and row gradients that a rank sends in a step, by
+    link.
+    """
     price = price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies_of(fields))
     near = price.sent_bytes - price.network_bytes
     return {"on a host": near, "between hosts": price.network_bytes}

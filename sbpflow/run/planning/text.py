@@ -9,7 +9,7 @@ MANY = 8  # longer lists of ranks are shown as ranges
 def short_lists(text: str) -> str:
     """Shorten lists of more than eight numbers to ranges and repeats: [0..255], [64 x 4].
 
-    Otherwise, each line of a plan for many ranks would list all ranks.
+    This keeps lines short in plans for many ranks.
     """
 
     def shorten(match: "re.Match[str]") -> str:
@@ -42,7 +42,7 @@ def _runs(numbers: Sequence[int]) -> list[str]:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-align columns; if a row's first cell is empty, its second cell is a line of text."""
+    """Left-align columns. If a row's first cell is empty, its second cell is free text."""
     rows = [tuple(short_lists(cell) for cell in row) for row in rows]
     full = [row for row in rows if row[0]]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

@@ -7,17 +7,18 @@ from html import escape
 from xml.etree import ElementTree
 
 Point = tuple[float, float]
-# Most color-blind readers can distinguish these colors, a palette by Okabe and Ito.
+# The color-blind-safe palette by Okabe and Ito.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 36
-_MIN_RANGE = 1e-100  # smaller ranges are drawn as a point
+_MIN_RANGE = 1e-100  # smaller ranges are drawn as a single point
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Describes a line of a chart; ``number`` selects its color, and ``dashed`` distinguishes two
-    lines of a run."""
+    """A line of a chart; ``number`` selects its color, and ``dashed`` tells apart two lines of the
+    same run.
+    """
 
     name: str
     points: Sequence[Point]
@@ -31,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Maps data ranges to a position on the page."""
+    """Maps data coordinates to positions on the page."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -77,8 +78,7 @@ def line_chart(title: str, x_label: str, series: Sequence[Series], *, zero: bool
 
 
 def calibration_chart(title: str, series: Sequence[Series]) -> str:
-    """Draw the points (predicted probability, observed rate), and the diagonal on which both are
-    equal."""
+    """Draw observed rates over predicted probabilities, and the diagonal of perfect calibration."""
     drawn = [line for line in series if line.points]
     if not drawn:
         return ""
@@ -99,7 +99,7 @@ def stacked_bars(
     show: Callable[[float], str] = _show_ms,
     width: int = 940,
 ) -> str:
-    """Draw a stacked bar for each (name, parts); parts with the same name get the same color."""
+    """Draw one stacked bar per (name, parts). Parts with the same name have the same color."""
     longest = max((sum(value for _, value in parts) for _, parts in bars), default=0.0)
     if longest <= 0.0:
         return ""

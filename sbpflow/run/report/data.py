@@ -23,10 +23,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Contains a run's events in chronological order, its plan as ``explain`` describes it, and its
-    settings.
-
-    If the folder contains no plan of this version, ``plan`` is empty and ``notes`` says so.
+    """A run's events in chronological order, its plan as ``explain`` describes it, and its
+    settings. If the folder has no plan that this version can read, ``plan`` is empty and ``notes``
+    says so.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Run:
 
     @property
     def final(self) -> Event:
-        """Return the run's final event, or an empty event if the run did not finish."""
+        """Return the run's final event, or {} if the run did not finish."""
         return next(iter(self.of("final")), {})
 
     def minutes(self, event: Event) -> float:
@@ -54,14 +53,16 @@ class Run:
         events = self.of("step" if split is None else "eval")
         if by not in ("step", "time"):
             raise ValueError(f"by: {by!r}; use step or time")
-        return sorted(  # A run that ends with its best weights scores their step again.
+        # The steps need sorting: a run that restores its best weights at the end evaluates their
+        # earlier step a second time.
+        return sorted(
             (float(event["step"]) if by == "step" else self.minutes(event), float(event[key]))
             for event in events
             if event.get(key) is not None and event.get("split") == split
         )
 
     def last(self, kind: str, split: str) -> list[Event]:
-        """Return the events of a kind that belong to the last evaluation of a split."""
+        """Return the events of one kind from the last evaluation of a split."""
         last: list[Event] = []
         for event in self.events:
             if event.get("split") == split and event["event"] in ("eval", kind):
@@ -70,7 +71,7 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read runs and name each run by the shortest unique end of its path.
+    """Read runs, naming each by the shortest unique suffix of its path.
 
     Raises ConfigError or DataError if a folder is given twice or does not contain a run.
     """
@@ -104,11 +105,10 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
-    """Return the median speed of an earlier run with the same batch size and number of ranks, if
-    any."""
+    """Return the median speed of the run in ``folder``; None if its batch size or ranks differ."""
     try:
         run = read_run(folder, folder.name)
-    except ConfigError:  # there is no run, or it has no events yet
+    except ConfigError:  # the folder has no run, or the run has no events yet
         return None
     speeds = [event["samples_per_s"] for event in run.of("step") if event["samples_per_s"]]
     same = all(run.plan.get(key) == getattr(plan, key) for key in ("world_size", "batch_size"))
@@ -116,7 +116,7 @@ def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
 
 
 def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
-    """Read events and notes; the last line may be truncated if the run was killed."""
+    """Read events, and notes about defects: the last line is truncated if the run was killed."""
     try:
         *lines, last = read_text(file).split("\n")
     except JsonError as error:
@@ -128,8 +128,8 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
             events.append(check_event(parse_json(line)))
         except JsonError as error:
             raise DataError(
-                f"{file}: line {number} is not an event of a run ({error}); the file was changed "
-                "or another program wrote it; restore the file, or report another run"
+                f"{file}: line {number} is not a valid event ({error}), so the file was changed "
+                "or written by another program; restore the file, or report another run"
             ) from error
     if last:  # the file does not end in a newline
         try:
@@ -153,7 +153,7 @@ def _plan(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def _settings(file: Path) -> tuple[dict[str, str], str]:
-    """Return the run's original configuration as {dotted key: value}, and a note."""
+    """Return the run's configuration at its start as {dotted key: value}, and notes."""
     try:
         text = read_text(file)
     except FileNotFoundError:
@@ -175,7 +175,7 @@ def _settings(file: Path) -> tuple[dict[str, str], str]:
 
 
 def _flat(key: str, value: object) -> list[tuple[str, str]]:
-    """Return the (dotted key, text) pairs of a tree."""
+    """Flatten a tree into (dotted key, text) pairs."""
     if isinstance(value, dict) and value:
         items = value.items()
         return [pair for n, item in items for pair in _flat(f"{key}.{n}" if key else str(n), item)]

@@ -8,11 +8,11 @@ from sbpflow.config.parse import brief
 from sbpflow.runtime.files.json_file import JsonError, is_count, is_number, object_of
 
 Event = Mapping[str, Any]
-MAX_VALUE = 1e100  # limit of chart values; keeps their differences and products finite
+MAX_VALUE = 1e100  # limit for chart values, so that their differences and products stay finite
 
 
 def is_value(value: object) -> bool:
-    """Return whether a chart can show the value."""
+    """Return whether the value can be drawn in a chart."""
     return is_number(value) and abs(value) < MAX_VALUE  # pyright: ignore[reportArgumentType]
 
 
@@ -50,7 +50,7 @@ _NAMED: Mapping[str, Callable[[Any], bool]] = {
     "slow_rank": is_count,
     "slow_host": _is_text,
 }
-# Maps each event to its required keys; all other keys are numbers or null.
+# The required keys of each event; values of all other keys are numbers or null.
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "loss", "samples_per_s"),
     "ranks": ("step", "rank_step_ms", "rank_data_ms", "rank_wait_ms"),
@@ -79,7 +79,7 @@ def check_event(given: object) -> Event:
     time_of(event)
     if missing := [key for key in _KEYS[kind] if key not in event]:
         raise JsonError(f"it has no {missing[0]}")
-    dependent: list[str] = []  # keys that must be numbers because of another key
+    dependent: list[str] = []  # required because another key is present
     if kind == "step" and event.get("move_forward_ms") is not None:
         dependent = ["step_ms", "data_ms", *(key for key in event if key.startswith("move_"))]
     if kind == "final" and event.get("predicted") is not None:
@@ -99,7 +99,7 @@ def check_event(given: object) -> Event:
 
 
 def time_of(event: Event) -> datetime:
-    """Return the time of an event; raise JsonError unless it is a time with a time zone."""
+    """Return the time of an event; raise JsonError if it is not a time with a time zone."""
     given: object = event.get("time")
     try:
         time = datetime.fromisoformat(given) if isinstance(given, str) else None

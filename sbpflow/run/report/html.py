@@ -36,7 +36,7 @@ def document(title: str, sections: Sequence[tuple[str, str]]) -> str:
 
 
 def html_row(charts: Sequence[str]) -> str:
-    """Return charts that are placed side by side if the page is wide enough."""
+    """Return charts in a row, side by side if the page is wide enough."""
     drawn = "".join(charts)
     return f'<div class="row">{drawn}</div>' if drawn else ""
 

@@ -88,7 +88,7 @@ def _results(runs: Sequence[Run]) -> str:
 
 
 def _pair(runs: Sequence[Run], title: str, key: str, *, split: str | None = None) -> str:
-    """Draw the same curves over steps, and over time."""
+    """Draw the same curves twice: over steps and over time."""
     charts = [
         line_chart(
             f"{title}, {text}",
@@ -124,16 +124,15 @@ def _speed(runs: Sequence[Run]) -> str:
         line_chart("ms per step", "step", curves("step_ms"), zero=True),
     ]
     bars = stacked_bars(
-        "moves of a step on rank 0; from the interval with the median step time",
+        "moves of a step on rank 0, from the interval with the median step time",
         [(run.name, _moves(run)) for run in runs if _moves(run)],
     )
     return html_row(charts) + bars
 
 
 def _moves(run: Run) -> list[tuple[str, float]]:
-    """Return (move, ms) in schedule order, including data waits and the loop's own time.
-
-    All values are from one interval, so their sum is the step time.
+    """Return (move, ms) in schedule order, including waits for data and the loop's own time. All
+    values come from the same interval, so they add up to the step time.
     """
     steps = [event for event in run.of("step") if event.get("move_forward_ms") is not None]
     if not steps:
@@ -182,7 +181,7 @@ def _slices(run: Run) -> str:
 
 
 def _growth(run: Run) -> str:
-    """Draw each field's number of keys with rows, and list each field's latest numbers."""
+    """Draw the number of keys with rows of each field, and list the latest values."""
     last = next((e for e in reversed(run.of("step")) if e.get("growth_live") is not None), {})
     names = [key.removeprefix("growth.") for key in last if key.startswith("growth.")]
     fields = [name.removesuffix(".live") for name in names if name.endswith(".live")]
@@ -268,8 +267,10 @@ def _differences(runs: Sequence[Run]) -> str:
 
 
 def _each(runs: Sequence[Run], section: Callable[[Run], str]) -> str:
-    """Return the non-empty sections of all runs; with several runs, headings include the run's
-    name."""
+    """Return the non-empty sections of all runs.
+
+    With several runs, headings include the run's name.
+    """
     parts = [(run.name, section(run)) for run in runs]
     title = len(runs) > 1
     return "".join(

@@ -1,4 +1,4 @@
-"""Decides when to save a run, which documents to save with it, and which checkpoints to keep."""
+"""Decides when a run is saved, which documents it saves, and which checkpoints are kept."""
 
 import json
 import uuid
@@ -37,7 +37,7 @@ class Read(Protocol):
     """The interface of a loader that can resume, such as ``data.read.loader.RowLoader``."""
 
     def state_after(self, batch: Any) -> dict[str, int | str]:  # noqa: ANN401 (of the loader)
-        """Return the position in the data after ``batch``."""
+        """Return the loader's position after ``batch``."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
@@ -46,8 +46,7 @@ class Read(Protocol):
 
 
 class Checkpoints:
-    """Saves a run according to ``config.checkpoint``; ``training/saving.py`` documents the calls.
-
+    """Saves a run according to ``config.checkpoint``; ``training/saving.py`` documents the methods.
     Every rank creates an instance. ``read`` is the loader of the train split. ``metrics_bytes``
     returns the current length of metrics.jsonl. ``keep_set`` copies the set's metadata to a folder.
     """
@@ -120,8 +119,8 @@ class Checkpoints:
                 load_values(self._job, checked(step_folder(saver.folder, step)))
             except CheckpointError as error:
                 raise ConfigError(
-                    f"{error}. This checkpoint contains the best weights of the run; to score the "
-                    "last weights instead, remove the checkpoint and start the same command again"
+                    f"{error}. This checkpoint contains the best weights of the run. To evaluate "
+                    "the last weights instead, remove the checkpoint and run the same command again"
                 ) from error
 
         run_on_all_ranks(self._job.boxing, load)
@@ -150,7 +149,7 @@ class Checkpoints:
 
     def leave(self) -> None:
         if self._stop is None or self._saver is None:
-            raise RuntimeError("this run was not asked to stop")
+            raise RuntimeError("this run did not receive a stop signal")
         path = step_folder(self._saver.folder, self._last_saved)
         self._stop.leave(
             f"step {self._last_saved} is saved in {path}; the same command resumes the run from it"
@@ -185,8 +184,7 @@ class Checkpoints:
             signals.end()
 
     def _documents(self, batch: Batch, loop: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint's documents; return {} on ranks other than 0, because only rank 0
-        writes."""
+        """Return a checkpoint's documents; {} on all ranks except rank 0, which writes them."""
         if self._world.rank:
             return {}
         names = ("path", "fingerprint", "content_id", "vocabulary_digest")
@@ -204,7 +202,7 @@ class Checkpoints:
 
 
 def _continued(folder: AnyPath, resumed: Resumed) -> Previous | None:
-    """Return the base of the first delta: the checkpoint from which the run was resumed."""
+    """Return the base of the first delta, which is the checkpoint that the run resumed from."""
     if not resumed.decision.resumes or not resumed.start.step:
         return None
     checkpoint = checked(step_folder(folder, resumed.start.step))
@@ -219,20 +217,19 @@ def _folder(folder: AnyPath) -> AnyPath:
 
 
 def _lock(folder: AnyPath, rank: int) -> RunLock | Claim | None:
-    """Lock a folder on rank 0, or claim a folder in a store."""
+    """On rank 0, lock a local folder, or claim a folder in an object store."""
     if not isinstance(folder, RemotePath):
         return RunLock(folder, rank=rank, key="checkpoint.dir")
     try:
         return Claim(folder) if rank == 0 else None
     except OSError as error:
         raise ConfigError(
-            f"checkpoint.dir: {error}; use a URL to which you can write, or a local folder"
+            f"checkpoint.dir: {error}; use a URL that you can write to, or a local folder"
         ) from error
 
 
 def check_shared(folder: AnyPath, boxing: Boxing) -> None:
-    """Raise ConfigError on every rank if some ranks do not see rank 0's folder, and name these
-    ranks.
+    """Raise ConfigError on every rank, naming the ranks that do not see rank 0's folder.
 
     Rank 0 writes a random number to a file in the folder, and the others read the number.
     """
@@ -251,7 +248,7 @@ def check_shared(folder: AnyPath, boxing: Boxing) -> None:
         file.unlink(missing_ok=True)
     if blind := [rank for rank, facts in enumerate(everyone) if not facts["seen"]]:
         raise ConfigError(
-            f"checkpoint.dir: {folder} on ranks {blind} is not the folder that rank 0 uses; "
-            "use a folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "
+            f"checkpoint.dir: {folder} on ranks {blind} is not the folder that rank 0 uses; use a "
+            "folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "
             "checkpoint.every=0 to save nothing"
         )

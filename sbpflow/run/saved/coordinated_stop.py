@@ -1,8 +1,8 @@
-"""Lets all ranks agree on a last step, so that they save and exit after any rank gets a stop
-signal.
+"""Makes all ranks agree on a last step after any rank gets a stop signal, so that all save and
+exit.
 
-A preemption signals only one machine. Without an agreement, the other machines would train until
-that machine is gone, and nothing would be saved.
+A preemption signals only one machine. Without an agreement, the other machines would keep training
+until that machine disappears, and nothing would be saved.
 """
 
 import time
@@ -12,23 +12,23 @@ from sbpflow.errors import PeerStoppedError
 from sbpflow.runtime.processes.store import TimedStore
 from sbpflow.runtime.ranks.world import World
 
-_LOOK_S = 1.0  # seconds between checks for other ranks' signals; a check is a store round trip
+_LOOK_S = 1.0  # seconds between checks for other ranks' signals, each a round trip to the store
 
 
 class StopSignal(Protocol):
-    """``runtime.processes.graceful_shutdown.GracefulShutdown``."""
+    """The interface of ``runtime.processes.graceful_shutdown.GracefulShutdown``."""
 
     signum: int
 
     def leave(self, saved: str = "") -> None:
-        """Raise the exception of the signal with ``saved`` as its text."""
+        """Raise the signal's exception with the message ``saved``."""
         ...
 
 
 class CoordinatedStop:
     """Decides the step after which a run ends; each rank calls ``after`` between its steps.
 
-    ``timeout_s`` limits each store operation; the limit should be long enough for slow links.
+    ``timeout_s`` limits each store operation and must allow for slow links.
     """
 
     def __init__(self, stop: StopSignal, world: World, *, timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class CoordinatedStop:
     def leave(self, saved: str) -> None:
         """End this rank after the save by raising the signal's exception or PeerStoppedError.
 
-        ``saved`` describes what was saved, for the last message of the run.
+        ``saved`` describes what was saved, for the run's last message.
         """
         if not self._stop.signum:
             raise PeerStoppedError(f"another rank received a stop signal; {saved}")

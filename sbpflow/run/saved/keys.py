@@ -29,7 +29,7 @@ from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.random.streams import mix
 from sbpflow.serving.cells import RARE_ID
 
-_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # without max_rows and rows_per_rank
+_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # the shape without max_rows and rows_per_rank
 _LIVE = ("keys", "last_uses", "counts")
 _PENDING = ("pending_keys", "pending_last_uses", "pending_counts")
 
@@ -53,7 +53,7 @@ def check_grows(checkpoint: Checkpoint, field: str) -> VocabularyPlan:
 
 
 def erase(path: AnyPath, field: str, keys: Tensor) -> str:
-    """Write the newest checkpoint at ``path`` again, without keys of a field; return the result.
+    """Rewrite the newest checkpoint at ``path`` without some keys of a field; return a message.
 
     The checkpoint loses the rows, optimizer state, last uses, and counts of ``keys`` int64 [n].
     """
@@ -67,7 +67,9 @@ def erase(path: AnyPath, field: str, keys: Tensor) -> str:
             name: ~torch.isin(checkpoint.tensor(f"{prefix}/{name}"), keys)
             for name in ("keys", "pending_keys")
         }
-        rows = torch.cat([torch.ones(1, dtype=torch.bool), keeps["keys"]])  # row 0 is shared
+        rows = torch.cat(
+            [torch.ones(1, dtype=torch.bool), keeps["keys"]]
+        )  # row 0 is the shared row
         changed = {f"{prefix}/{name}": keeps["keys"] for name in _LIVE}
         changed |= {f"{prefix}/{name}": keeps["pending_keys"] for name in _PENDING}
         changed |= {name: rows for table in plan.tables for name in _tensors(checkpoint, table)}
@@ -97,8 +99,8 @@ def to_keys(
 ) -> str:
     """Write ``checkpoint`` to the folder ``output`` with growing tables for the fields ``values``.
 
-    The rows of values become rows of their keys, and the row of rare values becomes the shared row.
-    ``data`` identifies the set with keys, from which a run can continue.
+    The rows of values become the rows of their keys, and the row for rare values becomes the shared
+    row. ``data`` identifies the set with keys that a run can continue with.
     """
     tensors: dict[str, NewTensor] = {
         name: unchanged(checkpoint, name) for name in checkpoint.tensors
@@ -129,7 +131,8 @@ def to_keys(
     output.mkdir(parents=True, exist_ok=True)
     if step_folder(output, checkpoint.step).exists():
         raise ConfigError(
-            f"--output {output}: has a checkpoint of step {checkpoint.step}; use an empty folder"
+            f"--output {output}: already has a checkpoint of step {checkpoint.step}; use an empty "
+            "folder"
         )
     write_full(output, replace(checkpoint.index, documents=documents), tensors)
     path = step_folder(output, checkpoint.step)
@@ -155,8 +158,7 @@ def _new_vocabulary(name: str, keys: Tensor, counts: Tensor) -> dict[str, NewTen
 def _plan(checkpoint: Checkpoint) -> EmbeddingPlan:
     if "plan" not in checkpoint.documents:
         raise CheckpointError(
-            f"{checkpoint.path}: has no plan, so it is not of a run; use a checkpoint of "
-            "`sbpflow train`"
+            f"{checkpoint.path}: contains no plan; use a checkpoint written by `sbpflow train`"
         )
     return plan_from_json(json.dumps(checkpoint.documents["plan"])).embeddings
 

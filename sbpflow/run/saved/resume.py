@@ -1,8 +1,7 @@
 """Decides whether a run resumes, and from which checkpoint; rank 0 decides for all ranks.
 
 An unfinished run resumes if every key that affects results has the same value. If values differ,
-the run is refused, and the message lists the differences. Checkpoints of any other run are moved
-aside.
+the command fails and lists the differences. Checkpoints of a finished run are moved aside.
 """
 
 import logging
@@ -40,9 +39,8 @@ _SET = "the set in data.path"  # a key of run.json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Identifies a prepared set by digests of its files, its rows and its vocabulary.
-
-    ``ancestors`` are the vocabulary digests of the sets that this set was grown from.
+    """Digests of a prepared set's files, rows, and vocabulary. ``ancestors`` are the vocabulary
+    digests of the sets that this set was grown from.
     """
 
     path: str
@@ -52,10 +50,9 @@ class DataFacts:
     ancestors: tuple[str, ...] = ()
 
     def relation(self, saved: Mapping[str, Any]) -> str:
-        """Compare this set with the ``saved`` set and return "same", "grown" or "other".
-
-        The same rows in different files are "same". Different rows with the same vocabulary are
-        "grown", because ids keep their meaning.
+        """Return "same", "grown" or "other" for this set compared with the ``saved`` set. The same
+        rows in different files are "same". Different rows with the same vocabulary are "grown",
+        because ids keep their meaning.
         """
         if self.content_id == saved.get("content_id") or self.fingerprint == saved.get(
             "fingerprint"
@@ -71,9 +68,8 @@ class Decision:
     """Describes how a run starts; ``newest`` is the first checkpoint to try, or None for a fresh
     run.
 
-    ``run`` is the run's ID. With ``resumes``, ``run`` is the ID of the saved run, and new output is
-    appended to the saved run's files. Without ``resumes``, the run is new, and may start from
-    another run's checkpoint.
+    ``run`` is the run's ID. If ``resumes``, ``run`` is the ID of the saved run, and new output is
+    appended to its files. Otherwise the run is new, but may start from another run's checkpoint.
     """
 
     folder: AnyPath
@@ -84,7 +80,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Describes the position at which a run starts; ``training/loop.py`` defines the fields."""
+    """The position at which a run starts; ``training/loop.py`` defines the fields."""
 
     step: int = 0
     epoch: int = 0
@@ -96,7 +92,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Combines a decision, the resulting start, and the set that the run reads."""
+    """A decision, the resulting start, and the set that the run reads."""
 
     decision: Decision
     start: Start
@@ -119,7 +115,7 @@ def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
     """Decide how the run starts, with the same result on all ranks, and move older checkpoints
     aside.
 
-    Every rank must call this. If the user must decide, ConfigError is raised on every rank.
+    Every rank must call this. Raises ConfigError on every rank if the user must decide.
     """
     folder = checkpoint_dir(config)
     decision = Decision(folder=folder, run="")
@@ -181,8 +177,7 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
 
 
 def _check_no_checkpoints(folder: AnyPath) -> None:
-    """Raise ConfigError if the folder contains checkpoints but no run.json, which identifies their
-    run."""
+    """Raise ConfigError if the folder has checkpoints but no run.json to identify their run."""
     if checkpoints := list_checkpoints(folder):
         raise ConfigError(
             f"checkpoint.resume: auto, but {folder} contains checkpoints without {RUN_FILE}, which "
@@ -239,15 +234,15 @@ def _move_aside(config: Config) -> None:
     names = [path.name for path in list_checkpoints(folder)]
     aside = set_aside(folder, [*names, RUN_FILE, DATA_FOLDER])
     if aside is not None:
-        logger.info("moved the checkpoints of an earlier run in %s to %s", folder, aside)
+        logger.info("moved the checkpoints of an earlier run from %s to %s", folder, aside)
 
 
 def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start:
     """Restore the job from the newest checkpoint that every rank can read.
 
-    Every rank must call this. A resuming run skips damaged checkpoints and logs their errors.
-    Raises ConfigError on every rank if no checkpoint is usable, or if a checkpoint does not fit the
-    job or the set.
+    Every rank must call this. A resumed run skips damaged checkpoints and logs the errors. Raises
+    ConfigError on every rank if no checkpoint is usable, or if a checkpoint does not fit the job or
+    the set.
     """
     newest = decision.newest
     if newest is None:
@@ -264,7 +259,7 @@ def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start
 
 
 def _restore(path: AnyPath, job: Job, data: DataFacts) -> str:
-    """Restore the job; return the reason if this rank failed, or "" on success."""
+    """Restore the job; return "" on success, or the reason for a failure on this rank."""
     try:
         checkpoint = open_checkpoint(path)
         saved = saved_set(checkpoint)
@@ -305,8 +300,9 @@ def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start
     if best and not (decision.resumes and step_folder(decision.folder, best).is_dir()):
         del loop["best"]
         if decision.resumes:
-            text = "the best checkpoint so far, step-%d, is gone; the best weights start again"
-            logger.warning(text, best)
+            logger.warning(
+                "step-%d, the best checkpoint so far, is missing; no best is known", best
+            )
     if data.relation(documents["data"]) == "grown":
         return Start(step=step, steps_of_before=step, loop=loop)
     cursor = documents["cursor"]

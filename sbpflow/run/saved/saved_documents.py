@@ -1,6 +1,6 @@
 """Validates the documents that a run stores in a checkpoint with its tensors.
 
-The index contains a digest, but a valid digest does not prove that sbpflow wrote the documents.
+A digest in the index protects them from damage, but does not prove that sbpflow wrote them.
 """
 
 import math
@@ -24,7 +24,7 @@ def saved_set(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def check_start(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError, naming the key, unless a run can resume from these documents."""
+    """Raise CheckpointError, naming the key, if a run cannot resume from these documents."""
     documents = checkpoint.documents
     cursor = _object(checkpoint, "cursor", documents.get("cursor"))
     _need(checkpoint, "cursor.epoch", cursor.get("epoch"), is_count, "a whole number")
@@ -34,7 +34,7 @@ def check_start(checkpoint: Checkpoint) -> None:
 
 
 def check_loop(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError unless ``loop`` contains valid states; losses may be infinite."""
+    """Raise CheckpointError if a state in ``loop`` is invalid. Losses may be infinite."""
     loop = _object(checkpoint, "loop", checkpoint.documents.get("loop"))
     for name, given in loop.items():
         state = _object(checkpoint, f"loop.{name}", given)

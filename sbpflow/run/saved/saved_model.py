@@ -1,5 +1,6 @@
-"""Loads a trained model: finds the checkpoint, rebuilds the configuration and the plan, fills a
-job."""
+"""Loads a trained model: finds the checkpoint, rebuilds its configuration and plan, and fills a
+job.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -40,9 +41,8 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 
 def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None) -> Checkpoint:
-    """Return the checkpoint at ``path``, or the best or newest good checkpoint in that folder.
-
-    Without ``which``, return the best checkpoint if the run kept its best weights. Damaged
+    """Return the checkpoint at ``path``, or the best or newest good checkpoint in that folder. If
+    ``which`` is not given, this is the best checkpoint if the run kept its best weights. Damaged
     checkpoints are skipped with a warning. Raises CheckpointError if all are damaged.
     """
     if (path / INDEX_FILE).exists():
@@ -76,7 +76,7 @@ def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None)
 
 
 def weights_text(checkpoint: Checkpoint) -> str:
-    """Return one line that states which weights of a run a checkpoint contains."""
+    """Return a line that says which weights of the run a checkpoint contains."""
     text, best = f"weights of step {checkpoint.step} from {checkpoint.path}", best_of(checkpoint)
     if best is None:
         return text
@@ -110,12 +110,13 @@ def saved_config(
 def saved_layouts(
     checkpoint: Checkpoint, config: Config, world_size: int
 ) -> tuple[Config, dict[str, TableRule] | None]:
-    """Adapt the saved configuration to ``world_size`` ranks; also return rules for ``plan_run``.
+    """Return the saved configuration, adapted to ``world_size`` ranks, and table rules for
+    ``plan_run``.
 
     The rules replace ``parallel.plan``: the saved layouts on the same number of ranks, S(0) on any
     other number. Therefore neither the planner nor the plan file is needed. Rules of
-    ``parallel.tables`` that name missing ranks become S(0), and the saved ``parallel.topology`` is
-    dropped. Keys given as overrides keep their values.
+    ``parallel.tables`` that name nonexistent ranks become S(0), and the saved ``parallel.topology``
+    is dropped. Keys given as overrides are kept.
     """
     given: Any = plain(config.parallel)
     saved = _group(with_current_keys(_group(checkpoint.documents, "config")), "parallel")
@@ -134,14 +135,13 @@ def saved_layouts(
 
 
 def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return a group of keys, or an empty group if there is none."""
+    """Return the named group of keys, or {} if there is none."""
     group = tree.get(key)
     return cast("Mapping[str, Any]", group) if isinstance(group, Mapping) else {}
 
 
 def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
-    """Return whether a rule names a rank, or a number of parts, that does not exist in this
-    world."""
+    """Return whether a rule names a rank or a number of parts that this world does not have."""
     if rule.ranks is None:
         return rule.sizes is not None and len(rule.sizes) != world_size
     ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]
@@ -165,12 +165,11 @@ def _plan_of(checkpoint: Checkpoint) -> RunPlan | None:
 
 
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) -> RunPlan | None:
-    """Return the saved plan with its kernels if ``plan`` equals it except for the kernels.
-
-    ``auto`` selects kernels by measured times, which vary between starts, and the results of
-    kernels differ in their last bits. So if ``request`` (``parallel.kernel``) is auto, resumed runs
-    and predictions keep the saved kernels. Returns None if a saved kernel is unavailable, or the
-    plans differ.
+    """Return the saved plan with its kernels if it differs from ``plan`` only in kernels, else
+    None. ``auto`` selects kernels by measured times, which vary between launches, and kernels
+    differ in the last bits of their results. So if ``request`` (``parallel.kernel``) is auto,
+    resumed runs and predictions keep the saved kernels. Also returns None if a saved kernel is
+    unavailable.
     """
     saved = _plan_of(checkpoint)
     if saved is None:
@@ -210,7 +209,7 @@ def table_of(spec: ModelSpec, table: str) -> TableConfig:
 
 
 def keys_of(checkpoint: Checkpoint, table: TableConfig) -> NDArray[np.int64] | None:
-    """Return the keys [n] of rows 1 to n of a growing table, or None for another table."""
+    """Return the keys [n] of rows 1 to n of a growing table, or None for other tables."""
     if table.growth is None:
         return None
     return checkpoint.tensor(f"vocabularies/{vocabulary_name(table.features)}/keys").numpy()
@@ -219,7 +218,7 @@ def keys_of(checkpoint: Checkpoint, table: TableConfig) -> NDArray[np.int64] | N
 def load_values(job: Job, checkpoint: Checkpoint) -> None:
     """Fill the tables and the dense part of this rank, but not the optimizer state.
 
-    Raises CheckpointError for a tensor that is missing or has another shape.
+    Raises CheckpointError if a tensor is missing or has a different shape.
     """
     tables = [table for out in job.plan.embeddings.outputs for table in out.tables]
     wanted = {f"tables/{table.name}" for table in tables}

@@ -19,8 +19,9 @@ C_COMPILERS = ("gcc", "clang", "cc")
 
 
 def compiler_problem(device_type: str) -> str:
-    """Return why torch.compile has no compiler for a device and what to install, or "" if there is
-    one."""
+    """Return the reason why torch.compile cannot compile for a device, and what to install; else
+    "".
+    """
     if device_type == "cuda":
         if find_spec("triton") is None:
             return "triton, which compiles for CUDA, is not installed: pip install triton"
@@ -38,12 +39,12 @@ def compiler_problem(device_type: str) -> str:
 def keep_compiled_privately() -> None:
     """Let torch.compile cache code in the user's cache, unless TORCHINDUCTOR_CACHE_DIR is set.
 
-    torch's default folder has a predictable name in the shared temporary folder. Any local user can
-    create this folder first, and torch executes its contents. Precompiled headers are always stored
-    there, so they are disabled. Call this function before anything is compiled.
+    torch's default folder has a predictable name in the shared temporary folder. Any local user
+    could create it first, and torch executes its contents. Precompiled headers are always stored in
+    that folder, so they are disabled. Call this function before compiling anything.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # Loading torch's tracer sets the variable to a default, perhaps before this call.
+    # Loading torch's tracer sets the variable to its default, possibly before this call.
     shared = Path(tempfile.gettempdir()).absolute()
     if given is not None and (
         Path(given).parent != shared or not Path(given).name.startswith("torchinductor_")
@@ -61,8 +62,7 @@ def keep_compiled_privately() -> None:
 
 
 def half_time(half: torch.dtype, *, rows: int = 512, width: int = 512, repeats: int = 5) -> float:
-    """Return the time of a matrix product in ``half``, with casts, relative to float32.
-
+    """Return the time of a matrix product in dtype ``half``, including casts, relative to float32.
     Both times are the best of ``repeats`` runs, which take a few milliseconds in total.
     """
     x, weight = torch.ones(rows, width), torch.ones(width, width)

@@ -44,7 +44,9 @@ def choose_device(device: str, local_rank: int) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Return why torch cannot use CUDA although the machine or the build supports CUDA; else ""."""
+    """Return the reason why torch cannot use CUDA even though the machine or the build supports it;
+    else "".
+    """
     driver = _DRIVER.exists()
     if torch.version.cuda is None:
         if not driver:
@@ -77,6 +79,6 @@ def memory_bytes(device_type: str) -> int | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a summary of the device: its name, model and host."""
+    """Return the device's name, model, and host, for logs."""
     model = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return f"{device} ({model}) on {platform.node()}"

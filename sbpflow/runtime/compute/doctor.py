@@ -1,6 +1,7 @@
-"""Checks which parts of this environment work, and how to fix the others (``sbpflow doctor``).
+"""Checks which parts of this environment work, and reports how to fix the others (``sbpflow
+doctor``).
 
-Each check runs an operator or a collective, because an installed package may fail to load.
+Each check runs an operator or a collective, because an installed package may still fail to load.
 """
 
 import sys
@@ -29,9 +30,8 @@ _MARKS: dict[State, str] = {"ok": "ok    ", "absent": "absent", "odd": "ODD   ",
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Contains one line of the report; if any finding is ``broken``, the exit code is 1.
-
-    ``odd`` means that a machine or link differs from the others, which slows down a run.
+    """One line of the report. If any finding is ``broken``, the exit code is 1. ``odd`` means that
+    a machine or link differs from the others, which can slow down a run.
     """
 
     name: str
@@ -45,10 +45,12 @@ DataChecks = Callable[[Path], Sequence[Finding]]
 def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int:
     """Write the report to stdout on rank 0; return 0 if nothing is broken, else 1.
 
-    Every rank must run ``data_checks``, which get the value of ``--dir``.
+    Every rank must run ``data_checks``, which take the value of ``--dir``.
     """
     parser = ArgumentParser(prog="sbpflow doctor", description=__doc__)
-    text = "folder of runs; doctor checks its space and a test checkpoint (default: runs)"
+    text = (
+        "folder for runs; doctor checks its free space and writes a test checkpoint (default: runs)"
+    )
     parser.add_argument("--dir", type=local_path, default=Path("runs"), help=text)
     args = parser.parse_args(argv)
     if args.dir.is_file():
@@ -72,14 +74,14 @@ def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int
 def _run_data_checks(data_checks: DataChecks, folder: Path) -> Sequence[Finding]:
     try:
         return data_checks(folder)
-    except PeerLostError:  # all ranks together report this error once
+    except PeerLostError:  # ranks report this error jointly, once
         raise
     except Exception as error:  # noqa: BLE001  (the other findings must still be reported)
         return [_broken("ranks", error)]
 
 
 def _run(check: Callable[[], Finding]) -> Finding:
-    """Run a check; report any exception as a broken subject."""
+    """Run a check; report any exception as a broken finding."""
     try:
         return check()
     except Exception as error:  # noqa: BLE001  (the other checks must still run)
@@ -92,8 +94,7 @@ def _broken(name: str, error: Exception) -> Finding:
 
 
 def _optional(name: str, dist: str, without: str) -> Finding:
-    """Report the version of an optional package, or the text ``without``, which describes the
-    fallback."""
+    """Report an optional package's version or, if it is missing, the fallback ``without``."""
     version = dist_version(dist)
     return Finding(name, "absent", without) if version is None else Finding(name, "ok", version)
 
@@ -118,7 +119,7 @@ def _torch() -> Finding:
 
 
 def _fbgemm() -> Finding:
-    """Run an operator that needs the compiled library."""
+    """Run an FBGEMM operator, which needs the compiled library."""
     try:
         module = import_fbgemm()
     except ConfigError as error:
@@ -152,7 +153,7 @@ def _numba() -> Finding:
 
 
 def _triton() -> Finding:
-    """Look for the package without running it, because triton compiles only for GPUs."""
+    """Check only whether the package is installed: triton compiles only for GPUs."""
     return _optional("triton", "triton", "tables on CUDA use other kernels")
 
 
@@ -203,10 +204,10 @@ def _nccl() -> Finding:
 
 def _trackers() -> Finding:
     names = ("tensorboard", "mlflow", "wandb")
-    found = [f"{name} {version}" for name in names if (version := dist_version(name))]
-    if not found:
+    installed = [f"{name} {version}" for name in names if (version := dist_version(name))]
+    if not installed:
         return Finding("trackers", "absent", f"train.trackers needs {', '.join(names)}")
-    return Finding("trackers", "ok", ", ".join(found))
+    return Finding("trackers", "ok", ", ".join(installed))
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

@@ -1,5 +1,4 @@
-"""Checks whether the installed versions of torch and FBGEMM are compatible, and otherwise says what
-to install.
+"""Checks that the installed versions of torch and FBGEMM are compatible, or says what to install.
 
 This module imports neither torch nor FBGEMM. The pairs follow FBGEMM's releases. On CPU with torch
 2.13.0 (2026), FBGEMM 1.8.0 worked, and FBGEMM 1.9.0 failed to load.
@@ -14,14 +13,14 @@ from types import ModuleType
 from sbpflow.errors import ConfigError
 
 SBPFLOW_VERSION = "0.1.0"
-# Each FBGEMM release is compiled against one torch version and loads with no other version.
+# Each FBGEMM release is compiled against one torch version and loads only with that version.
 FBGEMM_OF_TORCH = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
 _FBGEMM_DISTS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Contains the installed versions; None means that a package is not installed."""
+    """The installed versions; None means that a package is not installed."""
 
     torch: str | None
     fbgemm: str | None
@@ -73,9 +72,10 @@ def import_fbgemm() -> ModuleType | None:
     try:
         return importlib.import_module("fbgemm_gpu")
     except (ImportError, OSError, AttributeError) as error:
-        # A wrong ABI causes an undefined symbol, a missing library, or an unregistered operator.
+        # An ABI mismatch shows as an undefined symbol, a missing library, or an unregistered
+        # operator.
         reason = str(error).strip().split("\n", 1)[0]
-        raise ConfigError(_mismatch(installed, f"importing it fails: {reason}")) from error
+        raise ConfigError(_mismatch(installed, f"the import fails: {reason}")) from error
 
 
 def install_command(torch: str | None, fbgemm_dist: str) -> str:
@@ -102,7 +102,7 @@ def build_facts() -> dict[str, str]:
 
 
 def summary() -> dict[str, str]:
-    """Return the versions that a run logs at its start."""
+    """Return the versions that a run logs at startup."""
     import platform
 
     import torch

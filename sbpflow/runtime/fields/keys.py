@@ -10,14 +10,13 @@ Affects = Literal["results", "scores", "execution"]
 class Key:
     """Annotates a key with its effect and its description in docs/configuration.md.
 
-    * ``results``: the key affects the loss of some step. The key's value must not change when a run
-      resumes.
-    * ``scores``: the key affects evaluations only. The key's value may change unless ``train.stop``
-      or ``train.plateau`` is set.
-    * ``execution``: the key affects where, how or how long a run executes.
+    * ``results``: the key affects the loss, so its value must not change when a run resumes.
+    * ``scores``: the key affects only evaluations. Its value may change unless ``train.stop`` or
+      ``train.plateau`` is set.
+    * ``execution``: the key affects where, how, or how long a run executes. Its value may change:
+      losses can differ only in rounding, because sums may be computed in a different order.
 
-    The key's value may change: losses differ at most by the rounding of sums in a different order.
-    A field without a Key inherits the effect of its group; a user's own class affects results.
+    A field without a Key inherits the effect of its group. Fields of custom classes affect results.
     """
 
     affects: Affects

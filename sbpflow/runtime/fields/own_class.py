@@ -16,7 +16,7 @@ def import_own_class(key: str, name: str, example: str) -> type:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the user's module exists, but imports another module that is missing
+            raise  # the module exists, but it imports another module that is missing
         raise ConfigError(
             f"{key}: {name}: there is no module {error.name}; put its folder on PYTHONPATH "
             f"(PYTHONPATH=. is the current folder); {example}"

@@ -48,10 +48,9 @@ Accumulator = Annotated[
 
 
 def broken_rule(value: Any, kind: Any) -> str | None:
-    """Return the rule of the annotation ``kind`` if ``value`` breaks the rule, else None.
-
-    Supports numbers with a Range, tuples of such numbers, ``Literal``, and unions of these with
-    None; values of other kinds always pass.
+    """Return the rule that the annotation ``kind`` sets if ``value`` breaks it, else None. Supports
+    numbers with a Range, tuples of such numbers, ``Literal``, and unions of these with None. Values
+    of all other annotations pass.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:

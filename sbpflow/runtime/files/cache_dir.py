@@ -1,4 +1,4 @@
-"""Finds the user's cache folder for compiled code and measurements of this machine.
+"""Finds the user's cache folder, which holds compiled code and measurements of this machine.
 
 Loading compiled code executes it (numba's and torch.compile's caches are pickles and shared
 libraries), so ``code_cache`` checks that no other user can write to its folder. Measurements and
@@ -38,8 +38,8 @@ def code_cache(name: str) -> Path | None:
     """Return the folder ``name`` in the user's cache for compiled code; create the folder if
     needed.
 
-    Returns None if the folder cannot be created, or another user could have written to it. The
-    first rank of each machine then warns once.
+    Returns None if the folder cannot be created or if another user could have written to it. In
+    this case, the first rank of each machine logs a warning, once.
     """
     return _checked(cache_dir() / name)
 
@@ -47,7 +47,8 @@ def code_cache(name: str) -> Path | None:
 @functools.cache
 def _checked(folder: Path) -> Path | None:
     try:
-        # Resolve links before the check, because the owner of a link could change it afterwards.
+        # Resolve links before the check, because the owner of a link could change it after the
+        # check.
         folder = folder.resolve()
         make_private(folder)
         problem = _other_writer(folder)
@@ -57,9 +58,9 @@ def _checked(folder: Path) -> Path | None:
         return folder
     if env_int("LOCAL_RANK", 0) == 0:
         LOG.warning(
-            "compiled code is not cached in %s, so every start compiles again: %s; cached code is "
-            "executed, so only you may be able to write to the folder: remove it, or set "
-            "XDG_CACHE_HOME to a folder of your own",
+            "compiled code is not cached in %s, so code is recompiled at every start: %s; cached "
+            "code is executed, so nobody else may have write access to the folder: remove it, or "
+            "set XDG_CACHE_HOME to a folder that you own",
             folder,
             problem,
         )
@@ -67,10 +68,9 @@ def _checked(folder: Path) -> Path | None:
 
 
 def _other_writer(folder: Path) -> str:
-    """Describe how another user could have written to ``folder``; return "" if only root could.
-
-    Parent folders are also checked: a user who can write to a parent can replace this folder,
-    unless the parent has the sticky bit, like /tmp.
+    """Describe how a user other than root could have written to ``folder``, or return "". Parent
+    folders are checked, too: a user who can write to a parent can replace this folder, unless the
+    parent has the sticky bit, like /tmp.
     """
     user = os.geteuid()
 
@@ -89,13 +89,13 @@ def _other_writer(folder: Path) -> str:
         forbidden = 0 if facts.st_mode & stat.S_ISVTX else _OTHERS_WRITE
         if text := problem(parent, facts, (user, 0), forbidden):
             return text
-    # Check existing files, too, because files keep their owners. If others cannot enter the folder,
-    # the modes of its files (0664 with a umask of 002) do not matter.
+    # Check existing files, too: making the folder private does not change their owners. If others
+    # cannot enter the folder, the modes of its files (0664 with a umask of 002) do not matter.
     forbidden = _OTHERS_WRITE if top.st_mode & _OTHERS_ENTER else 0
     for path in folder.rglob("*"):
         try:
             facts = path.lstat()
-        except FileNotFoundError:  # another rank has just replaced the file
+        except FileNotFoundError:  # another rank just replaced the file
             continue
         is_link = stat.S_ISLNK(facts.st_mode)
         if text := problem(path, facts, (user,), 0 if is_link else forbidden):

@@ -1,7 +1,6 @@
-"""Locks folders to which only one run may write at a time, by means of lock files.
-
-The locks are advisory (flock), and always end with the process. A lock file contains the name of
-its last holder.
+"""Locks folders that only one run at a time may write to, by means of lock files. The locks are
+advisory (flock) and are always released when the process ends. A lock file contains the name of its
+last holder.
 """
 
 import fcntl
@@ -21,10 +20,9 @@ class HeldError(Exception):
 
 
 def hold(path: Path, *, wait: bool = False) -> IO[str]:
-    """Open a file and lock it until the file is closed. Raises HeldError or OSError.
-
-    With ``wait``, the function waits for the lock instead of raising HeldError. On a file system
-    without locks, the function warns and returns the file unlocked.
+    """Open a file and lock it until it is closed. Raises HeldError if another process holds the
+    lock, unless ``wait`` is set, and OSError. On a file system without locks, logs a warning and
+    returns the unlocked file.
     """
     file = path.open("a+", encoding="utf-8", errors="replace")
     try:
@@ -41,7 +39,7 @@ def hold(path: Path, *, wait: bool = False) -> IO[str]:
 
 
 def sign(file: IO[str]) -> None:
-    """Write this process's name to a file that this process has locked."""
+    """Write this process's name to a file that it has locked."""
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()

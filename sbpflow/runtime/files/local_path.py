@@ -11,11 +11,10 @@ from pathlib import Path
 
 from sbpflow.errors import ConfigError
 
-# The pattern also matches a single slash, because Path shortens "//" to "/". fsspec chains are
-# "a::b://".
+# Also matches a single slash, because Path shortens "//" to "/". fsspec chains look like "a::b://".
 _URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*:/")
 
-# Linux's limits are 4096 and 255; smaller limits leave room for file names and suffixes.
+# Below Linux's limits (4096 and 255), to leave room for file names and suffixes.
 MAX_BYTES, MAX_NAME_BYTES = 3800, 240
 _MAX_SHOWN = 200
 
@@ -25,13 +24,13 @@ class PathError(ConfigError, ArgumentTypeError):
 
 
 def local_path(given: str | Path) -> Path:
-    """Convert ``given`` to a path; raise PathError if it is a URL or cannot be a path."""
+    """Convert ``given`` to a path; raise PathError if it is a URL or not a valid path."""
     text = str(given)
     if _URL.match(text):
         raise PathError(
             f"{text!r} is a URL, but only files and folders of this machine are supported here; "
-            "use a local path such as out/criteo, or mount the store and use the path of the mount "
-            "(write a local folder with such a name as an absolute path)"
+            "use a local path such as out/criteo, or mount the store and use the mount path (for "
+            "a local folder with such a name, use an absolute path)"
         )
     return plain_path(text)
 
@@ -55,7 +54,7 @@ def plain_path(text: str) -> Path:
 
 
 def _fault(text: str) -> str:
-    """Return why no file can have this path, or "" if the path is valid."""
+    """Return the reason why a path is invalid, or "" if it is valid."""
     if not text:
         return "is empty"
     if "\0" in text:

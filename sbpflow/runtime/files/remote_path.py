@@ -1,9 +1,9 @@
 """Reads and writes files and objects at URLs (s3://, gs://, hdfs://, memory://) through fsspec.
 
-``RemotePath`` has the methods of ``pathlib.Path`` that code for both kinds of paths needs. Objects
-cannot be renamed, so each is written whole, and a folder of objects is complete once its index has
-been written last. fsspec is imported only when a URL is used. Failed requests are retried; messages
-contain no credentials, and URLs with credentials are accepted only for inputs.
+``RemotePath`` has the methods of ``pathlib.Path`` that code for both kinds of paths uses. Objects
+cannot be renamed. So each object is written as a whole, and the index of a folder is written last,
+which marks the folder as complete. fsspec is imported only when a URL is used. Failed requests are
+retried; messages contain no credentials, and URLs with credentials are accepted only for inputs.
 """
 
 import errno
@@ -21,11 +21,12 @@ from sbpflow.errors import ConfigError, StoreError
 from sbpflow.runtime.files.local_path import PathError, plain_path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?:/")
-_USER = re.compile(r"://[^/\s@:]*:[^/\s@]*@")  # abfs://container@account has no secret
+# Requires a password: in abfs://container@account, the part before "@" is not a secret.
+_USER = re.compile(r"://[^/\s@:]*:[^/\s@]*@")
 _QUERY = re.compile(r"(://[^\s?'\"]*)\?[^\s'\")]*")
 _BUFFER_BYTES = 8 << 20
-# A request is tried this often, but no more after this time. The libraries of some stores retry,
-# too, so a single try may take minutes.
+# Maximum number of tries per request, and the seconds after which there is no further try. Some
+# store libraries also retry internally, so a single try can take minutes.
 TRIES, RETRY_S = 5, 60.0
 _FIRST_PAUSE_S = 0.2
 _FINAL = (PermissionError, NotImplementedError, ValueError, KeyError)
@@ -35,7 +36,7 @@ Result = TypeVar("Result")
 
 
 class RemoteStat(NamedTuple):
-    """The size of an object, and the time of its last change in seconds since 1970."""
+    """The size of an object, and when it was last modified (seconds since 1970)."""
 
     st_size: int
     st_mtime: float
@@ -102,14 +103,14 @@ class RemotePath:
     absolute = resolve
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing: a folder exists while it contains objects."""
+        """Do nothing: a folder exists if it contains objects."""
 
     def fresh(self) -> "RemotePath":
-        """Return the same URL without known facts, so that the next question is a request."""
+        """Return the same URL without cached facts, so that the next access sends a request."""
         return RemotePath(self.url)
 
     def info(self) -> Mapping[str, Any]:
-        """Return what the store knows about the file; this takes a request unless ``facts`` is set.
+        """Return the store's metadata of the file, from ``facts`` or by a request.
 
         Raises FileNotFoundError, or StoreError.
         """
@@ -118,7 +119,7 @@ class RemotePath:
         return self.facts
 
     def exists(self) -> bool:
-        """Return whether there is a file or a folder."""
+        """Return whether the URL is an existing file or folder."""
         try:
             self.info()
         except FileNotFoundError:
@@ -126,7 +127,7 @@ class RemotePath:
         return True
 
     def is_dir(self) -> bool:
-        """Return whether this is a folder: whether objects exist below it."""
+        """Return whether this is a folder, that is, whether objects exist below it."""
         return self.exists() and self.info()["type"] == "directory"
 
     def is_file(self) -> bool:
@@ -144,9 +145,9 @@ class RemotePath:
         names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
         info = self.info()
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)
-        if isinstance(value, datetime):  # a listing of the same file may have a number
+        if isinstance(value, datetime):  # a listing may give the same value as a number
             value = value.timestamp()
-        if isinstance(value, str):  # some servers quote an ETag only in one of the answers
+        if isinstance(value, str):  # some servers quote the ETag in only one kind of response
             return value.strip('"')
         return f"{value:.6f}" if isinstance(value, float) else value
 
@@ -172,7 +173,7 @@ class RemotePath:
                 yield RemotePath((self / name).url, entry)
 
     def sizes(self) -> dict[str, int]:
-        """Return the files below this folder: their relative names and sizes; {} without files."""
+        """Return {relative name: size in bytes} of all files below this folder."""
 
         def found(system: Any, path: str) -> dict[str, int]:  # noqa: ANN401
             system.invalidate_cache()
@@ -201,18 +202,18 @@ class RemotePath:
         return self._call("read", read) if stop > start else b""
 
     def open(self, mode: str) -> IO[bytes]:
-        """Open the file for reading; reads that are not sequential should use ``read``."""
+        """Open the file for sequential reading; use ``read`` for random access."""
         if mode != "rb":
             raise ValueError(f"open({mode!r}): a URL can only be opened with 'rb'")
         return io.BufferedReader(_Reader(self), _BUFFER_BYTES)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the file in one request, so that readers see all of it or the earlier content."""
+        """Write the file in one request, so that readers see either the new or the old content."""
         self._call("written", lambda system, path: system.pipe_file(path, data))
         self.facts = None
 
     def upload(self, file: int) -> None:
-        """Write the whole content of an open local file, in parts if it is large."""
+        """Upload the content of an open local file, in parts if it is large."""
 
         def write(system: Any, path: str) -> None:  # noqa: ANN401
             at, out = 0, system.open(path, "wb")
@@ -221,7 +222,8 @@ class RemotePath:
                     out.write(data)
                     at += len(data)
             except BaseException:
-                # Closing the file, which garbage collection also does, would complete it.
+                # Discard the partial upload: closing the file, as garbage collection would,
+                # completes it.
                 if hasattr(out, "discard"):
                     out.discard()
                 out.closed = True
@@ -238,7 +240,7 @@ class RemotePath:
         self._call("read", lambda system, path: system.get_file(path, str(target)))
 
     def fetch(self, target: Path) -> None:
-        """Download the file; ``target`` exists only after a complete download."""
+        """Download the file. ``target`` is created only after a complete download."""
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".partial")
         self.download(partial)
@@ -267,14 +269,14 @@ class RemotePath:
             raise ConfigError(f"{self} needs the package fsspec: `pip install fsspec`") from error
         try:
             return url_to_fs(self.url, use_listings_cache=False)
-        except ImportError as error:  # the message of fsspec names the package for the URL scheme
+        except ImportError as error:  # fsspec's message names the package for the URL scheme
             raise ConfigError(f"{self}: {error}") from error
         except ValueError as error:
             reason = redacted(str(error))
             raise ConfigError(f"{self}: {reason}; use a URL that fsspec reads") from None
 
     def _call(self, verb: str, function: Callable[[Any, str], Result]) -> Result:
-        """Return the result of a request, which is repeated if it fails for a moment.
+        """Return the result of a request; retry temporary failures.
 
         Raises FileNotFoundError, or StoreError with the reason.
         """
@@ -293,7 +295,7 @@ class RemotePath:
                 is_final = isinstance(error, _FINAL) or "Credentials" in type(error).__name__
                 if is_final or number == TRIES or spent_s > RETRY_S:
                     tries = f"{number} tries in {spent_s:.0f} s" if number > 1 else "1 try"
-                    # Without the cause: the error of the library may contain a signed URL.
+                    # ``from None`` hides the library's error, which may contain a signed URL.
                     text = f"{self}: cannot be {verb} ({tries}: {_reason(error)})"
                     raise StoreError(text) from None
             time.sleep(pause_s)
@@ -316,7 +318,7 @@ class _Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position and return it; no request is made."""
+        """Move to a position and return it, without a request."""
         starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._path.num_bytes}
         self._at = starts[whence] + offset
         return self._at
@@ -367,9 +369,8 @@ def any_path(given: str | AnyPath) -> AnyPath:
 
 
 def input_path(text: str) -> AnyPath:
-    """Parse a path or URL of input rows; a ``file://`` URL becomes a local path.
-
-    Raise PathError for text that is not a valid path.
+    """Parse the path or URL of input rows. A ``file://`` URL becomes a local path. Raises PathError
+    for text that is not a valid path.
     """
     if "://" not in text or not _URL.match(text):
         return plain_path(text)
@@ -385,7 +386,7 @@ def _file_path(text: str) -> Path | None:
 
 
 def redacted(text: str) -> str:
-    """Return text without the users, passwords, and queries of URLs."""
+    """Return text with users, passwords, and queries removed from its URLs."""
     return _QUERY.sub(r"\1?***", _USER.sub("://***@", text))
 
 

@@ -1,5 +1,4 @@
-"""Manages a run's folder, so that only one run uses the folder at a time and earlier runs are
-kept."""
+"""Manages a run's folder: only one run uses it at a time, and earlier runs' files are kept."""
 
 import logging
 import re
@@ -16,10 +15,10 @@ LOCK_FILE = "run.lock"
 METRICS_FILE = "metrics.jsonl"
 BOARD_FOLDER = "tensorboard"
 START_FILE = "start.txt"
-PLAN_FILE = "plan.json"  # the plan of the run, as run/planning/plan_file.py writes it
-# the plan made for parallel.plan: auto; also a valid value of parallel.plan
+PLAN_FILE = "plan.json"  # the run's plan, written by run/planning/plan_file.py
+# the plan made for parallel.plan: auto; the file is itself a valid parallel.plan
 TABLE_PLAN_FILE = "tables.yaml"
-TRACE_FILE = "trace-rank{rank}.json"  # the trace of the steps in train.profile
+TRACE_FILE = "trace-rank{rank}.json"  # trace of the steps that train.profile selects
 REPORT_FILE = "report.html"  # written by `sbpflow report`
 CHECKPOINTS_FOLDER = "checkpoints"
 RUN_FILES = (
@@ -34,11 +33,9 @@ RUN_FILES = (
 
 
 class RunLock:
-    """Locks ``folder`` on rank 0 until ``close`` or the end of the process.
-
-    The lock is an advisory lock (flock) on run.lock, which is not deleted and names the last
-    holder. Raises ConfigError if another run has locked the folder. On other ranks, the lock has no
-    effect.
+    """Locks ``folder`` on rank 0 until ``close`` or the end of the process; does nothing on other
+    ranks. The lock is an advisory lock (flock) on run.lock, which is not deleted and names the last
+    holder. Raises ConfigError if another run has locked the folder.
     """
 
     def __init__(self, folder: Path, *, rank: int, key: str = "run.dir") -> None:
@@ -67,7 +64,7 @@ class RunLock:
 
 
 def _another(key: str, folder: Path) -> str:
-    """Return ``key=`` with a folder that does not exist yet, quoted for a shell."""
+    """Return ``key=FOLDER`` with a folder that does not exist yet, quoted for a shell."""
     folder, number = folder.resolve(), 2
     name = folder.name or "run"
     while (free := folder.parent / f"{name}-{number}").exists():
@@ -76,10 +73,9 @@ def _another(key: str, folder: Path) -> str:
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
-    """Move the files ``names`` of an earlier run to ``previous-N``; return None if there are no
-    such files.
-
-    N is the highest existing number plus 1, so that the files of all earlier runs are kept.
+    """Move the files ``names`` of an earlier run to ``previous-N``; return that folder, or None if
+    none of the files exist. N is the highest existing number plus 1, so the files of all earlier
+    runs are kept.
     """
     paths = [folder / name for name in names if (folder / name).exists()]
     if not paths:

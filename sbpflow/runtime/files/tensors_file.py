@@ -1,8 +1,8 @@
 """Writes safetensors files in pieces, so that whole tensors need not fit in memory.
 
 The format consists of an 8-byte length, a JSON header with the dtype, shape, and position of each
-tensor, and the tensors without gaps (https://huggingface.co/docs/safetensors). The library of that
-name can only save tensors that are in memory.
+tensor, and the tensors without gaps (https://huggingface.co/docs/safetensors). The safetensors
+library can only save tensors that are in memory.
 """
 
 import json
@@ -22,11 +22,8 @@ _ALIGNMENT = 64
 
 
 class TensorsFile:
-    """Creates a file for ``tensors``, name -> (dtype, shape); ``put`` fills the file piece by
-    piece.
-
-    Tensors are stored by descending item size, and otherwise in the given order, so that every
-    tensor is aligned to its item size.
+    """Creates a file for ``tensors``, name -> (dtype, shape), which ``put`` fills piece by piece.
+    Tensors are sorted by descending item size, so that every tensor is aligned to its item size.
     """
 
     def __init__(self, file: Path, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> None:

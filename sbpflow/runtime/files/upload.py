@@ -1,4 +1,6 @@
-"""Copies a local folder to a store: the files that make it complete are written last."""
+"""Copies a local folder to an object store; the files that mark the folder as complete are written
+last.
+"""
 
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +22,8 @@ def upload(
     """Make ``target`` contain exactly the files of ``folder``; return their relative names.
 
     Files named in ``last`` are removed first and written last, so readers that look for them never
-    see a mixture of files. ``done`` has files that an interrupted call has written, as it reported
-    by ``on_file``.
+    see a mixture of files. ``done`` contains files that an interrupted earlier call already wrote,
+    as reported through ``on_file``.
     """
     files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
     there = target.sizes()

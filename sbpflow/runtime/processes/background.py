@@ -11,8 +11,8 @@ Result = TypeVar("Result")
 def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
     """Start ``work`` in a daemon thread; return a future for its result or error.
 
-    An executor is not suitable, because the interpreter waits for executor threads at exit, so a
-    rank could not exit early.
+    An executor would not do: the interpreter waits for executor threads at exit, so a rank could
+    not exit early.
     """
     ended: Future[Result] = Future()
 

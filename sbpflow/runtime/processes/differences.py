@@ -8,8 +8,8 @@ _NOT_GIVEN = "not given"
 
 
 def differences(facts: Sequence[Mapping[str, str]], others: Sequence[int]) -> str:
-    """List, by key, the facts of the ranks ``others`` that differ from rank 0's facts; return "" if
-    all agree.
+    """List, by key, how the facts of the ranks ``others`` differ from rank 0's; return "" if all
+    agree.
 
     ``facts`` contains one mapping per rank.
     """
@@ -28,7 +28,7 @@ def differences(facts: Sequence[Mapping[str, str]], others: Sequence[int]) -> st
 
 
 def _shorten(first: str, second: str) -> tuple[str, str]:
-    """Shorten two long values to the characters around their first difference."""
+    """Shorten two long values to the part around their first difference."""
     if max(len(first), len(second)) <= _MAX_CHARACTERS:
         return first, second
     shorter = min(len(first), len(second))

@@ -1,5 +1,8 @@
-"""Reads this process's rank, world size and machine from the launcher's environment, or from
-torch's default process group if the program has created one already."""
+"""Finds this process's rank, world size, and machine.
+
+The source is the launcher's environment, or torch's default process group if the program has
+already created it.
+"""
 
 import os
 import platform
@@ -10,7 +13,7 @@ from sbpflow.errors import ConfigError
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return this rank and the number of ranks, or (0, 1) without a launcher."""
+    """Return the rank and the number of ranks, or (0, 1) without a launcher."""
     if existing := existing_group():
         return existing
     rank, world_size = env_int("RANK", 0), env_int("WORLD_SIZE", 1)

@@ -2,10 +2,10 @@
 
 A rank that exits posts its reason, and the first rank to exit wakes the others. The first rank of
 each machine waits briefly for more reasons and prints the message; the others print nothing. A rank
-that posts nothing has died or hangs, so the surviving ranks can name it. In each rank, a thread
+that posts nothing has died or is stuck, so the surviving ranks can name it. In each rank, a thread
 waits for the first exit and saves the posted reasons, because the store may be gone before the main
-thread notices. Process groups are not used, because they may have failed themselves. ``launch.py``
-decides when to exit.
+thread notices. Process groups are not used, because they may be what failed. ``launch.py`` decides
+when to exit.
 """
 
 import contextlib
@@ -31,22 +31,21 @@ from sbpflow.runtime.processes.store import TimedStore, open_store, polls, store
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
-# ``_GRACE_S`` is the time for other ranks to post; the full time passes only if a rank is dead or
-# hangs. Other ranks exit ``_LATER_S`` after the printing rank, so that torchrun sees the printing
-# rank fail first.
+# Other ranks have ``_GRACE_S`` to post; the full time passes only if a rank is dead or stuck. Other
+# ranks exit ``_LATER_S`` after the printing rank, so that torchrun sees the printing rank fail
+# first.
 _GRACE_S = 3.0
 _LATER_S = 0.3
 _POLL_S = 0.2
 _LONGEST_POLL_S = 5.0  # longest pause while ranks are still starting
-_LISTEN_S = 3600.0 * 24 * 365  # longer than any run
+_LISTEN_S = 3600.0 * 24 * 365  # longer than any run lasts
 _MAX_CHARACTERS = 20_000  # maximum length of a traceback
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Describes why a rank exits; ``text`` is a message for the user, or a crash's traceback.
-
-    ``order`` counts exits from 1, and is 0 without a store.
+    """Why a rank exits. ``text`` is a message for the user, or a crash's traceback. ``order``
+    numbers the exits from 1, and is 0 without a store.
     """
 
     kind: Kind
@@ -71,7 +70,7 @@ class Meeting:
 
     @property
     def serves(self) -> bool:
-        """Return whether this process serves the store."""
+        """Return whether this process hosts the store."""
         return self.by_hand and self.rank == 0
 
     @staticmethod
@@ -102,15 +101,14 @@ class Meeting:
         return Meeting(rank, world_size, named(name), by_hand, name)
 
     def listen(self, on_exit: Callable[[], None]) -> None:
-        """Register this rank's machine, and call ``on_exit`` in a thread once a rank exits early.
-
-        After that, ``posts`` collects the reasons of all ranks that exit. ``machines`` is filled
-        once all ranks have registered.
+        """Register this rank's machine. Call ``on_exit`` in a thread once a rank exits early; from
+        then on, ``posts`` collects the reasons of all ranks that exit. ``machines`` is filled once
+        all ranks have registered.
         """
         if self.store is None:
             return
         self.store.set(f"machine/{self.rank}", machine_name())
-        # A wait blocks its connection, so the listener uses a separate connection.
+        # The listener needs its own connection, because a wait blocks the connection.
         clone = self.store.torch_store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (stub)
         clone.set_timeout(timedelta(seconds=_LISTEN_S))
         own = TimedStore(clone, self.store.where)
@@ -119,7 +117,7 @@ class Meeting:
 
     def _listen(self, store: TimedStore, on_exit: Callable[[], None]) -> None:
         wake = f"wake/{self.rank}"
-        with contextlib.suppress(RuntimeError):  # the store is gone, so nothing more is posted
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no more reasons will come
             for _ in polls(_POLL_S, _LONGEST_POLL_S):
                 if self._read_machines(store) or store.check([wake]):
                     break
@@ -141,7 +139,7 @@ class Meeting:
                 self._listener.join(_GRACE_S)
 
     def _read_machines(self, store: TimedStore) -> bool:
-        """Return whether all ranks have registered their machines."""
+        """Read the machines of the ranks; return whether all ranks have registered."""
         keys = [f"machine/{rank}" for rank in range(self.world_size)]
         if not self.machines and store.check(keys):
             self.machines = dict(enumerate(store.get_all(keys)))
@@ -162,11 +160,9 @@ class Meeting:
         return len(self.posts) == self.world_size
 
     def post(self, reason: Reason) -> None:
-        """Post why this rank will exit, which also shows that this rank is alive.
-
-        A later post replaces an earlier post unless the earlier reason is a received signal,
-        because errors after a signal are consequences of the signal. The text of a signal's reason
-        says what was saved.
+        """Post why this rank will exit, which also shows that it is alive. A later post replaces an
+        earlier one, unless the earlier reason is a signal: errors after a signal are its
+        consequences. The text of a signal's reason says what was saved.
         """
         earlier = self.posts.get(self.rank)
         if earlier is not None and earlier.kind in ("terminated", "interrupt"):
@@ -187,7 +183,7 @@ class Meeting:
     def leave(self, reason: Reason) -> None:
         """Post ``reason``; return once a rank of this machine has printed the message.
 
-        After a few seconds, the function returns even if no rank has printed the message.
+        Also returns after a few seconds if no rank has printed the message.
         """
         try:
             self._leave_with_store(reason)
@@ -201,7 +197,7 @@ class Meeting:
             _print(self.message())
             return
         first = store.add(f"leaving/{machine}", 1) == 1
-        if self.by_hand and reason.kind == "absent":  # here, each rank has its own terminal
+        if self.by_hand and reason.kind == "absent":  # each rank has its own terminal
             _print(compose({self.rank: reason}, self.world_size))
             store.set(f"printed/{machine}", "1")
         elif first:
@@ -222,14 +218,15 @@ class Meeting:
         name."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
             with contextlib.suppress(OSError):
-                # Names in Linux's abstract namespace create no file and are freed with the process.
+                # A name in Linux's abstract namespace creates no file and is freed when the process
+                # ends.
                 name.bind(f"\0{self.name}/{machine_name()}")
                 here = [rank for rank, where in self.machines.items() if where == machine_name()]
                 _print(self.message(alive=here or [self.rank], store_lost=str(error)))
             time.sleep(_GRACE_S)
 
     def message(self, *, alive: Sequence[int] = (), store_lost: str = "") -> str:
-        """Return the message for the user from all reasons read so far."""
+        """Compose the message for the user from all reasons read so far."""
         return compose(
             self.posts, self.world_size, self.machines, alive=alive, store_lost=store_lost
         )
@@ -243,10 +240,10 @@ def compose(
     alive: Sequence[int] = (),
     store_lost: str = "",
 ) -> str:
-    """Return one message with the causes but not their consequences.
+    """Return one message with the causes but without their consequences.
 
-    ``machines`` names each rank's machine; by default all ranks are on one machine. ``alive`` are
-    ranks known to be alive although they posted nothing.
+    ``machines`` names each rank's machine; by default all ranks are on one machine. ``alive`` has
+    ranks known to be alive even though they posted nothing.
     """
     causes = [*_crashes(posts), *_mistakes(posts, world_size)]
     crashed = any(reason.kind == "crash" for reason in posts.values())
@@ -267,7 +264,7 @@ def compose(
 
 
 def _crashes(posts: Mapping[int, Reason]) -> list[str]:
-    """Return the traceback of the first crash, and the last line of each different later crash."""
+    """Return the first crash's traceback, and the last line of each later crash that differs."""
     crashes = [(r.order, rank) for rank, r in posts.items() if r.kind == "crash" and r.text]
     texts = [(rank, posts[rank].text.rstrip()) for _, rank in sorted(crashes)]
     lines: list[str] = []
@@ -281,7 +278,7 @@ def _crashes(posts: Mapping[int, Reason]) -> list[str]:
 
 
 def _mistakes(posts: Mapping[int, Reason], world_size: int) -> list[str]:
-    """Return the users' mistakes; name the ranks of a mistake unless it occurred on all ranks."""
+    """Return the user errors, naming the ranks of each unless it occurred on all ranks."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, reason in sorted(posts.items()):
         if reason.kind == "mistake":
@@ -296,10 +293,9 @@ def _terminated(
     posts: Mapping[int, Reason], silent: list[int], machines: Mapping[int, str]
 ) -> list[int]:
     """Return the ranks of machines that received a stop signal, for example before a preemption.
-
-    After a rank exits, torchrun also sends SIGTERM to the other ranks of its machine. Therefore a
-    machine is included only if none of its ranks is silent, and its first rank to exit was
-    terminated. Ranks that stopped because of another rank are ignored here.
+    torchrun also sends SIGTERM to a machine's other ranks after one of them exits. Therefore a
+    machine counts only if all of its ranks posted a reason and the first of them to exit was
+    terminated. Ranks that stopped because of another rank are ignored.
     """
     terminated: list[int] = []
     for machine in dict.fromkeys(machines.values()):
@@ -326,7 +322,7 @@ def _lost(silent: list[int], machines: Mapping[int, str]) -> str:
     )
     if silent:
         return f"{_located(silent, machines)} died or does not answer; {advice}"
-    return f"a connection between ranks broke although all ranks are alive; {advice}"
+    return f"a connection between ranks broke even though all ranks are alive; {advice}"
 
 
 def _located(ranks: list[int], machines: Mapping[int, str]) -> str:

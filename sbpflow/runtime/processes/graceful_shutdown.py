@@ -1,8 +1,9 @@
-"""Saves and exits between two steps after the first Ctrl-C or SIGTERM; exits at once on the second.
+"""Saves and exits between two steps after the first Ctrl-C or SIGTERM; exits immediately on the
+second.
 
 In a process of ``run_main``, ``GracefulShutdown`` takes over signal handling from ``launch.py``
-until a second signal or the end of a grace period, even if the main thread is stuck. In other
-processes, such as a notebook's kernel, ``GracefulInterrupt`` delays the KeyboardInterrupt.
+until a second signal or the end of a grace period. It works even if the main thread is stuck. In
+other processes, such as a notebook's kernel, ``GracefulInterrupt`` delays the KeyboardInterrupt.
 """
 
 import os
@@ -12,7 +13,7 @@ import threading
 import time
 from types import FrameType
 
-# A shutdown has this many seconds to finish a step and save. The exit message takes up to 5 s more,
+# A shutdown has this many seconds to finish a step and save. The exit message can take another 5 s,
 # and torchrun kills a rank 30 s after forwarding SIGTERM.
 GRACE_S = 20.0
 # Slurm sends SIGTERM to every process of a job step, and torchrun forwards the signal that it gets.
@@ -21,8 +22,10 @@ REPEAT_S = 5.0
 
 
 class GracefulShutdown:
-    """Records the first signal in ``signum``, which is 0 before; use this class in the main
-    thread."""
+    """Records the first signal in ``signum``, which is 0 until then.
+
+    Use only in the main thread.
+    """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self.signum = 0
@@ -43,9 +46,10 @@ class GracefulShutdown:
             signal.signal(number, handler)
 
     def leave(self, saved: str = "") -> None:
-        """Raise the received signal again for the previous handler, with ``saved`` as its text."""
+        """Raise the received signal again for the previous handler, with the message ``saved``."""
         self.end()
-        # Otherwise, the thread that reads the pipe could post a reason without this text first.
+        # Set the text first; the thread that reads the pipe could otherwise post a reason without
+        # it.
         pass_on = signal.set_wakeup_fd(-1) if saved else -1
         try:
             signal.raise_signal(self.signum)
@@ -97,11 +101,11 @@ class GracefulInterrupt:
         signal.signal(signal.SIGINT, self._ask)
 
     def end(self) -> None:
-        """Restore Python's own handler."""
+        """Restore Python's default handler."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def leave(self, saved: str = "") -> None:
-        """Raise the KeyboardInterrupt with ``saved`` as its text."""
+        """Raise the delayed KeyboardInterrupt with the message ``saved``."""
         self.end()
         raise KeyboardInterrupt(*([saved] if saved else []))
 

@@ -1,10 +1,10 @@
 """Wraps entry points so that a rank always ends with an exit code and at most one message.
 
 This module imports only light modules, so that it can report a broken torch, or Ctrl-C during
-imports. For the same reason, an entry point should import torch inside ``main``. After success,
-``run_main`` closes the process groups within a time limit; after a failure, ``run_main`` does not
-close the groups. Therefore ``main`` need not close process groups, and must not close process
-groups in a ``finally`` block, where a dead peer would block the process for the whole limit.
+imports. For the same reason, an entry point should import torch inside ``main``. ``run_main``
+closes the process groups, with a time limit, after success only. Therefore ``main`` need not close
+them, and must not close them in a ``finally`` block, where a dead peer would block the process for
+the whole limit.
 """
 
 import argparse
@@ -40,11 +40,12 @@ EXIT_CRASH = 1
 EXIT_MISTAKE = 2
 EXIT_LOST_PEER = 3
 EXIT_INTERRUPT = 130
-EXIT_PIPE = 141  # the exit code of a program killed by SIGPIPE
+EXIT_PIPE = 141  # exit code of a program killed by SIGPIPE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAKE_ROOM = (
-    "make room where this run writes (run.dir, checkpoint.dir, --output); earlier checkpoints are "
+    "free some space where this run writes (run.dir, checkpoint.dir, --output); earlier "
+    "checkpoints are "
     "unchanged"
 )
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
@@ -57,12 +58,14 @@ _PEER_EXIT_S = 5.0  # time for the main thread to fail after another rank has ex
 
 
 class Terminated(BaseException):
-    """Raised on SIGTERM; ``except Exception`` in the program does not catch this class."""
+    """Raised on SIGTERM.
+
+    Not an Exception, so that ``except Exception`` in a program does not catch it.
+    """
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Raises usage mistakes as ConfigError, so that N ranks print one message instead of N
-    messages."""
+    """Raises usage errors as ConfigError, so that N ranks print one message instead of N."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; usage: {' '.join(self.format_usage().split()[1:])}")
@@ -91,7 +94,7 @@ def until_nobody_reads(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
-        # Flushing the rest of the buffer must not fail again when the interpreter exits.
+        # Flushing the rest of the buffer at interpreter exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     return code
@@ -105,13 +108,12 @@ def _stdout_is_closed() -> bool:
 
 
 def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Run ``main`` as the whole work of this process, and exit.
+    """Run ``main`` as the program of this process, and exit.
 
-    The exit code is 0 or the result of ``main``. After a user's mistake the code is 2, and the
-    ranks together print one message. After the loss or absence of a peer the code is 3, also with
-    one message. After Ctrl-C or SIGTERM the code is 130. Any other failure exits with 1 and one
-    rank's traceback. After a failure, all ranks exit within seconds, even if their threads are
-    blocked.
+    The exit code is 0 or the result of ``main``. After a user error the code is 2, and the ranks
+    print one joint message. After the loss or absence of a peer the code is 3, also with one
+    message. After Ctrl-C or SIGTERM the code is 130. Any other failure exits with 1 and one rank's
+    traceback. After a failure, all ranks exit within seconds, even if their threads are blocked.
     """
     exits = _Exits()
     exits.watch_signals()
@@ -138,8 +140,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 def classify(error: BaseException) -> tuple[Reason, int]:
     """Return the reason to report for an error, and its exit code.
 
-    Errors are classified by type, because error messages of the user's program may contain any
-    text. torch's own error types occur in calls that bypass ``boxing``.
+    Errors are classified by type, because a user program's messages may contain any text. torch's
+    own error types occur in calls that bypass ``boxing``.
     """
     if isinstance(error, MESSAGE_ERRORS):
         return Reason("mistake", str(error)), EXIT_MISTAKE
@@ -161,20 +163,19 @@ def classify(error: BaseException) -> tuple[Reason, int]:
 
 
 def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
-    """Return one line with the exit code that the program requested and the line that requested
-    it."""
-    # The system keeps 8 bits of the code; a code whose 8 bits are 0 would look like success.
+    """Return one line with the exit code that the program requested and the line that did so."""
+    # The system keeps only 8 bits of the code; a multiple of 256 would look like success.
     code = error.code & 0xFF or EXIT_CRASH if isinstance(error.code, int) else EXIT_CRASH
     frames = traceback.extract_tb(error.__traceback__)
-    # exit() and quit() raise inside a frozen module; report the line that called these functions.
+    # exit() and quit() raise inside a frozen module; report the line that called them.
     own = [frame for frame in frames if not frame.filename.startswith("<frozen ")] or frames
     where = f"{own[-1].filename}:{own[-1].lineno}"
     call = f"sys.exit({error.code!r}) at {where}, in {own[-1].name}"
-    return Reason("crash", f"the program ended itself with exit code {code}: {call}"), code
+    return Reason("crash", f"the program exited with code {code}: {call}"), code
 
 
 def _out_of_memory(error: BaseException) -> str:
-    """Return the failed allocation, or "" for errors other than a lack of memory."""
+    """Describe the failed allocation; return "" if the error is not about memory."""
     kinds = (MemoryError, vars(sys.modules.get("torch", argparse)).get("OutOfMemoryError"))
     text = str(error).strip().split("\n", 1)[0]
     if isinstance(error, tuple(kind for kind in kinds if kind is not None)):
@@ -204,7 +205,7 @@ def _torch_peer_errors() -> tuple[type[BaseException], ...]:
 
 
 class _Exits:
-    """Ends the process from the main thread or from a watcher thread, whichever is first."""
+    """Ends the process from the main thread or a watcher thread, whichever comes first."""
 
     def __init__(self) -> None:
         self.meeting: Meeting | None = None
@@ -212,13 +213,12 @@ class _Exits:
         self._main_left = threading.Event()
 
     def meet(self, meeting: Meeting) -> None:
-        """Connect to the other ranks, and exit soon after any other rank exits early."""
+        """Connect to the other ranks; from now on, exit soon after any other rank exits early."""
         self.meeting = meeting
         meeting.listen(self._on_peer_exit)
 
     def _on_peer_exit(self) -> None:
-        """Exit after a short time, in which the main thread usually fails by itself unless it is
-        waiting."""
+        """Exit after a short time, within which the main thread usually fails by itself."""
         if not self._main_left.wait(_PEER_EXIT_S):
             self._end(Reason("lost_peer", "another rank exited"), EXIT_LOST_PEER)
 

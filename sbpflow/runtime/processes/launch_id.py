@@ -3,7 +3,7 @@ through all restarts, including the keys of earlier launches.
 
 torchrun does not pass any value to the ranks that differs between launches:
 TORCHELASTIC_RESTART_COUNT counts only the failures seen on one machine. Rank 0 therefore creates
-the ID, and each other rank requests it under a unique ID of its own process. Stale requests from an
+the ID, and every other rank requests it with a unique ID of its process. Stale requests from an
 earlier launch are answered and ignored.
 """
 
@@ -22,8 +22,8 @@ _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 def launch_id(store: TimedStore, rank: int, size: int) -> str:
     """Return the ID of the launch in which this process is ``rank``; all calls return the same ID.
 
-    Rank 0 returns at once and answers the others from a thread. Raises AbsentError if rank 0 does
-    not answer.
+    Rank 0 returns immediately and answers the others from a thread. Raises AbsentError if rank 0
+    does not answer.
     """
     answer = f"answer/{_PROCESS}"
     if store.check([answer]):

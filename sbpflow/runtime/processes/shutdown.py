@@ -1,6 +1,5 @@
-"""Closes the process groups with a time limit, because a dead peer can block closing forever.
-
-This module imports torch only if torch is loaded already, because ``launch`` must not need torch.
+"""Closes the process groups with a time limit, because a dead peer can block closing forever. This
+module uses torch only if it is already loaded, because ``launch`` must not depend on torch.
 """
 
 import sys
@@ -13,10 +12,8 @@ _CLOSE_S = 10.0
 
 
 def close_process_groups(groups: list[Any] | None = None) -> None:
-    """Destroy and remove ``groups``, or else all process groups, if any; raise RuntimeError if
-    they do not close in 10 s.
-
-    Without this, gloo aborts about every second process at exit.
+    """Destroy and remove ``groups``, or by default all process groups. Raises RuntimeError if they
+    do not close within 10 s. Without this call, gloo aborts about every second process at exit.
     """
     if "torch" not in sys.modules:
         return

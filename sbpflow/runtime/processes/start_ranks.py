@@ -1,4 +1,4 @@
-"""Starts the ranks of one command on this machine, through torch's launcher."""
+"""Starts the ranks of a command on this machine with torch's launcher."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ def start_ranks(
     if "RANK" in os.environ:
         raise ConfigError(
             f"{option}: {ranks}, but this process is already rank {os.environ['RANK']} of another "
-            f"launcher; leave {option} out, or start the command without that launcher"
+            f"launcher; omit {option}, or start the command without that launcher"
         )
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -62,9 +62,8 @@ def start_ranks(
 
 
 def _exit_code(codes: Mapping[int, int]) -> int:
-    """Return one exit code for the failed ranks; a rank killed by signal n has code -n.
-
-    Ranks that exited by themselves take precedence over ranks that were killed.
+    """Return one exit code for all failed ranks. A rank killed by signal n has code -n; ranks that
+    exited by themselves take precedence over killed ranks.
     """
     exited = [code for code in codes.values() if code > 0]
     return exited[0] if exited else 128 - next(iter(codes.values()))
@@ -72,9 +71,8 @@ def _exit_code(codes: Mapping[int, int]) -> int:
 
 @contextmanager
 def _launcher_settings() -> Generator[None]:
-    """Set the environment and log levels that the ranks inherit, and restore them at the end.
-
-    Signal handlers are restored, too, because the handlers of torch's launcher would raise
+    """Within the context, set the environment and log levels that the ranks inherit. Signal
+    handlers are restored at the end, too, because the handlers of torch's launcher would raise
     SignalException at every later Ctrl-C, for example in a notebook.
     """
     environment = dict(os.environ)

@@ -1,7 +1,6 @@
-"""Checks before the first process group that all ranks are present, unique and in agreement.
-
-torch's own rendezvous does not name the missing ranks: its timeout shows a count on rank 0 and
-store keys elsewhere. Ranks that disagree would hang in their first collective. Therefore each rank
+"""Checks, before the first process group, that all ranks are present, unique, and in agreement.
+torch's own rendezvous does not name missing ranks: its timeout reports a count on rank 0 and store
+keys on the others. Ranks that disagree would hang in their first collective. Therefore each rank
 writes its number and its facts to the run's store, and the first rank that times out notifies the
 other ranks through the store.
 """
@@ -26,10 +25,9 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
     """Wait until all ranks of the launcher's environment or of the existing process group have
     called this function with equal ``facts``.
 
-    Raises AbsentError on all ranks when the first rank has waited ``timeout_s`` since its call.
-    Raises ConfigError on every rank for different facts, for a rank number used by two processes,
-    and for an invalid address. The returned ``Meeting`` keeps rank 0's store open, because torch
-    joins this store next.
+    Raises AbsentError on all ranks once any rank has waited ``timeout_s``. Raises ConfigError on
+    every rank for different facts, for a rank number used by two processes, and for an invalid
+    address. The returned ``Meeting`` keeps rank 0's store open, because torch joins it next.
     """
     meeting = Meeting.connect()
     store, size = meeting.store, meeting.world_size
@@ -38,7 +36,7 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
     store.answer_s = max(timeout_s, store.answer_s)  # machines are busy while ranks start
     _claim_rank(store, meeting.rank)
     text = json.dumps(dict(facts or {}), sort_keys=True)
-    # A process may start several worlds, one after the other, and compares the facts of each.
+    # A process may start several worlds in turn; each comparison needs its own keys.
     number = store.add(f"starts/{meeting.rank}", 1)
     store.set(f"facts/{number}/{meeting.rank}", text)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -53,7 +51,7 @@ def gather(
     """Return the ``text`` of each of the ``size`` ranks, in rank order; ``name`` identifies this
     exchange.
 
-    Raises AbsentError, naming the missing ranks, on every rank when the first rank times out.
+    When any rank times out, every rank raises AbsentError with the missing ranks.
     """
     keys, given_up = [f"{name}/{other}" for other in range(size)], f"{name}/missing"
     store.set(keys[rank], text)
@@ -63,8 +61,8 @@ def gather(
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             if missing:
                 store.set(given_up, json.dumps([missing, timeout_s]))
-        # Check for a timeout before reading the keys, so that no rank continues after another rank
-        # has timed out.
+        # Check for a timeout before reading the keys, so that no rank continues after another has
+        # timed out.
         if store.check([given_up]):
             missing, waited_s = json.loads(store.get(given_up))
             raise AbsentError(_message(missing, waited_s, size))

@@ -1,12 +1,11 @@
-"""Provides the key-value store through which ranks find each other; each operation has a time
-limit.
+"""The key-value store through which ranks find each other, with a time limit for each operation.
 
 torch's store listens on all interfaces without authentication. If ranks are started by hand, rank 0
 serves the store on the interface of MASTER_ADDR only.
 
-torch's client blocks forever if the store's host has left the network, because its sends and
-receives have no timeout. Therefore each operation runs in its own thread, which is abandoned when
-the time limit is reached.
+torch's client has no timeout for sends and receives, so it blocks forever if the store's host drops
+off the network. Therefore each operation runs in its own thread, which is abandoned at the time
+limit.
 """
 
 import errno
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # time limit for rank 0 to listen; a run's ranks start within this time
-_MISLED_S = 10.0  # the same for a name that probably leads to the wrong machine
-ANSWER_S = 5.0  # limit of one operation, which takes about 1 ms, or 100 ms on a busy machine
+CONNECT_S = 60.0  # time limit for rank 0 to start listening, enough for all ranks of a run to start
+_MISLED_S = 10.0  # the same if the name probably leads to the wrong machine
+ANSWER_S = 5.0  # limit of one operation; it usually takes 1 ms, or 100 ms on a busy machine
 # Wait at least ``_GREET_S`` for the listening process to prove that it is rank 0.
 _GREET_S = 5.0
 _POLL_S = 0.2
-_BACKLOG = 4096  # the same value as in torch, because all ranks connect at once
+_BACKLOG = 4096  # large because all ranks connect at the same time; torch uses the same value
 
 Result = TypeVar("Result")
 
@@ -56,7 +55,9 @@ def within(limit_s: float, call: Callable[[], Result], what: str) -> Result:
 
 
 def polls(first_s: float, longest_s: float) -> Generator[None]:
-    """Yield forever, at once and then after pauses that grow from ``first_s`` to ``longest_s``."""
+    """Yield forever: first immediately, then after pauses that grow from ``first_s`` to
+    ``longest_s``.
+    """
     pause = first_s
     while True:
         yield
@@ -135,13 +136,14 @@ def store_of_group(name: str) -> TimedStore:
     a time."""
     from torch.distributed import PrefixStore, distributed_c10d
 
-    # torch has no public function to get the default store, and torch's stub lacks clone.
+    # torch has no public function for the default store, and its type stub lacks clone.
     store = cast("Any", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
     return TimedStore(PrefixStore(name, store.clone()), "the ranks' rendezvous address")
 
 
 def open_store(serves: bool) -> TimedStore:
-    """Open the store of the launcher's environment, which this process ``serves`` or joins.
+    """Open the store that the launcher's environment describes, which this process ``serves`` or
+    joins.
 
     Raises ConfigError if the environment is invalid or the port is taken, and AbsentError if rank 0
     does not answer.
@@ -164,7 +166,7 @@ def open_store(serves: bool) -> TimedStore:
             "are on this machine)"
         ) from error
     if address and ipaddress.ip_address(address).is_loopback:
-        host = address  # if a name has IPv4 and IPv6 addresses, torch waits on IPv6 first
+        host = address  # if a name has IPv4 and IPv6 addresses, torch tries IPv6 first
     end = time.monotonic() + CONNECT_S
     listener = _listener(host, address, port) if serves else None
     if not serves:
@@ -206,11 +208,9 @@ def loopback_name(host: str) -> bool:
 
 
 def _address_of(host: str, port: int) -> str:
-    """Return the address of ``host`` if it is the same on all ranks; return "" if ranks may see
-    different addresses.
-
-    Ranks may see different addresses for a name with several addresses, and, if the run includes
-    other machines, for the machine's own name, which resolves to 127.0.1.1 on Debian.
+    """Return the address of ``host``, or "" if ranks may see different addresses. Ranks may see
+    different addresses for a name with several addresses and, if the run includes other machines,
+    for this machine's own name, which resolves to 127.0.1.1 on Debian.
     """
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))
@@ -227,10 +227,9 @@ def all_ranks_here() -> bool:
 
 
 def _misled(host: str, port: int) -> str:
-    """Return why torchrun's address of rank 0 probably leads to this machine instead of rank 0's
-    machine, or "".
-
-    torchrun publishes the own name of rank 0's machine, and its store listens before ranks start.
+    """Return the reason why torchrun's address of rank 0 probably leads to this machine instead, or
+    "". torchrun publishes the name that rank 0's machine has for itself, and its store listens
+    before ranks start, so a closed port means a wrong address.
     """
     if env_int("GROUP_RANK", 0) == 0:
         return ""
@@ -238,7 +237,8 @@ def _misled(host: str, port: int) -> str:
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         return ""
     return (
-        f"torchrun on rank 0's machine published the name {host}, which means this machine itself "
+        f"torchrun on rank 0's machine published the name {host}, which resolves to this machine "
+        "itself "
         f"({', '.join(sorted(addresses))}); start torchrun on every machine with --local-addr and "
         "an address of that machine (for example, --local-addr 10.0.0.1)"
     )
@@ -247,9 +247,9 @@ def _misled(host: str, port: int) -> str:
 def _listener(host: str, address: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at ``address``, or None to let torch create a socket.
 
-    If torch creates the socket, a warning is logged, because torch's socket listens on all
-    interfaces. If the port is in use, torch either reuses its own socket in this process, or raises
-    an error that names the port.
+    If torch creates the socket, a warning is logged, because that socket listens on all interfaces.
+    If the port is in use, torch either reuses its own socket in this process or raises an error
+    that names the port.
     """
     why = "the name may have different addresses on different machines"
     if address:
@@ -281,7 +281,7 @@ def _warn_of_all_interfaces(host: str, port: int, why: str) -> None:
 def _await_listener(host: str, port: int, end: float, misled: str = "") -> None:
     """Wait until a process listens at the store's address; raise AbsentError at ``end``
     (time.monotonic()), with the reason ``misled`` if it is known. torch's store would also wait,
-    but would log a C++ stack trace for every attempt.
+    but it logs a C++ stack trace for every attempt.
     """
     while True:
         left_s = end - time.monotonic()
@@ -302,7 +302,7 @@ def _await_listener(host: str, port: int, end: float, misled: str = "") -> None:
 
 
 def no_store(host: str, port: int, serves: bool, error: BaseException) -> Exception:
-    """Return the error for a process that could not serve or join the store."""
+    """Return the error for a process that cannot serve or join the store."""
     if is_port_in_use(error):
         return port_in_use(port)
     if serves:

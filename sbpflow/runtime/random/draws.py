@@ -1,7 +1,7 @@
-"""Provides random numbers for a forward; the numbers depend only on a seed and a name.
+"""Random numbers for a forward that depend only on a seed and a name.
 
-A captured CUDA graph replays host values unchanged and cannot seed a generator. Therefore
-``KeptDraws`` stores keys in device memory and seeds torch's generator before each replay.
+A captured CUDA graph freezes host values and cannot seed a generator. Therefore ``KeptDraws``
+stores keys in device memory and seeds torch's generator before each replay.
 """
 
 from collections.abc import Generator
@@ -56,7 +56,9 @@ class KeptDraws(Draws):
 
     @contextmanager
     def replaying(self, device: torch.device, seed: int) -> Generator[None]:
-        """Inside the context, a replay uses the same random numbers as a run with ``seed``."""
+        """Inside the context, a replay uses the same random numbers as an ordinary forward with
+        ``seed``.
+        """
         for name, key in self._keys.items():
             key.fill_(stream_key(seed, name))
         if not self._of_torch:
@@ -68,8 +70,7 @@ class KeptDraws(Draws):
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Generator[None]:
-    """Seed torch's generators, including the generator of a CUDA ``device``, and restore them on
-    exit."""
+    """Seed torch's generators, including that of a CUDA ``device``, and restore them on exit."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

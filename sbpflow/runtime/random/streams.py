@@ -2,8 +2,8 @@
 
 There is no generator state, so a number does not depend on the rank, the time, or the layout of a
 tensor. A shard can therefore be initialized without the rest of its table. The mixing function is
-SplitMix64's 64-bit finalizer (Steele, Lea, Flood, OOPSLA 2014) in int64 arithmetic, which wraps
-equally on CPU and CUDA.
+SplitMix64's 64-bit finalizer (Steele, Lea, Flood, OOPSLA 2014) in int64 arithmetic, which wraps the
+same way on CPU and CUDA.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from sbpflow.runtime.random.splitmix import signed
 
 GAMMA, MIX_1, MIX_2 = (signed(c) for c in (splitmix.GAMMA, splitmix.MIX_1, splitmix.MIX_2))
 _INVERSE_1, _INVERSE_2 = (signed(pow(c, -1, 1 << 64)) for c in (splitmix.MIX_1, splitmix.MIX_2))
-_CHUNK_ELEMENTS = 1 << 16  # an element takes 8 bytes, and two or three chunks fit in a core's cache
+_CHUNK_ELEMENTS = 1 << 16  # at 8 bytes per element, two or three chunks fit in a core's cache
 
 
 def stream_key(seed: int, name: str) -> int:
@@ -26,7 +26,9 @@ def stream_key(seed: int, name: str) -> int:
 
 
 def step_keys(keys: Tensor, step: int | Tensor) -> Tensor:
-    """Return the keys (int64) of streams ``keys`` at ``step``, an int or a 0-d int64 tensor."""
+    """Return the int64 keys of the streams ``keys`` at ``step``, which is an int or a 0-d int64
+    tensor.
+    """
     if isinstance(step, Tensor):
         return mix(keys + step * GAMMA)
     half = 1 << 63  # makes the Python integer wrap like int64
@@ -62,10 +64,8 @@ def fill_uniform(
 def uniform_rows(
     counters: Tensor, columns: int, bound: float | Tensor, first_column: int = 0
 ) -> Tensor:
-    """Return values in U(-bound, bound), [rows, columns] float64; ``counters`` contains each row's
-    first counter.
-
-    ``bound`` can be a tensor [rows, 1] float64.
+    """Return values in U(-bound, bound), [rows, columns] float64. ``counters`` contains each row's
+    first counter; ``bound`` may be a float64 tensor [rows, 1].
     """
     column = torch.arange(first_column, first_column + columns, device=counters.device).mul_(GAMMA)
     unit = mix(counters.unsqueeze(1) + column).bitwise_and_((1 << 53) - 1).to(torch.float64)
@@ -73,7 +73,7 @@ def uniform_rows(
 
 
 def mix(counters: Tensor) -> Tensor:
-    """Return 64 random bits for each int64 counter, which is key + GAMMA * element number."""
+    """Return 64 random bits for each int64 counter (key + GAMMA * element number)."""
     z = (_shift_right(counters, 30) ^ counters).mul_(MIX_1)
     z = _shift_right(z, 27).bitwise_xor_(z).mul_(MIX_2)
     return _shift_right(z, 31).bitwise_xor_(z)

@@ -1,5 +1,5 @@
-"""Logs the data that a rank sends, with one record per collective, in execution order, and adds up
-the time that the rank waits for transfers.
+"""Logs the data that a rank sends, one record per collective in execution order, and adds up the
+time that the rank waits for transfers.
 
 ``boxing`` and the embedding exchanges fill the log. ``explain`` predicts the log, and tests
 compare the prediction with the log.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class CommRecord:
-    """Describes one collective of this rank; ``bytes_sent`` counts bytes to other ranks."""
+    """One collective of this rank; ``bytes_sent`` counts the bytes sent to other ranks."""
 
     step_id: str
     collective: str
@@ -23,7 +23,7 @@ class CommRecord:
 
 @dataclass(slots=True)
 class CommLog:
-    """Records collectives while ``enabled``; if disabled, a call costs only one attribute test."""
+    """Records collectives while ``enabled``; otherwise a call costs one attribute test."""
 
     enabled: bool = False
     records: list[CommRecord] = field(default_factory=list)

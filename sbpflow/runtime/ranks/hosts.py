@@ -1,12 +1,11 @@
 """Discovers which ranks share a host, once, when the ranks start.
 
-A host is a network namespace: ranks inside the same namespace communicate without a network link.
-Names cannot distinguish hosts: containers on one machine share its boot ID, and may share its host
-name and /dev/shm, although a limited link connects the containers. Therefore the ranks of a host
-find each other through an abstract Unix socket. All ranks try to bind the same name, but the kernel
-lets only one process per namespace succeed. The other ranks connect to that process and read its
-rank. This method needs one connection per rank, creates no file, and frees the name when the
-process ends.
+A host is a network namespace: ranks in the same namespace communicate without a network link. Names
+cannot distinguish hosts: containers on one machine share its boot ID, and may share its host name
+and /dev/shm, even if only a slow link connects them. Therefore the ranks of a host find each other
+through an abstract Unix socket. All ranks try to bind the same name, but the kernel lets only one
+process per namespace succeed. The other ranks connect to that process and read its rank. This takes
+one connection per rank and creates no file, and the name is freed when the process ends.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ def find_topology(
     """Return the hosts of all ranks and the memory of each rank; the result is the same on all
     ranks.
 
-    Every rank of ``store`` must call this function; a second call returns the same value. Raises
+    Every rank of ``store`` must call this function. Later calls return the same value. Raises
     AbsentError, naming the missing ranks, if some ranks do not call this function within
     ``timeout_s``.
     """
@@ -48,7 +47,7 @@ def find_topology(
     store.answer_s = max(timeout_s, store.answer_s)
     key, end = f"host/{rank}", time.monotonic() + timeout_s
     with contextlib.ExitStack() as until_all_ranks_know:
-        if store.check([key]):  # this is not the first call
+        if store.check([key]):  # an earlier call has already found it
             text = store.get(key)
         else:
             secret = store.claim("host secret", uuid.uuid4().hex)
@@ -61,7 +60,7 @@ def find_topology(
 
 
 def assumed_topology(size: int, device_type: str) -> Topology:
-    """Return a topology with all ranks on one host like this machine."""
+    """Return a topology with all ranks on a single host like this machine."""
     return _topology([0] * size, "assumed", [memory_bytes(device_type)] * size, device_type)
 
 
@@ -89,7 +88,7 @@ def _topology(
 
 @contextlib.contextmanager
 def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[int, HostsSource]]:
-    """Find the leading rank of this rank's host, and report how the leader was found.
+    """Yield the leading rank of this rank's host and how it was found.
 
     A leader answers the other ranks inside the context. ``secret`` is unique per launch: one half
     is part of the socket's name, and the other half proves that an answer is from this launch.
@@ -107,15 +106,15 @@ def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[in
                     leader = rank
             except TimeoutError as error:
                 raise AbsentError(
-                    "the first rank on this host does not answer through its Unix socket, and "
-                    f"rank {rank} has timed out; check that no rank is suspended, and "
-                    "that parallel.timeout_s is longer than the slowest start"
+                    f"rank {rank} has timed out, because the first rank on this host does not "
+                    "answer on its Unix socket; check that no rank is suspended, and that"
+                    " parallel.timeout_s is longer than the slowest start"
                 ) from error
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     yield _leader_by_environment(rank, size, error), "assumed"
                     return
-                time.sleep(_RETRY_S)  # another rank has bound the name meanwhile, so ask that rank
+                time.sleep(_RETRY_S)  # another rank has just bound the name, so ask that rank
             else:
                 yield leader, "handshake"
                 return
@@ -138,8 +137,10 @@ def _ask(name: str, token: str, end: float) -> int | None:
 
 @contextlib.contextmanager
 def _answering(name: str, answer: str) -> Generator[None]:
-    """Bind ``name`` and send ``answer`` to every peer; raise OSError if the name is already
-    bound."""
+    """Inside the context, send ``answer`` to every peer that connects to ``name``.
+
+    Raises OSError if the name is already bound.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(socket.SOMAXCONN)
@@ -164,7 +165,7 @@ def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
     """Derive the leader from LOCAL_WORLD_SIZE, assuming consecutive ranks; raise ConfigError if
     this fails.
 
-    Used on systems without abstract Unix sockets.
+    For systems without abstract Unix sockets.
     """
     local = size if all_ranks_here() else env_int("LOCAL_WORLD_SIZE", 0)
     if local < 1 or size % local:

@@ -1,9 +1,9 @@
 """Chooses the network interface through which gloo connects the ranks.
 
-gloo publishes the address to which this machine's own name resolves. On many machines (Debian's
-/etc/hosts, for example) this is a loopback address, and ranks on other machines then connect to
-themselves. Therefore each rank of a run on several hosts uses the interface that leads to another
-host.
+gloo publishes the address to which this machine's own name resolves. On many machines, such as
+those with Debian's /etc/hosts, this is a loopback address, so ranks on other machines would connect
+to themselves. Therefore each rank of a run on several hosts uses the interface that leads to
+another host.
 """
 
 import fcntl
@@ -23,14 +23,14 @@ from sbpflow.runtime.ranks.topology import Topology
 LOG = logging.getLogger(__name__)
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # requests of Linux, netdevice(7)
-_ANY_PORT = 9  # a UDP socket that connects sends nothing
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # ioctl requests of Linux, netdevice(7)
+_ANY_PORT = 9  # any port: connecting a UDP socket sends nothing
 
 
 def choose_interface(
     store: TimedStore | None, rank: int, topology: Topology, timeout_s: float
 ) -> None:
-    """Set GLOO_SOCKET_IFNAME for this process, unless it is set already; all ranks call this.
+    """Set GLOO_SOCKET_IFNAME for this process, unless it is already set. All ranks must call this.
 
     Raises ConfigError if this machine's name resolves to a loopback address and no interface leads
     to the other hosts.
@@ -39,12 +39,12 @@ def choose_interface(
     if store is None or not main:
         return
     if len(topology.hosts) == 1 or loopback_name(main):
-        # gloo does not authenticate peers, and these ranks need only the loopback interface, which
-        # is the first interface on every machine.
+        # gloo does not authenticate peers, so ranks of a single host use only the loopback
+        # interface, which is the first interface on every machine.
         os.environ.setdefault(_INTERFACE, socket.if_indextoname(1))
         return
-    # On rank 0's own machine, the route to its name may be the loopback interface, so that machine
-    # uses the route to another host's address.
+    # On rank 0's own machine, its name may route to the loopback interface, so rank 0's machine
+    # uses the route to another host's address instead.
     mine = source_address(main)
     by_rank = gather(store, "address", rank, topology.size, mine, timeout_s)
     own = own_addresses()
@@ -69,7 +69,7 @@ def choose_interface(
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses to which this machine's own name resolves, the preferred one first."""
+    """Return the addresses that this machine's own name resolves to, the preferred one first."""
     return resolve(socket.gethostname())
 
 
@@ -88,8 +88,9 @@ def is_loopback(address: str) -> bool:
 
 
 def source_address(target: str) -> str:
-    """Return this machine's IPv4 address on the route to ``target``; "" if there is none, or only
-    the loopback interface."""
+    """Return this machine's IPv4 address on the route to ``target``, or "" if there is no route or
+    it uses the loopback interface.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((target, _ANY_PORT))
@@ -111,13 +112,13 @@ def interface_of(address: str) -> str:
 
 
 def mtu_of(interface: str) -> int | None:
-    """Return the largest packet of an interface in bytes, or None if it is unknown."""
+    """Return the MTU of an interface in bytes, or None if it is unknown."""
     answer = _ask(interface, _SIOCGIFMTU) if sys.platform.startswith("linux") else None
     return None if answer is None else struct.unpack_from("i", answer, 16)[0]
 
 
 def _ask(interface: str, request: int) -> bytes | None:
-    """Return the kernel's answer about an interface; None if it has no answer."""
+    """Return the kernel's reply about an interface, or None if the request fails."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             return fcntl.ioctl(any_socket, request, struct.pack("256s", interface.encode()[:15]))

@@ -20,14 +20,13 @@ _KINDS = {kind.__name__: kind for kind in (*MESSAGE_ERRORS, AbsentError, PeerLos
 
 
 def save_error(folder: Path, rank: int, error: Exception) -> None:
-    """Write the error that ends ``rank`` into ``folder``."""
+    """Write the error that ended ``rank`` to ``folder``."""
     entry = {**asdict(classify(error)[0]), "name": type(error).__name__}
     _file(folder, rank).write_text(json.dumps(entry), encoding="utf-8")
 
 
 def error_of_ranks(folder: Path, ranks: int, code: int) -> Exception:
-    """Combine the saved errors into one error with the ranks' message and the class of the first
-    cause.
+    """Combine the saved errors into one, with the ranks' message and the class of the first cause.
 
     A crash becomes a RuntimeError with the traceback. ``code`` is the exit code of the ranks.
     """

@@ -12,7 +12,7 @@ from sbpflow.runtime.processes.environment import env_int, existing_group, rank_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Specifies how the ranks find each other, for torch's ``init_process_group``.
+    """How the ranks find each other: arguments of torch's ``init_process_group``.
 
     ``init_method=None`` is a world of one rank, which does not need an address.
     """
@@ -27,11 +27,11 @@ def meeting_from_environment() -> Rendezvous:
     """Return the existing process group's rank and size, the launcher's rendezvous, or a world of
     one rank; raise ConfigError."""
     rank, size = rank_and_world_size()
-    if existing_group() is not None:  # the ranks are connected already
+    if existing_group() is not None:  # the ranks are already connected
         return Rendezvous(init_method=None, rank=rank, size=size, local_rank=local_rank())
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Rendezvous(init_method=None, rank=0, size=1)
-    if size == 1:  # without other ranks, MASTER_ADDR is irrelevant
+    if size == 1:  # a single rank does not need MASTER_ADDR
         return Rendezvous(init_method=None, rank=0, size=1, local_rank=local_rank())
     missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
@@ -43,9 +43,9 @@ def meeting_from_environment() -> Rendezvous:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host, 0 without a launcher; raise ConfigError.
-
-    A program that creates the process group may not set LOCAL_RANK, but has chosen its device.
+    """Return this rank's number on its host, 0 without a launcher. Raises ConfigError for an
+    invalid LOCAL_RANK. A program that creates the process group itself may not set LOCAL_RANK, but
+    has already chosen its device.
     """
     if "LOCAL_RANK" not in os.environ and existing_group() and torch.cuda.is_initialized():
         return torch.cuda.current_device()

@@ -1,5 +1,7 @@
-"""Signals between processes through shared memory; the functions are compiled by numba and need
-Linux."""
+"""Signals between processes through shared memory.
+
+The functions are compiled with numba and need Linux.
+"""
 
 import platform
 from typing import Any
@@ -15,7 +17,7 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
 _FUTEX = FUTEX_CALLS.get(platform.machine(), -1)
 _WAIT, _WAKE = 0, 1
-_SPINS = 200  # number of checks before sleeping; they take a few microseconds
+_SPINS = 200  # number of checks before sleeping, which take a few microseconds
 
 # glibc's ``syscall`` with the arguments of futex(2)
 _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
@@ -48,8 +50,7 @@ _store: Any = _atomic(load=False)
 
 @compiled
 def publish(sent: int, waiting: int, value: int) -> None:
-    """Set the int32 at address ``sent`` to ``value``, and wake the process that waits for the
-    change."""
+    """Set the int32 at address ``sent`` to ``value``, and wake the process waiting for it."""
     _store(sent, np.int32(value))
     if _load(waiting) != 0:
         _store(waiting, np.int32(0))
@@ -59,9 +60,7 @@ def publish(sent: int, waiting: int, value: int) -> None:
 @compiled
 def wait_until(sent: int, waiting: int, value: int, limit: Array) -> bool:
     """Wait until the int32 count at address ``sent`` reaches ``value``; return False after a time
-    limit.
-
-    The time ``limit`` is [2] int64: seconds and nanoseconds. The count may wrap around.
+    limit. ``limit`` is [2] int64: seconds and nanoseconds. The count may wrap around.
     """
     for _ in range(_SPINS):
         if np.int32(_load(sent) - np.int32(value)) >= 0:

@@ -1,11 +1,11 @@
 """Passes messages between the ranks of a host through shared memory.
 
-Each rank owns an arena, an anonymous file in memory (memfd), which the other ranks of its host map.
-A message is copied into the sender's arena and from there into the receiver's tensor, so sending
+Each rank owns an arena, an anonymous memory file (memfd) that the other ranks of its host map. A
+message is copied into the sender's arena, and from there into the receiver's tensor, so sending
 never waits for the receiver. For every channel, each sender and receiver share a counter of sent
-messages (a futex) and a ring of descriptors. The receiver marks the descriptors of copied messages,
-and the sender then reuses the memory of these messages. The kernel frees an arena when the last
-process that maps the arena ends.
+messages (a futex) and a ring of descriptors. The receiver marks the descriptors of copied messages
+so that the sender can reuse their memory. The kernel frees an arena when the last process that maps
+it ends.
 
 The ranks pass the files to each other through abstract Unix sockets, which exist only within a
 network namespace. Ranks in different namespaces therefore do not share memory, even on one machine,
@@ -48,8 +48,8 @@ from sbpflow.runtime.ranks.shared_messages import (
 LOG = logging.getLogger(__name__)
 
 MOST_BYTES = 1 << 28  # maximum message size; longer messages use the process group
-_CHECK_S = 0.02  # time between two checks for signals and dead peers
-_IDS = struct.Struct("3i")  # process, user and group of a socket's peer
+_CHECK_S = 0.02  # time between checks for signals and dead peers
+_IDS = struct.Struct("3i")  # process, user, and group of a socket's peer
 
 
 class SharedMemory:
@@ -136,9 +136,8 @@ def share_memory(
     store: TimedStore, rank: int, size: int, neighbors: Sequence[int], timeout_s: float
 ) -> SharedMemory | None:
     """Connect the ranks ``neighbors`` of this rank's host; return None if they cannot share memory.
-
-    Every rank of ``store`` must call this function. A host shares memory only if all its ranks can;
-    otherwise, each rank logs the first reason.
+    Every rank of ``store`` must call this function. Memory is shared only if all ranks of the host
+    support it; otherwise, each rank logs the first reason.
     """
     arenas: dict[int, Arena] = {}
     secret = store.claim("shared memory secret", uuid.uuid4().hex)
@@ -179,7 +178,7 @@ def share_memory(
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Contains the data that a rank sends to each peer."""
+    """The data that a rank sends to each peer."""
 
     secret: str
     rank: int
@@ -209,7 +208,7 @@ class Greeting:
 
 
 def _obstacle() -> str:
-    """Return why this process cannot share memory, or "" if it can."""
+    """Return the reason why this process cannot share memory, or "" if it can."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform} has no futex"
     if find_spec("numba") is None:
@@ -251,7 +250,7 @@ def _listening(secret: str, rank: int, backlog: int) -> Generator[socket.socket]
 
 
 def _connect(own: Greeting, other: int, timeout_s: float) -> dict[int, Arena]:
-    """Connect to rank ``other``, which listens, and exchange arenas."""
+    """Connect to the listening rank ``other`` and exchange arenas."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(timeout_s)
         peer.connect(_name(own.secret, other))
@@ -259,7 +258,7 @@ def _connect(own: Greeting, other: int, timeout_s: float) -> dict[int, Arena]:
 
 
 def _accept(own: Greeting, listener: socket.socket, timeout_s: float) -> dict[int, Arena]:
-    """Accept the next connection, and exchange arenas with that rank."""
+    """Accept the next connection and exchange arenas with that rank."""
     listener.settimeout(timeout_s)
     peer, _ = listener.accept()
     with peer:

@@ -13,7 +13,7 @@ from sbpflow.errors import SbpError
 if TYPE_CHECKING:
     from sbpflow.runtime.ranks.shared_memory import SharedMemory
 
-ARENA_BYTES = 1 << 36  # size in address space; only used pages take memory
+ARENA_BYTES = 1 << 36  # address space; only pages in use take memory
 IN_FLIGHT = 1024  # maximum number of messages in flight per pair and channel
 MAX_CHANNELS = 512
 _LINE = 16  # int32 words per cache line
@@ -24,7 +24,7 @@ _SMALLEST = 256
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Accesses the descriptors of the messages from one rank to another on one channel."""
+    """The descriptors of the messages from one rank to another on one channel."""
 
     sent: int  # address of the count of sent messages, an int32
     waiting: int  # address of an int32 that is not 0 while the receiver sleeps
@@ -33,8 +33,7 @@ class Ring:
 
 @dataclass(slots=True)
 class Arena:
-    """Contains the memory of one rank: the rings by channel and receiver, followed by the
-    messages."""
+    """The shared memory of one rank: rings by channel and receiver, followed by the messages."""
 
     memory: Tensor  # [ARENA_BYTES] uint8
     size: int  # number of ranks
@@ -54,7 +53,7 @@ class Arena:
         return Ring(address, address + 4 * _LINE, entries)
 
     def take(self, count: int) -> tuple[int, int]:
-        """Allocate at least ``count`` bytes; return the offset and the size of the piece."""
+        """Allocate at least ``count`` bytes; return the offset and the size of the block."""
         step = max(_SMALLEST, 1 << max(count.bit_length() - 3, 0))
         size = -(-count // step) * step
         pieces = self.free.get(size)
@@ -104,7 +103,7 @@ class Receiving:
     def __init__(self, arena: Arena, ring: Ring, peer: int) -> None:
         self._arena, self._ring, self._peer = arena, ring, peer
         self._number = 0
-        self._abandoned: list[int] = []  # messages that nobody waits for any more
+        self._abandoned: list[int] = []  # messages that nobody waits for anymore
 
     def next_message(self, target: Tensor, shared: "SharedMemory") -> "Arriving":
         """Return the next message, which ``Arriving.wait`` copies into ``target``."""
@@ -112,7 +111,10 @@ class Receiving:
         return Arriving(self, self._number - 1, target, shared)
 
     def receive(self, number: int, target: Tensor, shared: "SharedMemory") -> None:
-        """Wait for message ``number`` and copy it into ``target``; RuntimeError as in ``wait``."""
+        """Wait for message ``number`` and copy it into ``target``.
+
+        Raises RuntimeError as ``wait`` does.
+        """
         ring = self._ring
         shared.await_message(ring, number, self._peer)
         entry = ring.entries[number % IN_FLIGHT]
@@ -129,9 +131,8 @@ class Receiving:
             self._free_abandoned(number)
 
     def abandon(self, number: int) -> None:
-        """Give up a message that nobody waits for, so that the sender can reuse its memory.
-
-        The message may not have arrived yet. The next message that is received frees its memory.
+        """Give up a message that nobody waits for, so that the sender can reuse its memory. The
+        message may not have arrived yet; its memory is freed when the next message is received.
         """
         self._abandoned.append(number)
 
@@ -144,7 +145,8 @@ class Receiving:
 class Arriving:
     """A message to this rank; ``wait`` copies it into its target.
 
-    A batch that was announced but never trained drops its messages without waiting for them.
+    If a batch was announced but is never trained, its messages are dropped without waiting for
+    them.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class Arriving:
         self._target: Tensor | None = target
 
     def wait(self) -> None:
-        """Wait for the message; RuntimeError if it does not arrive or has another size."""
+        """Wait for the message. Raises RuntimeError if it does not arrive or has the wrong size."""
         if self._target is not None:
             self._source.receive(self._number, self._target, self._shared)
             self._target = None

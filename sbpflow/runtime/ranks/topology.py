@@ -1,4 +1,4 @@
-"""Defines ``Topology``: the hosts, memory, speeds and links of a run's ranks, as one value.
+"""Defines ``Topology``: the hosts, memory, speeds, and links of a run's ranks.
 
 ``hosts`` discovers the topology when ranks start. ``config.topology_file`` reads a file that
 describes other machines. Plans, prices and ``explain`` use ``RunPlan.topology``; collectives use
@@ -17,10 +17,8 @@ HostsSource = Literal["handshake", "given", "assumed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Describes a link: the send rate of one rank in GB/s, and the latency of a call in ms.
-
-    With the default values, predicted prices order plans as measured on loopback
-    (``embedding/plan/price.py``).
+    """A link: the send rate of one rank in GB/s, and the latency of a call in ms. With the default
+    values, plans are ranked by price as in measurements on loopback (``embedding/plan/price.py``).
     """
 
     gb_per_s: float = 2.0
@@ -30,11 +28,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Describes hosts as tuples of ascending ranks, in the order of their first ranks.
-
-    ``memory_bytes`` and ``speeds`` contain a value per rank; ``None`` means unknown memory or equal
-    speeds. Speeds are relative: a rank with speed 2 takes half the time. Raises ConfigError unless
-    the hosts contain each of 0..size-1 once and all values are above 0.
+    """The hosts of a run, as tuples of ascending ranks, ordered by first rank. ``memory_bytes`` and
+    ``speeds`` have one value per rank; ``None`` means unknown memory or equal speeds. Speeds are
+    relative: a rank with speed 2 takes half the time. Raises ConfigError unless the hosts contain
+    each of 0..size-1 once and all values are above 0.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -90,8 +87,7 @@ class Topology:
 
     @property
     def far_share(self) -> float:
-        """Return the share of the other ranks that are on other hosts, for the rank where this
-        share is largest."""
+        """Return the share of its peers that a rank has on other hosts, maximized over ranks."""
         return (self.size - min(map(len, self.hosts))) / max(1, self.size - 1)
 
     def host_of(self, rank: int) -> int:
@@ -103,8 +99,9 @@ class Topology:
         return len(self.hosts) == 1 or set(ranks) <= set(self.hosts[self.host_of(ranks[0])])
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the link that limits a transfer among ``ranks``: across hosts, the slower of both
-        links."""
+        """Return the link that limits a transfer among ``ranks``; across hosts, this is the slower
+        of the two links.
+        """
         if self.same_host(*ranks):
             return self.host_link
         return min(self.network_link, self.host_link, key=lambda link: link.gb_per_s)
@@ -118,6 +115,6 @@ class Topology:
 
 
 def _short(values: Sequence[object]) -> str:
-    """Format the values as a list, cut to at most 100 characters."""
+    """Format the values as a list of at most 100 characters."""
     text = str(list(values)).replace("(", "[").replace(")", "]").replace(",]", "]")
     return text if len(text) <= 100 else f"{text[:100]}.."

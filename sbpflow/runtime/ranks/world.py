@@ -1,7 +1,5 @@
-"""Defines ``World``, which contains this process's rank, device and process groups, and the checked
-mode.
-
-A World is created once and passed as an argument. ``boxing`` transfers user tensors.
+"""Defines ``World``: this process's rank, device, and process groups, and checked mode. A World is
+created once and passed as an argument. Transfers of tensors are in ``boxing``.
 """
 
 import hashlib
@@ -37,13 +35,13 @@ from sbpflow.sbp.layout import Layout
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 512
-LENGTH_BYTES = 8  # end of a header; contains the length of this rank's refusal, or 0
+LENGTH_BYTES = 8  # end of a header: the length of this rank's refusal message, or 0
 DEFAULT_TIMEOUT_S = 600.0
-_SLACK_S = 5.0  # lets torch's own timeout expire first, because its message is more specific
+_SLACK_S = 5.0  # lets torch's own timeout, whose message is more specific, expire first
 
 Made = TypeVar("Made")
 
-# torch 2.13 renamed these variables and warns about the old names; 2.11 has only the old names.
+# torch 2.13 renamed these variables and warns about the old names, but 2.11 knows only those.
 _names = vars(dist)
 all_gather_single: Callable[..., dist.Work | None] = (
     _names.get("all_gather_single") or _names["all_gather_into_tensor"]
@@ -55,7 +53,7 @@ reduce_scatter_single: Callable[..., dist.Work | None] = (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Combines a process group with the memory that its ranks on this host share."""
+    """A process group with the memory that its ranks on this host share."""
 
     group: dist.ProcessGroup
     shared: SharedChannel | None = None
@@ -97,7 +95,7 @@ class World:
         self._owns_default_group = owns_default_group
         self._closed = False
         self._served: Meeting | None = None
-        self._keys = ""  # prefix of the keys of this world's stores
+        self._keys = ""  # key prefix of this world's stores
         self._new_backend: str | None = None  # backend of new groups, or the default group's
 
     @staticmethod
@@ -139,8 +137,8 @@ class World:
             choose_interface(met.store, meeting.rank, topology, timeout_s)
         if owns:
             if chosen.type == "cuda":
-                # NCCL 2.26: run transfers of different groups in the order of issue, which is
-                # equal on all ranks; in other orders, ranks could deadlock.
+                # NCCL 2.26: run transfers of different groups in issue order, which is the same on
+                # all ranks. In different orders, the ranks could deadlock.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
@@ -168,7 +166,7 @@ class World:
             world._keys = f"world {number}/"
             # The backend of the existing default group may not support this device.
             world._new_backend = backend
-        world._served = met  # keeps rank 0's store alive, because creating groups needs the store
+        world._served = met  # creating groups needs rank 0's store, so keep it alive
         if topology is None:
             common = world.store("hosts") if world.size > 1 else None
             ranks = (world.rank, world.size, chosen.type)
@@ -180,15 +178,14 @@ class World:
         return world
 
     def passes_messages(self, backend: str) -> bool:
-        """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
-
-        Otherwise, an all-to-all is a collective of the backend, because the host's ranks do not
-        share memory.
+        """Return whether an all-to-all of ``backend`` is sent as messages between pairs of ranks,
+        which is the case if the ranks of this host share memory. Otherwise, it is a collective of
+        the backend.
         """
         return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
 
     def link(self, ranks: Sequence[int], channel: str, step_id: str = "") -> Link:
-        """Return ``group`` with a matching channel of shared memory, if this host shares memory."""
+        """Return ``group`` with its own shared-memory channel, if this host shares memory."""
         key = (tuple(sorted(ranks)), channel)
         link = self._links.get(key)
         if link is None:
@@ -247,10 +244,9 @@ class World:
         return backend_of_device(layout.placement.device_type)
 
     def check(self, step_id: str, operation: str, refused: str = "") -> None:
-        """In checked mode, compare the next step of all ranks; otherwise do nothing.
-
-        All ranks of the world must call this. ``refused`` is the reason why this rank cannot
-        continue, or "". Raises SbpError on every rank if their steps differ or any rank refused.
+        """In checked mode, compare the next step of all ranks; otherwise do nothing. All ranks of
+        the world must call this. ``refused`` is the reason why this rank cannot continue, or "".
+        Raises SbpError on every rank if the steps differ or any rank refused.
         """
         if not self.checked or self.size == 1:
             return
@@ -287,7 +283,7 @@ class World:
         return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
 
     def store(self, name: str) -> TimedStore:
-        """Return a store with its own connection and keys, so a second thread may use the store."""
+        """Return a store with its own connection and keys, which a second thread may use."""
         return store_of_group(f"{self._keys}{name}")
 
     def barrier(self) -> None:
@@ -300,9 +296,11 @@ class World:
                 raise broken(error, "barrier", "all_reduce") from error
 
     def close(self) -> None:
-        """Destroy the process groups, except a default group that existed before; otherwise gloo
-        aborts some processes at exit. Raises RuntimeError if closing takes longer than 10 s, such
-        as when a peer has just died."""
+        """Destroy the process groups, except a default group that existed before.
+
+        Without this call, gloo aborts some processes at exit. Raises RuntimeError if closing takes
+        longer than 10 s, for example because a peer has just died.
+        """
         if self._closed:
             return
         self._closed = True
@@ -326,16 +324,14 @@ class World:
         except RuntimeError as failed:
             if error is None:
                 raise
-            # this error is probably a consequence of the first error
+            # probably a consequence of the first error
             error.add_note(f"then {failed}")
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
-    """Convert an error of a collective in flight; the message begins with the step.
-
-    Returns PeerLostError, because the arguments were valid when the collective was issued. Device
-    failures raise other errors, and so do sizes on which ranks disagree (only gloo detects these,
-    as "enforce fail").
+    """Convert an error of a collective in flight; the message begins with the step. Returns
+    PeerLostError, because the arguments were valid when the collective was issued. Exceptions are
+    device failures and sizes that differ between ranks (detected only by gloo, as "enforce fail").
     """
     words = re.sub(r"^\[/\S+\]\s*", "", str(error))
     device_failed = isinstance(error, vars(torch).get("AcceleratorError", ()))
@@ -346,7 +342,7 @@ def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
     """Convert an error raised when a collective was issued; the message begins with the step.
 
-    Returns PeerLostError only for torch's error types for a lost peer, which can occur here because
+    Returns PeerLostError only for torch's error types for a lost peer. These can occur here because
     NCCL connects at the first collective.
     """
     if isinstance(error, _names["DistError"]):
@@ -357,7 +353,7 @@ def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 def _connect(
     make: Callable[[], Made], device: torch.device, timeout_s: float, step_id: str, what: str
 ) -> Made:
-    """Call ``make`` with a time limit, because torch uses the store without a time limit."""
+    """Call ``make`` with a time limit, because torch's use of the store has none."""
 
     def on_device() -> Made:
         if device.type == "cuda":  # new threads start on device 0
@@ -377,8 +373,8 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     torchrun's store still contains the rank addresses of earlier launches, which torch 2.13 would
     use (pytorch/pytorch#135712).
 
-    The returned store therefore uses a separate prefix for this launch. A store served by rank 0
-    listens only at MASTER_ADDR, unlike a store that torch creates.
+    The returned store therefore uses a separate prefix for this launch. A store that rank 0 serves
+    listens only at MASTER_ADDR, unlike one that torch creates.
     """
     if met is None or met.store is None:
         return None

@@ -1,8 +1,8 @@
-"""Defines operators on global tensors, which choose the cheapest legal signature, box their
-operands, and run locally.
+"""Defines operators on global tensors.
 
-Kernels are plain torch code on local parts, so autograd computes gradients in the dual layouts
-without further code.
+An operator chooses its cheapest legal signature, converts its operands, and runs a kernel on the
+parts. Kernels are plain torch code, so autograd computes gradients, in the dual layouts, without
+further code.
 """
 
 from sbpflow.tensor.ops.cross import cross_network

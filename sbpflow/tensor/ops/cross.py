@@ -1,4 +1,4 @@
-"""Compute the cross network of DCN-V2 with layers ``start * (W x + b) + x``."""
+"""Computes the cross network of DCN-V2 with layers ``start * (W x + b) + x``."""
 
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -18,8 +18,8 @@ from sbpflow.tensor.ops.elementwise import add, cast, mul
 from sbpflow.tensor.ops.matmul import linear
 from sbpflow.tensor.signature import Choice
 
-# Size of a block of rows that passes through all layers: the block's tensors fit in a core's 2 MB
-# cache. With fewer rows than the minimum, the weights would be read too often.
+# Rows are processed in blocks whose tensors fit into a core's 2 MB cache. With fewer rows per block
+# than the minimum, the weights would be read too often.
 _BLOCK_BYTES, _MIN_ROWS = 1 << 19, 256
 
 
@@ -36,9 +36,10 @@ def cross_network(
 
     A layer has W [n, n] and b [n], or V [r, n], W [n, r] and b [n] for a product W V of rank r
     (Wang et al., DCN V2, WWW 2021). ``half`` is the dtype of the products if it differs from the
-    dtype of ``x``. On CPU, a block of rows passes through all layers before the next block, even in
-    the backward, because reading and writing [b, n] for each layer would take half of the time. If
-    a weight is not B, the layers are separate products and sums with their own conversions.
+    dtype of ``x``. On CPU, each block of rows goes through all layers before the next block starts,
+    in the backward too: otherwise, reading and writing [b, n] for every layer would take half of
+    the time. If a weight is not B, each layer is a separate product and sum with its own
+    conversions.
     """
     check_ndim("cross_network", "x", x, 2)
     weights = [weight for layer in layers for weight in layer]
@@ -96,8 +97,9 @@ def _layer_by_layer(
 
 
 class _Cross(torch.autograd.Function):
-    """Applies all layers to a local [b, n], block by block; ``counts`` contains the number of
-    weights per layer."""
+    """Applies all layers to a local x [b, n], block by block. ``counts`` is the number of weights
+    of each layer.
+    """
 
     @staticmethod
     def forward(
@@ -159,8 +161,7 @@ def _by_layer(counts: Sequence[int], weights: Sequence[Tensor]) -> list[Sequence
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Return blocks of rows, or a single block on CUDA, because each kernel uses the whole
-    device."""
+    """Return blocks of rows; on CUDA, a single block, because a kernel uses the whole device."""
     size = max(_MIN_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
     size = size if x.device.type == "cpu" else len(x)
     return [slice(first, first + size) for first in range(0, len(x), max(size, 1))]

@@ -1,9 +1,9 @@
-"""Apply dropout to global tensors, with masks that depend only on seed, name and element position.
+"""Applies dropout to global tensors, with masks that depend only on seed, name, and position.
 
-On CPU, torch's generator samples masks block by block, the fastest method there. On CUDA, an
-element's mask is computed from its number by 53 bits of SplitMix64. Therefore one kernel computes
-and applies a mask, the backward recomputes the mask, and a CUDA graph needs a key in memory instead
-of a generator.
+On CPU, torch's generator samples the mask block by block, which is fastest there. On CUDA, the mask
+of an element is computed from its position: 53 bits of SplitMix64. One kernel can then compute and
+apply the mask, the backward can recompute it, and a CUDA graph needs only a key in memory instead
+of a generator's state.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
@@ -25,11 +25,11 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import elementwise_rule
 from sbpflow.tensor.signature import Choice
 
-# Number of blocks of a sampled mask (see _draw). More blocks need more sampling calls, and fewer
-# blocks waste more rows.
+# Number of blocks of a sampled mask (see _draw). More blocks need more sampling calls; with fewer
+# blocks, more rows are sampled and thrown away.
 _BLOCKS, _MIN_ROWS = 16, 32
 _BITS = 53
-Held = tuple[slice, ...]  # position of a part in its tensor
+Held = tuple[slice, ...]  # the slices of a part in its tensor
 
 
 def dropout(
@@ -39,12 +39,12 @@ def dropout(
 
     ``S(i) -> S(i), B -> B``
 
-    The mask of an element depends only on ``seed``, ``id`` and the element's position in the full
-    tensor, not on the layout or the number of ranks. Pass a different seed at every step, and a
-    different ``id`` at every call within a step.
+    The mask of an element depends only on ``seed``, ``id``, and the element's position in the full
+    tensor, not on the layout or the number of ranks. Pass a different seed in every step, and a
+    different ``id`` in every call within a step. ``p`` must be at least 0 and less than 1.
     """
     if not 0.0 <= p < 1.0:
-        raise SbpError(f"dropout: p is {p}, but p must be at least 0 and less than 1")
+        raise SbpError(f"dropout: p is {p}, but must be at least 0 and less than 1, such as 0.1")
     check_floating("dropout", x)
     name = id or "dropout"
     if not training or p == 0.0:
@@ -66,11 +66,11 @@ def dropout(
 def _draw(
     part: Tensor, shape: tuple[int, ...], held: Held, share: float, key: Callable[[int], int]
 ) -> Tensor:
-    """For part ``held`` of a tensor of ``shape``, sample 1 with probability ``share``, else 0.
+    """Sample 1 with probability ``share``, else 0, for the part ``held`` of a tensor of ``shape``.
 
-    torch's generator cannot skip ahead to a part in one stream for the whole tensor. Therefore the
-    tensor is divided into about 16 blocks of rows, and block n uses the seed ``key(n)``. Each block
-    that overlaps the part is sampled completely and cut to the part.
+    One random stream for the whole tensor would not do, because torch's generator cannot skip ahead
+    to a part. Instead, the tensor is divided into about 16 blocks of rows, and block n uses the
+    seed ``key(n)``. Each block that overlaps the part is sampled completely and then cut.
     """
     if not held or not part.numel():
         return torch.empty_like(part)
@@ -86,7 +86,7 @@ def _draw(
 
 
 class _Counted(torch.autograd.Function):
-    """Applies dropout with computed masks; the backward is the same function as the forward."""
+    """Applies dropout with computed masks. The backward applies the same mask to the gradient."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ class _Counted(torch.autograd.Function):
 
 
 def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float) -> Tensor:
-    """Zero elements of ``part`` and scale the others, in one Triton kernel if possible."""
+    """Zero some elements of ``part`` and scale the others, in one Triton kernel if possible."""
     if not part.numel():
         return torch.empty_like(part)
     kernels = find_kernels()
@@ -120,12 +120,14 @@ def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: floa
 
 
 def threshold_of(p: float) -> int:
-    """Return the threshold for ``counted``: elements with smaller numbers are kept."""
+    """Return the threshold for ``counted``: elements whose random bits are below it are kept."""
     return round((1.0 - p) * (1 << _BITS))
 
 
 def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
-    """For part ``held`` of a tensor of ``shape``, compute 53 random bits per element as int64."""
+    """Compute 53 random bits, as int64, for each element of the part ``held`` of a tensor of
+    ``shape``.
+    """
     number = torch.zeros((1,) * len(shape), dtype=torch.int64, device=key.device)
     for dim, extent in enumerate(held):
         stride = torch.Size(shape[dim + 1 :]).numel()
@@ -135,7 +137,7 @@ def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
 
 
 def _rows_in(shape: tuple[int, ...], held: Held) -> tuple[int, int, int] | None:
-    """Return the part's columns, the tensor's columns, and the number of the first element.
+    """Return the part's number of columns, the tensor's, and the flat index of the first element.
 
     Return ``None`` if the part is not a rectangle of rows and columns.
     """

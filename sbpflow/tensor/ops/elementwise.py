@@ -1,4 +1,4 @@
-"""Define elementwise operators on global tensors: activations, casts, sums and products."""
+"""Defines elementwise operators on global tensors: activations, casts, sums and products."""
 
 from collections.abc import Callable
 
@@ -48,13 +48,13 @@ def nonlinear(
 
 
 def elementwise_rule(op: str, ndim: int, more: str = "") -> Rule:
-    """Return the signatures S(i) -> S(i), B -> B, and ``more``."""
+    """Return the rule with signatures S(i) -> S(i), B -> B, and ``more``."""
     dims = letters_for(ndim)
     return cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
 
 
 def elementwise_rule_of_two(op: str, ndim: int) -> Rule:
-    """Return the signatures S(i) x S(i) -> S(i) and B x B -> B for operands of equal shapes."""
+    """Return the rule S(i) x S(i) -> S(i), B x B -> B for operands of equal shapes."""
     dims = letters_for(ndim)
     return cached_rule(op, (dims, dims), dims, "".join(f"{a},{a}->{a};" for a in dims))
 
@@ -62,7 +62,8 @@ def elementwise_rule_of_two(op: str, ndim: int) -> Rule:
 def cast(
     x: GlobalTensor, dtype: torch.dtype, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Convert ``x`` to ``dtype``; P is legal if the conversion is exact (float32 to float64).
+    """Convert ``x`` to ``dtype``. P is legal if the conversion is exact (such as float32 to
+    float64).
 
     ``S(i) -> S(i), B -> B; widening also P -> P``
     """
@@ -136,7 +137,7 @@ def _broadcast(op: str, a: GlobalTensor, b: GlobalTensor) -> tuple[int, ...]:
 
 
 def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTensor:
-    """Return ``x * factor`` in any layout; a float factor needs a floating dtype.
+    """Return ``x * factor`` in the layout of ``x``; a float factor needs a floating dtype.
 
     ``S(i) -> S(i), B -> B, P -> P``
     """

@@ -20,9 +20,9 @@ def gather(
     ``table x ids: B x S(i) -> S(i), S(0) x B -> P, S(1) x B -> S(last), P x B -> P``
 
     With a row split, a rank returns zeros for rows that it does not store, so the result is P.
-    Every rank checks its ids, and raises SbpError with the first id outside 0..r-1. If ids are
+    Every rank checks its ids and raises SbpError for the first id outside 0..r-1. If the ids are
     split, only the rank with the bad id raises the error; in checked mode, all ranks do. The check
-    reads the ids a second time and synchronizes with a CUDA device.
+    reads the ids a second time and, on CUDA, synchronizes with the device.
     """
     check_ndim("gather", "the table", table, 2)
     check_tensors("gather", table, ids)

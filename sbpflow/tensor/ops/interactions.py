@@ -1,5 +1,4 @@
-"""Computes second-order interactions of a row's vectors: the dot products of pairs, and their
-sum."""
+"""Computes the dot products of all pairs of a row's vectors, or their sum."""
 # pyright: reportIncompatibleMethodOverride=false
 # (torch's base class declares forward and backward with any arguments)
 
@@ -57,13 +56,14 @@ def pair_sum(x: Tensor) -> Tensor:
 
 
 def pair_products(x: Tensor) -> Tensor:
-    """Compute the lower triangle of x x' by rows: [b, f, d] -> [b, f (f - 1) / 2]."""
+    """Compute the lower triangle of x x', row by row: [b, f, d] -> [b, f (f - 1) / 2]."""
     return _PairProducts.apply(x)  # pyright: ignore[reportReturnType]
 
 
 class _PairProducts(torch.autograd.Function):
-    """Multiplies pairs; the backward needs one product instead of autograd's two products and a
-    scatter."""
+    """The products of all pairs. The backward is a single product, where autograd would compute two
+    products and a scatter.
+    """
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:
@@ -82,9 +82,10 @@ class _PairProducts(torch.autograd.Function):
 
 @lru_cache(maxsize=64)
 def _triangle(fields: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions of pairs in a flat [f, f], and the pair number of each position.
+    """Return the position of each pair in a flat [f, f] matrix, and the pair index of each
+    position.
 
-    The number of a diagonal position is the number of pairs.
+    Diagonal positions have an index one past the last pair.
     """
     row, column = torch.tril_indices(fields, fields, -1, device=device)
     below = row * fields + column

@@ -1,4 +1,4 @@
-"""Compute losses of global tensors, row weights, and smoothed labels."""
+"""Computes losses of global tensors, row weights, and smoothed labels."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,12 +18,12 @@ def bce_with_logits(
     reduction: str = "mean",
     id: str = "bce",
 ) -> GlobalTensor:
-    """Compute binary cross entropy; ``reduction`` over the full tensor is none, sum or mean.
+    """Compute binary cross entropy, with ``reduction`` none, sum, or mean over the full tensor.
 
     ``S(i) x S(i) -> S(i), B x B -> B; reduced, S(i) -> P and B -> B``
 
-    The mean divides by the global count, so uneven parts are weighted correctly, and is P if the
-    logits are split. Labels are converted to the dtype of the logits.
+    The mean divides by the global count, so uneven parts are weighted correctly. If the logits are
+    split, a sum or mean is P. Labels are converted to the dtype of the logits.
     """
     if reduction not in ("none", "sum", "mean"):
         raise SbpError(f"bce_with_logits: reduction {reduction!r}; use none, sum or mean")
@@ -69,7 +69,7 @@ def focal_weights(
 
     ``S(i) x S(i) -> S(i), B x B -> B``
 
-    The result is the differentiable factor of the focal loss (Lin et al., Focal loss for dense
+    This is the factor of the focal loss, and it is differentiable (Lin et al., Focal loss for dense
     object detection, 2017, equation 4).
     """
     check_tensors("focal_weights", logits, labels)

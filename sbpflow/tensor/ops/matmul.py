@@ -1,4 +1,4 @@
-"""Compute matrix products, bias sums, and linear layers of one or several inputs."""
+"""Computes matrix products, sums with a bias, and linear layers of one or several inputs."""
 
 from collections.abc import Sequence
 
@@ -36,11 +36,11 @@ def linear_of_parts(
 
     ``xs x weight x bias: S(0) x B x B -> S(0), B x S(0) x S(0) -> S(1)``
 
-    On CPU, this op avoids the concatenation, which would cost a copy in each direction. In
-    addition, the gradient's product takes twice as long for a width such as 429 as for 416. On
-    CUDA, this op concatenates and pads to a multiple of 8 columns, because narrow products and
-    unaligned rows do not use the tensor cores. If the weight is split along its inputs, or if there
-    is no bias (so that the result may be P), this op runs ``concat`` and ``linear``.
+    On CPU, this op does not concatenate: that would cost a copy in each direction, and the product
+    for the gradient takes twice as long for an odd width such as 429 as for 416. On CUDA, it does
+    concatenate, and pads to a multiple of 8 columns, because narrow products and unaligned rows do
+    not use the tensor cores. If the weight is split along its inputs, or if there is no bias (so
+    that the result may be P), it simply runs ``concat`` and ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
     for n, x in enumerate(xs):
@@ -71,10 +71,9 @@ def linear_of_parts(
         *inputs, rows, offset = parts
         if rows.is_cuda:
             return _aligned_linear(inputs, rows, offset)
-        # Copy the columns, because a row stride such as 429 would make every product a fifth
-        # slower.
+        # Copy the columns: a row stride such as 429 would make every product 20 % slower.
         columns = [part.contiguous() for part in rows.split(widths, 1)]
-        # The widest input comes last, because its product is added in place to the other products.
+        # The widest input comes last, so that the largest product is fused with the addition.
         order = sorted(range(count), key=lambda n: widths[n])
         total = F.linear(inputs[order[0]], columns[order[0]], offset)
         for n in order[1:]:
@@ -86,8 +85,9 @@ def linear_of_parts(
 
 
 def _aligned_linear(inputs: list[Tensor], rows: Tensor, offset: Tensor) -> Tensor:
-    """Compute one product of the concatenated inputs, padded to rows of 16 bytes in half
-    precision."""
+    """Concatenate the inputs and compute one product; in half precision, pad rows to a multiple of
+    16 bytes.
+    """
     missing = -rows.shape[1] % ALIGNED_COLUMNS
     if missing:
         inputs = [*inputs, inputs[0].new_zeros(inputs[0].shape[0], missing)]
@@ -157,7 +157,7 @@ def linear(
 def _separate_bytes(
     plain: Rule, operands: list[GlobalTensor], shape: tuple[int, ...], out: NdSbp | None
 ) -> int:
-    """Return the bytes of conversions for a product followed by a bias sum."""
+    """Return the bytes of conversions if the bias is added in a separate op after the product."""
     x, weight, bias = operands
     product = choose(plain, [x, weight])
     addition = deduce(

@@ -1,4 +1,4 @@
-"""Compute sum, maximum and mean over dims of a global tensor; a split dim produces terms."""
+"""Computes sums, maxima, and means over dims of a global tensor. Split dims make the result P."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -56,15 +56,18 @@ def reduce_max(
 
     ``S(kept) -> S(kept), S(reduced) -> P(max), B -> B``
 
-    If P does not support the dtype (for example, bool), the tensor is first converted to B, or to S
-    along a kept dim.
+    If P does not support the dtype (for example, bool), the tensor is first converted to B, or to a
+    split of a kept dim.
 
     Equal maxima within a part share the gradient evenly, as in torch's ``amax``. If several parts
-    have equal maxima, the first part gets the gradient.
+    have the same maximum, the first of them gets the gradient.
     """
     check_tensors("reduce_max", x)
     if x.dtype.is_complex:
-        raise SbpError(f"reduce_max: {x!r} is complex; complex numbers have no order")
+        raise SbpError(
+            f"reduce_max: {x!r} is complex, and complex numbers have no order; use a "
+            "real dtype such as torch.float32"
+        )
     if empty := [n for n in checked_dims(x, dims, "reduce_max") if x.shape[n] == 0]:
         raise SbpError(f"reduce_max: {x!r} has no elements along {empty}, so it has no maximum")
 
@@ -73,8 +76,8 @@ def reduce_max(
             return part
         if part.numel() or all(part.shape[n] for n in chosen):
             return part.amax(chosen, keepdim=keepdim)
-        # For an empty piece, the result is the lowest value, connected to the part for the
-        # backward.
+        # The maximum of an empty piece is the lowest value of the dtype. The sum of the empty part
+        # connects it to the graph.
         return part.sum(chosen, keepdim=keepdim).to(part.dtype) + neutral("max", part.dtype)
 
     return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
@@ -119,7 +122,7 @@ def _reduce(
     id: str | None,
     dtype: torch.dtype | None = None,
 ) -> GlobalTensor:
-    """Return the rule S(i) -> S(i) for kept dims, and S(i) -> ``reduced`` for reduced dims."""
+    """Apply ``kernel`` with S(i) -> S(i) for kept dims and S(i) -> ``reduced`` for reduced dims."""
     chosen = checked_dims(x, dims, op)
     letters = letters_for(x.ndim)
     signatures = "".join(f"{a}->{reduced if n in chosen else a};" for n, a in enumerate(letters))

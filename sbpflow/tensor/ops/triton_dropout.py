@@ -1,9 +1,8 @@
 # pyright: basic, reportMissingImports=false
-"""Defines a Triton kernel for dropout that computes the mask on the fly instead of storing the
-mask.
+"""Defines a Triton kernel for dropout that computes the mask on the fly instead of storing it.
 
-This module is imported only if Triton is installed. The same kernel, applied to the gradient, is
-the backward.
+Import this module only if Triton is installed. The backward applies the same kernel to the
+gradient.
 """
 
 import triton
@@ -14,7 +13,7 @@ BLOCK = 1024
 
 @triton.jit
 def drop(x, y, key, n, columns, whole_columns, first, threshold, scale, BLOCK: tl.constexpr):
-    """Compute y = x * scale where ``dropout.counted`` keeps an element, else 0.
+    """Compute y = x * scale where ``dropout.counted`` is below ``threshold``, else 0.
 
     The part has ``columns`` columns and starts at element ``first`` of the full tensor. The full
     tensor has ``whole_columns`` columns.
