@@ -121,6 +121,14 @@ def comparison(text: str) -> LabelRule | None:
     return LabelRule(compare=cast("Compare", match[1]), values=(match[2],)) if match else None
 
 
+def is_wrong_comparison(text: str) -> bool:
+    """Return True for text such as ``=> 15`` or ``>15 min``, which looks like a comparison but is
+    not one. ``>50K`` is False, because tables contain such values."""
+    wrong_sign = re.match(rf" *(?:[=!]=?[<>]?|<>|<<|>>) *{NUMBER}", text)
+    more_than_number = re.match(rf" *[<>]=? *{NUMBER}[ ,]+[^ ]", text)
+    return bool(wrong_sign or more_than_number)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseColumn:
     """Options for reading and transforming a dense column."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sbpflow.data.format.schema import CRITEO, NUMBER, SEPARATORS, Schema
+from sbpflow.data.format.schema import CRITEO, NUMBER, SEPARATORS, Schema, is_wrong_comparison
 from sbpflow.data.prepare.cells import EXPECTED, LABELS, NOT_A_NUMBER, NOT_A_TIME
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.piece import BadLines
@@ -130,8 +130,7 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         settings.append("header: true")
     others = [cell for piece in staged for cell in piece.label_cells if cell not in LABELS]
     if others and any(reason == f"{schema.label} is not 0 or 1" for _, reason, _, _ in examples):
-        rule = f">= {others[0]}" if re.fullmatch(NUMBER, others[0]) else others[0]
-        settings.append(f"label: {{{schema.label}: {json.dumps(rule)}}}")
+        settings.append(f"label: {{{schema.label}: {_rule_for(others)}}}")
     keys = " and ".join(f"`{key}`" for key in settings)
     if options.like is not None:
         if text is None and not settings:
@@ -150,16 +149,57 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
             f"file{needs} (docs/data.md)"
         ]
     advice = [f"the schema probably needs {keys}"] if settings else []
-    return advice + list(dict.fromkeys(filter(None, map(_cell_advice, examples))))
+    words = _columns_of_words(examples, schema)
+    advice += [
+        f"{name}: contains words such as {', '.join(map(repr, cells[:2]))}; "
+        f"{'use' if name in schema.sparse else 'make it a sparse column of'} kind string, or list "
+        "words that mean missing in `missing_values`"
+        for name, cells in words.items()
+    ]
+    rest = (example for example in examples if _misfit(example)[0] not in words)
+    return advice + list(dict.fromkeys(filter(None, map(_cell_advice, rest))))
+
+
+_MIN_WORDS = 3
+"""Minimum number of different words for the advice that a column contains strings"""
+
+
+def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
+    """Return the column of a bad line, and the rule in ``_FIXES`` that its cell breaks or ""."""
+    _, reason, _, _ = example
+    rule = next((rule for rule in _FIXES if f" {rule}" in reason), "")
+    return (reason.partition(f" {rule}")[0] if rule else ""), rule
+
+
+def _columns_of_words(
+    examples: Sequence[tuple[int, str, str, str]], schema: Schema
+) -> dict[str, list[str]]:
+    """Return the columns of numbers whose bad cells contain several different words."""
+    words: dict[str, list[str]] = {}
+    for example in examples:
+        name, rule = _misfit(example)
+        cell, is_feature = example[3], name in (*schema.sparse, *schema.dense)
+        if rule and rule != NOT_A_TIME and is_feature and cell[:1].isalpha():
+            words.setdefault(name, []).append(cell)
+    distinct = {name: list(dict.fromkeys(cells)) for name, cells in words.items()}
+    return {name: cells for name, cells in distinct.items() if len(cells) >= _MIN_WORDS}
+
+
+def _rule_for(cells: Sequence[str]) -> str:
+    """Return a label rule that separates ``cells``: for numbers, from their middle."""
+    numbers = {float(cell): cell for cell in cells if re.fullmatch(NUMBER, cell)}
+    if not numbers or not re.fullmatch(NUMBER, cells[0]):
+        literal = json.dumps(cells[0])
+        return f"[{literal}]" if is_wrong_comparison(cells[0]) else literal
+    return json.dumps(f">= {numbers[sorted(numbers)[len(numbers) // 2]]}")
 
 
 def _cell_advice(example: tuple[int, str, str, str]) -> str:
     """Return advice on a cell that does not fit its column, or ""."""
-    _, reason, _, cell = example
-    rule = next((rule for rule in _FIXES if f" {rule}" in reason), None)
-    if rule is None or not cell:
+    name, rule = _misfit(example)
+    cell = example[3]
+    if not rule or not cell:
         return ""
-    name = reason.partition(f" {rule}")[0]
     if rule != NOT_A_TIME and not re.search("[0-9]", cell):
         return f"{name}: if {cell!r} means missing, add `missing_values: [{json.dumps(cell)}]`"
     if rule == NOT_A_NUMBER and re.fullmatch(NUMBER, cell.replace(",", ".", 1)):

@@ -46,7 +46,7 @@ _NAN = f"{NAN_PATTERN[:4]}^{NAN_PATTERN[4:]}$"
 _INFINITE = f"{INFINITE_PATTERN[:4]}^{INFINITE_PATTERN[4:]}$"
 _TIMES = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f")
 _FULL_YEAR = "^ *[0-9]{4}-"
-NOT_A_NUMBER, NOT_A_TIME = "is not a number", "is not a time"
+NOT_A_NUMBER, NOT_A_TIME, NOT_A_KEY = "is not a number", "is not a time", "is not a row key"
 
 Faults = dict[tuple[str, str], pl.Series]
 """For each column and rule, flags that mark the rows whose cell breaks the rule"""
@@ -102,8 +102,7 @@ def typed_piece(
     if keep_strings:
         piece.strings.update({name: frame.drop_nulls().unique() for name, frame in texts.items()})
     if schema.label in frame.columns and (schema.label_rule or typed[schema.label].null_count()):
-        labels = frame[schema.label].drop_nulls().cast(pl.String)
-        piece.label_cells.extend(labels.unique(maintain_order=True).head(_SHOWN_LABELS))
+        piece.label_cells.extend(_some_labels(frame[schema.label], schema))
     return piece
 
 
@@ -115,7 +114,11 @@ def _report(frame: pl.DataFrame, faults: Faults, raw_row: RawRow, bad: BadLines)
     for number in is_bad.arg_true():
         name, rule = next(place for place, flags in faults.items() if flags[number])
         cell = frame[name][number]
-        reason = f"{name} is missing" if cell is None else f"{name} {rule}"
+        reason = f"{name} {rule}"
+        if cell is None:
+            reason = f"{name} is missing"
+            if rule.startswith(NOT_A_KEY):
+                reason += " (it is the row_key, which must not be empty)"
         shown = "" if cell is None else str(cell.to_list() if isinstance(cell, pl.Series) else cell)
         bad.add(number, reason, raw_row(number), shown)
     return is_bad
@@ -144,6 +147,23 @@ def _without_faults(
     frame = typed.filter(~is_bad) if bad.total else typed
     num_cut = {name: int(values[is_good].sum()) for name, values in cut.items()}
     return Piece(frame.with_columns(counts), num_lines, bad, lists, num_cut)
+
+
+def _some_labels(cells: pl.Series, schema: Schema) -> list[str]:
+    """Return some different cells of the label column; for numbers, their quantiles.
+
+    Without a label rule, cells that are already labels are left out if there are others.
+    """
+    labels = cells.drop_nulls().cast(pl.String)
+    if schema.label_rule is None:
+        others = labels.filter(~labels.is_in(list(LABELS)))
+        labels = others if len(others) else labels
+    distinct = labels.unique(maintain_order=True)
+    numbers = labels.cast(pl.Float64, strict=False)
+    if len(distinct) > _SHOWN_LABELS and not numbers.null_count():
+        places = np.linspace(0, len(labels) - 1, _SHOWN_LABELS).round().astype(np.int64)
+        distinct = labels.gather(numbers.arg_sort().gather(places)).unique(maintain_order=True)
+    return distinct.head(_SHOWN_LABELS).to_list()
 
 
 def _label(cells: pl.Series, rule: LabelRule | None = None) -> pl.Series:
@@ -274,7 +294,7 @@ def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[p
         if kind == "integer":
             cells = cells.reinterpret(signed=True)
         columns.append(cells.alias(ROW_KEY))
-        faults[name, f"is not a row key ({kind})"] = cells.is_null()
+        faults[name, f"{NOT_A_KEY} ({kind})"] = cells.is_null()
     return columns
 
 

@@ -12,7 +12,13 @@ from datetime import UTC, datetime, timedelta
 import polars as pl
 
 from sbpflow.config.yaml_text import load_yaml
-from sbpflow.data.format.schema import FIELD_NAME, NAME_RULE, PATTERN, comparison
+from sbpflow.data.format.schema import (
+    FIELD_NAME,
+    NAME_RULE,
+    PATTERN,
+    comparison,
+    is_wrong_comparison,
+)
 from sbpflow.data.numbers import epoch_unit
 from sbpflow.data.prepare.facts import ColumnFacts, column_facts, missing_texts, of_words
 from sbpflow.data.prepare.remote import InputPath
@@ -166,7 +172,7 @@ def _rule(column: ColumnFacts) -> tuple[str, float] | None:
     if column.kind == "text" and column.distinct == 2:
         rare = str(values.value_counts(sort=True)[column.name][1])
         value = json.dumps(rare, ensure_ascii=False)
-        value = f"[{value}]" if comparison(rare) else value
+        value = f"[{value}]" if comparison(rare) or is_wrong_comparison(rare) else value
         return f"{{{name}: {value}}}", _share(values == rare)
     if column.kind in ("integer", "real") and 2 <= column.distinct <= 2 * _MAX_SMALL:
         shares = {limit: _share(values >= limit) for limit in values.unique().sort()}

@@ -1,5 +1,7 @@
 """Read a schema, the description of the input columns, from a YAML file."""
 
+import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from sbpflow.config.yaml_text import load_yaml
 from sbpflow.data.format.schema import (
     BEYOND,
     KINDS,
+    NUMBER,
     DenseColumn,
     Kind,
     LabelRule,
@@ -18,6 +21,7 @@ from sbpflow.data.format.schema import (
     Schema,
     TimeKind,
     comparison,
+    is_wrong_comparison,
 )
 from sbpflow.errors import ConfigError
 from sbpflow.serving.cells import TRANSFORMS
@@ -44,7 +48,14 @@ def read_schema(source: Path | Mapping[str, Any]) -> Schema:
         key = f"--schema {source}"
         try:
             raw = load_yaml(source.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{key} does not exist; use the path of a YAML file, or write one with "
+                "`sbpflow schema INPUT > schema.yaml`"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"{key} cannot be read: {error.strerror or error}") from error
+        except (UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{key} cannot be parsed as YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{key} must be a mapping with keys {', '.join(_KEYS)}")
@@ -122,6 +133,15 @@ class _Reader:
         name = self.name("label", name)
         if isinstance(positive, str) and (rule := comparison(positive)):
             return name, rule
+        if isinstance(positive, str):
+            limit = (re.findall(NUMBER, positive) or ["4"])[0]
+            self.need(
+                not is_wrong_comparison(positive),
+                f"label {name}",
+                positive,
+                f'a comparison with a number, such as ">= {limit}" (the signs are >=, >, <= and '
+                f"<), or a list, {json.dumps([positive])}, if the column contains this text",
+            )
         values = positive if isinstance(positive, list) else [positive]
         fits = bool(values) and all(type(one) in (str, int, float) for one in values)
         self.need(

@@ -39,7 +39,9 @@ def embeddings(argv: Sequence[str]) -> int:
 
     output = args.output
     if output.suffix not in _SUFFIXES or output.exists():
-        fault = "already exists" if output.exists() else f"must end in {' or '.join(_SUFFIXES)}"
+        fault = f"must end in {' or '.join(_SUFFIXES)}"
+        if output.exists():
+            fault = "already exists; use another path, or remove it first"
         parser.error(f"--output {output}: {fault}")
     checkpoint, config = saved_run(args)
     manifest, feature, keys = source_of(checkpoint, config, args.table)

@@ -247,7 +247,7 @@ def _parse_tagged(
         users = [tag for tag, kind in by_name.items() if other in _fields(kind)]
         if users and name not in users:
             raise ConfigError(
-                f"{key}.{other}: {name} has no such setting ({', '.join(users)} has); remove it, "
+                f"{key}.{other}: {name} has no such setting (only {', '.join(users)}); remove it, "
                 f"or give the whole group (for example, {key}: {show(by_name[name]())})"
             )
     kind = by_name[name]

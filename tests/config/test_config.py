@@ -128,7 +128,7 @@ def test_common_ways_to_write_a_float_are_accepted(load, text):
 def test_an_optimizer_name_brings_its_own_settings(load):
     assert load("", "optimizer.sparse.name=sgd").optimizer.sparse == Sgd()
     message = refused(load, "optimizer.sparse={name: sgd, betas: [0.9, 0.99]}")
-    assert "optimizer.sparse.betas: sgd has no such setting (lazy_adam has)" in message
+    assert "optimizer.sparse.betas: sgd has no such setting (only lazy_adam)" in message
 
 
 # maps overrides to parts of the message: the key, the value or a near match, and a valid value
@@ -138,7 +138,10 @@ MISTAKES = {
     "optimizer.tables.wide.*=5": ["optimizer.tables.wide.*: 5 (int) is not a group of keys"],
     "optimizer.tables.wide.*.name=adam": ["'adam' is unknown; use one of same, sgd, adagrad"],
     "optimizer.sparse.name=adam": ["optimizer.sparse.name: 'adam'", "did you mean lazy_adam?"],
-    "optimizer.tables.wide.*.beta=1.0": ["optimizer.tables.wide.*.beta: same has no", "(ftrl has)"],
+    "optimizer.tables.wide.*.beta=1.0": [
+        "optimizer.tables.wide.*.beta: same has no",
+        "(only ftrl)",
+    ],
     "optimizer.tables.wide.*.lr=0": ["optimizer.tables.wide.*.lr: 0 is not > 0"],
     "optimizer.clip=5": ["optimizer.clip: 5 (int)", "clip: {norm: 10.0}"],
     "optimizer.clip.norm=-1": ["optimizer.clip.norm: -1 is not > 0", "norm: 10.0"],

@@ -91,6 +91,22 @@ def test_a_label_that_cannot_be_decided_is_a_bad_row(tmp_path, label, cell, reas
 
 
 @pytest.mark.parametrize(
+    "rule",
+    ["=> 15", "=< 15", "== 15", "=15", "!= 15", "<> 15", ">15 min", ">= 15,5", "<>15", ">>15"],
+)
+def test_a_label_rule_that_only_looks_like_a_comparison_is_refused(tmp_path, rule):
+    schema = {"label": {"y": rule}, "sparse": {"c": "string"}}
+    with pytest.raises(ConfigError) as caught:
+        read_schema(schema)
+    text = f'label y is {rule!r}; write a comparison with a number, such as ">= 15"'
+    assert text in str(caught.value)
+    (tmp_path / "t.csv").write_text(f'y,c\n"{rule}",c\nb,c\n')
+    literal = HEAD + f"quote: '\"'\nlabel: {{y: ['{rule}']}}\nsparse: {{c: string}}\n"
+    assert run(tmp_path, literal, tmp_path / "t.csv") == 0
+    assert labels_of(tmp_path / "set") == [1, 0]
+
+
+@pytest.mark.parametrize(
     ("label", "cells", "message"),
     [
         ("{y: '>50k'}", ["<=50K", ">50K"], "label: no row has a y that is '>50k', so all labels "
@@ -98,6 +114,11 @@ def test_a_label_that_cannot_be_decided_is_a_bad_row(tmp_path, label, cell, reas
         ("{y: '>= 1'}", ["1", "2"], "every row has a y that >= 1, so all labels would be equal"),
         ("y", ["<=50K", ">50K"], 'the schema probably needs `label: {y: "<=50K"}`'),
         ("y", ["4.5", "3"], 'the schema probably needs `label: {y: ">= 4.5"}`'),
+        ("y", ["11", "-9", "0", "25", "3", "900", "14", "8", "1"],
+         'the schema probably needs `label: {y: ">= 11"}`'),
+        ("y", ["900", *map(str, range(2, 12)), "2", "2"],
+         'the schema probably needs `label: {y: ">= 6"}`'),
+        ("y", ["=> 4", "0"], 'the schema probably needs `label: {y: ["=> 4"]}`'),
     ],
 )  # fmt: skip
 def test_a_wrong_label_is_refused_with_the_values_of_the_column(
@@ -339,6 +360,25 @@ def test_a_foreign_table_with_accents_commas_dates_and_marks_of_missing_cells(tm
 
 
 @pytest.mark.parametrize(
+    ("features", "advice"),
+    [
+        ("sparse: {c: integer}", "c: contains words such as 'UA', 'AA'; use kind string, or list "
+         "words that mean missing in `missing_values`"),
+        ("dense: [c]\nsparse: {y2: string}", "c: contains words such as 'UA', 'AA'; make it a "
+         "sparse column of kind string, or list"),
+    ],
+)  # fmt: skip
+def test_a_column_of_numbers_with_several_words_is_probably_of_strings(
+    tmp_path, capsys, features, advice
+):
+    (tmp_path / "t.csv").write_text("y,c,y2\n0,UA,\n1,AA,\n0,B6,\n1,UA,\n0,5,\n")
+    assert run(tmp_path, HEAD + f"label: y\n{features}\n", tmp_path / "t.csv") == 2
+    message = capsys.readouterr().err
+    assert advice in message
+    assert "means missing, add" not in message
+
+
+@pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("22,5;3", "$1,234.50;3", "t.csv:2: prix (\u20ac) is not a number: '$1,234.50'\n  prix "
@@ -349,7 +389,7 @@ def test_a_foreign_table_with_accents_commas_dates_and_marks_of_missing_cells(tm
          "vendeur: write whole numbers, or use kind string instead of integer"),
         ("31/01", "31/13", "t.csv:2: jour d\u00e9p\u00f4t is not a time (%d/%m/%Y): "
          "'31/13/2024'\n  jour d\u00e9p\u00f4t: write dates such as 2024-05-01 12:30:00, or their"),
-        ("A2", "", "t.csv:3: r\u00e9f is missing: "),
+        ("A2", "", "t.csv:3: r\u00e9f is missing (it is the row_key, which must not be empty): "),
         (', decimal: ","', "", "prix (\u20ac): for a decimal comma, write `decimal"),
     ],
 )  # fmt: skip

@@ -319,3 +319,11 @@ def test_a_wrong_schema_gives_one_readable_message(tmp_path, source, capsys, sch
     arguments = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
     assert main([*arguments, "--schema", str(tmp_path / "schema.yaml")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_schema_file_that_cannot_be_read_is_not_called_bad_yaml(tmp_path, source, capsys):
+    arguments = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
+    assert main([*arguments, "--schema", str(tmp_path / "absent.yaml")]) == 2
+    assert "absent.yaml does not exist; use the path of a YAML file, or" in capsys.readouterr().err
+    assert main([*arguments, "--schema", str(tmp_path)]) == 2
+    assert f"--schema {tmp_path} cannot be read: Is a directory" in capsys.readouterr().err
