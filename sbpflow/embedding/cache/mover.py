@@ -39,20 +39,32 @@ _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set
 class CacheCounts:
     """The number of rows that a store has moved, and the seconds that training waited for them."""
 
-    fetched: int = 0  # rows brought into slots
-    new: int = 0  # fetched rows that had never been written
-    written: int = 0
+    # One value, because another thread reads it while the mover counts: the rows brought into
+    # slots, the ones of them that had never been written, and the rows written back.
+    moved: tuple[int, int, int] = (0, 0, 0)
     wait_s: float = 0.0
+
+    @property
+    def fetched(self) -> int:
+        """Return the number of rows brought into slots."""
+        return self.moved[0]
+
+    @property
+    def new(self) -> int:
+        """Return the number of fetched rows that had never been written."""
+        return self.moved[1]
+
+    @property
+    def written(self) -> int:
+        """Return the number of rows written back."""
+        return self.moved[2]
 
     @staticmethod
     def total(counts: Sequence["CacheCounts"]) -> "CacheCounts":
         """Return the sums over several stores."""
-        return CacheCounts(
-            sum(one.fetched for one in counts),
-            sum(one.new for one in counts),
-            sum(one.written for one in counts),
-            sum(one.wait_s for one in counts),
-        )
+        fetched, new, written = zip(*(store.moved for store in counts), strict=True)
+        waits = [store.wait_s for store in counts]
+        return CacheCounts((sum(fetched), sum(new), sum(written)), sum(waits))
 
 
 @dataclass(slots=True)
@@ -307,9 +319,12 @@ class Mover:
             self.records.write(self._leaving, self._leaving_records)
             with self._lock:
                 self._leaving = self._leaving[:0]
-        self.counts.fetched += admission.missing.size
-        self.counts.new += int(admission.is_new.sum())
-        self.counts.written += admission.evicted.size
+        fetched, new, written = self.counts.moved
+        self.counts.moved = (
+            fetched + admission.missing.size,
+            new + int(admission.is_new.sum()),
+            written + admission.evicted.size,
+        )
         return True
 
     def _take_out(self, admission: Admission) -> None:
