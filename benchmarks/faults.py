@@ -1,4 +1,4 @@
-"""Tests that a run that is killed at random moments and restarted equals an uninterrupted run.
+"""Tests that a run killed at random moments and restarted equals an uninterrupted run.
 
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
     python -m benchmarks.faults --kills 8       one of each kind
@@ -16,11 +16,11 @@
 The kinds of kills are SIGKILL of one rank, of all ranks, while a checkpoint is written, while one
 is loaded, while the first rows are read, or at any moment of the start (imports, rendezvous);
 SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
-must be bit-identical to those of an uninterrupted run. No complete checkpoint may be lost, every
-rank must exit, and a finished run must leave neither processes nor temporary files. Each start uses
-a different ``train.lookahead`` and, with ``--storage file`` or ``servers``, a different cache. With
-``--storage servers``, three servers run throughout; each start uses one, two, or three of them, and
-servers are killed while rows are trained, loaded, read, or saved.
+must be bit-identical to the losses and scores of an uninterrupted run. No complete checkpoint may
+be lost, every rank must exit, and a finished run must leave neither processes nor temporary files.
+Each start uses a different ``train.lookahead`` and, with ``--storage file`` or ``servers``, a
+different cache. With ``--storage servers``, three servers run throughout; each start uses one, two,
+or three of them, and servers are killed while rows are trained, loaded, read, or saved.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from sbpflow.checkpoint.folder import checked, list_checkpoints, step_of
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
-# Kinds of kills with embedding servers. "server_KIND" kills a server at the moment KIND.
+# Kinds of kills with embedding servers; "server_KIND" kills a server at the moment of KIND.
 SERVER_KINDS = (
     *("server_one", "one", "server_load", "all", "server_save"),
     *("save", "server_one", "load", "server_read", "start"),
@@ -58,7 +58,7 @@ LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16), "servers": (2, 4, 16)
 # With servers, rows must leave the cache in every step: the train split uses 27% of the rows.
 SERVER_CACHES = ("10%", "14%", "18%")
 CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches need up to 20%
-# Low limits, so that a key loses its row after two steps without use.
+# The limits are low: a key loses its row after two steps without use.
 GROWING = (
     "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
     "evict: {max_rows: 65536, idle_samples: 400}}}"
@@ -89,7 +89,7 @@ class Ranks:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
                     opened = os.readlink(path)
-                except OSError:  # the file has been closed, or the process has exited
+                except OSError:  # the file was closed meanwhile, or the process has exited
                     continue
                 if "/checkpoints/step-" in opened:
                     return True
@@ -106,7 +106,7 @@ class Ranks:
 
 
 def make_set(folder: Path, *, keys: bool = False) -> None:
-    """Make a small prepared set, with keys if the tables grow."""
+    """Make a small prepared set, with keys if all tables are to grow."""
     words = ["synth", "--rows", "4000", "--vocab-scale", "0.0005", "--output", str(folder)]
     words += ["--keys", "--drift", "300"] if keys else []
     subprocess.run([sys.executable, "-m", "data", *words], check=True, cwd=ROOT)
@@ -181,7 +181,11 @@ def events(folder: Path) -> list[dict[str, object]]:
         return []
     lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
     kept = ("event", "step", "loss", "auc", "logloss", "val_auc", "split", "steps")
-    return [{key: event[key] for key in kept if key in event} for event in map(json.loads, lines)]
+    every = map(json.loads, lines)
+    # The ranks' times are reported at times that depend on the load.
+    return [
+        {k: event[k] for k in kept if k in event} for event in every if event["event"] != "ranks"
+    ]
 
 
 def steps_done(folder: Path) -> int:
@@ -190,8 +194,8 @@ def steps_done(folder: Path) -> int:
 
 
 def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
-    """Wait for the moment; return whether it came before the ranks exited. Raises RuntimeError
-    after the limit.
+    """Wait for the moment; return whether the moment came before the ranks exited. Raise
+    RuntimeError after the limit.
     """
     end = time.monotonic() + limit_s
     while not ready():
@@ -216,7 +220,7 @@ class Campaign:
     deltas: int = 0
     keys: bool = False
     servers: ServerProcesses | None = None
-    used: list[int] = field(default_factory=list[int])  # the servers that the last start used
+    used: list[int] = field(default_factory=list[int])  # servers of the last start
     killed: Counter[str] = field(default_factory=Counter[str])
     leaving_s: list[float] = field(default_factory=list[float])
 
@@ -248,7 +252,7 @@ class Campaign:
         return step_of(checkpoints[0]) if checkpoints else 0
 
     def kill(self, kind: str) -> None:
-        """Start the run and kill it once. Does not count if the run ends first."""
+        """Start the run and kill it once; a run that ends first does not count."""
         before, saved = steps_done(self.folder), self.saved()
         if kind.endswith(("load", "read")) and not saved:
             kind = kind.replace("load", "one").replace("read", "one")  # nothing to load yet
@@ -282,7 +286,9 @@ class Campaign:
             raise RuntimeError(f"{name}: was killed; exit codes {codes}:\n{last}")
 
     def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
-        """Wait for a moment of this kind; return whether it came while the ranks were running."""
+        """Wait for a moment of this kind; return whether the moment came while the ranks were
+        running.
+        """
         if kind == "start":
             time.sleep(self.chance.uniform(0.5, 8.0))
         elif kind == "load":
@@ -294,7 +300,7 @@ class Campaign:
                 return False
             time.sleep(self.chance.uniform(0.0, 0.1))
         else:
-            # The file contains old steps until it is truncated at the first new step.
+            # The file contains old steps until the first new step truncates it.
             target = before + self.chance.randint(1, STEPS // 4)
             if not wait(ranks, lambda: steps_done(self.folder) >= target, START_S):
                 return False
@@ -352,7 +358,7 @@ def _bytes_of(path: Path) -> bytes:
 def uninterrupted(
     data: Path, folder: Path, size: int, *, keys: bool = False
 ) -> list[dict[str, object]]:
-    """Return the events of an uninterrupted run, which is run only once per folder."""
+    """Return the events of an uninterrupted run, which is executed once per folder."""
     end = folder / "report.json"
     if not end.exists():
         Campaign(data, folder, size, random.Random(0), keys=keys).finish()
@@ -412,10 +418,7 @@ def main() -> None:
         "--folder", type=Path, help="the folder for finished work; default: a temporary one"
     )
     parser.add_argument(
-        "--limit-s",
-        type=float,
-        default=float("inf"),
-        help="time after which no more runs are started",
+        "--limit-s", type=float, default=float("inf"), help="start no run after this time"
     )
     args = parser.parse_args()
     begin = time.monotonic()
@@ -444,7 +447,7 @@ def main() -> None:
                 break
             if time.monotonic() - begin > args.limit_s:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
-            # A failed run is reported as failed and repeated with other moments.
+            # A failed run is repeated with other moments and reported as failed.
             number = len(list(base.glob("run*.log")))
             outcome = one_run(base, number, args)
             with done.open("a") as file:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
 from sbpflow.runtime.processes.launch import dispatch, run_main
 
 Command = Callable[[Sequence[str]], int]
@@ -37,16 +38,32 @@ def _of_planner(name: str) -> Command:
     return run
 
 
-_DATA = ("schema", "prepare", "encode", "synth", "stats", "verify")
-COMMANDS: dict[str, Command] = {
-    **{name: _of_data(name) for name in _DATA},
-    **{name: _own(name) for name in ("train", "explain")},
-    **{name: _of_planner(name) for name in ("calibrate", "plan", "compare", "measure", "clusters")},
-    "explain-plan": _of_planner("explain"),
-    "embedding-server": _own("embedding_server"),
-    **{name: _own(name) for name in ("predict", "export", "serve", "embeddings")},
-    **{name: _own(name) for name in ("checkpoint", "report", "doctor")},
+_WITH_HELP: dict[str, tuple[str, Command]] = {
+    "schema": ("propose a schema for a table", _of_data("schema")),
+    "prepare": ("turn tables into a set for training", _of_data("prepare")),
+    "encode": ("encode new rows with the ids of a set", _of_data("encode")),
+    "synth": ("generate a table or a set", _of_data("synth")),
+    "stats": ("show statistics and problems of a set", _of_data("stats")),
+    "verify": ("verify the checksums of a set", _of_data("verify")),
+    "train": ("train a model on one or more ranks", _own("train")),
+    "explain": ("show layouts, memory, and transfers of a run", _own("explain")),
+    "calibrate": ("measure this machine for the planner", _of_planner("calibrate")),
+    "plan": ("choose layouts for the tables", _of_planner("plan")),
+    "compare": ("price the plans of all planners", _of_planner("compare")),
+    "measure": ("time plans one after another", _of_planner("measure")),
+    "clusters": ("predict the step time on other machines", _of_planner("clusters")),
+    "explain-plan": ("show the costs of a plan", _of_planner("explain")),
+    "embedding-server": ("serve rows of tables to ranks", _own("embedding_server")),
+    "predict": ("score rows with a checkpoint", _own("predict")),
+    "export": ("write a self-contained model", _own("export")),
+    "serve": ("answer requests with exported models", _own("serve")),
+    "embeddings": ("write the vectors of a table", _own("embeddings")),
+    "checkpoint": ("list, verify, compare, rewrite, and remove checkpoints", _own("checkpoint")),
+    "report": ("write a page about a run", _own("report")),
+    "doctor": ("check this installation", _own("doctor")),
 }
+"""The subcommands, each with its line of help"""
+COMMANDS = {name: run for name, (_, run) in _WITH_HELP.items()}
 
 
 def main() -> int:
@@ -55,6 +72,14 @@ def main() -> int:
     # imported. It comes last so that a user's file never shadows an installed module.
     if "" not in sys.path:
         sys.path.append("")
+    if sys.argv[1:] == ["--version"]:
+        sys.stdout.write(f"sbpflow {SBPFLOW_VERSION}\n")
+        return 0
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        lines = [f"  {name:<18}{line}\n" for name, (line, _) in _WITH_HELP.items()]
+        usage = "usage: sbpflow COMMAND ...; sbpflow COMMAND --help shows the options\n\n"
+        sys.stdout.write(usage + "".join(lines))
+        return 0
     return dispatch("sbpflow", COMMANDS, sys.argv[1:])
 
 

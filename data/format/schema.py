@@ -24,6 +24,8 @@ NUM_RESERVED_IDS = 2
 SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
 """Supported separators, which do not occur in numbers; \\x01 is Hive's separator"""
+CSV_SEPARATORS = (",", ";")
+"""Separators of CSV files, whose cells may need quotes"""
 
 FIELD_NAME = re.compile(r"(?=.{1,100}$)\w[^\x00-\x1f\x7f/\\*?\[\]=,\"'`]*")
 """Field names become parts of file names and options, and are matched by patterns"""

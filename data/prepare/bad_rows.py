@@ -1,6 +1,7 @@
 """Report the bad lines of staged pieces, and reject inputs with too many bad lines."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,11 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
         )
     else:
         return
-    raise DataError(f"--input: {problem}", *bad_lines(staged), *_advice(staged, options))
+    advice = _advice(staged, options)
+    if not advice and num_bad < num_lines and not early:
+        enough = math.ceil(1000 * num_bad / num_lines) / 1000
+        advice = [f"mend these rows, or skip them with --max-bad-fraction {enough:g}"]
+    raise DataError(f"--input: {problem}", *bad_lines(staged), *advice)
 
 
 def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
@@ -131,7 +136,10 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
         if text is None and not settings:
             return []
         columns = f"the columns of {options.like}: {', '.join(schema.columns or schema.used)}"
-        return [f"rows are read with the schema of --like, which has {columns}"]
+        return [
+            f"new rows must have {columns}; the first line of a text file may name them, in any "
+            "order and with any separator"
+        ]
     not_hex = any(_NOT_HEX in reason for _, reason, _, _ in examples)
     if schema == CRITEO and (text is not None or settings or not_hex):
         needs = f", which probably needs {keys}" if settings else ""

@@ -1,6 +1,7 @@
 """Encode new rows, with or without labels, as test rows with the ids of an existing set."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sbpflow.data.engine import EngineOptions
@@ -8,9 +9,10 @@ from sbpflow.data.engine_backends import Backend
 from sbpflow.data.format.manifest import Manifest, load_manifest
 from sbpflow.data.prepare.content import options_like
 from sbpflow.data.prepare.options import PrepareOptions
+from sbpflow.data.prepare.pieces import with_text_format
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.remote import InputPath
-from sbpflow.data.prepare.source import check_exists
+from sbpflow.data.prepare.source import check_exists, find_inputs
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
 
@@ -48,4 +50,6 @@ def encode(
         engine=engine or EngineOptions(),
         is_encode=True,
     )
-    return prepare(options_like(load_manifest(like, "--like"), options), backend)
+    options = options_like(load_manifest(like, "--like"), options)
+    schema = with_text_format(find_inputs(inputs, log=False), options.schema)
+    return prepare(replace(options, schema=schema), backend)

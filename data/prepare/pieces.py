@@ -6,12 +6,14 @@ from the beginning, and so must text with quotes, because a newline may be insid
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import IO
 
 import polars as pl
 
-from sbpflow.data.format.schema import SEPARATORS, Schema
+from sbpflow.data.format.schema import CSV_SEPARATORS, SEPARATORS, Schema
 from sbpflow.data.prepare.csv_text import count_byte, split_cells
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.source import MAX_LINE_BYTES, Input, no_line_end, open_text
@@ -19,6 +21,8 @@ from sbpflow.data.prepare.tables import table_columns
 from sbpflow.errors import DataError
 
 _SHOWN_COLUMNS, _SHOWN_CHARS = 8, 60
+_QUOTE = '"'
+_LEAST_NAMES = 2  # a single name could also be a value
 _MAX_QUOTED_BYTES = 1 << 16
 """A quote still open this many bytes after the end of a piece is assumed to be never closed"""
 
@@ -72,11 +76,35 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
     return columns
 
 
+def with_text_format(sources: Sequence[Input], schema: Schema) -> Schema:
+    """Return ``schema`` with the format of new rows in text.
+
+    If the first text file starts with the names of all columns that new rows need, this is its
+    header, in any order and with any separator. Otherwise, the schema stays as it is.
+    """
+    source = next((source for source in sources if not source.is_table), None)
+    needed = set(schema.used) - {schema.label, *schema.labels}
+    if source is None or len(needed) < _LEAST_NAMES:
+        return schema
+    record = _first_record(source.path, schema.quote or _QUOTE)
+    for mark in sorted(SEPARATORS, key=lambda mark: mark != schema.separator):
+        if schema.header and mark == schema.separator:
+            quote = schema.quote
+        else:
+            needs_quote = mark in CSV_SEPARATORS or _QUOTE in record
+            quote = schema.quote or (_QUOTE if needs_quote else None)
+        found = replace(schema, separator=mark, header=True, quote=quote)
+        with suppress(pl.exceptions.PolarsError):
+            if needed <= set(split_cells(record, found)):
+                return found
+    return schema
+
+
 def _how_to_find(
     name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool, is_text: bool
 ) -> str:
     """Return advice for a missing column: change the schema or, if it is fixed, the rows."""
-    near = get_close_matches(name, columns, 1)
+    near = get_close_matches(name, [other for other in columns if other not in schema.used], 1)
     if is_fixed:
         rule = "new rows need all columns of the training set except the labels"
         if is_text and schema.header:

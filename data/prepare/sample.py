@@ -8,7 +8,7 @@ from pathlib import Path
 
 import polars as pl
 
-from sbpflow.data.format.schema import CRITEO, SEPARATORS
+from sbpflow.data.format.schema import CRITEO, CSV_SEPARATORS, SEPARATORS
 from sbpflow.data.prepare.cells import REAL_PATTERN
 from sbpflow.data.prepare.csv_text import is_utf8
 from sbpflow.data.prepare.source import Input, open_text
@@ -20,8 +20,6 @@ _MAX_FILES = 8
 _MAX_BYTES = 16 << 20
 _FIRST_LINES = 50
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')
-_QUOTE_BY_DEFAULT = (",", ";")
-"""Separators of CSV files, in which cells after the sample may be quoted"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
         _cells(source, text, separator, MAX_ROWS // count)
         for source, text in zip(chosen, texts, strict=True)
     ]
-    quote = separator in _QUOTE_BY_DEFAULT or any('"' in text for text in texts)
+    quote = separator in CSV_SEPARATORS or any('"' in text for text in texts)
     return Sample(pl.concat(frames, how="diagonal"), names, separator, quote)
 
 

@@ -186,6 +186,24 @@ def test_a_column_is_a_feature_and_a_group_a_time_and_a_key(tmp_path):
     assert RowFiles(encoded, "test").part("time", 0, 60).tolist() == list(range(60))
 
 
+@pytest.mark.parametrize(("name", "separator"), [("n.csv", ","), ("n.tsv", "\t"), ("n.txt", "|")])
+def test_new_rows_in_text_are_found_by_their_header(tmp_path, name, separator):
+    frame = pl.DataFrame(visits(60))
+    frame.write_parquet(tmp_path / "t.parquet")
+    without_format = SEVERAL.replace(HEAD, "")
+    assert without_format != SEVERAL
+    assert run(tmp_path, without_format, tmp_path / "t.parquet") == 0
+    text = frame.select(reversed(frame.columns)).drop("y")
+    text.write_csv(tmp_path / name, separator=separator)
+    encoded = []
+    for source in (tmp_path / "t.parquet", tmp_path / name):
+        words = ["--like", tmp_path / "set", "--input", source, "--overwrite", "--output"]
+        assert main(["encode", *map(str, [*words, tmp_path / "n"])]) == 0
+        encoded.append(load_manifest(tmp_path / "n"))
+        encoded[-1] = all_words(encoded[-1], "test")[:, 1:]
+    assert np.array_equal(*encoded)
+
+
 @pytest.mark.parametrize(
     ("change", "column"),
     [("group: y", "y"), ("sparse: {user: string, hour: integer}", "hour"), ("weight: size", "size"),
