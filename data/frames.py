@@ -10,9 +10,14 @@ import polars as pl
 from sbpflow.config.parse import plain
 from sbpflow.data.__main__ import parser
 from sbpflow.data.format.manifest import MANIFEST, SPLITS, Manifest
+from sbpflow.data.prepare.propose import refuse_guess
 from sbpflow.data.prepare.remote import input_path
 from sbpflow.errors import ConfigError, DataError
 
+_NEEDS_SCHEMA = (
+    "data: this table needs a schema. Check the proposal below and pass it as schema (a mapping, "
+    'or the path of a YAML file), or accept it unchanged with schema="auto"'
+)
 Frame = Any  # a pandas or Polars DataFrame, or an Arrow table; pandas and pyarrow are optional
 
 
@@ -53,6 +58,8 @@ def prepared_set(
     if isinstance(schema, Mapping):
         args.schema = plain(schema)
     with named_rows(folder):
+        if schema is None and args.like is None:
+            refuse_guess(args.input, _NEEDS_SCHEMA)
         manifest: Manifest = args.run(args)
     return manifest.path
 
@@ -66,6 +73,7 @@ def named_rows(folder: Path) -> Generator[None]:
         yield
     except DataError as error:
         text = str(error).replace(str(folder / "rows.arrow"), "data")
+        text = text.replace("--schema: ", "schema: ", 1) if text.startswith("--schema: ") else text
         for part in SPLITS:
             text = text.replace(str(folder / f"{part}.arrow"), f"data[{part!r}]")
         raise DataError(*text.split("\n  ")) from error

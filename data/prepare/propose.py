@@ -67,17 +67,21 @@ def propose(paths: Sequence[InputPath]) -> Proposal:
     return _of_sample(read_sample(find_inputs(paths)))
 
 
-def refuse_guess(paths: Sequence[InputPath]) -> None:
-    """Raise ConfigError with a proposal if the table's column names are not Criteo's."""
+def refuse_guess(paths: Sequence[InputPath], message: str = "") -> None:
+    """Raise ConfigError with a proposal if the table's column names are not Criteo's.
+
+    ``message`` replaces the first line, which names options of the command line.
+    """
     # ``prepare`` reports missing files
     exists = all(path.is_file() or path.is_dir() for path in paths)
     if not exists or not needs_schema(find_inputs(paths, log=False)[0]):
         return
     names = " ".join(map(str, paths))
     raise ConfigError(
-        f"--input {names}: this table needs a --schema. To write the proposal below to a file, run "
-        f"`sbpflow schema {names} > schema.yaml`; check the file, and use --schema schema.yaml. "
-        "To accept the proposal unchanged, use --schema auto",
+        message
+        or f"--input {names}: this table needs a --schema. To write the proposal below to a file, "
+        f"run `sbpflow schema {names} > schema.yaml`; check the file, and use --schema "
+        "schema.yaml. To accept the proposal unchanged, use --schema auto",
         *propose(paths).text.splitlines(),
     )
 

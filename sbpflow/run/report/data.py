@@ -94,9 +94,7 @@ def read_run(folder: Path, name: str) -> Run:
     if not file.is_file():
         runs = sorted(str(path.parent) for path in folder.glob(f"*/{METRICS_FILE}"))
         hint = f"did you mean {' or '.join(runs[:3])}?" if runs else "use the run.dir of a run"
-        raise ConfigError(
-            f"report: {folder} has no {METRICS_FILE}, so it is not a run folder; {hint}"
-        )
+        raise ConfigError(f"{folder} has no {METRICS_FILE}, so it is not a run folder; {hint}")
     events, notes = _events(file)
     plan, plan_note = _plan(folder / PLAN_FILE)
     settings, settings_note = _settings(folder / START_FILE)
