@@ -30,9 +30,13 @@ PRELOAD = [
     "torch.fx.experimental.symbolic_shapes",
     "sbpflow.tensor.ops",
     "sbpflow.run.execution.job",
+    "sbpflow.embedding.storage.numba_storage",
+    "hypothesis",
+    "pytest",
     "tests.ranks",
     "tests.training.wdl_case",
 ]
+"""Modules that each rank would otherwise import; the server of forks skips missing packages"""
 TIMEOUT_S = 1200.0  # limit for a collective, in wall-clock time
 TASK_TIMEOUT_S = 120.0  # limit for one call of ``fn``
 GRACE_S = 3.0  # limit for the other ranks after a rank has failed

@@ -14,7 +14,7 @@ from benchmarks.reshard import (
 )
 from sbpflow.checkpoint.read import open_checkpoint
 
-SAMPLE = cases(seed=5, count=28, before=3, after=4)
+SAMPLE = cases(seed=5, count=14, before=3, after=4)
 
 
 def test_runs_resume_under_another_layout(ranks, memory):
@@ -30,7 +30,7 @@ def test_runs_resume_under_another_layout(ranks, memory):
     ]
     assert beyond == []
     assert {number for of_rank in found for number in of_rank} == set(range(len(SAMPLE)))
-    assert sum(bound_of(case) == 0.0 for case in SAMPLE) >= 5, "some are to be equal bit by bit"
+    assert sum(bound_of(case) == 0.0 for case in SAMPLE) >= 3, "some are to be equal bit by bit"
     assert (
         {case.saved.size for case in SAMPLE} == {case.loaded.size for case in SAMPLE} == {1, 2, 4}
     )
