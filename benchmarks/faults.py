@@ -181,7 +181,11 @@ def events(folder: Path) -> list[dict[str, object]]:
         return []
     lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
     kept = ("event", "step", "loss", "auc", "logloss", "val_auc", "split", "steps")
-    return [{key: event[key] for key in kept if key in event} for event in map(json.loads, lines)]
+    every = map(json.loads, lines)
+    # The ranks' times are reported at times that depend on the load.
+    return [
+        {k: event[k] for k in kept if k in event} for event in every if event["event"] != "ranks"
+    ]
 
 
 def steps_done(folder: Path) -> int:
