@@ -221,6 +221,7 @@ class Campaign:
     keys: bool = False
     servers: ServerProcesses | None = None
     used: list[int] = field(default_factory=list[int])  # servers of the last start
+    logged: int = 0  # characters of the log before the last start
     killed: Counter[str] = field(default_factory=Counter[str])
     leaving_s: list[float] = field(default_factory=list[float])
 
@@ -230,6 +231,7 @@ class Campaign:
 
     def _start(self) -> Ranks:
         """Start the run; the lookahead and the cache may differ for every start."""
+        self.logged = len(self.log.read_text()) if self.log.exists() else 0
         more = [f"train.lookahead={self.chance.choice(LOOKAHEADS[self.storage])}"]
         more.append(f"checkpoint.deltas={self.deltas}")
         more += [GROWING] if self.keys else []
@@ -281,9 +283,10 @@ class Campaign:
         """Wait until the ranks have exited, and check that they name the server that was killed."""
         codes = ranks.codes(END_S)
         name = f"embedding server {self.used.index(server)} of {len(self.used)} at "
-        last = self.log.read_text()[-3000:]
+        # torch can print long reports about the end of its store after the message.
+        last = self.log.read_text()[self.logged :]
         if codes != [3] * self.size or f"error: {name}" not in last:
-            raise RuntimeError(f"{name}: was killed; exit codes {codes}:\n{last}")
+            raise RuntimeError(f"{name}: was killed; exit codes {codes}:\n{last[-3000:]}")
 
     def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
         """Wait for a moment of this kind; return whether the moment came while the ranks were
