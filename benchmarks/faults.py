@@ -316,7 +316,7 @@ class Campaign:
         """Raise RuntimeError unless the run ended as expected."""
         now = self.saved()
         if now < saved:
-            raise RuntimeError(f"the checkpoint of step {saved} is lost, {now} is the newest")
+            raise RuntimeError(f"the checkpoint of step {saved} is lost; the newest is {now}")
         if kind in ("term", "interrupt"):
             done = steps_done(self.folder)
             if codes != [130] * self.size or now != done:
@@ -421,7 +421,7 @@ def main() -> None:
         "--folder", type=Path, help="the folder for finished work; default: a temporary one"
     )
     parser.add_argument(
-        "--limit-s", type=float, default=float("inf"), help="start no run after this time"
+        "--limit-s", type=float, default=float("inf"), help="do not start any runs after this time"
     )
     args = parser.parse_args()
     begin = time.monotonic()

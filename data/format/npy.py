@@ -69,8 +69,8 @@ def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
     if head != header(dtype, shape) or num_bytes != wanted:
         size = f"{shape[0]} rows x {shape[1]}" if len(shape) == 2 else f"{shape[0]}"
         raise DataError(
-            f"{path} is not the .npy file of {size} {np.dtype(dtype).name} ({wanted} bytes) in the "
-            f"manifest, because the file was changed or truncated; {_AGAIN}"
+            f"{path} does not match the manifest, which lists {size} {np.dtype(dtype).name} values "
+            f"({wanted} bytes); the file was changed or truncated; {_AGAIN}"
         )
 
 

@@ -90,7 +90,7 @@ class Journal:
                 damaged += 1
         if damaged or cut_off:
             LOG.warning(
-                "%s: %d lines are damaged or incomplete; these measurements are repeated",
+                "%s: %d lines are damaged or incomplete; these measurements will be repeated",
                 path,
                 damaged + bool(cut_off),
             )

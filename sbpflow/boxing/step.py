@@ -115,8 +115,9 @@ def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
     if dtype in TERM_DTYPES or not any(isinstance(sbp, Partial) for sbp in layout.nd_sbp):
         return
     raise SbpError(
-        f"{layout} of {dtype}: P needs a dtype with addition: float16 to float64, bfloat16, int8 "
-        f"to int64, or uint8; convert to {_WIDER.get(dtype, torch.float64)} first, or use S or B"
+        f"{layout} of {dtype}: P needs a dtype that supports addition (float16 to float64, "
+        f"bfloat16, int8 to int64, or uint8); convert to "
+        f"{_WIDER.get(dtype, torch.float64)} first, or use S or B"
     )
 
 

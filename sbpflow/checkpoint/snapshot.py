@@ -57,7 +57,7 @@ class _Span:
 
 @dataclass(slots=True)
 class _Logged:
-    """A store whose changes are logged, and the spans of it to write."""
+    """A store whose changes are logged, and which of its spans to write."""
 
     store: RowStore
     log: RowLog

@@ -107,7 +107,7 @@ class RowLog:
 
     @property
     def has_room(self) -> bool:
-        """Return True if the slabs have so much room that the writer may pause."""
+        """Return True if the slabs have enough room for the writer to pause."""
         return self._slabs.used_share < 0.8
 
     @property

@@ -223,7 +223,7 @@ class App:
         """Return the content type and the body; raise BodyError if the body is too large."""
         limit, headers = self._limits.body_bytes, dict[bytes, bytes](scope["headers"])
         if headers.get(b"content-encoding", b"identity") != b"identity":
-            raise BodyError("Content-Encoding: is not supported; send the body as it is", 415)
+            raise BodyError("Content-Encoding is not supported; send the body uncompressed", 415)
         size = headers.get(b"content-length", b"0")
         if not size.isdigit() or int(size) > limit:
             raise self._too_large()

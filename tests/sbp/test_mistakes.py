@@ -346,7 +346,7 @@ def test_cast_keeps_partial_only_if_terms_lose_nothing(ranks, dtype):
 @pytest.mark.parametrize("sbp", ["P", "P(max)", "P(min)"])
 def test_partial_needs_a_dtype_with_addition(sbp, dtype, instead):
     p, b = (line_layout("cpu", 2, parse_nd_sbp(text)[0]) for text in (sbp, "B"))
-    text = re.escape(f"{p} of {dtype}: P needs a dtype with addition")
+    text = re.escape(f"{p} of {dtype}: P needs a dtype that supports addition")
     with pytest.raises(SbpError, match=f"{text}.*convert to {instead} first, or use S or B"):
         GlobalTensor(torch.empty(4, dtype=dtype, device="meta"), p, (4,), DryBoxing(2))
     for pair in ((p, b), (b, p)):

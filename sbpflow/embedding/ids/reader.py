@@ -359,7 +359,7 @@ class IdReader:
         lengths = torch.stack([bag.offsets.diff() for bag in all_bags], 1)
         values = torch.cat([bag.values.to(torch.int64) for bag in all_bags])
         by_feature = Lists(lengths.t().contiguous(), values, None)
-        # ``values`` are ordered by feature; find where each list of the result starts there.
+        # ``values`` is ordered by feature; find where in it each list of the result starts.
         source = positions(by_feature.starts().t(), lengths)
         weights = None
         if plan.weighted:

@@ -196,7 +196,7 @@ class UniqueColumns(RowExchange):
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim, widths = group.stacks[0].dim, [group.stacks[0].width(r) for r in group.world.ranks]
-        # Columns that the other ranks send of a row, if the requester has the fewest.
+        # Columns of a row that the other ranks send if the requester stores the fewest columns.
         leaving = dim - min(widths)
         return (
             _vectors(group, others * max(widths), rows * leaving),

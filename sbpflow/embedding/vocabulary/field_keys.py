@@ -19,8 +19,8 @@ class FieldKeys:
         if own:
             _, first, last = own[0]
             self.part = Vocabulary(plan.growth, plan.num_rows, first, last)
-        # The tables of a field either split their rows in the same way, or all rows are on this
-        # rank.
+        # Either all tables of a field split their rows in the same way, or all their rows are on
+        # this rank.
         starts = [shard.row_start for shard in shards]
         self.live: LiveRows | None = None
         if shards:

@@ -22,7 +22,7 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsa
 
 
 class GlobalBatchNorm(nn.Module):
-    """Replaces a ``BatchNorm1d`` by ``ops.batch_norm``, with its parameters and buffers.
+    """Replaces a ``BatchNorm1d`` with ``ops.batch_norm``, keeping its parameters and buffers.
 
     ``take_rows`` must be called before each forward.
     """

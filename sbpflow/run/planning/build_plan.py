@@ -204,8 +204,9 @@ def _check_metrics(config: Config, fields: Fields) -> None:
     for key, metric in config.watched.items():
         if METRICS[metric].needs_groups and not fields.grouped:
             raise ConfigError(
-                f"{key}: {metric}, but the rows of this set have no group; prepare the set with a "
-                f"group in its schema, such as `group: {{user: string}}`, or use {key}=auc"
+                f"{key}: {metric} needs a group, but the rows of this set have none; prepare the "
+                f"set with a group in its schema, such as `group: {{user: string}}`, or use "
+                f"{key}=auc"
             )
 
 

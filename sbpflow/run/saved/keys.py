@@ -113,8 +113,8 @@ def to_keys(
         if len(own) < len(table.features):
             other = next(name for name in table.features if name not in values)
             raise ConfigError(
-                f"field {other}: shares table {table.name} with {own[0]}, which has keys, but has "
-                "no keys itself; prepare the data with keys for both"
+                f"field {other}: has no keys, but shares table {table.name} with {own[0]}, which "
+                "has keys; prepare the data with keys for both"
             )
         name = "+".join(table.features)
         ids, keys, counts = values[own[0]]

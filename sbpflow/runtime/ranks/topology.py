@@ -47,7 +47,7 @@ class Topology:
         if not all(self.hosts) or sorted(ranks) != list(range(len(ranks))) or not ranks:
             raise ConfigError(
                 f"topology: hosts: {_short(self.hosts)}; each host needs at least one rank, and "
-                "each of the ranks 0, 1, .. needs one host (for example, [[0, 1], [2, 3]])"
+                "each rank (0, 1, ..) must be on exactly one host (for example, [[0, 1], [2, 3]])"
             )
         ordered = tuple(sorted(tuple(sorted(host)) for host in self.hosts))
         object.__setattr__(self, "hosts", ordered)
