@@ -137,7 +137,8 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
         if strings is None:
             raise ConfigError(
                 f"values: not given, but the vocabulary of {stored.name} has only hashes of its "
-                f"strings; pass the strings (for example, values=frame[{stored.name!r}]), or "
+                "strings; in Python, pass the strings (for example, "
+                f"values=frame[{stored.name!r}]), or "
                 'prepare the set with --keep-strings (in sbpflow.fit, prepare={"keep_strings": '
                 "True})"
             )

@@ -47,7 +47,9 @@ def _parser(name: str, description: str) -> ArgumentParser:
         required=True,
         help="tables.json; planner/tables_file.py describes its format",
     )
-    parser.add_argument("--world-size", type=int, default=2, help="number of ranks; default 2")
+    parser.add_argument(
+        "-n", "--world-size", type=int, default=2, help="number of ranks; default 2"
+    )
     parser.add_argument(
         "--profile",
         type=profile_name,

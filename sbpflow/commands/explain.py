@@ -14,7 +14,7 @@ def explain(argv: Sequence[str]) -> int:
         "sbpflow explain",
         "Print a run's layouts, totals per rank and link, and settings that would reduce its cost.",
     )
-    parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    parser.add_argument("-n", "--world-size", type=int, required=True, help="number of ranks")
     add = parser.add_argument
     add("--shards", action="store_true", help="also print the shards of each table")
     add("--transfers", action="store_true", help="print all transfers and the order of a step")

@@ -91,7 +91,7 @@ def test_what_helps_is_what_the_changed_settings_cost():
 def test_the_command_prints_shards_and_transfers_if_asked(tmp_path, capsys):
     words = ["synth", "--rows", "2000", "--vocab-scale", "0.0005", "--output", str(tmp_path / "s")]
     assert data_main(words) == 0
-    words = ["--config", "configs/scheme3.yaml", "--world-size", "4", f"data.path={tmp_path / 's'}"]
+    words = ["--config", "configs/scheme3.yaml", "-n", "4", f"data.path={tmp_path / 's'}"]
     texts = {}
     for more in ([], ["--shards"], ["--transfers"], ["--transfers", "--shards"]):
         capsys.readouterr()
