@@ -252,7 +252,7 @@ def test_a_fitted_run_continues_with_keys(run, tmp_path):
     assert start(run, run / "first", tmp_path / "later", f"checkpoint.resume={path}") == 0
     last = steps_of(tmp_path / "later")[-1]
     assert last["growth.C3.live"] >= keys.numel()
-    with pytest.raises(ConfigError, match=r"--output .*: has a checkpoint of step 32"):
+    with pytest.raises(ConfigError, match=r"--output .*: already has a checkpoint of step 32"):
         checkpoint(["to-keys", *words, str(tmp_path / "keyed")])
 
 
