@@ -251,17 +251,11 @@ def _check_home(home: Home) -> None:
 
 
 @contextmanager
-def open_engine(
-    options: EngineOptions, workers: int | None, backend: Backend | None = None
-) -> Iterator[Engine]:
+def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]:
     """Start the engine, or connect to its cluster. Raises ConfigError on failure.
 
     At most ``workers`` tasks run at a time; None means all CPUs of this machine or of the cluster.
-    An open ``backend`` replaces that of the options, and the caller closes it.
     """
-    if backend is not None:
-        yield Engine(options, backend)
-        return
     options.check()
     backend = ENGINES[options.name](options.address, workers)
     try:

@@ -31,6 +31,8 @@ class Backend(Protocol):
     can_lose: ClassVar[bool]
     """True if a worker can be lost, so that its call never returns"""
 
+    def __init__(self, address: str | None, workers: int | None) -> None: ...
+
     def num_workers(self) -> int:
         """Return the number of calls that run concurrently."""
         ...
@@ -50,12 +52,6 @@ class Backend(Protocol):
     def close(self) -> None:
         """Stop the workers that this process started."""
         ...
-
-
-class ConfiguredBackend(Backend, Protocol):
-    """A backend that ``--engine`` names, with its ``--workers``."""
-
-    def __init__(self, address: str | None, workers: int | None) -> None: ...
 
 
 class _Pool:
@@ -238,7 +234,7 @@ class Dask:
             self._cluster.close(timeout=_CLOSE_S)
 
 
-ENGINES: Mapping[str, type[ConfiguredBackend]] = {
+ENGINES: Mapping[str, type[Backend]] = {
     "threads": Threads,
     "processes": Processes,
     "ray": Ray,

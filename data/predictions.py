@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.engine import EngineOptions
-from sbpflow.data.engine_backends import Backend
 from sbpflow.data.format.lists import SplitPart
 from sbpflow.data.format.manifest import MANIFEST, Manifest, Shard, load_manifest
 from sbpflow.data.format.npy import read_array
@@ -104,7 +103,6 @@ class Scoring:
         max_bad_fraction: float,
         engine: EngineOptions | None = None,
         workers: int | None = None,
-        backend: Backend | None = None,
     ) -> None:
         """Encode raw rows with the run's ids to a folder; an interrupted run is resumed."""
         if self.is_set:
@@ -119,7 +117,6 @@ class Scoring:
             max_bad_fraction=max_bad_fraction,
             overwrite=True,
             engine=engine,
-            backend=backend,
         )
 
     def inputs_digest(self, max_bad_fraction: float) -> str:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from sbpflow.data.engine import EngineOptions
-from sbpflow.data.engine_backends import Backend
 from sbpflow.data.format.manifest import Manifest, load_manifest
 from sbpflow.data.prepare.content import options_like
 from sbpflow.data.prepare.options import PrepareOptions
@@ -26,7 +25,6 @@ def encode(
     max_bad_fraction: float,
     overwrite: bool = False,
     engine: EngineOptions | None = None,
-    backend: Backend | None = None,
 ) -> Manifest:
     """Encode the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``,
     whose rows are not read.
@@ -52,4 +50,4 @@ def encode(
     )
     options = options_like(load_manifest(like, "--like"), options)
     schema = with_text_format(find_inputs(inputs, log=False), options.schema)
-    return prepare(replace(options, schema=schema), backend)
+    return prepare(replace(options, schema=schema))

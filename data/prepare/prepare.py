@@ -20,7 +20,6 @@ from tqdm.auto import tqdm
 
 from sbpflow import __version__
 from sbpflow.data.engine import Cached, Engine, Home, open_engine
-from sbpflow.data.engine_backends import Backend
 from sbpflow.data.format.ids import Counts
 from sbpflow.data.format.manifest import (
     MANIFEST,
@@ -65,11 +64,10 @@ _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
 """Fraction of the total time for each phase, used only for the ETA"""
 
 
-def prepare(options: PrepareOptions, backend: Backend | None = None) -> Manifest:
+def prepare(options: PrepareOptions) -> Manifest:
     """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest.
 
-    The set does not depend on the engine. An open ``backend`` replaces that of ``options.engine``.
-    Raises ConfigError or DataError for bad input.
+    The set does not depend on the engine. Raises ConfigError or DataError for bad input.
     """
     options.check()
     like = None if options.like is None else load_manifest(options.like, "--like")
@@ -79,20 +77,15 @@ def prepare(options: PrepareOptions, backend: Backend | None = None) -> Manifest
     options = options.sized_for(sum(source.text_bytes for source in inputs))
     options.split.check_files([source.path.name for source in inputs])
     with only_run(options.output):
-        return _prepare(options, inputs, like, backend)
+        return _prepare(options, inputs, like)
 
 
-def _prepare(
-    options: PrepareOptions,
-    inputs: Sequence[Input],
-    like: Manifest | None,
-    backend: Backend | None,
-) -> Manifest:
+def _prepare(options: PrepareOptions, inputs: Sequence[Input], like: Manifest | None) -> Manifest:
     plan = _plan(options, inputs, like)
     if _was_published(options, plan):
         return _publish(work_folder(options.output), options)
     _check_output(options)
-    with open_engine(options.engine, options.workers, backend) as engine:
+    with open_engine(options.engine, options.workers) as engine:
         work, resumes = open_work(options.output, plan)
         if resumes:
             _LOG.info("resuming the unfinished run in %s", work)

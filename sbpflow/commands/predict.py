@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sbpflow.data.predictions import Scoring
     from sbpflow.data.score_blocks import Block, ScoreBlocks
     from sbpflow.run.execution.job import Job
-    from sbpflow.run.execution.predict import Boxing
     from sbpflow.run.model.spec import ModelSpec
     from sbpflow.run.planning.plan import RunPlan
     from sbpflow.runtime.files.remote_path import AnyPath
@@ -254,7 +253,7 @@ def open_rows(
 
     ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once all
     ranks have joined. The caller must close ``opened``, to which everything opened here is
-    registered. The ranks encode raw rows with all CPUs of their hosts.
+    registered. Rank 0 encodes raw rows with all CPUs of its machine.
     """
     from sbpflow.data import fields_of, open_loader
     from sbpflow.run.execution.job import build_job
@@ -291,9 +290,9 @@ def open_rows(
         joined(world.rank)
     on_rank_0(boxing, lambda: open_output(scoring, blocks, bad, opened))
     if blocks is None:
-        encode_on_hosts(boxing, scoring, bad)
+        on_rank_0(boxing, lambda: scoring.encode(bad))
     elif not rank_0_says(boxing, blocks.is_encoded):
-        encode_on_hosts(boxing, scoring, bad)
+        on_rank_0(boxing, lambda: scoring.encode(bad))
         on_rank_0(boxing, blocks.encoded)
     manifest = scoring.manifest()
     if not few:
@@ -315,33 +314,6 @@ def open_rows(
     )
     opened.callback(loader.close)
     return job, loader
-
-
-def encode_on_hosts(boxing: "Boxing", scoring: "Scoring", bad: float) -> None:
-    """Encode raw rows with all CPUs of all hosts: rank 0 assigns tasks to one rank of each host.
-
-    The encoded rows do not depend on the number of hosts.
-    """
-    from sbpflow.data.host_tasks import HostTasks, run_tasks
-    from sbpflow.run.execution.predict import on_rank_0, secret_and_cpus, together
-
-    world, first_ranks = boxing.world, [host[0] for host in boxing.world.topology.hosts]
-    if len(first_ranks) == 1 or scoring.is_set:
-        on_rank_0(boxing, lambda: scoring.encode(bad))
-        return
-    secret, cpus = secret_and_cpus(boxing)
-
-    def share() -> None:
-        if world.rank == 0:
-            backend = HostTasks(world.store, secret, {rank: cpus[rank] for rank in first_ranks})
-            try:
-                scoring.encode(bad, backend=backend)
-            finally:
-                backend.close()
-        elif world.rank in first_ranks:
-            run_tasks(world.store, secret, world.rank, cpus[world.rank])
-
-    together(boxing, share)
 
 
 def _for_few_rows(config: "Config") -> "Config":

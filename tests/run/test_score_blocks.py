@@ -3,27 +3,18 @@ file."""
 
 import json
 import os
-import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
-from torch.distributed import HashStore
 
-from sbpflow.boxing.executor import Boxing
-from sbpflow.commands.predict import encode_on_hosts, predict
-from sbpflow.data import load_manifest
-from sbpflow.data.host_tasks import _messages
+from sbpflow.commands.predict import predict
 from sbpflow.data.predictions import Scoring
 from sbpflow.data.score_blocks import INDEX, ScoreBlocks
-from sbpflow.errors import ConfigError, DataError, PeerLostError
-from sbpflow.runtime.processes.store import TimedStore
-from sbpflow.runtime.ranks.world import World
+from sbpflow.errors import ConfigError
 from tests import deadlines
-from tests.data.rows import folder_bytes
 from tests.data.tables import INF, table, write_csv
 from tests.run.test_predict import ROOT, _train, prepared, words
 
@@ -156,54 +147,15 @@ def test_what_a_folder_has_is_not_replaced_unless_asked(run, folder, tmp_path, m
 
 
 def test_two_ranks_write_a_folder_from_the_command_line(run, folder, tmp_path):
-    """Each rank is on its own host according to the topology, so both encode raw rows."""
-    assert predict(words(run, folder / "new", tmp_path / "s.parquet")) == 0
+    source = folder / "new"
+    assert predict(words(run, source, tmp_path / "s.parquet")) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "sbpflow", "predict"]
-    (tmp_path / "hosts.yaml").write_text("hosts: [[0], [1]]")
-    more = (*BLOCK, f"parallel.topology={tmp_path / 'hosts.yaml'}")
     done = deadlines.run(
-        [*command, *words(run, folder / "new", tmp_path / "scores", *more)],
+        [*command, *words(run, source, tmp_path / "scores", *BLOCK)],
         60,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"tasks on 2 hosts: rank 0: [1-9]\d*, rank 1: [1-9]", done.stderr), done.stderr
     check_equal(joined(tmp_path / "scores"), pl.read_parquet(tmp_path / "s.parquet"))
-
-
-def _encode(world: World, inputs: list[str], like: Path, output: Path, bad: float) -> str:
-    """Encode as ranks of two hosts; return the error message, or an empty string."""
-    two = replace(world.topology, hosts=((0, 1), (2,)))
-    scoring = Scoring(inputs, output, "test", load_manifest(like), overwrite=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world, "topology", two)
-        try:
-            encode_on_hosts(Boxing(world), scoring, bad)
-        except (ConfigError, DataError) as error:
-            return str(error)
-    return ""
-
-
-def test_hosts_encode_the_bytes_of_one_host(ranks, folder, tmp_path):
-    inputs, like = [str(folder / "new")], folder / "set"
-    Scoring(inputs, tmp_path / "one", "test", load_manifest(like), overwrite=True).encode(0.0)
-    assert ranks(3, _encode, inputs, like, tmp_path / "two", 0.0) == [""] * 3
-    assert folder_bytes(tmp_path / "two") == folder_bytes(tmp_path / "one")
-    rows = table(900)[24 * 24 : 24 * 24 + 40]
-    (tmp_path / "bad").mkdir()
-    write_csv(tmp_path / "bad" / "part-1.csv", rows)
-    write_csv(tmp_path / "bad" / "part-2.csv", rows).open("a").write("x\n")
-    errors = ranks(3, _encode, [str(tmp_path / "bad")], like, tmp_path / "three", 0.0)
-    assert all("1 of the 81 lines are bad" in error for error in errors), errors
-
-
-def test_an_unsigned_task_is_refused():
-    store = TimedStore(HashStore(), "the store")
-    _messages(lambda _: store, "ours", "tasks", 1).send((1, print, ()))
-    messages = _messages(lambda _: store, "ours", "tasks", 1)
-    assert messages.receive() == (1, print, ())
-    _messages(lambda _: store, "theirs", "tasks", 1).send((1, print, ()))
-    with pytest.raises(PeerLostError, match="not signed by a rank of this run"):
-        _messages(lambda _: store, "ours", "tasks", 1).receive()

@@ -4,10 +4,8 @@ Scores are returned either all on rank 0, or each range of rows on one rank.
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from secrets import token_hex
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -121,13 +119,6 @@ def unfinished(
 def rank_0_says(boxing: Boxing, question: Callable[[], bool]) -> bool:
     """Return rank 0's value on every rank."""
     return gather_texts(boxing, "yes" if on_rank_0(boxing, question) else "")[0] == "yes"
-
-
-def secret_and_cpus(boxing: Boxing) -> tuple[str, list[int]]:
-    """Return a new random key of all ranks, and the number of CPUs of each rank's host."""
-    secret = token_hex(32) if boxing.world.rank == 0 else ""
-    facts = gather_facts(boxing, {"secret": secret, "cpus": str(os.cpu_count() or 1)})
-    return facts[0]["secret"], [int(each["cpus"]) for each in facts]
 
 
 def probabilities(logits: NDArray[np.floating]) -> Floats:
