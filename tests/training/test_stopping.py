@@ -112,7 +112,7 @@ def test_gauc_without_groups_is_refused_at_the_start(name):
     watch = {"stop": StopConfig, "plateau": PlateauConfig}[name](metric="gauc")
     config = replace(make_config("2", "sgd"), train=TrainConfig(**{name: watch}))
     plan_run(config, replace(FIELDS, grouped=True), world_size=1, device_type="cpu")
-    wanted = rf"train\.{name}\.metric: gauc, .*`group: .*train\.{name}\.metric=auc"
+    wanted = rf"train\.{name}\.metric: gauc needs a group, .*`group: .*train\.{name}\.metric=auc"
     with pytest.raises(ConfigError, match=wanted):
         plan_run(config, FIELDS, world_size=1, device_type="cpu")
 

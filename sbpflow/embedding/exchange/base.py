@@ -1,15 +1,18 @@
 """Defines the base class of groups. A group runs the moves of a batch in this order.
 
-    start_id_exchange  compute addresses, deduplicate them, start the first transfer exchange_ids
-    send the ids, now that the transfer sizes are known next_round         in exchanges with several
-    id rounds: receive ids, deduplicate and count the ids to forward; ``exchange_ids`` then runs
-    again receive_ids        receive the ids that this rank looks up; addresses are final announce
-    notify the stores of the rows that a training batch needs mark_early         optionally, find
-    the rows whose values are final before the lookup send_early         send these rows, one batch
-    ahead lookup             read the rows and start sending vectors gather_outputs     receive the
-    vectors of this rank's samples send_grads         start sending gradients receive_grads
-    receive the gradients on the ranks that store the rows update             take one optimizer
-    step
+    start_id_exchange  compute addresses, deduplicate them, start the first transfer
+    exchange_ids       send the ids, now that the transfer sizes are known
+    next_round         in exchanges with several id rounds: receive ids, deduplicate and count the
+                       ids to forward; ``exchange_ids`` then runs again
+    receive_ids        receive the ids that this rank looks up; addresses are final
+    announce           notify the stores of the rows that a training batch needs
+    mark_early         optionally, find the rows whose values are final before the lookup
+    send_early         send these rows, one batch ahead
+    lookup             read the rows and start sending vectors
+    gather_outputs     receive the vectors of this rank's samples
+    send_grads         start sending gradients
+    receive_grads      receive the gradients on the ranks that store the rows
+    update             take one optimizer step
 
 Between two moves, the caller computes something else or runs a move of another group, and the
 transfers overlap with this work. The moves up to ``receive_ids`` depend only on ids, so they can
