@@ -75,12 +75,8 @@ def main() -> int:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"sbpflow {SBPFLOW_VERSION}\n")
         return 0
-    if sys.argv[1:] in ([], ["-h"], ["--help"]):
-        lines = [f"  {name:<18}{line}\n" for name, (line, _) in _WITH_HELP.items()]
-        usage = "usage: sbpflow COMMAND ...; sbpflow COMMAND --help shows the options\n\n"
-        sys.stdout.write(usage + "".join(lines))
-        return 0
-    return dispatch("sbpflow", COMMANDS, sys.argv[1:])
+    lines = {name: line for name, (line, _) in _WITH_HELP.items()}
+    return dispatch("sbpflow", COMMANDS, sys.argv[1:], lines)
 
 
 def entry() -> None:

@@ -1,6 +1,7 @@
 """Tests all ways a run can end: exit code, one message, and all ranks gone within seconds."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import sbpflow.__main__
 from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +164,21 @@ def test_a_successful_run_is_silent_and_closes_its_groups(run: Run) -> None:
     assert run.process.returncode == 0
     assert output.count("group open: False") == 2
     assert "error" not in output
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_help_describes_every_command(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["sbpflow", *words])
+    assert sbpflow.__main__.main() == 0
+    shown = capsys.readouterr().out
+    for name in sbpflow.__main__.COMMANDS:
+        assert re.search(rf"^  {name} +\w", shown, re.M), name
+
+
+def test_the_version_is_that_of_the_package(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sbpflow", "--version"])
+    assert sbpflow.__main__.main() == 0
+    assert capsys.readouterr().out == f"sbpflow {sbpflow.__version__}\n"
 
 
 @pytest.mark.parametrize("lines", [10, 100_000], ids=["within the buffer", "beyond it"])

@@ -72,13 +72,19 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def dispatch(
-    prog: str, commands: Mapping[str, Callable[[Sequence[str]], int]], argv: Sequence[str]
+    prog: str,
+    commands: Mapping[str, Callable[[Sequence[str]], int]],
+    argv: Sequence[str],
+    lines: Mapping[str, str] | None = None,
 ) -> int:
-    """Run the command that the first argument names; without arguments, print the list of
-    commands."""
+    """Run the command that the first argument names; without arguments, list the commands, each
+    with its line of ``lines``.
+    """
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
-        sys.stdout.write(f"usage: {prog} {{{','.join(commands)}}} [-h] ...\n")
+        text = [f"usage: {prog} COMMAND ...; {prog} COMMAND --help shows the options\n\n"]
+        text += [f"  {each:<18}{(lines or {}).get(each, '')}".rstrip() + "\n" for each in commands]
+        sys.stdout.write("".join(text))
         return 0
     if name not in commands:
         near = [f"; did you mean {match}?" for match in get_close_matches(name, commands, 1)]
