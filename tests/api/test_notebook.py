@@ -112,6 +112,7 @@ def auc(kernel: Kernel, call: str) -> float:
     return numbers(line)[0]
 
 
+@pytest.mark.slow
 def test_a_kernel_survives_failures_and_interrupts(kernel):
     error, _ = kernel.run("fit('bad', epochs=0)")
     assert error.startswith("ConfigError: train.epochs: 0 is not ")

@@ -21,6 +21,7 @@ from sbpflow.errors import CheckpointError
 from sbpflow.runtime.ranks.world import World
 from tests.embedding.cases import Spec
 from tests.embedding.growing_case import GrowingCase, Run
+from tests.quick import quick
 
 EVERY, DELTAS = 2, 3
 LRU = Growth(
@@ -134,7 +135,7 @@ def check_changes(delta: Checkpoint, now: Checkpoint, before: Checkpoint) -> dic
     return {"removed": len(changes.removed), "added": len(added), "kept": len(keys) - len(added)}
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", quick(CHAINS, lambda n: n in (0, 1)))
 def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, memory, name):
     folder, numbers, before, totals = trained(ranks, name, memory / name), [], None, {}
     num_steps = CHAINS[name][1][-1].stop

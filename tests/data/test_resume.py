@@ -13,6 +13,7 @@ from sbpflow.data.prepare import prepare, stage
 from sbpflow.data.prepare.encode import encode_all
 from sbpflow.data.prepare.stage import stage_inputs
 from tests.data.rows import folder_bytes, run_prepare, text_rows, write_rows
+from tests.quick import quick
 
 STEPS = ("stage", "vocabulary", "half", "encoded", "all")
 
@@ -103,7 +104,7 @@ def kinds_of(work, rng):
     return {(p.parent.name, p.suffix): p for p in rng.sample(files, len(files))}
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", quick(STEPS, lambda n: n in (0, 3)))
 def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, clean, step):
     """Damage each file separately: new kinds of files in every way, other kinds in one way per
     step.
@@ -138,6 +139,7 @@ def edits(record):
             yield {**record, key: value + 1 if isinstance(value, int) else value + "x"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "folder"),
     [pytest.param("stage", "stage", marks=pytest.mark.slow), ("encoded", "encoded")],

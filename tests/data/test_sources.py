@@ -18,6 +18,7 @@ from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.prepare.remote import RemotePath, input_path
 from sbpflow.errors import ConfigError, DataError
 from tests.data.rows import run_prepare, text_rows, write_rows
+from tests.quick import diagonal
 
 ROWS = text_rows(600, seed=11)
 TEXT = b"".join("\t".join(row).encode() + b"\n" for row in ROWS)
@@ -104,8 +105,10 @@ def test_truncated_or_damaged_compressed_text_is_refused(tmp_path, suffix):
             run_prepare(tmp_path / "set", path)
 
 
-@pytest.mark.parametrize("suffix", [".arrow", ".feather", ".parquet"])
-@pytest.mark.parametrize("compression", ["zstd", "lz4", "uncompressed"])
+@pytest.mark.parametrize(
+    ("suffix", "compression"),
+    diagonal([".arrow", ".feather", ".parquet"], ["zstd", "lz4", "uncompressed"]),
+)
 def test_tables_give_the_set_of_the_text(tmp_path, plain, suffix, compression):
     path, frame = tmp_path / f"rows{suffix}", as_frame()
     if suffix == ".parquet":

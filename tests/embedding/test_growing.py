@@ -1,6 +1,7 @@
 """Tests growing tables in collections: any ranks, layouts, lookahead, kernels, and checkpoints."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from tests.embedding.growing_case import (
     size_of,
 )
 from tests.embedding.vocabulary_reference import ReferenceVocabulary
-from tests.quick import diagonal
+from tests.quick import diagonal, quick
 
 CASE = GrowingCase()
 EVICTING = Growth(
@@ -162,7 +163,7 @@ def check_as_alone(ranks, alone, size, case, folder: Path, atol=1e-9):
     assert one[0]["counts"]["g"].evicted > 5
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", quick([2, 3], lambda n: n == 1))
 def test_event_times_of_all_ranks_decide(ranks, alone, tmp_path, size):
     """The latest sample of a batch is on one rank, and counts for the keys of every owner."""
     check_as_alone(ranks, alone, size, replace(CASE, growth=TIMED, ahead=size), tmp_path)
@@ -278,7 +279,8 @@ def resumed(world, case, start, stop, source, folder, in_background):
 
 
 @pytest.mark.parametrize(
-    ("layout", "in_background"), diagonal(["unique", "columns"], [False, True])
+    ("layout", "in_background"),
+    quick(product(["unique", "columns"], [False, True]), lambda n: n == 3),
 )
 def test_reshards_in_the_middle_of_eviction(ranks, alone, tmp_path, layout, in_background):
     deep, wide = LAYOUTS[layout]

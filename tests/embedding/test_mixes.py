@@ -147,7 +147,7 @@ def check(ranks, mix: Mix, tolerance: float, rtol: float = 0.0) -> None:
 
 @seed(20)
 @settings(
-    max_examples=20,
+    max_examples=8,
     deadline=None,
     database=None,
     derandomize=False,

@@ -26,6 +26,7 @@ from sbpflow.runtime.ranks.topology import Link, Topology
 from tests.deadlines import output_of
 from tests.launch.machines import PORT, Machine, needs_namespaces, two_machines
 from tests.launch.test_by_hand import free_port
+from tests.quick import quick
 from tests.training.wdl_case import FIELDS, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +93,7 @@ def said_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", quick([2, 4], lambda n: n == 0))
 def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     facts = said_by([started(tmp_path, rank, size, **where) for rank in range(size)], tmp_path)
@@ -105,6 +106,7 @@ def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
         assert one["sockets"] == 0, "the socket is gone"
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_network_namespaces_are_hosts_even_with_equal_host_names(tmp_path):
     """Ranks alternate between hosts, so the ranks of a host are not consecutive."""
@@ -175,10 +177,13 @@ def test_a_world_without_a_launcher_discovers_its_hosts(ranks, size):
 
 @pytest.mark.parametrize(
     ("mode", "message"),
-    [
-        ("killed", "AbsentError: rank 1 did not join: 1 of 2 ranks joined within 4 s; "),
-        ("stopped", "the first rank on this host does not answer on its Unix"),
-    ],
+    quick(
+        [
+            ("killed", "AbsentError: rank 1 did not join: 1 of 2 ranks joined within 4 s; "),
+            ("stopped", "the first rank on this host does not answer on its Unix"),
+        ],
+        lambda n: n == 0,
+    ),
 )
 def test_a_rank_that_dies_or_hangs_in_the_handshake_is_an_error_within_the_limit(
     tmp_path, mode, message

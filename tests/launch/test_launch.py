@@ -130,6 +130,7 @@ def test_a_rank_that_exits_is_named_with_its_code_and_line(run: Run) -> None:
     assert "died" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["killed"], indirect=True)
 def test_survivors_name_the_rank_that_died(run: Run) -> None:
     run.pids()

@@ -80,7 +80,7 @@ def found_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[list[
     ("host", "wrapped"),
     [
         ("127.0.0.1", ""),
-        ("localhost", "1"),
+        pytest.param("localhost", "1", marks=pytest.mark.slow),
         pytest.param("127.0.0.1", "1", marks=pytest.mark.slow),
         pytest.param("localhost", "", marks=pytest.mark.slow),
     ],
@@ -97,6 +97,7 @@ def test_ranks_started_by_hand_on_one_machine_listen_on_loopback(tmp_path, host,
         assert {address.partition(":")[0] for address in addresses} == {LOOPBACK}
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_on_one_machine_listen_on_loopback(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = started([*command, "--nproc-per-node", "2"], tmp_path)

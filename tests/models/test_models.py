@@ -15,6 +15,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS as REGISTERED
 from sbpflow.run.model.spec import Fields, ModelSpec
 from tests.models.twins import BATCH, DIM, FEW, MODELS, STEPS, config_of, named, twin_run
+from tests.quick import diagonal, quick
 from tests.training.wdl_case import NUM_ROWS, make_batches, make_job, train
 
 MIXED = {
@@ -95,17 +96,18 @@ def check_tables(results, twin):
 LENGTHS = [FEW, pytest.param(STEPS, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("name", "world_size"), diagonal(list(MODELS), [1, 2]))
 def test_scheme_1_trains_like_the_twin(ranks, world_size, name):
     check(ranks, world_size, name, config_of(name, "1"), STEPS)
 
 
 @pytest.mark.parametrize("steps", LENGTHS)
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("world_size", "scheme"),
-    [(3, "2"), pytest.param(4, "dp", marks=pytest.mark.slow), (4, "3")],
+    ("world_size", "scheme", "name"),
+    quick(
+        ((*place, name) for place in ((3, "2"), (4, "dp"), (4, "3")) for name in MODELS),
+        lambda n: n % 3 == 0,
+    ),
 )
 def test_schemes_on_more_ranks_train_like_the_twin(ranks, world_size, scheme, name, steps):
     check(ranks, world_size, name, config_of(name, scheme), steps)

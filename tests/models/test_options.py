@@ -151,10 +151,7 @@ def compiled(world, name, scheme):
 # Each compilation takes seconds, so only the largest and the smallest models are compiled.
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("wdl", "dcnv2 low rank")))
-        for name in MODELS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "dcnv2 low rank")) for name in MODELS],
 )
 def test_a_compiled_part_trains_like_an_uncompiled_one(ranks, name):
     plain = config_with(name, "1", dtype="float64", norm="none")

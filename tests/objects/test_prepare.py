@@ -81,6 +81,7 @@ def test_an_interrupted_upload_continues(s3, inputs, cache, tmp_path, capsys):
     assert main(["verify", str(SET)]) == 0
 
 
+@pytest.mark.slow
 def test_an_existing_set_is_replaced_only_on_request(s3, inputs, cache, capsys):
     assert command() == 0
     assert command() == 2

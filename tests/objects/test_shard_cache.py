@@ -130,6 +130,7 @@ def test_a_shuffled_split_must_fit_into_the_cache(remote, local, tmp_path):
         rows_of(manifest, shuffle="runs")
 
 
+@pytest.mark.slow
 def test_shards_that_are_mapped_are_not_removed(remote, local, tmp_path):
     limit = size_of(local, "train") + 1000
     manifest = load_manifest(SET, cache=options(tmp_path, limit))
@@ -153,6 +154,7 @@ def test_a_damaged_download_is_repeated_and_then_reported(remote, local, tmp_pat
         rows_of(manifest)
 
 
+@pytest.mark.slow
 def test_truncated_and_refused_reads_are_repeated(remote, local, tmp_path):
     seen: dict[str, int] = {}
 
@@ -165,6 +167,7 @@ def test_truncated_and_refused_reads_are_repeated(remote, local, tmp_path):
     assert np.array_equal(rows_of(manifest), rows_of(local))
 
 
+@pytest.mark.slow
 def test_verify_reads_the_whole_set(remote, local, tmp_path):
     verify_set(load_manifest(SET, cache=options(tmp_path)), 2)
     (SET / "manifest.json").unlink()
@@ -172,6 +175,7 @@ def test_verify_reads_the_whole_set(remote, local, tmp_path):
         load_manifest(SET)
 
 
+@pytest.mark.slow
 def test_threads_share_downloads_and_leftovers_of_kills_are_replaced(remote, local, tmp_path):
     caches = [load_manifest(SET, cache=options(tmp_path)).cache for _ in range(2)]
     name = local.shards("train")[0].file

@@ -102,6 +102,7 @@ class Interrupted(Exception):
     """Simulates a kill: no code of the run executes afterwards."""
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_on_s3_equals_a_run_on_local_files(s3, cache, tmp_path, monkeypatch):
     url, local = prepared(tmp_path, cache)
     quiet = "checkpoint.background=false"

@@ -32,6 +32,7 @@ from sbpflow.planner.search.problem import Move, price_of
 from sbpflow.planner.shapes import WHOLE, plan_of, problem_of, shapes_of
 from sbpflow.planner.task import Choice, Shape
 from sbpflow.planner.workloads import POOL_LOOKUPS, pool, random_task, split_pool
+from tests.quick import quick
 
 PROFILE = described("h100-dgx")
 SMALL = 100  # insertions
@@ -115,21 +116,20 @@ NEUROSHARD = neuroshard.Amount(sets=40, placements=20, epochs=2)
 AUTOSHARD = autoshard.Amount(steps=40, episodes=2, cost_updates=1)
 
 
-def test_a_trained_planner_is_cached_for_the_same_arguments(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", quick(LEARNED, lambda n: n == 0))
+def test_a_trained_planner_is_cached_for_the_same_arguments(tmp_path, monkeypatch, name):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     task_setting = setting(6, 2, 9)
     cost = TaskCost(PROFILE, task_setting.task)
-    small = {"dreamshard": DREAMSHARD, "neuroshard": NEUROSHARD, "autoshard": AUTOSHARD}
-    for name, kind in LEARNED.items():
-        train = kind.train
-        monkeypatch.setattr(
-            kind, "train", lambda tasks, seed, n=name, t=train: t(tasks[:3], seed, small[n])
-        )
-        learned = published(name, cost, 3)(task_setting)
-        monkeypatch.setattr(kind, "train", lambda *_: pytest.fail("trained again"))
-        assert published(name, cost, 3)(task_setting) == learned
-        with pytest.raises(pytest.fail.Exception, match="trained again"):
-            published(name, cost, 4)
+    small = {"dreamshard": DREAMSHARD, "neuroshard": NEUROSHARD, "autoshard": AUTOSHARD}[name]
+    kind = LEARNED[name]
+    train = kind.train
+    monkeypatch.setattr(kind, "train", lambda tasks, seed: train(tasks[:3], seed, small))
+    learned = published(name, cost, 3)(task_setting)
+    monkeypatch.setattr(kind, "train", lambda *_: pytest.fail("trained again"))
+    assert published(name, cost, 3)(task_setting) == learned
+    with pytest.raises(pytest.fail.Exception, match="trained again"):
+        published(name, cost, 4)
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"\x80\x04.", b"junk" * 99])

@@ -40,7 +40,7 @@ def both_ways(world, mix, slots, folder):
     return sum(store.counts.written for store in made)
 
 
-QUICK = {("columns", "file"), ("unique", "host")}
+QUICK = {("unique", "host")}
 
 
 @pytest.mark.parametrize(

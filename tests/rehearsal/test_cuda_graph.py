@@ -17,6 +17,7 @@ from tests.embedding.mixes import make_collection
 from tests.embedding.test_mixes import RULES, mix_of
 from tests.models.test_options import config_with
 from tests.models.twins import MODELS
+from tests.quick import quick
 from tests.ranks import RanksFailed
 from tests.training.wdl_case import DENSE, FIELDS, make_batches, make_config, make_job, to_device
 
@@ -97,7 +98,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", quick(OPTIMIZERS, lambda n: n % 2 == 0))
 def test_replays_equal_eager_steps(rehearsed_ranks, optimizer):
     config = with_graph(make_config("1", "adagrad", dtype="float32"))
     config = replace(config, optimizer=OPTIMIZERS[optimizer])
@@ -114,7 +115,7 @@ TABLES = {  # optimizer of the deep tables, and row dtype
 }
 
 
-@pytest.mark.parametrize("sparse", TABLES)
+@pytest.mark.parametrize("sparse", quick(TABLES, lambda n: n % 2 == 0))
 def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
     """Change the learning rate every step, except for FTRL, which requires a constant rate."""
     wide = Ftrl() if sparse == "adagrad" else None
@@ -232,7 +233,7 @@ def both_ways_with_tritons_tables(world, config):
         choose.find_spec = absent
 
 
-@pytest.mark.parametrize("sparse", ["rowwise_adagrad", "lazy_adam"])
+@pytest.mark.parametrize("sparse", quick(["rowwise_adagrad", "lazy_adam"], lambda n: n == 0))
 def test_triton_table_kernels_are_replayed(rehearsed_ranks, sparse):
     pytest.importorskip("triton")
     config = make_config("1", sparse, dtype="float32", dense="adam", kernel="triton", batch_size=12)

@@ -46,9 +46,9 @@ def test_uneven_shards_on_some_ranks_equal_the_reference(rehearsed_ranks):
 @pytest.mark.parametrize(
     ("world_size", "exchange", "rule"),
     [
-        *((1, exchange, "lazy_adam") for exchange in mixes.EXCHANGES),
+        *quick(((1, name, "lazy_adam") for name in mixes.EXCHANGES), lambda n: n == 0),
         *((2, exchange, "rowwise_adagrad") for exchange in mixes.EXCHANGES),
-        *quick(((3, *pair) for pair in turns(mixes.EXCHANGES, RULES, 2)), lambda n: n % 2 == 0),
+        *quick(((3, *pair) for pair in turns(mixes.EXCHANGES, RULES, 2)), lambda n: n % 5 == 0),
     ],
 )
 def test_lists_and_weights_equal_the_reference(rehearsed_ranks, world_size, exchange, rule):
@@ -56,7 +56,7 @@ def test_lists_and_weights_equal_the_reference(rehearsed_ranks, world_size, exch
     mixes.check(rehearsed_ranks, replace(mix, world_size=world_size), 1e-10)
 
 
-@pytest.mark.parametrize("exchange", mixes.EXCHANGES)
+@pytest.mark.parametrize("exchange", quick(mixes.EXCHANGES, lambda n: n % 2 == 0))
 def test_accumulated_steps_without_overlap_equal_the_reference(rehearsed_ranks, exchange):
     mix = mixes.mix_of(
         exchange, 6, RULES["lazy_adam"], batch_sizes=(9, 4, 7, 3), accumulate=2, overlap=False

@@ -77,7 +77,7 @@ def assert_equal(found, wanted, rtol=0.0):
                 assert equal(value, state_too[name]), (table, name)
 
 
-QUICK = {(2, "local"), (3, "unique columns")}
+QUICK = {(2, "unique")}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,7 @@ def test_any_buffer_fraction_trains_to_equal_bits(rehearsed_ranks, ranks, case):
         assert bool(results[0][3]) == (share == 0.05) or share == 0.6
 
 
+@pytest.mark.slow
 def test_buffers_support_half_precision_rows_and_vectors(rehearsed_ranks):
     narrow = {"table_dtype": "bfloat16", "comm_dtype": "bfloat16"}
     wanted = rehearsed_ranks(2, train_ahead, config_of("unique", None, **narrow))

@@ -35,6 +35,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_sample_is_the_start_of_the_table(folder):
     (sample,) = re.findall(r"^```none\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     table = (folder / "clicks.csv").read_text()
@@ -42,6 +43,7 @@ def test_the_sample_is_the_start_of_the_table(folder):
     assert "clicked" not in (folder / "tomorrow.csv").read_text()
 
 
+@pytest.mark.slow
 def test_every_new_row_has_a_score(folder):
     scores = pl.read_parquet(folder / "scores.parquet")
     assert scores.columns == ["visit", "score"]
@@ -54,18 +56,21 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == kind]
 
 
+@pytest.mark.slow
 def test_the_model_has_learned_something(folder):
     (final,) = events(folder / "runs/clicks", "final")
     (shown,) = re.findall(r"^  auc +([\d.]+)$", TEXT, re.MULTILINE)
     assert final["auc"] == pytest.approx(float(shown), abs=0.01)
 
 
+@pytest.mark.slow
 def test_both_layouts_have_the_same_losses(folder):
     first, second = ([e["loss"] for e in events(folder / run, "step")] for run in RUNS)
     assert len(first) > 3
     assert first == pytest.approx(second, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_files_that_the_page_names_are_there(folder):
     assert (folder / "runs/clicks/report.html").is_file()
     assert (folder / "out/model/scorer.py").is_file()

@@ -146,6 +146,7 @@ def test_what_a_folder_has_is_not_replaced_unless_asked(run, folder, tmp_path, m
         predict(words(run, folder / "set", tmp_path / "none", "--block-rows", "0"))
 
 
+@pytest.mark.slow
 def test_two_ranks_write_a_folder_from_the_command_line(run, folder, tmp_path):
     source = folder / "new"
     assert predict(words(run, source, tmp_path / "s.parquet")) == 0

@@ -437,6 +437,7 @@ JOB = """
 """
 
 
+@pytest.mark.slow
 def test_one_rank_ends_all_without_checked_mode(tmp_path):
     """Only rank 1 has the bad id, and rank 0 waits for rank 1's sum; one message is printed, and
     both ranks exit.

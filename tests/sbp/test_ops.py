@@ -212,7 +212,8 @@ def test_every_combination_on_a_line(ranks, line, name):
 @pytest.mark.parametrize("name", ["linear_bias", "matmul", "gather", "concat", "reduce_sum", "mul",
                                   "reshape_merge", "bce_mean", "batch_norm",
                                   "dot_interaction"])  # fmt: skip
-def test_combinations_on_a_grid(ranks, name):
+@pytest.mark.parametrize("count", [10, pytest.param(25, marks=pytest.mark.slow)])
+def test_combinations_on_a_grid(ranks, name, count):
     per_operand = []
     for number in range(len(OPS[name][2])):
         values = [s for (s,) in _values(name, number)]
@@ -221,7 +222,7 @@ def test_combinations_on_a_grid(ranks, name):
         # for user tensors.
         per_operand.append([p for p in pairs if not (p[0] == p[1] and isinstance(p[0], Split))])
     combinations = list(itertools.product(*per_operand))
-    picked = combinations[:: max(1, len(combinations) // 25)]
+    picked = combinations[:: max(1, len(combinations) // count)]
     ranks(4, _run_combinations, name, [[0, 1], [2, 3]], picked)
 
 

@@ -329,6 +329,7 @@ def test_new_vocabulary_entries_get_their_ids(exported):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_slots_of_changed_rows_are_reused_only_when_no_version_needs_them(parts):
     generator = torch.Generator().manual_seed(3)

@@ -109,6 +109,7 @@ def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, 
             export(wrong)
 
 
+@pytest.mark.slow
 def test_a_training_run_exports_while_it_trains(synth_set, tmp_path):  # noqa: F811
     more = [f"export={{dir: {tmp_path / 'out'}, every_seconds: 0, deltas: 4}}"]
     command = [sys.executable, "-m", "sbpflow", "train", "--config", CONFIG]

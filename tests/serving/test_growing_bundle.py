@@ -218,6 +218,7 @@ def _generated(world, folder: Path) -> None:
     export(folder / "run", config_of(folder / "set", model), folder / "model")
 
 
+@pytest.mark.slow
 def test_a_bundle_scores_with_torch_and_numpy_alone(exported, prepared, tmp_path):
     folder, _ = exported
     for name in GROWING:

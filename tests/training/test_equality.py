@@ -102,35 +102,31 @@ def check_float64(
             np.testing.assert_allclose(got, expected.detach().numpy(), rtol=0, atol=1e-9)
 
 
-# On one rank every scheme runs the same code, so one scheme is enough. For the full length, one
-# rule is enough.
+# On one rank every scheme runs the same code, so one scheme is enough.
+PLACES = [(1, "1"), *((2, scheme) for scheme in SCHEMES)]
+
+
 @pytest.mark.parametrize(
-    ("sparse", "steps"),
+    ("world_size", "scheme", "sparse", "steps"),
     [
-        *((rule, STEPS if rule == "rowwise_adagrad" else FEW) for rule in SPARSE),
-        *(
-            pytest.param(rule, STEPS, marks=pytest.mark.slow)
-            for rule in SPARSE
-            if rule != "rowwise_adagrad"
-        ),
+        *((1, "1", rule, FEW) for rule in SPARSE),
+        *((2, *pair, FEW) for pair in zip(SCHEMES, SPARSE, strict=True)),
+        (2, "3", "rowwise_adagrad", STEPS),
+        *quick(((*place, rule, STEPS) for place in PLACES for rule in SPARSE), lambda n: False),
     ],
 )
-@pytest.mark.parametrize(("world_size", "scheme"), [(1, "1"), *((2, scheme) for scheme in SCHEMES)])
 def test_schemes_train_like_one_process_in_float64(ranks, world_size, scheme, sparse, steps):
     check_float64(ranks, world_size, make_config(scheme, sparse), sparse, "sgd", steps)
 
 
-# Three ranks divide nothing evenly and test every rule; four ranks test one rule.
+# Three ranks divide nothing evenly.
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
     ("world_size", "sparse"),
     [
-        *quick(((3, rule) for rule in SPARSE), lambda n: n % 2 == 0),
-        *(
-            pytest.param(4, rule, marks=[pytest.mark.slow] * (rule != "rowwise_adagrad"))
-            for rule in SPARSE
-        ),
+        *quick(((3, rule) for rule in SPARSE), lambda n: n == 0),
+        *quick(((4, rule) for rule in SPARSE), lambda n: n == 3),
     ],
 )
 def test_schemes_on_more_ranks_train_like_one_process(ranks, world_size, scheme, sparse, steps):
@@ -186,13 +182,13 @@ def columns_on_some_ranks(dim: int) -> dict[str, TableRule]:
     }
 
 
-@pytest.mark.parametrize("sparse", SPARSE)
+@pytest.mark.parametrize("sparse", quick(SPARSE, lambda n: n > 1))
 def test_ranks_without_a_column_train_like_one_process(ranks, sparse):
     config = make_config("1", sparse, tables=columns_on_some_ranks(5))
     check_float64(ranks, 2, config, sparse, "sgd")
 
 
-@pytest.mark.parametrize("sparse", SPARSE)
+@pytest.mark.parametrize("sparse", quick(SPARSE, lambda n: n > 1))
 def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
     # As below, d = 8 because FBGEMM supports it, and sums differ by rounding errors of 1e-7 per
     # step.
@@ -204,8 +200,7 @@ def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
         np.testing.assert_allclose(result["losses"], single["losses"], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("sparse", SPARSE)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("sparse", "scheme"), diagonal(list(SPARSE), list(SCHEMES)))
 def test_schemes_agree_in_float32_over_ten_steps(ranks, scheme, sparse):
     # With d = 8, FBGEMM runs all supported rules; sums in a different order differ by 1e-7 per
     # step.

@@ -20,6 +20,7 @@ from sbpflow.data.format.shards import RowFiles
 from sbpflow.errors import ConfigError
 from sbpflow.run.report.page import write_report
 from sbpflow.runtime.random.streams import mix
+from tests.quick import quick
 from tests.training.test_resume import Interrupted, interrupt
 
 ROWS, BATCH = 4000, 100
@@ -122,7 +123,7 @@ def test_raw_rows_are_scored_by_their_keys(run):
     assert scores["raw"]["score"].n_unique() > 100
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("background", quick(["true", "false"], lambda n: n == 0))
 def test_a_run_with_deltas_resumes_and_predicts_bit_for_bit(run, monkeypatch, background):
     name, path = f"deltas-{background}", run / "first"
     more = ("checkpoint.every=3", "checkpoint.deltas=5", f"checkpoint.background={background}")

@@ -12,6 +12,7 @@ from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.explain import describe, format_plan
 from sbpflow.runtime.ranks.world import World
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL
+from tests.quick import quick
 from tests.training.wdl_case import (
     FIELDS,
     dense_of,
@@ -75,7 +76,7 @@ def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
     return {**outcome(job, losses), "order": order}
 
 
-@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
+@pytest.mark.parametrize("scheme", quick(["dp", "1", "2", "3"], lambda n: n % 2 == 1))
 def test_no_lookahead_changes_a_bit_or_the_order_of_a_channel(ranks, scheme):
     config = make_config(scheme, "rowwise_adagrad", dense="adam")
     want = ranks(2, train, config, 0, False)

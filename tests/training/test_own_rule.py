@@ -130,7 +130,7 @@ def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], dict[str, np.nda
 
 @pytest.mark.parametrize(
     ("size", "layout", "kernel"),
-    quick(product([1, 2, 4], LAYOUTS, ["torch", "numba"]), lambda n: n % 5 == 0),
+    quick(product([1, 2, 4], LAYOUTS, ["torch", "numba"]), lambda n: n % 11 == 0),
 )
 def test_every_layout_equals_the_reference(ranks, size, layout, kernel):
     """After three steps of tables near 0.1, errors of float64 sums in a different order stay below

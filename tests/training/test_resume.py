@@ -94,9 +94,13 @@ def test_interrupted_runs_resume_bit_for_bit(synth_set, whole, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("checkpoint.background=true",),
-             ("parallel.storage={'deep.*': {kind: file, cache: '40%'}}",)],
-)  # fmt: skip
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("checkpoint.background=true",), marks=pytest.mark.slow),
+        ("parallel.storage={'deep.*': {kind: file, cache: '40%'}}",),
+    ],
+)
 def test_a_run_with_deltas_resumes_bit_for_bit(synth_set, whole, tmp_path, monkeypatch, more):
     deltas = ("checkpoint.every=2", "checkpoint.deltas=3", "checkpoint.keep=2", *more)
     for at in (3, 7, 13):

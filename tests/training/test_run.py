@@ -129,6 +129,7 @@ def test_two_ranks_train_and_report_once(synth_set, tmp_path):
     assert 0.4 < events[-1]["auc"] < 1
 
 
+@pytest.mark.slow
 def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_path, free_port):
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     ranks = [
