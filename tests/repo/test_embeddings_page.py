@@ -15,6 +15,7 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
 from sbpflow.embedding.storage.lookup import Lookup
 from tests.deadlines import run
+from tests.quick import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +52,7 @@ def train_linear(world, dense):
     return losses
 
 
-@pytest.mark.parametrize("dense", [{}, {"weight": "S(1)"}])
+@pytest.mark.parametrize("dense", quick([{}, {"weight": "S(1)"}], lambda n: n == 1))
 def test_the_model_on_global_tensors_has_the_same_losses_with_a_split_weight(ranks, dense):
     (alone,) = ranks(1, train_linear, {})
     assert alone[-1] < alone[0]

@@ -17,6 +17,7 @@ from sbpflow.run.saved.saved_model import saved_config
 from sbpflow.serving.deltas import bundles_in, delta_folder, digest_of, newest_bundle, read_delta
 from sbpflow.serving.scorer import Tensors, load
 from tests import deadlines
+from tests.quick import quick
 from tests.training.conftest import synth_set  # noqa: F401 (a fixture)
 from tests.training.test_resume import CONFIG, words
 
@@ -58,7 +59,7 @@ def values_of(bundle: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-@pytest.mark.parametrize("rows", ["as_trained", "int8"])
+@pytest.mark.parametrize("rows", quick(["as_trained", "int8"], lambda n: n == 1))
 def test_a_bundle_with_deltas_equals_a_bundle_of_the_same_step(run, tmp_path, rows):
     def follow(step: int, num_deltas: int = 24) -> str | None:
         checkpoint = open_checkpoint(run / f"step-{step}")

@@ -21,6 +21,7 @@ from sbpflow.runtime.ranks.topology import Link, Topology
 from sbpflow.runtime.ranks.world import World
 from sbpflow.training import step_schedule as moves
 from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule, with_early_moves
+from tests.quick import diagonal
 from tests.training.test_lookahead import NUM, assert_same, outcome, parts
 from tests.training.wdl_case import FIELDS, make_config, make_job
 
@@ -72,8 +73,7 @@ def check(ranks: Any, size: int, config: Config, per_step: int = 1, clip: bool =
                 assert (got["sent"][f"{group}/fwd/early"] > 0) == (lookahead > 1)
 
 
-@pytest.mark.parametrize("per_step", [1, 3])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("per_step", "size"), diagonal([1, 3], [2, 4]))
 def test_no_bit_changes_with_evaluations_and_accumulation(ranks, size, per_step):
     check(ranks, size, make_config("3", "lazy_adam", dense="adam"), per_step)
 

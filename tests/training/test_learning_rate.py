@@ -13,6 +13,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.streams import stream_key
 from sbpflow.runtime.ranks.world import World
 from sbpflow.training.learning_rate import constant, rate_factor
+from tests.quick import diagonal
 from tests.training.wdl_case import dense_of, make_batches, make_config, make_job, pieces_of
 
 
@@ -96,8 +97,9 @@ def run_whole(world: World, config: Any) -> dict[str, Any]:
     return {"losses": losses, "pieces": pieces_of(job), "dense": dense_of(job)}
 
 
-@pytest.mark.parametrize("sparse", ["sgd", "rowwise_adagrad", "lazy_adam"])
-@pytest.mark.parametrize("scheme", ["dp", "1", "2", "3"])
+@pytest.mark.parametrize(
+    ("sparse", "scheme"), diagonal(["sgd", "rowwise_adagrad", "lazy_adam"], ["dp", "1", "2", "3"])
+)
 def test_accumulated_batches_are_one_step_of_all_their_rows(ranks, scheme, sparse):
     config = make_config(scheme, sparse, dense="adam")
     (whole,) = ranks(1, run_whole, config)
