@@ -22,13 +22,16 @@ help:
 .venv/.stamp: pyproject.toml .ci/setup
 	@.ci/setup
 
+# Python saves compiled modules even if the environment forbids it: the tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
 # Four tests at a time, because many of them mostly wait. worksteal keeps the tests of a file on one
 # worker, so their shared fixtures are set up once.
 PYTEST = -m pytest -n 4 --dist worksteal -m "not alone and not slow"
+ALONE = -m pytest -m "alone and not slow" $$(grep -rl --include=test_*.py mark.alone tests)
 # The static checks run in parallel with the first tests.
 test: .venv/.stamp
 	$(MAKE) --no-print-directory -j 2 lint tests-together
-	$(BIN)/python -m pytest -m "alone and not slow"
+	$(BIN)/python $(ALONE)
 
 tests-together: .venv/.stamp
 	env -u MAKEFLAGS -u MFLAGS $(BIN)/python $(PYTEST)
@@ -52,7 +55,7 @@ test-slow: .venv/.stamp .venv/bin/rclone .venv-mlflow/.stamp .venv-engines/.stam
 # With the torch kernel and memory maps only, as on platforms without the other packages' wheels.
 test-plain: .venv-plain/.stamp
 	.venv-plain/bin/python $(PYTEST)
-	.venv-plain/bin/python -m pytest -m "alone and not slow"
+	.venv-plain/bin/python $(ALONE)
 
 .venv-plain/.stamp: pyproject.toml .ci/setup
 	@PLAIN=1 VENV=.venv-plain .ci/setup
