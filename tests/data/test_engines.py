@@ -32,6 +32,7 @@ def clean(tables, tmp_path_factory):
     return folder_bytes(prepare(options_of(tables, tmp_path_factory.mktemp("clean") / "set")).path)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_every_phase_does_not_change_the_set(
     tables, clean, tmp_path, monkeypatch, caplog
 ):

@@ -337,7 +337,7 @@ def cached(world, case, folder, start=0, stop=24, source=None):
     return run.outputs, moved is not None and moved.written > 0 and moved.fetched > moved.new
 
 
-@pytest.mark.parametrize("kind", ["host", "file"])
+@pytest.mark.parametrize("kind", quick(["host", "file"], lambda n: n == 1))
 def test_cached_tables_grow(ranks, alone, tmp_path, kind):
     storage = RowStorage(kind=kind, share=SHARE, key="parallel.storage.deep")
     case = replace(CASE, growth=EVICTING, ahead=4)

@@ -227,6 +227,7 @@ def test_a_rank_number_used_by_two_processes_is_refused(tmp_path):
     assert "have this number" in message
 
 
+@pytest.mark.slow
 def test_ranks_start_once_all_have_joined(tmp_path):
     outputs, codes = start_some(tmp_path, 3, {2: 60, 1: 60, 0: 60})
     assert codes == [0, 0, 0], outputs

@@ -223,6 +223,7 @@ def script(folder: Path, rank: int, *words: str, inside: Machine | None = None):
     )
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_ranks_in_different_network_namespaces_do_not_share_memory(tmp_path):
     with two_machines() as machines:

@@ -92,6 +92,7 @@ def test_a_machine_that_is_told_to_stop_is_named_on_both(machines, tmp_path, whi
         assert message.startswith(f"stopped by SIGTERM, sent to rank {stopped} on ")
 
 
+@pytest.mark.slow
 def test_what_differs_between_machines_is_told_on_both_before_they_connect(machines, tmp_path):
     sets = ["/data/a: 1f2e", "/data/a: 9c0d"]
     for machine, prepared in zip(machines, sets, strict=True):

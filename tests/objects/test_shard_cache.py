@@ -23,6 +23,7 @@ from sbpflow.runtime.files.remote_path import RemotePath
 from sbpflow.runtime.files.upload import upload
 from tests.data.rows import run_prepare, text_rows, write_rows
 from tests.deadlines import Deadline
+from tests.quick import quick
 
 SET = RemotePath("s3://bucket/set")
 
@@ -70,7 +71,7 @@ def size_of(manifest, split):
     return sum((manifest.path / shard.file).stat().st_size for shard in manifest.shards(split))
 
 
-@pytest.mark.parametrize("shuffle", ["runs", "none"])
+@pytest.mark.parametrize("shuffle", quick(["runs", "none"], lambda n: n == 0))
 def test_rows_from_a_store_equal_local_rows(remote, local, tmp_path, shuffle):
     assert len(local.shards("train")) > 4
     manifest = load_manifest(SET, cache=options(tmp_path / "sets"))
@@ -96,6 +97,7 @@ def test_a_small_cache_streams_rows_in_order(remote, local, tmp_path):
     loader.close()
 
 
+@pytest.mark.slow
 def test_an_unfinished_download_keeps_its_room(remote, local, tmp_path, monkeypatch):
     first, second = (shard.file for shard in local.shards("train")[:2])
     limit = max((local.path / name).stat().st_size for name in (first, second)) * 1.5

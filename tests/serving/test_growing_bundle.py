@@ -95,6 +95,7 @@ def test_a_bundle_scores_as_the_run_and_predict_do(
     assert mine.std() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_bundle_of_two_ranks_scores_as_the_run(ranks, prepared, tmp_path):
     (scores, _) = ranks(2, _runs, tmp_path, prepared, ("wdl", "own"))
     text = (prepared.parent / "t.csv").read_text()

@@ -321,6 +321,7 @@ def test_a_newer_bundle_replaces_the_older_one_and_its_deltas(chain, model, expo
         assert np.allclose(scores_of(server, rows), last.score(rows), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_every_answer_is_one_version_while_deltas_faults_and_kills_happen(chain, model, tmp_path):
     """The short form of ``benchmarks.serving soak``."""
     bodies = [json.dumps(rows_of(model, count, seed)).encode() for count, seed in ((1, 3), (7, 4))]

@@ -101,6 +101,7 @@ def test_an_error_of_the_model_names_step_move_and_operation(synth_set, tmp_path
     assert caught.value.__notes__ == ["in the move forward: dense forward, loss", "in step 3"]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_report_once(synth_set, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
