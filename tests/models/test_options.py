@@ -150,6 +150,7 @@ def compiled(world, name, scheme):
 
 
 # Each compilation takes seconds, so only the largest and the smallest models are compiled.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "dcnv2 low rank")) for name in MODELS],
