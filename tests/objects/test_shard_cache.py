@@ -126,6 +126,7 @@ def test_an_unfinished_download_keeps_its_room(remote, local, tmp_path, monkeypa
     assert sum(sizes_in(tmp_path)) <= limit
 
 
+@pytest.mark.slow
 def test_a_shuffled_split_must_fit_into_the_cache(remote, local, tmp_path):
     manifest = load_manifest(SET, cache=options(tmp_path, size_of(local, "train") - 1))
     with pytest.raises(ConfigError, match=r"data\.cache\.size: .* use at least .*shuffle=none"):
