@@ -159,6 +159,7 @@ def test_a_signal_ends_ranks_inside_a_collective(run: Run, signum: signal.Signal
     assert run.process.returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["ok"], indirect=True)
 def test_a_successful_run_is_silent_and_closes_its_groups(run: Run) -> None:
     output = run.output(START_S)

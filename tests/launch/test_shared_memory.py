@@ -233,11 +233,8 @@ def test_ranks_in_different_network_namespaces_do_not_share_memory(tmp_path):
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["0", "0"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [pytest.param((), marks=pytest.mark.slow), ("refuse",)],
-    ids=["usual", "refused on one rank"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("refuse",)], ids=["usual", "refused on one rank"])
 def test_a_host_shares_memory_only_if_all_its_ranks_can(tmp_path, words):
     processes = [script(tmp_path, rank, *words) for rank in (0, 1)]
     outputs = [output_of(process, 120) for process in processes]

@@ -57,6 +57,7 @@ def command(*more):
     return main(["prepare", "--input", str(IN), "--output", str(SET), "--workers", "2", *more])
 
 
+@pytest.mark.slow
 def test_an_interrupted_upload_continues(s3, inputs, cache, tmp_path, capsys):
     def fault(request):
         return "503" if request.method == "PUT" and "/set/val" in request.path else ""

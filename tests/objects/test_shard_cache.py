@@ -144,6 +144,7 @@ def test_shards_that_are_mapped_are_not_removed(remote, local, tmp_path):
     loader.close()
 
 
+@pytest.mark.slow
 def test_a_damaged_download_is_repeated_and_then_reported(remote, local, tmp_path):
     name = local.shards("train")[1].file
     raw = (SET / name).read_bytes()

@@ -53,7 +53,7 @@ QUICK = {("unique", "host")}
 )
 def test_cached_tables_equal_tables_on_the_device(rehearsed_ranks, tmp_path, exchange, kind):
     rule = sparse_optimizer("rowwise_adagrad", lr=0.1)
-    mix = mix_of(exchange, 8, rule, accumulate=2, batch_sizes=(2, 1, 0, 2, 1) * 6)
+    mix = mix_of(exchange, 8, rule, accumulate=2, batch_sizes=(2, 1, 0, 2, 1) * 4)
     (output,) = mix.outputs
     tables = tuple(replace(table, num_rows=10 * table.num_rows) for table in output.tables)
     mix = replace(mix, outputs=(replace(output, tables=tables),))

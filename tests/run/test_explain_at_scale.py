@@ -47,7 +47,7 @@ def _imported():
             ("auto", 256, 15_000_000, CRITEO, None),
             ("2", 1024, 2_000_000, FIELDS, None),
         ],
-        lambda n: n in (1, 3),
+        lambda n: n == 3,
     ),
 )
 def test_planning_for_many_ranks_needs_few_calls_and_lines(scheme, size, most, fields, tables):

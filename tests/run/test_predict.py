@@ -348,6 +348,7 @@ def test_a_few_rows_are_scored_without_compilers(run, tmp_path):
     assert len(pl.read_parquet(tmp_path / "s.parquet")) == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_predict_raw_rows_from_the_command_line(run, folder, tmp_path):
     rows = [row for row in table(900)[24 * 24 :] if row["price"] != INF]
     source = write_csv(tmp_path / "new.csv", rows)

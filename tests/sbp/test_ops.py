@@ -212,7 +212,7 @@ def test_every_combination_on_a_line(ranks, line, name):
 @pytest.mark.parametrize("name", ["linear_bias", "matmul", "gather", "concat", "reduce_sum", "mul",
                                   "reshape_merge", "bce_mean", "batch_norm",
                                   "dot_interaction"])  # fmt: skip
-@pytest.mark.parametrize("count", [10, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [4, pytest.param(25, marks=pytest.mark.slow)])
 def test_combinations_on_a_grid(ranks, name, count):
     per_operand = []
     for number in range(len(OPS[name][2])):

@@ -15,6 +15,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split, balanced_sizes
 from tests import oracle
+from tests.quick import quick
 from tests.sbp.conversions import check_conversion, whole_numbers
 from tests.sbp.simulator import simulate
 
@@ -89,14 +90,14 @@ def _reproduction(case, backend):
     )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(case=cases(6), backend=st.sampled_from(["gloo", "nccl"]))
 def test_any_conversion_on_simulated_ranks(case, backend):
     note(_reproduction(case, backend))
     simulate(*case, backend)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(case=cases(6))
 def test_plans_are_chains_whose_bytes_add_up(case):
     src, dst, shape, dtype = case
@@ -117,7 +118,7 @@ def test_plans_are_chains_whose_bytes_add_up(case):
     assert again == steps
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(case=cases(6))
 def test_closed_form_bytes_equal_the_sum_over_transfers(case):
     """A plan sends bytes if and only if there is a transfer. On one axis, transfers are not
@@ -184,9 +185,9 @@ def _convert_any(ranks, world_size, examples, dtypes=DTYPES):
     return tried
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", quick([2, 3, 4], lambda n: n == 1))
 def test_any_conversion_on_real_ranks(ranks, world_size):
-    assert _convert_any(ranks, world_size, 25, FLOATS) > 50
+    assert _convert_any(ranks, world_size, 15, FLOATS) > 30
 
 
 @pytest.mark.slow

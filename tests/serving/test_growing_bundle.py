@@ -231,6 +231,7 @@ def test_a_bundle_needs_only_torch_and_numpy(exported, prepared, tmp_path):
         np.testing.assert_allclose(json.loads(out.read_text()), wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_whole_model_takes_keys(exported, prepared, tmp_path):
     """``model.pt2`` looks keys up by their addresses, and the scorer in hash tables."""
     folder, _ = exported

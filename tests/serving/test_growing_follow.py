@@ -104,6 +104,7 @@ def test_a_bundle_with_deltas_gives_the_scores_of_a_bundle_of_the_same_step(
     np.testing.assert_array_equal(replayed.model.score(text), wanted)
 
 
+@pytest.mark.slow
 def test_too_many_new_keys_start_a_new_bundle(run, tmp_path):
     steps = steps_of(run)
     first, second = (open_checkpoint(run / f"step-{step}") for step in (steps[0], steps[-1]))
