@@ -248,6 +248,26 @@ class EmbeddingCollection:
         for group, part in self._parts(batch):
             group.send_early(part)
 
+    def send_late(self, batch: EmbeddingsInFlight) -> None:
+        """Start sending the late gradients of the batch before this one."""
+        for group in self._groups:
+            group.send_late()
+
+    def settle(self) -> None:
+        """Apply the late gradients of the last step; every rank must call this.
+
+        Until then, the rows of ``stored``, ``stores``, and ``state`` are not those of that step,
+        so these methods raise RuntimeError.
+        """
+        for group in self._groups:
+            group.send_late()
+        for group in self._groups:
+            group.settle()
+
+    def _check_settled(self) -> None:
+        if not all(group.is_settled for group in self._groups):
+            raise RuntimeError("rows were read before their late gradients; call settle first")
+
     def lookup(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""
         self.arrive(batch)
@@ -257,7 +277,9 @@ class EmbeddingCollection:
         """Run the first half of ``lookup``: finish the work on ids, and report bad ids."""
         self.receive_ids(batch)
         self._stream.join()
-        if batch.check is not None:
+        if batch.check is None:
+            self._check_settled()
+        else:
             self._reader.account(batch.check)
             self._flagged.append(batch.check)
 
@@ -322,6 +344,8 @@ class EmbeddingCollection:
 
     def apply(self, step: int) -> None:
         """Run ``update`` without its checks, using only device operations."""
+        for group in self._groups:
+            group.send_late()
         for group in self._groups:
             group.update(step)
         if self.growing is not None:
@@ -408,6 +432,7 @@ class EmbeddingCollection:
 
     def stores(self) -> list[tuple[RowStore, tuple[Shard, ...]]]:
         """Return every store of this rank with its shards, whose rows start at their ``base``."""
+        self._check_settled()
         return [(store, stack.shards(self._world.rank)) for stack, store in self._stores()]
 
     def state(self) -> dict[str, LogicalTensor]:

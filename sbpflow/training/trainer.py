@@ -248,12 +248,19 @@ class Trainer:
         window, self._window = self._window, deque()
         if self._failure:
             return
+        self.settle()
         for flight in window:
             if flight.embeddings is not None:
                 for move in OF_IDS:
                     if move.name not in flight.done:
                         self._of_batch(move)(flight)
                 self._embeddings.cancel(flight.embeddings)
+
+    def settle(self) -> None:
+        """Apply the late gradients of the last step; every rank must call this before it reads rows
+        other than by ``predict``. ``step``, ``predict``, and ``drain`` do it themselves.
+        """
+        self._embeddings.settle()
 
     @property
     def num_announced(self) -> int:
@@ -442,6 +449,7 @@ class Trainer:
 
         Every rank must iterate over all batches, without training steps in between.
         """
+        self.settle()
         ready: tuple[Batch, EmbeddingsInFlight] | None = None
         for batch in batches:
             started = self._embeddings.start_id_exchange(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -60,16 +61,22 @@ def run(world: World, config: Config, lookahead: int, per_step: int, clip: bool 
 
 
 def check(ranks: Any, size: int, config: Config, per_step: int = 1, clip: bool = False) -> None:
-    plain, early = early_config(config, False), early_config(config)
+    plain = early_config(config, False)
     want = ranks(size, run, plain, 1, per_step, clip)
-    for lookahead in (1, 2, 5):
+    late_ones = (False,) if clip or per_step > 1 else (False, True)
+    for lookahead, late in product((1, 2, 5), late_ones):
+        early = early_config(config, late_gradients=late)
         results = ranks(size, run, early, lookahead, per_step, clip)
         for got, expected in zip(results, want, strict=True):
             assert_same(got, expected)
             for group in ("wide/unique", "deep/unique"):
-                split = sum(got["sent"][f"{group}/{name}"] for name in ("fwd/vectors", EARLY[1]))
-                assert split == expected["sent"][f"{group}/fwd/vectors"]
-                assert (got["sent"][f"{group}/fwd/early"] > 0) == (lookahead > 1)
+                for whole, part, is_on in (
+                    ("fwd/vectors", "fwd/early", lookahead > 1),
+                    ("bwd/vectors", "bwd/late", lookahead > 1 and late),
+                ):
+                    sent = [got["sent"][f"{group}/{name}"] for name in (whole, part)]
+                    assert sum(sent) == expected["sent"][f"{group}/{whole}"]
+                    assert (sent[1] > 0) == is_on
 
 
 @pytest.mark.parametrize("per_step", [1, 3])
@@ -109,9 +116,10 @@ def switching(world: World, config: Config, lookaheads: list[int], serial: bool)
 def test_schedules_lookaheads_and_canceled_batches_change_no_bit(ranks):
     config = make_config("3", "rowwise_adagrad", dense="adam")
     want = ranks(4, switching, early_config(config, False), [0], False)
-    for lookaheads in ([2], [4, 0, 2], [3, 1, 5, 2]):
+    for lookaheads, late in (([2], True), ([4, 0, 2], True), ([3, 1, 5, 2], True), ([4, 0, 2], False)):
         for serial in (False, True):
-            results = ranks(4, switching, early_config(config), lookaheads, serial)
+            early = early_config(config, late_gradients=late)
+            results = ranks(4, switching, early, lookaheads, serial)
             for got, expected in zip(results, want, strict=True):
                 assert_same(got, expected)
 
@@ -124,10 +132,13 @@ def cached(config: Config, folder: Any) -> Config:
 def test_cached_tables_send_early_rows_too(ranks, tmp_path):
     config = make_config("3", "rowwise_adagrad", dtype="float32", dim=16, kernel="numba")
     want = ranks(2, run, early_config(config, False), 1, 1)
-    results = ranks(2, run, early_config(cached(config, tmp_path)), 4, 1)
-    for got, expected in zip(results, want, strict=True):
-        assert_same(got, expected)
-        assert got["sent"]["deep/unique/fwd/early"] > 0
+    for late in (False, True):
+        early = early_config(cached(config, tmp_path), late_gradients=late)
+        results = ranks(2, run, early, 4, 1)
+        for got, expected in zip(results, want, strict=True):
+            assert_same(got, expected)
+            assert got["sent"]["deep/unique/fwd/early"] > 0
+            assert (got["sent"]["deep/unique/bwd/late"] > 0) == late
 
 
 # Transfers and predictions

@@ -52,7 +52,7 @@ def with_early_rows(
         reason = choices[0].reason if choices else why_not or "no table uses the exchange unique"
         raise ConfigError(f"{KEY}: true, but {reason}; use auto, which sends early rows if it can")
     chosen = {choice.group for choice in choices if not choice.reason}
-    groups = (replace(group, early_rows=group.name in chosen) for group in plan.groups)
+    groups = (replace(group, early_rows=group.name in chosen, late_gradients=config.train.late_gradients is True and group.name in chosen) for group in plan.groups)
     return replace(plan, groups=tuple(groups)), tuple(choices)
 
 

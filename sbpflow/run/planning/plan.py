@@ -24,6 +24,7 @@ from sbpflow.training.step_schedule import (
     EARLY_VECTORS,
     FLAGS,
     IDS,
+    LATE_GRADIENTS,
     ROW_GRADIENTS,
     VECTORS,
     StepSchedule,
@@ -154,6 +155,7 @@ class RunPlan:
             EARLY_VECTORS: tables.early_steps(rows),
             VECTORS: tables.forward_steps(rows),
             ROW_GRADIENTS: tables.push_steps(rows),
+            LATE_GRADIENTS: tables.late_steps(rows),
             DENSE_GRADIENTS: self.dense_gradients.steps,
         }
         return frozenset(kind for kind, steps in by_kind.items() if any(_sends(s) for s in steps))
