@@ -252,6 +252,7 @@ def main() -> None:
     kinds = [chosen for key, value in usual if (chosen := getattr(args, key)) != value]
     kinds += [f"{args.ranks}ranks"] if args.ranks != 2 else []
     kinds += ["early_rows"] if EARLY in args.compare else []
+    kinds += ["late_gradients"] if LATE in args.compare else []
     results = Results("_".join([f"vs_torchrec_{where}", *kinds]))
     for wire in args.wire:
         compare(args, wire, results)

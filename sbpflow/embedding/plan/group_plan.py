@@ -26,7 +26,14 @@ from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
 Cuts = Sequence[tuple[str, tuple[int, int]]]  # (sbp, (row parts, column parts))
 Purpose = Literal[
-    "counts", "ids", "vectors", "flags", "early vectors", "gradients", "late flags", "late gradients"
+    "counts",
+    "ids",
+    "vectors",
+    "flags",
+    "early vectors",
+    "gradients",
+    "late flags",
+    "late gradients",
 ]
 
 

@@ -56,15 +56,20 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyRows:
-    """The early rows of a group. ``reason`` says why it sends none, or is "".
+    """The early rows and late gradients of a group.
 
-    The bytes are the expected values for a batch, sent by all ranks together.
+    ``reason`` and ``late_reason`` say why it sends none, or are "". The bytes are the expected
+    values for a batch, sent by all ranks together: rows sent early and in the step, and gradients
+    sent late and in the step. With late gradients, fewer rows are early.
     """
 
     group: str
     reason: str
     early_bytes: int
     critical_bytes: int
+    late_reason: str
+    late_bytes: int
+    urgent_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +110,8 @@ class RunPlan:
         """Return (phase, step) for one iteration of ``batch_size`` rows, in issue order.
 
         With overlap, ranks exchange a batch's ids during the previous iteration. The flags and
-        early rows in an iteration belong to the next batch.
+        early rows in an iteration belong to the next batch, and the late gradients to the previous
+        batch.
         """
         tables, rows = self.embeddings, self.batch_size
         update: tuple[tuple[str, Sequence[Step]], ...] = (
