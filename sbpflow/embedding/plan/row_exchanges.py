@@ -1,6 +1,6 @@
 """Defines the exchanges that deduplicate ids, so that each requested row is sent only once.
 
-``exchange/rows.py`` runs them.
+``exchange/rows.py`` and ``exchange/unique.py`` run them.
 """
 
 from abc import abstractmethod
@@ -147,7 +147,7 @@ class Unique(RowExchange):
     """
 
     name = "unique"
-    runs = "sbpflow.embedding.exchange.rows:UniqueGroup"
+    runs = "sbpflow.embedding.exchange.unique:UniqueGroup"
     calls = ("num_row_transfers",)
     to_all = False
     sends_early = True
