@@ -70,7 +70,7 @@ CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
 # A schedule contains these moves only with early rows. The first two prepare the batch after the
 # one being trained, so they need the ids of two batches.
-MARK_EARLY = Move("mark_early", "rows that no update changes found", starts=(FLAGS,))
+MARK_EARLY = Move("mark_early", "rows with final values found", starts=(FLAGS,))
 SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
 SEND_LATE = Move("send_late", "last batch's late gradients", starts=(LATE_GRADIENTS,))
 OF_THE_NEXT = (MARK_EARLY, SEND_EARLY)
