@@ -224,7 +224,6 @@ def fit(
         is_last = step == last or watchers.stops
         if checkpoints.is_due(step, last=is_last, best=scored and watchers.improved(step)):
             watch.flush()
-            trainer.settle()
             checkpoints.save(step, batches[-1], watchers.state())
             if checkpoints.stops:
                 trainer.drain()
