@@ -44,7 +44,7 @@ from sbpflow.embedding.storage.choose import (
     make_kernel,
     warm_up_kernels,
 )
-from sbpflow.embedding.storage.initial import fill_shard, initial_values
+from sbpflow.embedding.storage.initial import RowInitializer, fill_shard
 from sbpflow.embedding.storage.live_rows import Changes, check_numba
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import (
@@ -480,7 +480,7 @@ class EmbeddingCollection:
                 width=width,
                 optimizer=stack.optimizer,
                 make_kernel=kernel_of,
-                initial=initial_values(
+                initial=RowInitializer(
                     shards,
                     seed=self._seed,
                     optimizer=stack.optimizer,

@@ -74,10 +74,9 @@ def _dry_run(
                     f"{stack.tables[0].name} on rank {rank} are too few: batch {step + 1} needs "
                     f"{result:,}; use {cache_for(result, num_rows)} or more"
                 )
-            new = int(result.is_new.sum())
             counts[planner.num_admitted - 1, 1:] = (
-                result.missing.size,
-                result.missing.size - new,
+                result.slots.size,
+                result.stored.size,
                 result.evicted.size,
             )
         if (step + 1) % plan.accumulate == 0:
