@@ -21,7 +21,7 @@ from torch import Tensor
 from sbpflow.embedding.cache.block import SlotBlock
 from sbpflow.embedding.cache.records import RecordLayout, RecordStore
 from sbpflow.embedding.cache.slot_layout import NEW, SLOT, STORED, Array
-from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for
+from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for, name_tables
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 from sbpflow.errors import ConfigError, TrainingError
@@ -101,7 +101,7 @@ class Mover:
         self.counts = CacheCounts()
         self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._initial, self._ahead, self._key = request.initial, ahead, key
-        self._name = f"table {request.shards[0].table.name}"
+        self._name = name_tables(shard.table.name for shard in request.shards)
         self._flights: dict[int, _Flight] = {}  # by the caller's number, in announcement order
         self._by_batch: dict[int, _Flight] = {}  # by the planner's number; used only by this thread
         self._demanded = -1  # the last batch that training has asked to admit

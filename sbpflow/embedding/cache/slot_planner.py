@@ -7,6 +7,7 @@ are admitted but not yet released are never evicted.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,14 @@ def planning_bytes(num_rows: int, num_slots: int) -> int:
 def cache_for(num_slots: int, num_rows: int) -> str:
     """Return a value for ``cache`` that gives 1.25 times ``num_slots`` slots."""
     return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
+
+
+def name_tables(names: Iterable[str]) -> str:
+    """Name the tables of a store in a message."""
+    first, *others = dict.fromkeys(names)
+    if not others:
+        return f"table {first}"
+    return f"tables {first} and {len(others)} other{'s' * (len(others) > 1)}"
 
 
 @dataclass(frozen=True, slots=True)
