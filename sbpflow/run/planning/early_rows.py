@@ -17,7 +17,7 @@ from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 KEY, LATE_KEY = "train.early_rows", "train.late_gradients"
 # Prices of the flags and of the second transfer. Early rows can only hide the time that a link
 # takes beyond a rank's own copies; two ranks on one host exchange 2 GB/s.
-CALLS_MS, ROW_NS, COPY_GB_PER_S = 0.5, 40.0, 2.0
+CALLS_MS, ROW_NS, COPY_GB_PER_S = 0.5, 150.0, 2.0
 
 
 def with_early_rows(
