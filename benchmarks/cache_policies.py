@@ -138,8 +138,9 @@ def planned(
             missing = rows[~cached[rows]]
             fetched += missing.size
             read += int(touched[missing].sum())
-            same = np.array_equal(np.sort(found.missing), np.sort(missing))
-            if not same or not np.array_equal(touched[found.missing], ~found.is_new):
+            expected = (missing[touched[missing]], missing[~touched[missing]])
+            rows_of = zip(expected, (found.stored, found.new), strict=True)
+            if not all(np.array_equal(np.sort(one), np.sort(other)) for one, other in rows_of):
                 raise SystemExit(f"batch {step}: the planner fetches or reads other rows")
             cached[found.evicted] = False
             cached[rows] = touched[rows] = True

@@ -280,7 +280,12 @@ class ParallelConfig:
         Key("results", "Number format of vectors in transfers. The default is dtype."),
     ] = None
     overlap: Annotated[
-        bool, Key("execution", "Overlap computation with transfers. false also disables lookahead.")
+        bool,
+        Key(
+            "execution",
+            "Overlap computation with transfers. false also turns off early rows, but IDs are "
+            "still exchanged train.lookahead batches in advance.",
+        ),
     ] = True
     cuda_graph: Annotated[
         bool,

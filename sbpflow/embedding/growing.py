@@ -14,7 +14,7 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.base import notify
-from sbpflow.embedding.storage.initial import initial_values
+from sbpflow.embedding.storage.initial import RowInitializer
 from sbpflow.embedding.storage.live_rows import Changes, LiveRows
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import ConfigError
@@ -72,7 +72,7 @@ class Growing(KeyExchange):
         joined = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
         if not joined.numel():
             return
-        initial = initial_values(
+        initial = RowInitializer(
             shards,
             seed=self._seed,
             optimizer=stack.optimizer,

@@ -9,7 +9,7 @@ from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.rules.base import SumOverColumns
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import KernelChoice, make_kernel
-from sbpflow.embedding.storage.initial import initial_values
+from sbpflow.embedding.storage.initial import RowInitializer
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import DeviceStore, RowStore, StoreFactory, StoreRequest
 from sbpflow.errors import ConfigError
@@ -67,7 +67,7 @@ class StoreMaker:
                 width=width,
                 optimizer=stack.optimizer,
                 make_kernel=kernel_of,
-                initial=initial_values(
+                initial=RowInitializer(
                     shards,
                     seed=self.seed,
                     optimizer=stack.optimizer,

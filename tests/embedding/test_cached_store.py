@@ -33,9 +33,25 @@ SHARD = Shard(table=TABLE, rank=0, row_start=0, row_stop=ROWS, col_start=0, col_
 RULE = sparse_optimizer("adagrad", lr=0.1)
 
 
-def initial(rows):
-    weights = rows.unsqueeze(1).repeat(1, WIDTH).float()
-    return {WEIGHTS: weights, "sum": torch.full((rows.numel(), WIDTH), RULE.initial_state("sum"))}
+class Initial:
+    """Gives every element of a row its number, and calls ``log`` with the rows."""
+
+    def __init__(self, log=lambda rows: None):
+        self._log = log
+
+    def __call__(self, rows):
+        if rows.numel():  # a new store compiles its loops with no rows
+            self._log(rows)
+        weights = rows.unsqueeze(1).repeat(1, WIDTH).float()
+        state = torch.full((rows.numel(), WIDTH), RULE.initial_state("sum"))
+        return {WEIGHTS: weights, "sum": state}
+
+    def put(self, rows, slots, tensors):
+        for name, values in self(torch.from_numpy(rows)).items():
+            tensors[name][slots] = values
+
+
+initial = Initial()
 
 
 REQUEST = StoreRequest(
@@ -212,12 +228,10 @@ def test_exactly_the_fetched_rows_that_an_earlier_batch_used_are_read(seed):
     def records(rows, layout):
         return LoggedRecords(host_records(rows, layout, pinned=False), log)
 
-    def logged(rows):
-        log.append(("computed", set(rows.tolist())))
-        return initial(rows)
-
     draw, given, slots = random.Random(seed), batches(seed), 35 + 10 * seed
-    request = replace(REQUEST, initial=logged)
+    request = replace(
+        REQUEST, initial=Initial(lambda rows: log.append(("computed", set(rows.tolist()))))
+    )
     store = CachedStore(request, records, slots, ahead=draw.choice((0, 1, 2)))
     train(store, given, draw.choice((1, 3, 20)), initial(torch.arange(ROWS))[WEIGHTS])
     store._mover.wait_idle()

@@ -15,6 +15,7 @@ from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.storage import choose
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import KernelChoice, make_kernel, warm_up_kernels
+from sbpflow.embedding.storage.initial import RowInitializer
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.runtime.random.streams import fill_uniform, stream_key
@@ -249,6 +250,34 @@ def test_compiled_initial_values_equal_torch():
         found = np.empty((100, 7), want.numpy().dtype)
         compiled.fill_uniform(found, stream_key(3, "t"), 0.05, 11, 1 << 33, 2)
         np.testing.assert_array_equal(found, want.numpy())
+
+
+@pytest.mark.parametrize("row_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer", RULES, ids=lambda rule: rule.name)
+def test_initial_values_put_into_slots_equal_the_returned_ones(optimizer, row_dtype):
+    pytest.importorskip("numba")
+    tables = [
+        TableConfig(name=f"t{n}", features=("f",), num_rows=70, dim=11, initial_range=0.1 * (n + 1))
+        for n in range(3)
+    ]
+    shards = [
+        Shard(table=table, rank=1, row_start=20, row_stop=60, col_start=4, col_stop=11, base=40 * n)
+        for n, table in enumerate(tables)
+    ]
+    initial = RowInitializer(
+        shards, seed=3, optimizer=optimizer, width=7, dtype=torch.float32, row_dtype=row_dtype
+    )
+    rows = torch.randperm(120, generator=torch.Generator().manual_seed(1))[:90]
+    slots = torch.arange(199, 19, -2)
+    want: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for key, values in initial(rows).items():
+        found[key] = torch.full((200, *values.shape[1:]), 9.0, dtype=values.dtype)
+        want[key] = found[key].clone()
+        want[key][slots] = values
+    initial.put(rows.to(torch.int32).numpy(), slots.to(torch.int32).numpy(), found)
+    assert want.keys() == found.keys()
+    assert all(torch.equal(want[key], found[key]) for key in want)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3], ids=["from the cache", "compiled"])

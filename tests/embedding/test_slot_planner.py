@@ -35,16 +35,16 @@ class Mirror:
         for row, slot in zip(found.evicted.tolist(), found.evicted_slots.tolist(), strict=True):
             assert self.slot_of.pop(row) == slot
             self.stored.add(row)
-        for row, slot, is_new in zip(
-            found.missing.tolist(), found.slots.tolist(), found.is_new.tolist(), strict=True
-        ):
+        assert self.stored.issuperset(found.stored.tolist())
+        assert self.stored.isdisjoint(found.new.tolist())
+        missing = [*found.stored.tolist(), *found.new.tolist()]
+        for row, slot in zip(missing, found.slots.tolist(), strict=True):
             assert row not in self.slot_of
-            assert is_new == (row not in self.stored)
             self.slot_of[row] = slot
         assert len(set(self.slot_of.values())) == len(self.slot_of) <= self.num_slots
         assert all(0 <= slot < self.num_slots for slot in self.slot_of.values())
-        self.fetched += found.missing.size
-        self.new += int(found.is_new.sum())
+        self.fetched += found.slots.size
+        self.new += found.new.size
 
 
 def run(batches, num_slots, known, ahead, compiled, cancel_from=None):
@@ -65,7 +65,8 @@ def run(batches, num_slots, known, ahead, compiled, cancel_from=None):
                 assert found == len(leased) > num_slots
                 assert planner.num_admitted > step, "one batch fits"
                 break
-            decisions.append((found.missing.copy(), found.slots.copy(), found.evicted.copy()))
+            arrays = (found.stored, found.new, found.slots, found.evicted)
+            decisions.append([array.copy() for array in arrays])
             mirror.apply(found)
         assert planner.num_leased == len(
             set().union(*map(unique, batches[step : planner.num_admitted]))

@@ -156,6 +156,6 @@ def test_explain_shows_the_caches_and_what_they_will_fetch():
     small = {"deep.*": {"kind": "file", "cache": "0.5%"}}
     with pytest.raises(
         ConfigError,
-        match=r"deep\.\*\.cache: 7 rows of table deep\.C1 on rank 0 .*use",
+        match=r"cache: 7 slots for the rows of tables deep\.C1 and 3 others on rank 0 .*use",
     ):
         forecast(plan_of(small), (batch_of(number).ids for number in range(40)))

@@ -8,27 +8,38 @@ stream.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sbpflow.embedding.cache.records import RecordLayout
 from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
 from sbpflow.embedding.storage.base import RowKernel
-from sbpflow.embedding.storage.store import WEIGHTS
+from sbpflow.embedding.storage.store import WEIGHTS, InitialValues
 
 
 class SlotBlock:
     """Wraps the tensors of a kernel. Copies from and to the host use the current stream."""
 
-    def __init__(self, kernel: RowKernel) -> None:
+    def __init__(self, kernel: RowKernel, initial: InitialValues) -> None:
+        self._initial = initial
         self._tensors = {WEIGHTS: kernel.weights, **kernel.state}
         self.layout = RecordLayout({name: one[:0] for name, one in self._tensors.items()})
         self._words = {name: self.layout.words(one) for name, one in self._tensors.items()}
         self._loops = find_loops()
         self._device = kernel.weights.device
         self._is_cuda = self._device.type == "cuda"
+        # On the host, each tensor's words as an array, with the first column of its words in a
+        # record.
+        self._arrays: list[tuple[Array, int]] = []
         if not self._is_cuda:
-            warm_up_copies(*(words.numpy() for words in self._words.values()))
+            self._arrays = [
+                (words.numpy(), self.layout.columns[name].start)
+                for name, words in self._words.items()
+            ]
+            warm_up_copies(*(array for array, _ in self._arrays))
+            none = np.empty(0, np.int32)
+            initial.put(none, none, self._tensors)  # compiled before training
         self._mover = torch.cuda.Stream(self._device) if self._is_cuda else None
         self._training = torch.cuda.current_stream(self._device) if self._is_cuda else None
 
@@ -63,8 +74,8 @@ class SlotBlock:
     def take(self, slots: Array, out: Array) -> None:
         """Copy the records of ``slots`` to ``out`` [n, words]; on CUDA, wait for the copy."""
         if not self._is_cuda:
-            for name, words in self._words.items():
-                self._loops.take(words.numpy(), slots, out, self.layout.columns[name].start)
+            for array, first in self._arrays:
+                self._loops.take(array, slots, out, first)
         elif slots.size:
             at = self.to_device(torch.from_numpy(slots))
             copied = self.mark()
@@ -78,8 +89,8 @@ class SlotBlock:
     def put(self, slots: Array, records: Array) -> None:
         """Write records to their slots."""
         if not self._is_cuda:
-            for name, words in self._words.items():
-                self._loops.put(words.numpy(), slots, records, self.layout.columns[name].start)
+            for array, first in self._arrays:
+                self._loops.put(array, slots, records, first)
         elif slots.size:
             on_device = self.to_device(torch.from_numpy(records))
             columns = self.layout.columns.items()
@@ -96,6 +107,13 @@ class SlotBlock:
             for name, value in values.items():
                 words = self.layout.words(value.contiguous()).numpy()
                 self._loops.put(self._words[name].numpy(), slots, words, 0)
+
+    def put_initial(self, slots: Array, rows: Array) -> None:
+        """Write the initial values of ``rows`` to their slots."""
+        if self._is_cuda:
+            self.put_values(slots, self._initial(torch.from_numpy(rows)))
+        elif slots.size:
+            self._initial.put(rows, slots, self._tensors)
 
     def _put(self, slots: Array, values: Sequence[tuple[Tensor, Tensor]]) -> None:
         at = self.to_device(torch.from_numpy(slots).to(torch.int64))

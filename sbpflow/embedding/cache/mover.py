@@ -21,7 +21,7 @@ from torch import Tensor
 from sbpflow.embedding.cache.block import SlotBlock
 from sbpflow.embedding.cache.records import RecordLayout, RecordStore
 from sbpflow.embedding.cache.slot_layout import NEW, SLOT, STORED, Array
-from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for
+from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for, name_tables
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 from sbpflow.errors import ConfigError, TrainingError
@@ -29,8 +29,6 @@ from sbpflow.errors import ConfigError, TrainingError
 MakeRecords = Callable[[int, RecordLayout], RecordStore]
 AHEAD = 1  # number of batches admitted ahead of the current lookup
 AT_ONCE = 4096  # rows read or written at once, while the mover waits
-# States of a slot: filled, waiting for a record, or waiting for initial values.
-_FILLED, _READING, _STARTING = 0, 1, 2
 
 _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set after a failure)
 
@@ -96,19 +94,19 @@ class Mover:
         ahead: int,
         key: str,
     ) -> None:
-        self._block = SlotBlock(kernel)
+        self._block = SlotBlock(kernel, request.initial)
         self.layout = self._block.layout
         self.records = records(request.num_rows, self.layout)
         self.planner = SlotPlanner(request.num_rows, num_slots)
         self.counts = CacheCounts()
         self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._initial, self._ahead, self._key = request.initial, ahead, key
-        self._name = f"table {request.shards[0].table.name}"
+        self._name = name_tables(shard.table.name for shard in request.shards)
         self._flights: dict[int, _Flight] = {}  # by the caller's number, in announcement order
         self._by_batch: dict[int, _Flight] = {}  # by the planner's number; used only by this thread
         self._demanded = -1  # the last batch that training has asked to admit
         self._lock = threading.Lock()
-        self._pending = np.zeros(num_slots + 1, np.uint8)
+        self._arriving: Admission | None = None  # its slots are not filled yet
         # Evicted rows that are not yet written to the records.
         self._leaving = np.empty(0, np.int64)
         self._leaving_records = self.layout.empty(0)
@@ -193,9 +191,10 @@ class Mover:
         out = self.layout.empty(rows.size)
         with self._lock:
             slots = self.planner.records[rows, SLOT]
-            pending = self._pending[slots.clip(0)]
-            here = (slots >= 0) & (pending == _FILLED)
-            is_new = (slots == NEW) | ((slots >= 0) & (pending == _STARTING))
+            here, is_new = slots >= 0, slots == NEW
+            if self._arriving is not None:
+                is_new |= np.isin(slots, self._arriving.new_slots)
+                here &= ~np.isin(slots, self._arriving.slots)
             resident = self.layout.empty(int(here.sum()))
             self._block.take(slots[here], resident)
             out[here] = resident
@@ -321,8 +320,8 @@ class Mover:
                 self._leaving = self._leaving[:0]
         fetched, new, written = self.counts.moved
         self.counts.moved = (
-            fetched + admission.missing.size,
-            new + int(admission.is_new.sum()),
+            fetched + admission.slots.size,
+            new + admission.new.size,
             written + admission.evicted.size,
         )
         return True
@@ -332,20 +331,17 @@ class Mover:
         self._leaving = admission.evicted
         self._leaving_records = self._buffer(0, admission.evicted.size)
         self._block.take(admission.evicted_slots, self._leaving_records)
-        self._pending[admission.slots] = np.where(admission.is_new, _STARTING, _READING)
+        self._arriving = admission
 
     def _fill(self, admission: Admission) -> None:
-        """Read or compute the missing rows, and write them to their slots."""
-        is_old = ~admission.is_new
-        old, new = admission.missing[is_old], admission.missing[admission.is_new]
-        records = self._buffer(1, old.size)
-        if old.size:
-            self.records.read(old, records)
-        values = self._initial_values(new) if new.size else {}
+        """Read the stored rows, and write all missing rows to their slots."""
+        records = self._buffer(1, admission.stored.size)
+        if admission.stored.size:
+            self.records.read(admission.stored, records)
         with self._lock:
-            self._block.put(admission.slots[is_old], records)
-            self._block.put_values(admission.slots[admission.is_new], values)
-            self._pending[admission.slots] = _FILLED
+            self._block.put(admission.stored_slots, records)
+            self._block.put_initial(admission.new_slots, admission.new)
+            self._arriving = None
 
     def _initial_values(self, rows: Array) -> Mapping[str, Tensor]:
         return self._initial(torch.from_numpy(rows).to(torch.int64))

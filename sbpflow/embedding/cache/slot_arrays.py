@@ -63,20 +63,23 @@ def admit(
     free: Array,
     queue: Array,
     state: Array,
-    missing: Array,
-    is_new: Array,
+    stored: Array,
+    new: Array,
     slots: Array,
     evicted: Array,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Like ``slot_loops.admit``."""
     slot = records[wanted, SLOT]
     lacks = slot < 0
     added = int((lacks | (records[wanted, NEXT] >= batch)).sum())
     if state[LEASED] + added > num_slots:
-        return -1, int(state[LEASED]) + added
+        return -1, 0, int(state[LEASED]) + added
     state[LEASED] += added
-    num_missing = int(lacks.sum())
-    missing[:num_missing], is_new[:num_missing] = wanted[lacks], slot[lacks] == NEW
+    found = [wanted[slot == STORED], wanted[slot == NEW]]
+    for rows, out in zip(found, (stored, new), strict=True):
+        out[: rows.size] = rows
+    missing = np.concatenate(found)
+    num_missing = missing.size
     records[wanted, NEXT] = batch
     unused = min(num_missing, int(state[FREE]))
     state[FREE] -= unused
@@ -87,8 +90,8 @@ def admit(
     slots[unused:num_missing] = records[victims, SLOT]
     records[victims, SLOT] = STORED
     evicted[: victims.size] = victims
-    records[missing[:num_missing], SLOT] = slots[:num_missing]
-    return num_missing, victims.size
+    records[missing, SLOT] = slots[:num_missing]
+    return found[0].size, found[1].size, victims.size
 
 
 def _victims(

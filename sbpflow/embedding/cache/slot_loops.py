@@ -137,31 +137,34 @@ def admit(
     free: Array,
     queue: Array,
     state: Array,
-    missing: Array,
-    is_new: Array,
+    stored: Array,
+    new: Array,
     slots: Array,
     evicted: Array,
-) -> tuple[int, int]:
-    """Give every row of a batch a slot; return the numbers of missing and evicted rows.
+) -> tuple[int, int, int]:
+    """Give every row of a batch a slot; return the numbers of stored, new, and evicted rows.
 
-    ``slots`` ends with the slots taken from the evicted rows. If the rows of all batches in flight
-    do not fit, change nothing, and return -1 and the number of slots that would be enough.
+    ``slots`` begins with the slots of the stored rows, followed by those of the new rows, and ends
+    with the slots taken from the evicted rows. If the rows of all batches in flight do not fit,
+    change nothing, and return -1, 0, and the number of slots that would be enough.
     """
-    num_missing, added = 0, 0
+    num_stored, num_new, added = 0, 0, 0
     for i in range(wanted.size):
         if i + DISTANCE < wanted.size:
             prefetch(records, wanted[i + DISTANCE])
         row = wanted[i]
         slot = records[row, SLOT]
         lacks = slot < 0
-        missing[num_missing], is_new[num_missing] = row, slot == NEW
-        num_missing += lacks
+        stored[num_stored], new[num_new] = row, row
+        num_stored += slot == STORED
+        num_new += slot == NEW
         added += lacks | (records[row, NEXT] >= batch)
     if state[LEASED] + added > num_slots:
-        return -1, state[LEASED] + added
+        return -1, 0, state[LEASED] + added
     state[LEASED] += added
     for i in range(wanted.size):
         records[wanted[i], NEXT] = batch
+    num_missing = num_stored + num_new
     unused = min(num_missing, state[FREE])
     for i in range(unused):
         state[FREE] -= 1
@@ -179,9 +182,11 @@ def admit(
         slots[unused:],
         evicted,
     )
-    for i in range(num_missing):
-        records[missing[i], SLOT] = slots[i]
-    return num_missing, num_evicted
+    for i in range(num_stored):
+        records[stored[i], SLOT] = slots[i]
+    for i in range(num_new):
+        records[new[i], SLOT] = slots[num_stored + i]
+    return num_stored, num_new, num_evicted
 
 
 @compiled

@@ -7,6 +7,7 @@ are admitted but not yet released are never evicted.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,19 +43,36 @@ def cache_for(num_slots: int, num_rows: int) -> str:
     return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
 
 
+def name_tables(names: Iterable[str]) -> str:
+    """Name the tables of a store in a message."""
+    first, *others = dict.fromkeys(names)
+    if not others:
+        return f"table {first}"
+    return f"tables {first} and {len(others)} other{'s' * (len(others) > 1)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """The missing rows of an admitted batch, and the rows evicted for them.
 
-    Row ``missing[i]`` gets ``slots[i]``. If ``is_new[i]``, the row was never evicted and still has
-    its initial values. ``evicted`` contains the rows that had the last ``len(evicted)`` of these
-    slots before. The arrays are valid until the next admission.
+    ``slots`` contains the slots of the ``stored`` rows, followed by those of the ``new`` rows,
+    which were never evicted and still have their initial values. ``evicted`` contains the rows that
+    had the last ``len(evicted)`` of these slots before. The arrays are valid until the next
+    admission.
     """
 
-    missing: Array  # int32
+    stored: Array  # int32
+    new: Array  # int32
     slots: Array  # int32
-    is_new: Array  # bool
     evicted: Array  # int32
+
+    @property
+    def stored_slots(self) -> Array:
+        return self.slots[: self.stored.size]
+
+    @property
+    def new_slots(self) -> Array:
+        return self.slots[self.stored.size :]
 
     @property
     def evicted_slots(self) -> Array:
@@ -148,8 +166,8 @@ class SlotPlanner:
         # It still does not fit: nothing has been released since.
         if self._refused[:2] == (batch, self.num_released):
             return self._refused[2]
-        missing, slots, evicted = self._found
-        num_missing, num_evicted = self._loops.admit(
+        stored, new, slots, evicted = self._found
+        num_stored, num_new, num_evicted = self._loops.admit(
             batch,
             self.num_announced - 1,
             self._wanted(batch),
@@ -160,19 +178,19 @@ class SlotPlanner:
             self._free,
             self._queue,
             self._state,
-            missing,
-            self._is_new,
+            stored,
+            new,
             slots,
             evicted,
         )
-        if num_missing < 0:
+        if num_stored < 0:
             self._refused = (batch, self.num_released, int(num_evicted))
             return int(num_evicted)
         self.num_admitted += 1
         return Admission(
-            missing[:num_missing],
-            slots[:num_missing],
-            self._is_new[:num_missing],
+            stored[:num_stored],
+            new[:num_new],
+            slots[: num_stored + num_new],
             evicted[:num_evicted],
         )
 
@@ -220,5 +238,4 @@ class SlotPlanner:
                     target[batch % ring] = source[batch % source.size]
         self._rows, self._nexts, self._candidates = new
         self._counts, self._num_candidates = counts
-        self._found = [np.empty(width, np.int32) for _ in range(3)]
-        self._is_new = np.empty(width, np.bool)
+        self._found = [np.empty(width, np.int32) for _ in range(4)]

@@ -277,8 +277,54 @@ def fill_uniform_rows(out: Array, counters: Array, bounds: Array, first_column: 
     ``bounds``.
     """
     for r in range(out.shape[0]):
-        scale = 2.0 * bounds[r] / 9007199254740992.0
-        for c in range(out.shape[1]):
-            unit = mixed(U64(counters[r]) + U64(first_column + c) * GAMMA_64)
-            unit &= U64(9007199254740991)
-            out[r, c] = np.float64(np.int64(unit)) * scale - bounds[r]
+        _uniform_row(out, np.intp(r), U64(counters[r]), bounds[r], first_column)
+
+
+@compiled
+def _uniform_row(out: Array, row: np.intp, counter: np.uint64, bound: float, first: int) -> None:
+    scale = 2.0 * bound / 9007199254740992.0
+    for c in range(out.shape[1]):
+        unit = mixed(counter + U64(first + c) * GAMMA_64) & U64(9007199254740991)
+        out[row, c] = np.float64(np.int64(unit)) * scale - bound
+
+
+@compiled
+def put_uniform_rows(
+    block: Array,
+    at: Array,
+    rows: Array,
+    bases: Array,
+    offsets: Array,
+    bounds: Array,
+    stride: int,
+    first_column: int,
+) -> None:
+    """Set ``block[at]`` to the initial values of ``rows``.
+
+    The shards begin at the ascending ``bases``. In shard s, the counter of a row's first column is
+    ``stride`` times the row plus ``offsets[s]``.
+    """
+    for i in range(rows.size):
+        if i + AHEAD < rows.size:
+            prefetch(block, np.intp(at[i + AHEAD]))
+        row = rows[i]
+        shard, end = 0, bases.size
+        while end - shard > 1:
+            middle = (shard + end) >> 1
+            if bases[middle] <= row:
+                shard = middle
+            else:
+                end = middle
+        counter = U64(row) * U64(stride) + U64(offsets[shard])
+        _uniform_row(block, np.intp(at[i]), counter, bounds[shard], first_column)
+
+
+@compiled
+def put_value(block: Array, at: Array, value: float) -> None:
+    """Set every element of ``block[at]`` to ``value``."""
+    for i in range(at.size):
+        if i + AHEAD < at.size:
+            prefetch(block, np.intp(at[i + AHEAD]))
+        row = np.uintp(at[i])
+        for k in range(block.shape[1]):
+            block[row, k] = value

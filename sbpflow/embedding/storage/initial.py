@@ -3,9 +3,11 @@ values.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +16,14 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
 from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS
+from sbpflow.runtime.random.splitmix import signed
 from sbpflow.runtime.random.streams import GAMMA, fill_uniform, mix, stream_key, uniform_rows
 
+Array = np.ndarray[Any, Any]
 # Above this number of elements, torch takes longer than loading numba does (0.5 s).
 LEAST_ELEMENTS = 1 << 20
 _ROWS_AT_A_TIME = 1 << 16
+_EXACT = {torch.float32, torch.float64}  # dtypes that the compiled loops write
 
 
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
@@ -42,49 +47,79 @@ def fill_shard(stored: StoredShard, *, seed: int) -> None:
         store.write(part, {WEIGHTS: values})
 
 
-def initial_values(
-    shards: Sequence[Shard],
-    *,
-    seed: int,
-    optimizer: SparseOptimizer,
-    width: int,
-    dtype: torch.dtype,
-    row_dtype: torch.dtype,
-) -> Callable[..., dict[str, Tensor]]:
-    """Return a function that returns the initial values and state of rows [n], by name.
+class RowInitializer:
+    """Computes the initial values and state of rows, which are numbered over all ``shards`` of a
+    store.
 
-    The values are those of ``fill_shard``; rows are numbered over all shards of the store. If the
-    addresses of keys are passed as the second argument, the values depend only on (seed, table,
-    key, column).
+    The values are those of ``fill_shard``. If the addresses of keys are passed, the values depend
+    only on (seed, table, key, column).
     """
-    bases = torch.tensor([shard.base for shard in shards])
-    shifts = torch.tensor([shard.shift * shard.table.dim for shard in shards])
-    streams = torch.tensor([stream_key(seed, shard.table.name) for shard in shards])
-    offsets = streams - shifts * GAMMA
-    ranges = torch.tensor([shard.table.initial_range for shard in shards], dtype=torch.float64)
 
-    def values(rows: Tensor, addresses: Tensor | None = None) -> dict[str, Tensor]:
-        first = shards[0]  # all shards of a store have the same columns
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        *,
+        seed: int,
+        optimizer: SparseOptimizer,
+        width: int,
+        dtype: torch.dtype,
+        row_dtype: torch.dtype,
+    ) -> None:
+        self._optimizer, self._width = optimizer, width
+        self._dtype, self._row_dtype = dtype, row_dtype
+        # All shards of a store have the same columns, but a store may have no shards.
+        self._dim, self._first_column = 0, 0
+        if shards:
+            self._dim, self._first_column = shards[0].table.dim, shards[0].col_start
+        self._bases = torch.tensor([shard.base for shard in shards])
+        shifts = torch.tensor([shard.shift * shard.table.dim for shard in shards])
+        self._streams = torch.tensor([stream_key(seed, shard.table.name) for shard in shards])
+        self._offsets = self._streams - shifts * GAMMA
+        ranges = [shard.table.initial_range for shard in shards]
+        self._ranges = torch.tensor(ranges, dtype=torch.float64)
+
+    def __call__(self, rows: Tensor, addresses: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the values of ``rows`` [n], by name."""
         rows, device = rows.to(torch.int64), rows.device
-        shard_of = torch.searchsorted(bases[1:].to(device), rows, right=True)
+        shard_of = torch.searchsorted(self._bases[1:].to(device), rows, right=True)
         if addresses is None:
-            counters = rows * first.table.dim * GAMMA + offsets.to(device)[shard_of]
+            counters = rows * self._dim * GAMMA + self._offsets.to(device)[shard_of]
         else:  # Multiplying by the dim would lose the upper bits of the address.
-            counters = mix(addresses + streams.to(device)[shard_of])
-        bounds = ranges.to(device)[shard_of]
-        weights = _uniform_rows(counters, width, bounds, first.col_start, row_dtype)
-        state = {
-            name: torch.full(
-                optimizer.state_shape(name, rows.numel(), width),
-                optimizer.initial_state(name),
-                dtype=dtype,
-                device=device,
+            counters = mix(addresses + self._streams.to(device)[shard_of])
+        bounds = self._ranges.to(device)[shard_of]
+        values = {
+            WEIGHTS: _uniform_rows(
+                counters, self._width, bounds, self._first_column, self._row_dtype
             )
-            for name in optimizer.state
         }
-        return {WEIGHTS: weights, **state}
+        for name in self._optimizer.state:
+            shape = self._optimizer.state_shape(name, rows.numel(), self._width)
+            start = self._optimizer.initial_state(name)
+            values[name] = torch.full(shape, start, dtype=self._dtype, device=device)
+        return values
 
-    return values
+    def put(self, rows: Array, slots: Array, tensors: Mapping[str, Tensor]) -> None:
+        """Set ``tensors[name][slots]`` to the values of ``rows``, for host tensors."""
+        if "numba" not in sys.modules or not {self._row_dtype, self._dtype} <= _EXACT:
+            index = torch.from_numpy(slots).to(torch.int64)
+            for name, values in self(torch.from_numpy(rows)).items():
+                tensors[name].index_copy_(0, index, values)
+            return
+        from sbpflow.embedding.storage import compiled
+
+        compiled.put_uniform_rows(
+            tensors[WEIGHTS].numpy(),
+            slots,
+            rows,
+            self._bases.numpy(),
+            self._offsets.numpy(),
+            self._ranges.numpy(),
+            signed(self._dim * GAMMA % (1 << 64)),
+            self._first_column,
+        )
+        for name in self._optimizer.state:
+            block = tensors[name].view(tensors[name].shape[0], -1).numpy()
+            compiled.put_value(block, slots, self._optimizer.initial_state(name))
 
 
 def _uniform_rows(
@@ -97,7 +132,7 @@ def _uniform_rows(
         return uniform_rows(counters, width, bounds.unsqueeze(1), first_column).to(dtype)
     from sbpflow.embedding.storage import compiled
 
-    is_exact = dtype in (torch.float32, torch.float64)
+    is_exact = dtype in _EXACT
     values = torch.empty(counters.numel(), width, dtype=dtype if is_exact else torch.float64)
     compiled.fill_uniform_rows(values.numpy(), counters.numpy(), bounds.numpy(), first_column)
     return values.to(dtype)
@@ -123,7 +158,7 @@ def _fill(out: Tensor, shard: Shard, seed: int, skipped: int = 0) -> None:
     key = stream_key(seed, shard.table.name)
     for start in range(0, out.shape[0], _ROWS_AT_A_TIME):
         part = out[start : start + _ROWS_AT_A_TIME]
-        is_exact = out.dtype in (torch.float32, torch.float64) and part.is_contiguous()
+        is_exact = out.dtype in _EXACT and part.is_contiguous()
         values = part if is_exact else torch.empty(part.shape, dtype=torch.float64)
         row = first_row + start
         compiled.fill_uniform(values.numpy(), key, bound, dim, row, shard.col_start)

@@ -8,8 +8,9 @@ learns from ``announce`` which rows the next batches need, and can load them bef
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.base import RowKernel, RowListener
 from sbpflow.embedding.storage.lookup import Lookup
 
+Array = np.ndarray[Any, Any]
 WEIGHTS = ""  # the name of the rows themselves in dicts of rows and optimizer state
 
 
@@ -173,13 +175,24 @@ def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor.index_select(0, rows.to(tensor.device))
 
 
+class InitialValues(Protocol):
+    """Computes the initial values and optimizer state of rows."""
+
+    def __call__(self, rows: Tensor) -> Mapping[str, Tensor]:
+        """Return the values of ``rows`` [n], by name."""
+        ...
+
+    def put(self, rows: Array, slots: Array, tensors: Mapping[str, Tensor]) -> None:
+        """Set ``tensors[name][slots]`` to the values of ``rows``, for host tensors."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRequest:
     """The arguments for creating a store for the rows of a stack on this rank, in ``shards`` order.
 
     ``make_kernel`` allocates a kernel's block with the given number of slots, all in the
-    optimizer's initial state; a store calls it exactly once. ``initial`` returns the initial values
-    and state of rows [n] by name, so that a store need not keep rows that were never written.
+    optimizer's initial state; a store calls it exactly once. ``initial`` computes initial values,
+    so that a store need not keep rows that were never written.
     """
 
     shards: tuple[Shard, ...]
@@ -187,7 +200,7 @@ class StoreRequest:
     width: int
     optimizer: SparseOptimizer
     make_kernel: Callable[[int], RowKernel]
-    initial: Callable[[Tensor], Mapping[str, Tensor]]
+    initial: InitialValues
 
 
 StoreFactory = Callable[[StoreRequest], RowStore]

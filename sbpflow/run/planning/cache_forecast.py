@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sbpflow.embedding.cache.mover import AHEAD
-from sbpflow.embedding.cache.slot_planner import SlotPlanner, cache_for
+from sbpflow.embedding.cache.slot_planner import SlotPlanner, cache_for, name_tables
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.table_batch import TableBatch
@@ -69,15 +69,15 @@ def _dry_run(
             if isinstance(result, int):
                 if planner.num_admitted > step:
                     break
+                name = name_tables(table.name for table in stack.tables)
                 raise ConfigError(
-                    f"{storage.key}.cache: {planner.num_slots:,} rows of table "
-                    f"{stack.tables[0].name} on rank {rank} are too few: batch {step + 1} needs "
-                    f"{result:,}; use {cache_for(result, num_rows)} or more"
+                    f"{storage.key}.cache: {planner.num_slots:,} slots for the rows of {name} on "
+                    f"rank {rank} are not enough: batch {step + 1} needs {result:,}; use "
+                    f"{cache_for(result, num_rows)} or more"
                 )
-            new = int(result.is_new.sum())
             counts[planner.num_admitted - 1, 1:] = (
-                result.missing.size,
-                result.missing.size - new,
+                result.slots.size,
+                result.stored.size,
                 result.evicted.size,
             )
         if (step + 1) % plan.accumulate == 0:
