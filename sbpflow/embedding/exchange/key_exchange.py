@@ -209,7 +209,7 @@ class KeyExchange:
             got = np.ascontiguousarray(got[:, :-1])
         out, into = sent.sum(1).tolist(), got.sum(1).tolist()
         pairs = self._exchange(steps["keys/fwd"], _joined(blocks, (0, 2)), out, into)
-        incoming = _split(pairs, got)  # by rank and field
+        incoming = _split(pairs, got)  # received pairs by rank and field
         replies: list[list[Array]] = [[] for _ in range(size)]
         for index, field in enumerate(self.fields):
             parts = [incoming[rank][index] for rank in range(size)]
