@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from benchmarks.click_model import EARLY, Rows, Shape
+from benchmarks.click_model import EARLY, LATE, Rows, Shape
 from benchmarks.click_plan import planned_rules
 from benchmarks.torchrec_models import config_of, fields_of
 from sbpflow.boxing.executor import Boxing
@@ -53,6 +53,7 @@ class ClickTrainer:
             "auto": {},
             "unique": {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
             EARLY: {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
+            LATE: {"deep.*": TableRule(sbp="S(0)", exchange="unique")},
             "two_level": {"deep.*": TableRule(sbp="(S(0), S(0))")},
             "reduce": {"deep.*": TableRule(sbp="S(0)", exchange="reduce")},
             "columns": {"deep.*": TableRule(sbp="S(1)", exchange="columns")},
@@ -64,7 +65,7 @@ class ClickTrainer:
         }
         config = Config(
             run=RunConfig(seed=seed),
-            train=TrainConfig(early_rows=layout == EARLY),
+            train=TrainConfig(early_rows=layout in (EARLY, LATE), late_gradients=layout == LATE),
             data=DataConfig(batch_size=shape.rows_per_rank * world.size),
             model=config_of(model, shape),
             parallel=ParallelConfig(

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.click_model import EARLY, HOTNESS, SHAPES, make_batches
+from benchmarks.click_model import EARLY, HOTNESS, LATE, SHAPES, make_batches
 from benchmarks.network import start_ranks
 from benchmarks.record import Results
 from benchmarks.torchrec_models import MODELS
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument(
         "--layout",
         default="unique",
-        choices=["unique", EARLY, "reduce", "columns", "unique_columns", "whole", "auto"],
+        choices=["unique", EARLY, LATE, "reduce", "columns", "unique_columns", "whole", "auto"],
     )
     parser.add_argument(
         "--profile", help="a calibration for --layout auto; default: this machine's calibration"
@@ -252,6 +252,7 @@ def main() -> None:
     kinds = [chosen for key, value in usual if (chosen := getattr(args, key)) != value]
     kinds += [f"{args.ranks}ranks"] if args.ranks != 2 else []
     kinds += ["early_rows"] if EARLY in args.compare else []
+    kinds += ["late_gradients"] if LATE in args.compare else []
     results = Results("_".join([f"vs_torchrec_{where}", *kinds]))
     for wire in args.wire:
         compare(args, wire, results)

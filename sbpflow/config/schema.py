@@ -307,6 +307,14 @@ class TrainConfig:
             "time.",
         ),
     ] = "auto"
+    late_gradients: Annotated[
+        bool | Literal["auto"],
+        Key(
+            "execution",
+            "For tables with early rows: send the gradients of rows that the next batch does not "
+            "use during the next step. auto does this if it is predicted to save time.",
+        ),
+    ] = "auto"
     max_steps: Annotated[
         Count | None,
         Example(100),

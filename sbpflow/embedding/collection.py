@@ -31,31 +31,26 @@ from sbpflow.embedding.ids.list_loops import warm_up_loops
 from sbpflow.embedding.ids.reader import IdCheck, IdReader
 from sbpflow.embedding.in_flight import EmbeddingsInFlight
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.growth import GrowthCounts
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
-from sbpflow.embedding.rules.base import KernelRequest, SumOverColumns
+from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
-from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.choose import (
     KernelChoice,
     choose_kernels,
-    make_kernel,
     warm_up_kernels,
 )
-from sbpflow.embedding.storage.initial import fill_shard, initial_values
+from sbpflow.embedding.storage.initial import fill_shard
 from sbpflow.embedding.storage.live_rows import Changes, check_numba
-from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.store import (
-    DeviceStore,
     RowStore,
     StoreFactory,
-    StoreRequest,
     device_store,
 )
 from sbpflow.embedding.storage.torch_storage import TorchStorage
-from sbpflow.errors import ConfigError, DataError, SbpError
+from sbpflow.embedding.store_maker import StoreMaker
+from sbpflow.errors import DataError, SbpError
 from sbpflow.sbp.sbp import balanced_sizes
 
 if TYPE_CHECKING:
@@ -85,8 +80,6 @@ class EmbeddingCollection:
         world = boxing.world
         self.plan = plan
         self._world = world
-        self._seed = seed
-        self._make_row_store = stores
         self._num_begun = 0  # number of training batches so far
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         warm_up_kernels(plan, self.kernels)
@@ -97,7 +90,7 @@ class EmbeddingCollection:
             growing = import_module("sbpflow.embedding.growing")  # needs numba
             self.growing = growing.Growing(plan, boxing, seed)
         context = GroupContext(
-            self._make_store,
+            StoreMaker(plan, self.kernels, seed, world, self.growing, stores),
             {column: n for n, column in enumerate(plan.needed[world.rank])},
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
             row_buffer_fraction,
@@ -248,6 +241,26 @@ class EmbeddingCollection:
         for group, part in self._parts(batch):
             group.send_early(part)
 
+    def send_late(self, batch: EmbeddingsInFlight) -> None:
+        """Start sending the late gradients of the batch before this one."""
+        for group in self._groups:
+            group.send_late()
+
+    def settle(self) -> None:
+        """Apply the late gradients of the last step; every rank must call this.
+
+        Until then, the rows of ``stored``, ``stores``, and ``state`` are not those of that step,
+        so these methods raise RuntimeError.
+        """
+        for group in self._groups:
+            group.send_late()
+        for group in self._groups:
+            group.settle()
+
+    def _check_settled(self) -> None:
+        if not all(group.is_settled for group in self._groups):
+            raise RuntimeError("rows were read before their late gradients; call settle first")
+
     def lookup(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""
         self.arrive(batch)
@@ -257,7 +270,9 @@ class EmbeddingCollection:
         """Run the first half of ``lookup``: finish the work on ids, and report bad ids."""
         self.receive_ids(batch)
         self._stream.join()
-        if batch.check is not None:
+        if batch.check is None:
+            self._check_settled()
+        else:
             self._reader.account(batch.check)
             self._flagged.append(batch.check)
 
@@ -322,6 +337,8 @@ class EmbeddingCollection:
 
     def apply(self, step: int) -> None:
         """Run ``update`` without its checks, using only device operations."""
+        for group in self._groups:
+            group.send_late()
         for group in self._groups:
             group.update(step)
         if self.growing is not None:
@@ -408,6 +425,7 @@ class EmbeddingCollection:
 
     def stores(self) -> list[tuple[RowStore, tuple[Shard, ...]]]:
         """Return every store of this rank with its shards, whose rows start at their ``base``."""
+        self._check_settled()
         return [(store, stack.shards(self._world.rank)) for stack, store in self._stores()]
 
     def state(self) -> dict[str, LogicalTensor]:
@@ -446,55 +464,3 @@ class EmbeddingCollection:
     def _stores(self) -> Iterator[tuple[TableBatch, RowStore]]:
         for group in self._groups:
             yield from group.stores()
-
-    def _make_store(
-        self, group: GroupPlan, index: int, sum_over_columns: SumOverColumns | None
-    ) -> RowStore:
-        stack, rank = group.stacks[index], self._world.rank
-        shards, table = stack.shards(rank), stack.tables[0]
-        noise: RowNoise | None = None
-        if self.plan.row_dtype != self.plan.dtype:
-            addresses_of = self.growing.numbers_of(shards) if stack.grows and self.growing else None
-            noise = RowNoise(shards, self._seed, self._world.device, addresses_of)
-        rows, width = stack.num_rows(rank), stack.width(rank) if stack.uses_on(rank) else stack.dim
-
-        def kernel_of(slots: int) -> RowKernel:
-            return make_kernel(
-                self.kernels[table.name],
-                rows,
-                width,
-                dim=stack.dim,
-                optimizer=stack.optimizer,
-                dtype=self.plan.dtype,
-                row_dtype=self.plan.row_dtype,
-                device=self._world.device,
-                sum_over_columns=sum_over_columns,
-                noise=noise,
-                slots=slots,
-            )
-
-        store = self._make_row_store(
-            StoreRequest(
-                shards=shards,
-                num_rows=rows,
-                width=width,
-                optimizer=stack.optimizer,
-                make_kernel=kernel_of,
-                initial=initial_values(
-                    shards,
-                    seed=self._seed,
-                    optimizer=stack.optimizer,
-                    width=width,
-                    dtype=self.plan.dtype,
-                    row_dtype=self.plan.row_dtype,
-                ),
-            )
-        )
-        is_copied = group.kind.copies and self._world.size > 1
-        if is_copied and not isinstance(store, DeviceStore):
-            raise ConfigError(
-                f"table {table.name}: {type(store).__name__} cannot store a B table on several "
-                "ranks, because every rank also updates rows that it did not look up; use "
-                "DeviceStore or another layout such as S(0)"
-            )
-        return store

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sbpflow.embedding.ids.batch_ids import BatchIds
+from sbpflow.errors import SbpError
 
 
 class Batch(Protocol):
@@ -57,3 +58,13 @@ class Loader(Protocol):
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Yield the batches of one pass over the split."""
         ...
+
+
+def check_batch(batch: object) -> None:
+    """Raise SbpError if ``batch``, an argument of ``Trainer.step``, is not a ``Batch``."""
+    for name in ("labels", "dense", "ids", "batch_size"):
+        if not hasattr(batch, name):
+            raise SbpError(
+                f"step: {type(batch).__name__} is not a batch: it has no attribute {name}; pass "
+                "a batch from a loader, or a list of them"
+            )

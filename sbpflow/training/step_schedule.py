@@ -39,9 +39,10 @@ class Move:
 IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
 FLAGS, EARLY_VECTORS = "flags", "early vectors"
 VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
+LATE_GRADIENTS = "late gradients"
 TRANSFERS = (
     *(IDS, COUNTS, COUNTED_IDS, FLAGS, EARLY_VECTORS),
-    *(VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS),
+    *(VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS, LATE_GRADIENTS),
 )
 
 START_ID_EXCHANGE = Move("start_id_exchange", "ids checked, sorted, counted", starts=(IDS, COUNTS))
@@ -58,7 +59,7 @@ BACKWARD = Move("backward", "dense backward")
 SEND_GRADS = Move("send_grads", "gradients summed by row", starts=(ROW_GRADIENTS,))
 RECEIVE_GRADS = Move("receive_grads", "gradients kept for the update", waits=(ROW_GRADIENTS,))
 SEND_DENSE = Move("send_dense", "dense gradients into buckets", starts=(DENSE_GRADIENTS,))
-UPDATE = Move("update", "one optimizer step on the rows")
+UPDATE = Move("update", "one optimizer step on the rows", waits=(LATE_GRADIENTS,))
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
@@ -67,11 +68,13 @@ UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-# A schedule contains these moves only with early rows. They prepare the batch after the one being
-# trained, so they need the ids of two batches.
+# A schedule contains these moves only with early rows. The first two prepare the batch after the
+# one being trained, so they need the ids of two batches.
 MARK_EARLY = Move("mark_early", "rows with final values found", starts=(FLAGS,))
 SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
-EARLY = (MARK_EARLY, SEND_EARLY)
+SEND_LATE = Move("send_late", "last batch's late gradients", starts=(LATE_GRADIENTS,))
+OF_THE_NEXT = (MARK_EARLY, SEND_EARLY)
+EARLY = (*OF_THE_NEXT, SEND_LATE)
 EARLY_LOOKAHEAD = 2
 
 # These moves do not depend on trained values, so they may run ahead.
@@ -201,7 +204,7 @@ class StepSchedule:
 
     def distance(self, move: Move, lookahead: int) -> int:
         """Return the distance, in batches, from the trained batch to the batch of ``move``."""
-        if move in EARLY:
+        if move in OF_THE_NEXT:
             return 1
         return lookahead - self._cycle(move) if move in OF_IDS and lookahead else 0
 
@@ -369,13 +372,14 @@ SERIAL = StepSchedule(
 def with_early_moves(schedule: StepSchedule) -> StepSchedule:
     """Return ``schedule`` with the moves of early rows.
 
-    Early rows are sent after the vectors of the trained batch have arrived, so that they do not
-    delay those vectors.
+    Early rows and late gradients are sent after the vectors of the trained batch have arrived, so
+    that they do not delay those vectors. Late gradients come first, because the update of this step
+    waits for them.
     """
     moves: list[Move] = []
     for move in schedule.each_batch:
         moves.append(move)
-        moves += {LOOKUP: [MARK_EARLY], GATHER_OUTPUTS: [SEND_EARLY]}.get(move, [])
+        moves += {LOOKUP: [MARK_EARLY], GATHER_OUTPUTS: [SEND_LATE, SEND_EARLY]}.get(move, [])
     return replace(schedule, each_batch=tuple(moves))
 
 

@@ -35,7 +35,7 @@ from sbpflow.tensor.gradient_sync import (
     Total,
     plan_gradients,
 )
-from sbpflow.training.batch import Batch, event_time
+from sbpflow.training.batch import Batch, check_batch, event_time
 from sbpflow.training.clipping import Clipper
 from sbpflow.training.cuda_graph import DenseInputs
 from sbpflow.training.dense_part import DensePart
@@ -75,15 +75,6 @@ class _BatchInFlight(BatchInFlight):
         if self.embeddings is None:
             raise RuntimeError("the id exchange of this batch has not started")
         return self.embeddings
-
-
-def _check_batch(batch: object) -> None:
-    for name in ("labels", "dense", "ids", "batch_size"):
-        if not hasattr(batch, name):
-            raise SbpError(
-                f"step: {type(batch).__name__} is not a batch: it has no attribute {name}; pass "
-                "a batch from a loader, or a list of them"
-            )
 
 
 class Trainer:
@@ -186,7 +177,7 @@ class Trainer:
         ``begins_step=False`` for all but the first batch of a step. Raises SbpError if ``batch`` is
         not a batch, and TrainingError after a failed step.
         """
-        _check_batch(batch)
+        check_batch(batch)
         self._check_usable("announce")
         if batch.batch_size:
             self._window.append(_BatchInFlight(batch, begins_step=begins_step))
@@ -203,7 +194,7 @@ class Trainer:
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in given:
-            _check_batch(batch)
+            check_batch(batch)
         self._check_usable("step")
         in_flight = self._take([batch for batch in given if batch.batch_size])
         try:
@@ -248,12 +239,21 @@ class Trainer:
         window, self._window = self._window, deque()
         if self._failure:
             return
+        self.settle()
         for flight in window:
             if flight.embeddings is not None:
                 for move in OF_IDS:
                     if move.name not in flight.done:
                         self._of_batch(move)(flight)
                 self._embeddings.cancel(flight.embeddings)
+
+    def settle(self) -> None:
+        """Apply the late gradients of the last step; every rank must call this before it reads rows
+        other than by ``predict``. ``step``, ``predict``, and ``drain`` do it themselves. After a
+        failed step, nothing is applied.
+        """
+        if not self._failure:
+            self._embeddings.settle()
 
     @property
     def num_announced(self) -> int:
@@ -442,6 +442,7 @@ class Trainer:
 
         Every rank must iterate over all batches, without training steps in between.
         """
+        self.settle()
         ready: tuple[Batch, EmbeddingsInFlight] | None = None
         for batch in batches:
             started = self._embeddings.start_id_exchange(

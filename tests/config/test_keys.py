@@ -23,7 +23,8 @@ SET = DataFacts(path="set", fingerprint="a", content_id="b")
 # These keys may change when a run resumes.
 EXECUTION = """
 run.dir data.path data.cache.dir data.cache.size data.loader
-train.epochs train.max_steps train.lookahead train.early_rows train.log_every train.progress
+train.epochs train.max_steps train.lookahead train.early_rows train.late_gradients train.log_every
+train.progress
 train.profile
 train.trackers train.prometheus.port train.prometheus.host
 parallel.device parallel.scheme parallel.plan parallel.link_gb_per_s

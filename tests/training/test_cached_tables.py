@@ -112,7 +112,8 @@ def cases() -> list[tuple[int, Case]]:
             chosen.append((size, Case(scheme, kernel, rule, rows, clipped, None, lookahead)))
     unique = Case("3", "numba", "rowwise_adagrad", tables=UNIQUE_COLUMNS, lookahead=4)
     early = Case("3", "numba", "rowwise_adagrad", "bfloat16", lookahead=4, early=True)
-    chosen += [(2, early), (4, replace(early, kernel="torch", sparse="lazy_adam", clipped=True))]
+    chosen.append((2, replace(early, late=True)))
+    chosen.append((4, replace(early, kernel="torch", sparse="lazy_adam", clipped=True)))
     hops = {"*": TableRule(sbp="(S(0), S(0))", ranks=((0, 1), (2, 3)))}
     two_level = Case("3", "numba", "rowwise_adagrad", "bfloat16", True, hops, lookahead=4)
     chosen.append((4, two_level))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import StorageRule
 from sbpflow.config.train_options import ClipConfig
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.execution.job import build_job
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import plan_run
@@ -25,9 +26,12 @@ from tests.training.test_lookahead import NUM, assert_same, outcome, parts
 from tests.training.wdl_case import FIELDS, make_config, make_job
 
 EARLY = ("fwd/flags", "fwd/early")
+LATE = ("bwd/late flags", "bwd/late")
 
 
 def early_config(config: Config, value: bool | str = True, **train: Any) -> Config:
+    """Return ``config`` with ``train.early_rows``; without early rows, no gradients are late."""
+    train = {"late_gradients": value, **train} if value is False else train
     return replace(config, train=replace(config.train, early_rows=value, **train))
 
 
@@ -60,16 +64,22 @@ def run(world: World, config: Config, lookahead: int, per_step: int, clip: bool 
 
 
 def check(ranks: Any, size: int, config: Config, per_step: int = 1, clip: bool = False) -> None:
-    plain, early = early_config(config, False), early_config(config)
+    plain = early_config(config, False)
     want = ranks(size, run, plain, 1, per_step, clip)
-    for lookahead in (1, 2, 5):
+    late_ones = (False,) if clip or per_step > 1 else (False, True)
+    for lookahead, late in product((1, 2, 5), late_ones):
+        early = early_config(config, late_gradients=late)
         results = ranks(size, run, early, lookahead, per_step, clip)
         for got, expected in zip(results, want, strict=True):
             assert_same(got, expected)
             for group in ("wide/unique", "deep/unique"):
-                split = sum(got["sent"][f"{group}/{name}"] for name in ("fwd/vectors", EARLY[1]))
-                assert split == expected["sent"][f"{group}/fwd/vectors"]
-                assert (got["sent"][f"{group}/fwd/early"] > 0) == (lookahead > 1)
+                for whole, part, is_on in (
+                    ("fwd/vectors", "fwd/early", lookahead > 1),
+                    ("bwd/vectors", "bwd/late", lookahead > 1 and late),
+                ):
+                    sent = [got["sent"][f"{group}/{name}"] for name in (whole, part)]
+                    assert sum(sent) == expected["sent"][f"{group}/{whole}"]
+                    assert (sent[1] > 0) == is_on
 
 
 @pytest.mark.parametrize("per_step", [1, 3])
@@ -109,9 +119,15 @@ def switching(world: World, config: Config, lookaheads: list[int], serial: bool)
 def test_schedules_lookaheads_and_canceled_batches_change_no_bit(ranks):
     config = make_config("3", "rowwise_adagrad", dense="adam")
     want = ranks(4, switching, early_config(config, False), [0], False)
-    for lookaheads in ([2], [4, 0, 2], [3, 1, 5, 2]):
+    for lookaheads, late in (
+        ([2], True),
+        ([4, 0, 2], True),
+        ([3, 1, 5, 2], True),
+        ([4, 0, 2], False),
+    ):
         for serial in (False, True):
-            results = ranks(4, switching, early_config(config), lookaheads, serial)
+            early = early_config(config, late_gradients=late)
+            results = ranks(4, switching, early, lookaheads, serial)
             for got, expected in zip(results, want, strict=True):
                 assert_same(got, expected)
 
@@ -124,10 +140,13 @@ def cached(config: Config, folder: Any) -> Config:
 def test_cached_tables_send_early_rows_too(ranks, tmp_path):
     config = make_config("3", "rowwise_adagrad", dtype="float32", dim=16, kernel="numba")
     want = ranks(2, run, early_config(config, False), 1, 1)
-    results = ranks(2, run, early_config(cached(config, tmp_path)), 4, 1)
-    for got, expected in zip(results, want, strict=True):
-        assert_same(got, expected)
-        assert got["sent"]["deep/unique/fwd/early"] > 0
+    for late in (False, True):
+        early = early_config(cached(config, tmp_path), late_gradients=late)
+        results = ranks(2, run, early, 4, 1)
+        for got, expected in zip(results, want, strict=True):
+            assert_same(got, expected)
+            assert got["sent"]["deep/unique/fwd/early"] > 0
+            assert (got["sent"]["deep/unique/bwd/late"] > 0) == late
 
 
 # Transfers and predictions
@@ -155,7 +174,7 @@ def steady(world: World, config: Config) -> Any:
     for batch in batches:
         trainer.announce(batch)
     for number, batch in enumerate(batches[:count]):
-        world.log.enabled = number > 0  # the rows of the first batch cannot be early
+        world.log.enabled = number > 1  # the first two batches have fewer early rows
         trainer.step(batch)
     world.log.enabled = False
     order = [record.step_id for record in world.log.records]
@@ -163,7 +182,7 @@ def steady(world: World, config: Config) -> Any:
         sent[record.step_id] += record.bytes_sent
     world.log.clear()
     trainer.drain()
-    return {name: value / (count - 1) for name, value in sent.items()}, order, describe(plan)
+    return {name: value / (count - 2) for name, value in sent.items()}, order, describe(plan)
 
 
 class _Rows:
@@ -171,8 +190,10 @@ class _Rows:
         self.labels, self.dense, self.ids, self.batch_size = labels, dense, ids, batch_size
 
 
-def test_critical_and_early_bytes_are_as_planned(ranks):
-    config = early_config(make_config("3", "sgd", dtype="float32", dim=8, batch_size=ROWS))
+@pytest.mark.parametrize("late", [False, True])
+def test_critical_early_and_late_bytes_are_as_planned(ranks, late):
+    config = make_config("3", "sgd", dtype="float32", dim=8, batch_size=ROWS)
+    config = early_config(config, late_gradients=late)
     config = replace(
         config,
         model=replace(config.model, wide=replace(config.model.wide, crosses=(("C1", "C3"),))),
@@ -186,7 +207,11 @@ def test_critical_and_early_bytes_are_as_planned(ranks):
             assert value <= max(steps[name]["bytes_per_rank"])
     for group in facts["early_rows"]:
         assert group["reason"] == ""
-        for name, kind in (("fwd/early", "early_bytes"), ("fwd/vectors", "critical_bytes")):
+        assert (group["late_reason"] == "") == late
+        kinds = {"fwd/early": "early_bytes", "fwd/vectors": "critical_bytes"}
+        if late:
+            kinds |= {"bwd/late": "late_bytes", "bwd/vectors": "urgent_bytes"}
+        for name, kind in kinds.items():
             total = sum(sent[f"{group['group']}/{name}"] for sent, _, _ in results)
             assert total == pytest.approx(group[kind], rel=0.03)
 
@@ -221,13 +246,14 @@ def test_auto_depends_on_the_price():
     assert any(not group.reason for group in on.early_rows)
     assert all("would hide" in group.reason for group in off.early_rows)
     assert "are sent a batch ahead" in format_plan(on)
+    assert "are sent a batch later" in format_plan(on)
     assert on.transfers() == set(moves.TRANSFERS) - {"ids"}
     assert "early rows of deep/unique: none: they would hide 0.00 ms" in format_plan(off)
     assert plan_from_json(plan_to_json(on)) == on
     assert not any(step.id.endswith(EARLY) for _, step in off.steps())
-    assert {step.id for _, step in on.steps() if step.id.endswith(EARLY)} == {
-        "deep/unique/fwd/flags", "deep/unique/fwd/early"
-    }  # fmt: skip
+    assert {step.id for _, step in on.steps() if step.id.endswith((*EARLY, *LATE))} == {
+        f"deep/unique/{name}" for name in (*EARLY, *LATE)
+    }
 
 
 @pytest.mark.parametrize(
@@ -266,12 +292,86 @@ def test_false_and_auto_for_cached_tables_send_no_early_rows(tmp_path):
     assert "slots for two batches; use true" in deep.reason
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"early_rows": False}, r"there are no early rows \(train.early_rows is false\)"),
+        ({"accumulate": 3}, "train.accumulate is 3; late gradients need 1"),
+        ({"clip": ClipConfig(norm=1.0, rows=True)}, "optimizer.clip.rows is true"),
+    ],
+)
+def test_true_is_refused_if_no_gradient_can_be_late(change, message):
+    config, clip = make_config("3", "sgd"), change.pop("clip", None)
+    config = replace(config, optimizer=replace(config.optimizer, clip=clip))
+    train = {"early_rows": True, **change}
+    for late in (True, "auto"):
+        wanted = replace(config, train=replace(config.train, late_gradients=late, **train))
+        if late == "auto":
+            assert not any(group.late_gradients for group in planned(wanted).embeddings.groups)
+            continue
+        with pytest.raises(ConfigError, match=f"train.late_gradients: true, but {message}"):
+            planned(wanted)
+
+
+def test_auto_needs_true_to_send_late_gradients_of_cached_tables(tmp_path):
+    config = make_config("3", "sgd", dtype="float32", dim=16)
+    plan = planned(early_config(cached(config, tmp_path)), SLOW)
+    deep = next(group for group in plan.early_rows if group.group == "deep/unique")
+    assert deep.reason == ""
+    assert "slots for three batches; use true" in deep.late_reason
+
+
+def reading(world: World, config: Config) -> Any:
+    """Read rows while gradients are late, with and without ``settle``."""
+    job = make_job(world, config)
+    trainer, batches, refused = job.trainer, parts(world), 0
+    for batch in batches:
+        trainer.announce(batch)
+    trainer.step(batches[0])
+    for read in (
+        job.embeddings.state,
+        lambda: job.embeddings.forward(batches[0].ids, batches[0].batch_size, training=False),
+    ):
+        try:
+            read()
+        except RuntimeError as error:
+            refused += "late gradients" in str(error)
+    trainer.settle()
+    state = job.embeddings.state()
+    trainer.drain()
+    return refused, bool(state)
+
+
+def test_rows_with_late_gradients_are_not_read(ranks):
+    config = early_config(make_config("3", "sgd"), late_gradients=True)
+    assert set(ranks(2, reading, config)) == {(2, True)}
+
+
+def accumulated(world: World, config: Config) -> str:
+    trainer, batches = make_job(world, config).trainer, parts(world)
+    for batch in batches:
+        trainer.announce(batch)
+    try:
+        trainer.step(batches[:2])
+    except SbpError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_of_two_batches_with_late_gradients_is_refused(ranks):
+    config = early_config(make_config("3", "sgd"), late_gradients=True)
+    for message in ranks(2, accumulated, config):
+        assert "2 batches cannot have late gradients; use train.late_gradients: false" in message
+
+
 def test_the_schedule_shows_early_rows_and_checks_their_order():
     early = with_early_moves(OVERLAPPED)
     in_flight = {move.name: flying for move, flying in early.in_flight(lookahead=2)}
     assert "next early vectors" in in_flight["forward"]
     assert "early vectors" in in_flight["lookup"]
     assert "early vectors" not in in_flight["forward"]
+    assert "late gradients" in in_flight["backward"]
+    assert "late gradients" not in in_flight["update_dense"]
     assert moves.MARK_EARLY not in early.moves(1)
     order = [move for move in early.each_batch if move is not moves.SEND_EARLY]
     with pytest.raises(ValueError, match="send_early must come after mark_early"):

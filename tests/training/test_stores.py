@@ -49,14 +49,15 @@ class Case:
     tables: dict[str, TableRule] | None = None
     lookahead: int = 1
     early: bool = False  # send early rows
+    late: bool = False  # send late gradients; every step then has one batch
 
     def slots(self, size: int) -> int:
-        """Return the number of slots for all batches in flight: up to two in a step, plus the
-        announced batches.
+        """Return the number of slots for all batches in flight: up to two in a step, one with late
+        gradients, and the announced batches.
 
         Each of four ranks owns at most two thirds of a batch's rows.
         """
-        rows = 4 * BATCH * (2 + self.lookahead)
+        rows = 4 * BATCH * (2 + self.late + self.lookahead)
         return 2 * rows // 3 if size == 4 else rows
 
     def config(self) -> Config:
@@ -67,7 +68,8 @@ class Case:
             dim=8, batch_size=BATCH, tables=self.tables,
         )  # fmt: skip
         if self.early:
-            config = replace(config, train=replace(config.train, early_rows=True))
+            train = replace(config.train, early_rows=True, late_gradients=self.late)
+            config = replace(config, train=train)
         if self.rows:
             config = replace(config, parallel=replace(config.parallel, table_dtype=self.rows))
         if self.clipped:
@@ -93,11 +95,12 @@ def batches_of(step: int, world: World) -> list[Rows]:
 
 
 def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
-    """Run steps ``first`` to ``last``, and predict a batch in the middle."""
+    """Run steps ``first`` to ``last``, and predict a batch in the middle. All rows are final."""
     world, found = job.boxing.world, []
     job.trainer.drain()  # these batches were announced after the last step, when a state was saved
     job.trainer.lookahead = lookahead
-    steps = {step: batches_of(step, world) for step in range(first, last + 1 + lookahead)}
+    most = 1 if any(group.late_gradients for group in job.plan.embeddings.groups) else 2
+    steps = {step: batches_of(step, world)[:most] for step in range(first, last + 1 + lookahead)}
     coming = (batch for batches in steps.values() for batch in batches)
     for step in range(first, last + 1):
         while job.trainer.num_announced < len(steps[step]) + lookahead:
@@ -105,6 +108,7 @@ def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
         found.append(float(job.trainer.step(steps[step])))
         if step % 4 == 0:  # the announced batches are in flight
             found += job.trainer.predict(batch_of(999).part(world.rank, world.size)).tolist()
+    job.trainer.settle()
     return found
 
 

@@ -8,6 +8,7 @@
     announce           notify the stores of the rows that a training batch needs
     mark_early         optionally, find the rows whose values are final before the lookup
     send_early         send these rows, one batch ahead
+    send_late          start sending the gradients of the previous batch that could wait
     lookup             read the rows and start sending vectors
     gather_outputs     receive the vectors of this rank's samples
     send_grads         start sending gradients
@@ -189,6 +190,19 @@ class Group(ABC, Generic[BatchT]):
 
     def send_early(self, batch: BatchT) -> None:
         """Start sending the rows that ``mark_early`` found; call it before the next ``update``."""
+
+    def send_late(self) -> None:
+        """With ``late_gradients``, start sending the gradients that ``send_grads`` of the last
+        updated batch kept back.
+        """
+
+    def settle(self) -> None:
+        """Receive and apply late gradients; every rank must call this. ``update`` does so first."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Return False if rows of the last updated batch have late gradients."""
+        return True
 
     @abstractmethod
     def lookup(self, batch: BatchT) -> None:

@@ -1,8 +1,9 @@
-"""Splits a batch's rows into early rows, which are sent one batch ahead, and the others.
+"""Splits a batch's rows into rows whose transfer can overlap other steps, and the others.
 
 A row is early if no batch with a pending update uses it: its value cannot change before the lookup
-of this batch. Only the rank that stores a row knows which batches use it, so it sends one bit per
-requested row (``flags``) before the early rows.
+of this batch, so it is sent one batch ahead. A gradient is late if the next batch does not use its
+row: it is sent and applied during the next step. Only the rank that stores a row knows which
+batches use it, so it sends one bit per requested row (``flags``) first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,33 +19,33 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Divides rows [n], which form one block per rank, into early rows and others.
+    """Divides rows [n], which form one block per rank, into chosen rows and others.
 
-    ``early`` and ``others`` are the positions of these rows, int64; ``num_early`` and
+    ``chosen`` and ``others`` are the positions of these rows, int64; ``num_chosen`` and
     ``num_others`` are their numbers in each block.
     """
 
-    early: Tensor
+    chosen: Tensor
     others: Tensor
-    num_early: list[int]
+    num_chosen: list[int]
     num_others: list[int]
 
     @staticmethod
-    def of(is_early: Tensor, sizes: Sequence[int]) -> "Split":
-        """Return the split given by ``is_early`` [n] bool, for blocks of ``sizes`` rows."""
-        num_early = [int(block.sum()) for block in is_early.split(list(sizes))]
+    def of(flags: Tensor, sizes: Sequence[int]) -> "Split":
+        """Return the split given by ``flags`` [n] bool, for blocks of ``sizes`` rows."""
+        num_chosen = [int(block.sum()) for block in flags.split(list(sizes))]
         return Split(
-            is_early.nonzero().squeeze(1),
-            is_early.logical_not().nonzero().squeeze(1),
-            num_early,
-            [size - early for size, early in zip(sizes, num_early, strict=True)],
+            flags.nonzero().squeeze(1),
+            flags.logical_not().nonzero().squeeze(1),
+            num_chosen,
+            [size - chosen for size, chosen in zip(sizes, num_chosen, strict=True)],
         )
 
-    def join(self, early: Tensor, others: Tensor, dtype: torch.dtype) -> Tensor:
+    def join(self, chosen: Tensor, others: Tensor, dtype: torch.dtype) -> Tensor:
         """Return all rows [n, width], in the order of the blocks."""
-        size = self.early.numel() + self.others.numel()
-        rows = torch.empty(size, early.shape[1], dtype=dtype)
-        rows.index_copy_(0, self.early, early.to(dtype))
+        size = self.chosen.numel() + self.others.numel()
+        rows = torch.empty(size, chosen.shape[1], dtype=dtype)
+        rows.index_copy_(0, self.chosen, chosen.to(dtype))
         return rows.index_copy_(0, self.others, others.to(dtype))
 
 
@@ -66,6 +67,25 @@ class EarlyInFlight:
         for pending in (self.flags, self.vectors):
             if pending is not None:
                 pending.wait()
+
+
+@dataclass(slots=True)
+class LateInFlight:
+    """The late gradients of a batch.
+
+    ``owned`` splits the rows that other ranks request from this rank, and ``wanted`` the rows that
+    this rank requests. ``sums`` are the gradients that this rank has yet to send. The update of the
+    other gradients sets ``step``, its number, and ``lookup``, the late rows of this rank. ``flags``
+    and ``gradients`` are transfers in flight.
+    """
+
+    owned: Split
+    flags: Pending | None
+    wanted: Split | None = None
+    sums: Tensor | None = None
+    step: int = 0
+    lookup: Lookup | None = None
+    gradients: Pending | None = None
 
 
 class UsedRows:

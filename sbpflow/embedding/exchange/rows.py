@@ -10,15 +10,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupContext, GroupInFlight
-from sbpflow.embedding.exchange.early_rows import (
-    EarlyInFlight,
-    Split,
-    UsedRows,
-    flag_bytes,
-    pack,
-    part_of,
-    unpack,
-)
+from sbpflow.embedding.exchange.early_rows import EarlyInFlight, LateInFlight
 from sbpflow.embedding.exchange.id_transfer import IDS
 from sbpflow.embedding.exchange.padded import Capacity, Layout, Slots
 from sbpflow.embedding.exchange.shared_state import SharedState
@@ -50,6 +42,7 @@ class RowsInFlight(GroupInFlight):
     requested: list[int] = field(default_factory=list[int])
     incoming: list[int] = field(default_factory=list[int])
     early: EarlyInFlight | None = None  # set by ``mark_early``
+    late: LateInFlight | None = None  # set by ``mark_early`` of the next batch
 
 
 class RowGroup(Group[RowsInFlight]):
@@ -213,114 +206,6 @@ class RowGroup(Group[RowsInFlight]):
         batches, self._state.batch_size, ((lookup, grad),) = self.take_collected()
         batches[-1].update(self._store, lookup, grad, self._stack.optimizer.lr, step)
         self._release(batches)
-
-
-class UniqueGroup(RowGroup):
-    """Runs S(0) tables with skewed ids: ranks request unique rows from owners and expand them."""
-
-    def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
-        super().__init__(plan, boxing, context)
-        self._used = UsedRows(self._store.num_rows if plan.early_rows else 0)
-        # Addresses of the training batches that are not yet updated, by batch number.
-        self._to_update: dict[int, Tensor] = {}
-
-    @property
-    def part_ranks(self) -> Sequence[int]:
-        return range(self.world.size)
-
-    def begin_counted(self, batch: RowsInFlight) -> None:
-        batch.request_counts = batch.wanted.unique_up_to(self._lasts).diff(
-            prepend=self._lasts.new_zeros(1, dtype=torch.int64)
-        )
-        step = self.step(batch, "counts")
-        batch.pending = self._ids.start_counts(step, batch.request_counts)
-
-    def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
-        sizes = [buffers.shape[1]] * self.world.size
-        return self._ids.start(self.step(batch, "ids"), buffers.view(-1), sizes, sizes)
-
-    def send_ids(self, batch: RowsInFlight) -> None:
-        batch.wanted.num_unique = sum(batch.requested)
-        step, rows = self.step(batch, "ids"), self.relative(batch.wanted.rows())
-        batch.pending = self._ids.start(step, rows, batch.requested, batch.incoming)
-
-    def receive_ids(self, batch: RowsInFlight) -> None:
-        super().receive_ids(batch)
-        if self.plan.early_rows and batch.number is not None:
-            self._to_update[batch.number] = batch.lookups[0].addresses
-
-    def mark_early(self, batch: RowsInFlight) -> None:
-        if not self.plan.early_rows or batch.number is None:
-            return
-        used = [rows for number, rows in self._to_update.items() if number < batch.number]
-        flags = self._used.unused(batch.lookups[0].addresses, used)
-        pending = self._ids.start(
-            self.step(batch, "flags"),
-            pack(flags, batch.incoming),
-            flag_bytes(batch.incoming),
-            flag_bytes(batch.requested),
-        )
-        batch.early = EarlyInFlight(Split.of(flags, batch.incoming), pending)
-
-    def send_early(self, batch: RowsInFlight) -> None:
-        early = batch.early
-        if early is None or early.flags is None or batch.number is None:
-            return
-        count = sum(flag_bytes(batch.requested))
-        flags = received(self.step(batch, "flags"), early.flags, count)
-        early.flags, owned = None, early.owned
-        early.wanted = wanted = Split.of(unpack(flags, batch.requested), batch.requested)
-        batch.lookups[0].place(self._store.admit(batch.number))
-        step, rows = self.step(batch, "early vectors"), self._read(batch, owned.early)
-        early.vectors = self._vectors.start(step, rows, owned.num_early, wanted.num_early)
-
-    def _read(self, batch: RowsInFlight, positions: Tensor) -> Tensor:
-        """Read some rows of an admitted batch, in the comm dtype.
-
-        No learning rate is passed, because the later update is for the lookup of the whole batch.
-        """
-        rows = self._store.kernel.lookup(part_of(batch.lookups[0], positions))
-        return rows.to(self.plan.comm_dtype)
-
-    def lookup(self, batch: RowsInFlight) -> None:
-        step, early = self.step(batch, "vectors"), batch.early
-        if early is None:
-            rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
-            rows = rows.to(self.plan.comm_dtype)
-            batch.pending = self._vectors.start(step, rows, batch.incoming, batch.requested)
-            return
-        owned, wanted = early.owned, early.wanted
-        if wanted is None:
-            raise RuntimeError(f"{step.id}: mark_early was not followed by send_early")
-        rows = self._read(batch, owned.others)
-        batch.pending = self._vectors.start(step, rows, owned.num_others, wanted.num_others)
-
-    def gather_outputs(self, batch: RowsInFlight) -> Tensor:
-        early, batch.early = batch.early, None
-        if early is None or early.wanted is None or early.vectors is None:
-            batch.rows = self.take(batch, "vectors", sum(batch.requested)).to(self.plan.dtype)
-            return super().gather_outputs(batch)
-        split, step = early.wanted, self.step(batch, "early vectors")
-        sent_early = received(step, early.vectors, split.early.numel())
-        others = self.take(batch, "vectors", split.others.numel())
-        batch.rows = split.join(sent_early, others, self.plan.dtype)
-        return super().gather_outputs(batch)
-
-    def cancel(self, batch: RowsInFlight) -> None:
-        if batch.early is not None:
-            batch.early.wait()
-        super().cancel(batch)
-
-    def _release(self, batches: Sequence[GroupInFlight]) -> None:
-        super()._release(batches)
-        for batch in batches:
-            if batch.number is not None:
-                self._to_update.pop(batch.number, None)
-
-    def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
-        step = self.step(batch, "gradients")
-        sums = self.row_gradients(batch, grad)
-        batch.pending = self._gradients.start(step, sums, batch.requested, batch.incoming)
 
 
 class AllGatherRowsGroup(RowGroup):

@@ -151,11 +151,14 @@ class EmbeddingPlan:
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return the transfers of a lookup, without id transfers, in the order in which they start.
 
-        Its flags and early vectors are those of the next batch.
+        Its flags and early vectors are those of the next batch, and its late gradients those of
+        the previous batch.
         """
         return (
             *self._steps(batch_size, "vectors", None),
             *self.flag_steps(batch_size),
+            *self.late_flag_steps(batch_size),
+            *self.late_steps(batch_size),
             *self.early_steps(batch_size),
         )
 
@@ -168,8 +171,16 @@ class EmbeddingPlan:
         return self._steps(batch_size, "early vectors", None)
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of gradients, in the order in which they start."""
+        """Return the transfers of gradients that the update of the step waits for."""
         return self._steps(batch_size, "gradients", None)
+
+    def late_flag_steps(self, batch_size: int) -> tuple[Step, ...]:
+        """Return the transfers of flags, which say which of the gradients are late."""
+        return self._steps(batch_size, "late flags", None)
+
+    def late_steps(self, batch_size: int) -> tuple[Step, ...]:
+        """Return the transfers of late gradients."""
+        return self._steps(batch_size, "late gradients", None)
 
     def count_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return the transfers of row counts and row ids, a subset of ``ahead_steps``."""

@@ -25,7 +25,16 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 
 Cuts = Sequence[tuple[str, tuple[int, int]]]  # (sbp, (row parts, column parts))
-Purpose = Literal["counts", "ids", "vectors", "flags", "early vectors", "gradients"]
+Purpose = Literal[
+    "counts",
+    "ids",
+    "vectors",
+    "flags",
+    "early vectors",
+    "gradients",
+    "late flags",
+    "late gradients",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +195,8 @@ class GroupPlan:
     ``shared_state`` lists the stacks whose row state is shared by several ranks, which sum squared
     gradients. Groups with ``dense_allreduce`` all-reduce dense gradients. Vectors are sent as
     ``comm_dtype``, and gradients as ``grad_comm_dtype``. With ``early_rows``, rows that the
-    previous batch does not use are sent one batch ahead.
+    previous batch does not use are sent one batch ahead. With ``late_gradients``, gradients of rows
+    that the next batch does not use are sent during the next step.
     """
 
     name: str
@@ -200,6 +210,7 @@ class GroupPlan:
     backend: str
     dense_allreduce: bool = False
     early_rows: bool = False
+    late_gradients: bool = False
 
     @cached_property
     def kind(self) -> Exchange:

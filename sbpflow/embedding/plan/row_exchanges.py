@@ -1,6 +1,6 @@
 """Defines the exchanges that deduplicate ids, so that each requested row is sent only once.
 
-``exchange/rows.py`` runs them.
+``exchange/rows.py`` and ``exchange/unique.py`` run them.
 """
 
 from abc import abstractmethod
@@ -83,6 +83,23 @@ def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> 
     return Stage(purpose="gradients", steps=(step,))
 
 
+def _late(group: GroupPlan, per_rank: int, total: int, others: int) -> Stages:
+    """Return the stages of late gradients. A rank requests at most ``per_rank`` rows, and all ranks
+    except one at most ``others``.
+    """
+    size, dim = group.world.size, group.stacks[0].dim
+    sizes = (others // 8 + size - 1, total // 8 + size * (size - 1))
+    what = "one bit per row that others requested"
+    flags = group.row_step("bwd/late flags", "all_to_all", torch.uint8, *sizes, what)
+    dtype, what = group.grad_comm_dtype, "gradients of rows that the next batch does not use"
+    rows = (per_rank * dim, total * dim)
+    gradients = group.row_step("bwd/late", "all_to_all", dtype, *rows, what)
+    return (
+        Stage(purpose="late flags", steps=(flags,)),
+        Stage(purpose="late gradients", steps=(gradients,)),
+    )
+
+
 class CopiedRows(RowExchange):
     """For B tables: each rank looks up its own samples, and all ranks gather the touched rows."""
 
@@ -130,7 +147,7 @@ class Unique(RowExchange):
     """
 
     name = "unique"
-    runs = "sbpflow.embedding.exchange.rows:UniqueGroup"
+    runs = "sbpflow.embedding.exchange.unique:UniqueGroup"
     calls = ("num_row_transfers",)
     to_all = False
     sends_early = True
@@ -151,6 +168,7 @@ class Unique(RowExchange):
             _vectors(group, per_rank, total),
             *(_early(group, others, rows) if group.early_rows else ()),
             _gradients(group, "all_to_all", most * dim, total),
+            *(_late(group, most, rows, others) if group.late_gradients else ()),
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:

@@ -1,4 +1,4 @@
-"""Decides which groups send early rows (``train.early_rows``), and predicts the bytes."""
+"""Decides which groups send early rows and late gradients, and predicts the bytes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from sbpflow.run.planning.plan import EarlyRows
 from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
-KEY = "train.early_rows"
+KEY, LATE_KEY = "train.early_rows", "train.late_gradients"
 # Prices of the flags and of the second transfer. Early rows can only hide the time that a link
 # takes beyond a rank's own copies; two ranks on one host exchange 2 GB/s.
 CALLS_MS, ROW_NS, COPY_GB_PER_S = 0.5, 40.0, 2.0
@@ -26,34 +26,78 @@ def with_early_rows(
     topology: Topology,
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[EmbeddingPlan, tuple[EarlyRows, ...]]:
-    """Return the plan with ``GroupPlan.early_rows`` set, and the choice for each ``unique`` group.
-    Raises ConfigError if ``train.early_rows`` is true, but no group can send early rows.
+    """Return the plan with ``early_rows`` and ``late_gradients`` of its groups set, and the choice
+    for each ``unique`` group.
+
+    Raises ConfigError if ``train.early_rows`` or ``train.late_gradients`` is true, but no group can
+    do this.
     """
-    wanted, choices = config.train.early_rows, list[EarlyRows]()
     why_not = _why_not(config, plan)
-    for group in plan.groups:
-        if not group.kind.sends_early:
-            continue
-        early, critical = expected_bytes(group, plan.features, config, frequencies)
-        reason = why_not or _why_not_group(group, wanted == "auto")
-        if wanted is False:
-            reason = f"{KEY} is false"
-        elif not reason and wanted == "auto":
-            reason = _does_not_pay(group, early, critical, topology)
-        choices.append(
-            EarlyRows(
-                group=group.name,
-                reason=reason,
-                early_bytes=round(early),
-                critical_bytes=round(critical),
-            )
-        )
-    if wanted is True and all(choice.reason for choice in choices):
-        reason = choices[0].reason if choices else why_not or "no table uses the exchange unique"
+    choices = [
+        _choice(group, plan.features, config, topology, frequencies, why_not)
+        for group in plan.groups
+        if group.kind.sends_early
+    ]
+    nothing = why_not or "no table uses the exchange unique"
+    early, late = config.train.early_rows, config.train.late_gradients
+    if early is True and all(choice.reason for choice in choices):
+        reason = choices[0].reason if choices else nothing
         raise ConfigError(f"{KEY}: true, but {reason}; use auto, which sends early rows if it can")
-    chosen = {choice.group for choice in choices if not choice.reason}
-    groups = (replace(group, early_rows=group.name in chosen) for group in plan.groups)
+    if late is True and all(choice.late_reason for choice in choices):
+        reason = choices[0].late_reason if choices else nothing
+        raise ConfigError(
+            f"{LATE_KEY}: true, but {reason}; use auto, which sends late gradients if it can"
+        )
+    by_name = {choice.group: choice for choice in choices}
+    groups = [
+        replace(group, early_rows=not choice.reason, late_gradients=not choice.late_reason)
+        if (choice := by_name.get(group.name))
+        else group
+        for group in plan.groups
+    ]
     return replace(plan, groups=tuple(groups)), tuple(choices)
+
+
+def _choice(
+    group: GroupPlan,
+    features: Sequence[FeatureConfig],
+    config: Config,
+    topology: Topology,
+    frequencies: Mapping[str, IdFrequencies],
+    why_not: str,
+) -> EarlyRows:
+    """Return the choice for one group; ``why_not`` is the result of ``_why_not``."""
+
+    def expected(num_batches: int) -> tuple[float, float]:
+        return expected_bytes(group, features, config, frequencies, num_batches)
+
+    def hides(num_bytes: float, num_sent: float) -> str:
+        return _does_not_pay(group, num_bytes, num_sent, topology)
+
+    accumulate = config.train.accumulate
+    means = [expected(number) for number in range(1, accumulate + 1)]
+    early, critical = (sum(column) / accumulate for column in zip(*means, strict=True))
+    reason = why_not or _why_not_group(group, config.train.early_rows)
+    if not reason and config.train.early_rows == "auto":
+        reason = hides(early, early + critical)
+    # A row's gradient is urgent if the next batch uses the row.
+    scale = group.grad_comm_dtype.itemsize / group.comm_dtype.itemsize
+    late, urgent = (scale * num_bytes for num_bytes in expected(1))
+    later, more = expected(2)  # the rows of two batches have pending updates
+    late_reason = f"there are no early rows ({reason})" if reason else _why_not_late(config, group)
+    if not late_reason and config.train.late_gradients == "auto":
+        late_reason = hides(late - (more - critical), late + urgent)
+    if not late_reason:
+        early, critical = later, more
+    return EarlyRows(
+        group=group.name,
+        reason=reason,
+        early_bytes=round(early),
+        critical_bytes=round(critical),
+        late_reason=late_reason,
+        late_bytes=round(late),
+        urgent_bytes=round(urgent),
+    )
 
 
 def _why_not(config: Config, plan: EmbeddingPlan) -> str:
@@ -70,21 +114,38 @@ def _why_not(config: Config, plan: EmbeddingPlan) -> str:
     return ""
 
 
-def _why_not_group(group: GroupPlan, is_auto: bool) -> str:
+def _why_not_group(group: GroupPlan, wanted: bool | str) -> str:
     (stack,) = group.stacks
     table = stack.tables[0]
+    if wanted is False:
+        return f"{KEY} is false"
     if stack.grows:
         return f"table {table.name} grows, and the rows of new keys are set just before the lookup"
-    if table.storage is not None and is_auto:
+    if table.storage is not None and wanted == "auto":
         return f"the cache of table {table.name} would need slots for two batches; use true"
     return ""
 
 
-def _does_not_pay(group: GroupPlan, early: float, critical: float, topology: Topology) -> str:
-    """Return the reason why early rows would not save time, or "" if they would."""
+def _why_not_late(config: Config, group: GroupPlan) -> str:
+    """Return the reason why gradients of the group cannot be late, or "" if they can."""
+    table = group.stacks[0].tables[0]
+    accumulate, clip = config.train.accumulate, config.optimizer.clip
+    if config.train.late_gradients is False:
+        return f"{LATE_KEY} is false"
+    if accumulate > 1:
+        return f"train.accumulate is {accumulate}; late gradients need 1"
+    if clip is not None and clip.rows:
+        return "optimizer.clip.rows is true, and the norm of all gradients is needed in the step"
+    if table.storage is not None and config.train.late_gradients == "auto":
+        return f"the cache of table {table.name} would need slots for three batches; use true"
+    return ""
+
+
+def _does_not_pay(group: GroupPlan, hidden: float, sent: float, topology: Topology) -> str:
+    """Return the reason why it would not save time to hide ``hidden`` of ``sent`` bytes, or ""."""
     link, owners = topology.link(group.world.ranks), len(group.owners)
-    hidden_ms = 1e-6 * early / owners * (1 / link.gb_per_s - 1 / COPY_GB_PER_S)
-    rows = (early + critical) / (group.stacks[0].dim * group.comm_dtype.itemsize * owners)
+    hidden_ms = 1e-6 * hidden / owners * (1 / link.gb_per_s - 1 / COPY_GB_PER_S)
+    rows = sent / (group.stacks[0].dim * group.comm_dtype.itemsize * owners)
     cost_ms = CALLS_MS + 1e-6 * ROW_NS * rows
     if hidden_ms > cost_ms:
         return ""
@@ -99,23 +160,22 @@ def expected_bytes(
     features: Sequence[FeatureConfig],
     config: Config,
     frequencies: Mapping[str, IdFrequencies],
+    num_batches: int,
 ) -> tuple[float, float]:
-    """Return the expected (early, critical) bytes of a batch, sent by all ranks together.
-
-    A row is critical if this rank's samples and the batches to be updated both use it.
+    """Return the expected bytes of rows of a batch, sent by all ranks together: rows that none of
+    ``num_batches`` other batches uses, and the others.
     """
     (stack,), size = group.stacks, group.world.size
     by_name = {feature.name: feature for feature in features}
-    early = critical = 0.0
-    batch, steps = config.data.batch_size, range(1, config.train.accumulate + 1)
+    unused = used = 0.0
+    batch = config.data.batch_size
     for table in stack.tables:
         per_sample = sum(ids_per_sample(by_name[name], frequencies) for name in table.features)
-        for batches in steps:
-            own, both = _overlap(table, batch / size, batches * batch, per_sample, frequencies)
-            early += (own - both) / len(steps)
-            critical += both / len(steps)
+        own, both = _overlap(table, batch / size, num_batches * batch, per_sample, frequencies)
+        unused += own - both
+        used += both
     scale = (size - 1) * stack.dim * group.comm_dtype.itemsize
-    return scale * early, scale * critical
+    return scale * unused, scale * used
 
 
 def _overlap(

@@ -220,19 +220,30 @@ def format_plan(plan: RunPlan, *, shards: bool = True, forecast: Forecast | None
 
 
 def early_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per group that sends early rows or could send them."""
-    return [
-        f"early rows of {group['group']}: "
-        + (f"none: {group['reason']}" if group["reason"] else _early_share(group))
-        for group in groups
-    ]
+    """Return a line per group that sends early rows or could send them, and one for its late
+    gradients.
+    """
+    lines: list[str] = []
+    for group in groups:
+        early = _shares(group["early_bytes"], group["critical_bytes"], "ahead")
+        late = _shares(group["late_bytes"], group["urgent_bytes"], "later")
+        lines.append(f"early rows of {group['group']}: {_or_none(group['reason'], early)}")
+        if not group["reason"]:
+            late = _or_none(group["late_reason"], late)
+            lines.append(f"late gradients of {group['group']}: {late}")
+    return lines
 
 
-def _early_share(group: Mapping[str, Any]) -> str:
-    early, critical = group["early_bytes"], group["critical_bytes"]
-    share = f"{100 * early / max(early + critical, 1):.0f} %"
-    ahead, in_step = format_size(early), format_size(critical)
-    return f"{ahead} ({share}) are sent a batch ahead, {in_step} in the step (expected)"
+def _or_none(reason: str, text: str) -> str:
+    return f"none: {reason}" if reason else text
+
+
+def _shares(hidden: int, in_step: int, when: str) -> str:
+    share = f"{100 * hidden / max(hidden + in_step, 1):.0f} %"
+    return (
+        f"{format_size(hidden)} ({share}) are sent a batch {when}, {format_size(in_step)} in the "
+        "step (expected)"
+    )
 
 
 def topology_lines(topology: Mapping[str, Any]) -> list[str]:

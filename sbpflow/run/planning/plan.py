@@ -24,6 +24,7 @@ from sbpflow.training.step_schedule import (
     EARLY_VECTORS,
     FLAGS,
     IDS,
+    LATE_GRADIENTS,
     ROW_GRADIENTS,
     VECTORS,
     StepSchedule,
@@ -55,15 +56,20 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyRows:
-    """The early rows of a group. ``reason`` says why it sends none, or is "".
+    """The early rows and late gradients of a group.
 
-    The bytes are the expected values for a batch, sent by all ranks together.
+    ``reason`` and ``late_reason`` say why it sends none, or are "". The bytes are the expected
+    values for a batch, sent by all ranks together: rows sent early and in the step, and gradients
+    sent late and in the step. With late gradients, fewer rows are early.
     """
 
     group: str
     reason: str
     early_bytes: int
     critical_bytes: int
+    late_reason: str
+    late_bytes: int
+    urgent_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +110,8 @@ class RunPlan:
         """Return (phase, step) for one iteration of ``batch_size`` rows, in issue order.
 
         With overlap, ranks exchange a batch's ids during the previous iteration. The flags and
-        early rows in an iteration belong to the next batch.
+        early rows in an iteration belong to the next batch, and the late gradients to the previous
+        batch.
         """
         tables, rows = self.embeddings, self.batch_size
         update: tuple[tuple[str, Sequence[Step]], ...] = (
@@ -154,6 +161,7 @@ class RunPlan:
             EARLY_VECTORS: tables.early_steps(rows),
             VECTORS: tables.forward_steps(rows),
             ROW_GRADIENTS: tables.push_steps(rows),
+            LATE_GRADIENTS: tables.late_steps(rows),
             DENSE_GRADIENTS: self.dense_gradients.steps,
         }
         return frozenset(kind for kind, steps in by_kind.items() if any(_sends(s) for s in steps))

@@ -136,6 +136,7 @@ class Checkpoints:
         if self._saver is None:
             return
         self._last_saved = step
+        self._job.trainer.settle()
         documents, best = self._documents(batch, loop), loop.get("best", {}).get("step")
         if self._config.checkpoint.background and not self._stopping:
             self._saver.start(step, documents, lambda: self._prune(step, best))
