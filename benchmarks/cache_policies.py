@@ -102,7 +102,7 @@ def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
         for gap, count in enumerate(np.bincount(gaps)):
             if gap > 1 and count:
                 held[gap, number - gap + 1 : number] += count
-    # for each maximum gap for which rows are kept
+    # for each number of batches that a row is kept without use
     needed = (sizes + held[:, : len(trace)].cumsum(0)).max(1)
     longest = int(np.searchsorted(needed, capacity, side="right")) - 1
     longest = min(longest, len(trace) - 1)

@@ -259,9 +259,9 @@ class Campaign:
         if kind.endswith(("load", "read")) and not saved:
             # Without a checkpoint, there is nothing to load or read.
             kind = kind.replace("load", "one").replace("read", "one")
-        said = self._told_to_go_on()
+        resumptions = self._num_resumptions()
         ranks = self._start()
-        if not self._came(kind.removeprefix("server_"), ranks, before, said):
+        if not self._came(kind.removeprefix("server_"), ranks, before, resumptions):
             ranks.signal(signal.SIGKILL)
             ranks.codes(END_S)
             return
@@ -289,7 +289,7 @@ class Campaign:
         if codes != [3] * self.size or f"error: {name}" not in last:
             raise RuntimeError(f"{name}: was killed; exit codes {codes}:\n{last[-3000:]}")
 
-    def _came(self, kind: str, ranks: Ranks, before: int, said: int) -> bool:
+    def _came(self, kind: str, ranks: Ranks, before: int, resumptions: int) -> bool:
         """Wait for a moment of this kind; return whether the moment came while the ranks were
         running.
         """
@@ -297,10 +297,10 @@ class Campaign:
             time.sleep(self.chance.uniform(0.5, 8.0))
         elif kind == "load":
             return wait(
-                ranks, lambda: ranks.loading() or self._told_to_go_on() > said, START_S
+                ranks, lambda: ranks.loading() or self._num_resumptions() > resumptions, START_S
             ) and (ranks.loading() and not ranks.over())
         elif kind == "read":
-            if not wait(ranks, lambda: self._told_to_go_on() > said, START_S):
+            if not wait(ranks, lambda: self._num_resumptions() > resumptions, START_S):
                 return False
             time.sleep(self.chance.uniform(0.0, 0.1))
         else:
@@ -325,7 +325,7 @@ class Campaign:
         elif kind == "one" and sorted(codes) != [-9, *[3] * (self.size - 1)]:
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-3000:]}")
 
-    def _told_to_go_on(self) -> int:
+    def _num_resumptions(self) -> int:
         return self.log.read_text().count("resuming after step") if self.log.exists() else 0
 
     def _is_saving(self) -> bool:

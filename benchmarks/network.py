@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-HOSTS = tuple(f"sbp{os.getpid()}-{number}" for number in range(2))  # of this process
+HOSTS = tuple(f"sbp{os.getpid()}-{number}" for number in range(2))  # names unique to this process
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "wire"
 

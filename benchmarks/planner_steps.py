@@ -118,7 +118,7 @@ def run_steps(args: argparse.Namespace) -> None:
         times = dict(zip(names, result["rounds"], strict=True))
         row = compared(case, times)
         if elsewhere is not None:
-            row |= told_elsewhere(crowded(elsewhere, size), case, size, row["plans"])
+            row |= predicted_elsewhere(crowded(elsewhere, size), case, size, row["plans"])
         rows.append(row)
         results.add(
             benchmark=kind,
@@ -133,7 +133,7 @@ def run_steps(args: argparse.Namespace) -> None:
     results.add(benchmark="summary", ranks=size, link=where, tasks=len(rows), **summary(rows))
 
 
-def told_elsewhere(
+def predicted_elsewhere(
     profile: Profile, case: Case, size: int, plans: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the prediction errors for each plan, using a calibration for another number of ranks

@@ -257,7 +257,7 @@ def open_rows(
     """
     from sbpflow.data import fields_of, open_loader
     from sbpflow.run.execution.job import build_job
-    from sbpflow.run.execution.predict import on_rank_0, rank_0_says
+    from sbpflow.run.execution.predict import answer_of_rank_0, on_rank_0
     from sbpflow.run.execution.start import join_ranks, plan_for_ranks
     from sbpflow.run.planning.build_plan import plan_run
     from sbpflow.run.planning.kernels import with_measured_kernels
@@ -291,7 +291,7 @@ def open_rows(
     on_rank_0(boxing, lambda: open_output(scoring, blocks, bad, opened))
     if blocks is None:
         on_rank_0(boxing, lambda: scoring.encode(bad))
-    elif not rank_0_says(boxing, blocks.is_encoded):
+    elif not answer_of_rank_0(boxing, blocks.is_encoded):
         on_rank_0(boxing, lambda: scoring.encode(bad))
         on_rank_0(boxing, blocks.encoded)
     manifest = scoring.manifest()

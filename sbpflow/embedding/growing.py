@@ -102,7 +102,7 @@ class Growing(KeyExchange):
             changes.append(Changes(none, none, freed))
         number = changes[names.index(name)].freed.size
         if not all(field.plan.is_local for field in self.fields):
-            changes = self._tell_all(changes, 1)
+            changes = self._gather_changes(changes, 1)
         for field, change in zip(self.fields, changes, strict=True):
             if field.live is not None:
                 field.live.apply(change)

@@ -81,7 +81,7 @@ def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, memory):
             for name, saved in full.tensors.items():
                 assert delta.saved(name).dtype == saved.dtype
                 assert torch.equal(delta.tensor(name), full.tensor(name)), (case, step, name)
-            # A part of a tensor: some rows and, if it has several, some columns.
+            # A part of a tensor: some of its rows and, if there are several columns, some of these.
             whole = full.tensor("tables/deep.C3")
             part = delta.tensor("tables/deep.C3", slice(7, 50), slice(1, 4))
             assert torch.equal(part, whole[7:50, 1:4])

@@ -47,7 +47,7 @@ def make_hop(keys, counts, at, to, size) -> Hop:
 class TwoHopGroup(Group[TwoHopInFlight]):
     """Runs the exchange for one stack, split by rows over all ranks."""
 
-    told = 0  # number of lookups that owners received, over all batches
+    num_received = 0  # number of lookups that owners received, over all batches
 
     def __init__(self, plan, boxing, context):
         super().__init__(plan, boxing, context)
@@ -108,7 +108,7 @@ class TwoHopGroup(Group[TwoHopInFlight]):
         batch.lookups = [Lookup(found[:, 0] - self._bases[self.world.rank])]
 
     def lookup(self, batch):
-        TwoHopGroup.told += batch.num_lookups
+        TwoHopGroup.num_received += batch.num_lookups
         hop = batch.hops[1]
         rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
         step = self.step(batch, "vectors", 1)

@@ -295,7 +295,7 @@ def test_slow_compilation_is_announced_in_the_log(monkeypatch, caplog, seconds):
     plan = SimpleNamespace(groups=[SimpleNamespace(stacks=[stack])], dtype=None, row_dtype=None)
     with caplog.at_level(logging.INFO):
         warm_up_kernels(plan, {"t": KernelChoice("numba", "for the test")})
-    said = [record.message for record in caplog.records]
+    messages = [record.message for record in caplog.records]
     notice = "loading numba kernels; the first start on a machine compiles them ..."
-    assert (said[0] == notice) == bool(seconds)
-    assert said[-1].startswith("numba kernels ready in")
+    assert (messages[0] == notice) == bool(seconds)
+    assert messages[-1].startswith("numba kernels ready in")

@@ -47,13 +47,16 @@ def _train(world, exchange):
 
 
 def _train_case(world, case):
-    TwoHopGroup.told = 0
+    TwoHopGroup.num_received = 0
     world.log.clear()
     world.log.enabled = True
     try:
         with two_hops():
-            return train_case(world, case) | {"told": TwoHopGroup.told, "rank": world.rank,
-                "groups": [(r.step_id, r.group) for r in world.log.records]}  # fmt: skip
+            return train_case(world, case) | {
+                "num_received": TwoHopGroup.num_received,
+                "rank": world.rank,
+                "groups": [(r.step_id, r.group) for r in world.log.records],
+            }
     finally:
         world.log.enabled = False
 
@@ -73,7 +76,7 @@ def test_own_exchange_equals_the_reference_on_four_ranks(ranks, optimizer):
         for name, (weights, _) in join_tables(case, results).items():
             np.testing.assert_allclose(weights, model.deep[name][1].numpy(), rtol=0, atol=1e-12)
     # Three deep tables have one lookup per sample, and the owners received all lookups.
-    assert sum(result["told"] for result in results) == 3 * sum(case.batch_sizes)
+    assert sum(result["num_received"] for result in results) == 3 * sum(case.batch_sizes)
     for result in results:
         rank, logged = result["rank"], dict(result["groups"])
         names = dict.fromkeys(name for name, _ in result["groups"])

@@ -55,9 +55,9 @@ def test_kernels_update_rows_in_arbitrary_slots(kernel, rows_as, form):
     slot_of[rows] = torch.randperm(SLOTS, generator=generator)[: rows.numel()]
     block.weights.fill_(float("nan"))
     block.weights[slot_of[rows]] = whole.weights[rows]
-    told, told_of_block = [], []
-    whole.listeners.append(lambda found: told.append(found.unique()))
-    block.listeners.append(lambda found: told_of_block.append(found.unique()))
+    changed, changed_of_block = [], []
+    whole.listeners.append(lambda found: changed.append(found.unique()))
+    block.listeners.append(lambda found: changed_of_block.append(found.unique()))
     for step in range(1, 4):
         addresses = rows[torch.randint(0, rows.numel(), (60,), generator=generator)]
         if whole.absent is not None:
@@ -77,8 +77,8 @@ def test_kernels_update_rows_in_arbitrary_slots(kernel, rows_as, form):
         block.update(other, grads, 0.1, step)
     assert torch.equal(block.weights[slot_of[rows]], whole.weights[rows])
     assert torch.equal(block.state["sum"][slot_of[rows]], whole.state["sum"][rows])
-    assert len(told) == len(told_of_block) == 3
-    assert all(torch.equal(a, b) for a, b in zip(told, told_of_block, strict=True))
+    assert len(changed) == len(changed_of_block) == 3
+    assert all(torch.equal(a, b) for a, b in zip(changed, changed_of_block, strict=True))
 
 
 @pytest.mark.parametrize("kernel", ["torch", "numba", "fbgemm"])

@@ -85,7 +85,7 @@ def started(folder: Path, rank: int, size: int, prefix: tuple[str, ...] = (), **
     )
 
 
-def said_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
+def facts_of(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
     """Return the facts that the ranks wrote, by rank."""
     texts = [output_of(process, LIMIT_S) for process in processes]
     files = [folder / str(rank) for rank in range(len(processes))]
@@ -96,7 +96,7 @@ def said_by(processes: list[subprocess.Popen[str]], folder: Path) -> list[dict]:
 @pytest.mark.parametrize("size", quick([2, 4], lambda n: n == 0))
 def test_ranks_of_one_machine_discover_that_they_share_a_host(tmp_path, size):
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    facts = said_by([started(tmp_path, rank, size, **where) for rank in range(size)], tmp_path)
+    facts = facts_of([started(tmp_path, rank, size, **where) for rank in range(size)], tmp_path)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for one in facts:
         assert one["hosts"] == [list(range(size))]
@@ -114,7 +114,7 @@ def test_network_namespaces_are_hosts_even_with_equal_host_names(tmp_path):
         inside = [("ip", "netns", "exec", machine.name) for machine in machines]
         where = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT}
         ranks = [started(tmp_path, rank, 4, inside[rank % 2], **where) for rank in range(4)]
-        facts = said_by(ranks, tmp_path)
+        facts = facts_of(ranks, tmp_path)
     assert len({one["machine"] for one in facts}) == 1
     for one in facts:
         assert one["hosts"] == [[0, 2], [1, 3]]

@@ -50,7 +50,7 @@ class Journal:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.ops: Counter[str] = Counter()
-        self.beside: Counter[str] = Counter()  # ops on streams other than the main stream
+        self.elsewhere: Counter[str] = Counter()  # ops on streams other than the main stream
         self.collectives: Counter[str] = Counter()
         self.thread = threading.get_ident()
 
@@ -98,10 +98,10 @@ def note(kind: str, what: str) -> None:
             each.entries.append(entry)
 
 
-def count_op(name: str, *, beside: bool = False) -> None:
+def count_op(name: str, *, elsewhere: bool = False) -> None:
     for each in _opened():
         each.ops[name] += 1
-        each.beside[name] += beside
+        each.elsewhere[name] += elsewhere
 
 
 def count_collective(name: str) -> None:

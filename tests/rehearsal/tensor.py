@@ -171,7 +171,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     out = func(*hosts, **host_kwargs)
     if not target:
         return out
-    count_op(str(func), beside=streams.current() is not streams.MAIN)
+    count_op(str(func), elsewhere=streams.current() is not streams.MAIN)
     wrapped = tree_map_only(Tensor, Rehearsed, out)
     if graph := graphs.capturing():
         graph.add(func, hosts, host_kwargs, out)

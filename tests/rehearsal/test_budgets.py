@@ -64,7 +64,7 @@ def second_step(world, config, accumulate):
         if number == 1:
             second = made
     sort = "aten.sort.stable"
-    on_main = second.ops[sort] - second.beside[sort]
+    on_main = second.ops[sort] - second.elsewhere[sort]
     if accumulate == 1:  # the rows of several batches are sorted together a second time
         # The rows of dense gradients are known only on arrival; all other sorts run ahead.
         assert on_main == sum(
@@ -72,7 +72,7 @@ def second_step(world, config, accumulate):
             for group in job.plan.embeddings.groups
             if group.exchange == "local" and group.dense_allreduce and world.size > 1
         )
-        assert second.beside[sort]
+        assert second.elsewhere[sort]
     return len(second.syncs), len(second.late_reads), second.num_ops, second.summary()
 
 

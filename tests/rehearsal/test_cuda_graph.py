@@ -69,7 +69,7 @@ def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
     equal = [torch.equal(value, same[name]) for name, value in weights.items()]
     ops, plain_ops = ([one.num_ops for one in all_of] for all_of in (journals, plain_journals))
     waits = [[entry.where for entry in made.syncs] for made in journals]
-    on_main = [(made.ops - made.beside).total() for made in journals]
+    on_main = [(made.ops - made.elsewhere).total() for made in journals]
     return losses, plain, ops, plain_ops, waits, len(equal) > 4 and all(equal), on_main
 
 
@@ -129,22 +129,22 @@ def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
 
 def both_ways_watched(world, config):
     """Install a row listener in the third step, as during a background save."""
-    told = []
+    notified = []
 
     def before_step(job, number):
         for store, _ in job.embeddings.stores():
-            store.listeners[:] = [told.append] if number == 2 else []
+            store.listeners[:] = [notified.append] if number == 2 else []
 
     losses, plain, *_, equal, on_main = both_ways(world, config, before_step=before_step)
-    return losses == plain, equal, len(told), on_main
+    return losses == plain, equal, len(notified), on_main
 
 
 def test_rows_with_listeners_are_updated_eagerly(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
-    ((losses, weights, told, on_main),) = rehearsed_ranks(1, both_ways_watched, config)
+    ((losses, weights, notified, on_main),) = rehearsed_ranks(1, both_ways_watched, config)
     assert losses
     assert weights
-    assert told == 2  # the deep and the wide store
+    assert notified == 2  # the deep and the wide store
     assert on_main[3] < 20 < 100 < on_main[2]
 
 
@@ -170,18 +170,18 @@ def test_bad_id_is_reported_before_a_replay(rehearsed_ranks):
     assert unchanged
 
 
-def told_at_start(world, config):
+def logged_at_start(world, config):
     return make_job(world, config).trainer.graphs.describe()
 
 
 def test_log_explains_what_is_not_replayed(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
-    (all_of_it,) = rehearsed_ranks(1, told_at_start, config)
+    (all_of_it,) = rehearsed_ranks(1, logged_at_start, config)
     assert all_of_it == "the whole step after sorting the ids is replayed"
     plain = replace(config, optimizer=OptimizerConfig(dense=DENSE["sgd"]))
-    (but_sgd,) = rehearsed_ranks(1, told_at_start, plain)
+    (but_sgd,) = rehearsed_ranks(1, logged_at_start, plain)
     assert but_sgd.endswith("is replayed, without the dense optimizer")
-    for of_two in rehearsed_ranks(2, told_at_start, config):
+    for of_two in rehearsed_ranks(2, logged_at_start, config):
         assert of_two.startswith("the dense part is replayed, without the dense optimizer; tables")
         assert of_two.endswith("vectors and gradients are exchanged between ranks")
 

@@ -43,9 +43,9 @@ def train_ahead(world, config):
     """Return losses, dense parameters, rows with state, and log messages; ids are exchanged one
     batch ahead.
     """
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("sbpflow.embedding.exchange.overflow")
     logger.addHandler(handler)
     world.checked = False
@@ -56,7 +56,7 @@ def train_ahead(world, config):
     ]
     losses = [float(loss) for loss in job.trainer.train_on(batches)]
     logger.removeHandler(handler)
-    return losses, dense_of(job), pieces_of(job), said
+    return losses, dense_of(job), pieces_of(job), messages
 
 
 def assert_equal(found, wanted, rtol=0.0):

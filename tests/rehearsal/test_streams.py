@@ -24,7 +24,7 @@ def changed_elsewhere(world):
     return y
 
 
-def waited_before_it_was_told(world):
+def waited_before_the_work_was_submitted(world):
     side = torch.cuda.Stream()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.stream(side):
@@ -64,7 +64,7 @@ def transfer_waited_for_elsewhere(world):
 REFUSED = {
     made_elsewhere: "reads memory that its allocation wrote on stream",
     changed_elsewhere: "changes memory that aten.add.Tensor reads on stream",
-    waited_before_it_was_told: "without waiting for it",
+    waited_before_the_work_was_submitted: "without waiting for it",
     event_of_too_early: "without waiting for it",
     given_back_too_early: "was freed while stream",
     transfer_waited_for_elsewhere: "reads memory that all_to_all wrote on NCCL's stream",

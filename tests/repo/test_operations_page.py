@@ -37,9 +37,9 @@ def test_every_row_of_the_table_is_parsed():
 @pytest.mark.parametrize(("seen", "file", "name"), [(r[1], r[3], r[4]) for r in ROWS])
 def test_a_row_states_what_its_test_sees(seen, file, name):
     source = bare(sources(file)[name])
-    for said in re.findall(r"`([^`]+)`", seen):
-        if not said.startswith(("python -m", "data.", "parallel.", "--")):  # a remedy
-            assert bare(said) in source, said
+    for message in re.findall(r"`([^`]+)`", seen):
+        if not message.startswith(("python -m", "data.", "parallel.", "--")):  # a remedy
+            assert bare(message) in source, message
 
 
 @pytest.mark.parametrize("file", WHOLLY)

@@ -61,25 +61,25 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
     for rank, result in enumerate(results):
         trace = json.loads((tmp_path / f"trace-rank{rank}.json").read_text())
         assert (trace["rank"], trace["world_size"]) == (rank, 2)
-        told = [event for event in trace["traceEvents"] if "transfers" in event.get("args", {})]
-        told.sort(key=lambda event: event["ts"])
+        timed = [event for event in trace["traceEvents"] if "transfers" in event.get("args", {})]
+        timed.sort(key=lambda event: event["ts"])
         assert [
-            e["name"] for e in told
+            e["name"] for e in timed
         ] == moves * 2  # covers steps 2 and 3, which have no short batches
-        assert [e["args"]["step"] for e in told] == [2] * len(moves) + [3] * len(moves)
-        for event in told:
+        assert [e["args"]["step"] for e in timed] == [2] * len(moves) + [3] * len(moves)
+        for event in timed:
             args = event["args"]
             assert args["bytes_sent"] == sum(
                 transfer["bytes_sent"] for transfer in args["transfers"]
             )
             for transfer in args["transfers"]:
                 assert transfer["bytes_sent"] == result["planned"][transfer["id"]]
-        sent = {one["id"] for event in told for one in event["args"]["transfers"]}
+        sent = {one["id"] for event in timed for one in event["args"]["transfers"]}
         assert sent == set(result["planned"])
         assert any(event["name"].startswith("aten::") for event in trace["traceEvents"])
         # The event of a move lies inside the event of its step.
         step = next(e for e in trace["traceEvents"] if e.get("name") == "step 2")
-        assert all(step["ts"] <= e["ts"] <= step["ts"] + step["dur"] for e in told[: len(moves)])
+        assert all(step["ts"] <= e["ts"] <= step["ts"] + step["dur"] for e in timed[: len(moves)])
         assert result["peak"] > 1 << 20
 
 

@@ -342,10 +342,10 @@ def memory(world: World, config: Config) -> tuple[dict[str, int], int, int]:
 @pytest.mark.parametrize("scheme", ["dp", "1", "3"])
 def test_explained_memory_matches_a_rank(ranks, scheme, sparse):
     config = make_config(scheme, sparse, dense="adam", dense_layouts={"mlp.0.weight": "S(0)"})
-    for told, tables, dense in ranks(3, memory, config):
-        assert told["table_bytes"] + told["table_state_bytes"] == tables
-        assert told["dense_bytes"] == told["dense_gradient_bytes"] == dense
-        assert told["dense_state_bytes"] == 2 * dense
+    for planned, tables, dense in ranks(3, memory, config):
+        assert planned["table_bytes"] + planned["table_state_bytes"] == tables
+        assert planned["dense_bytes"] == planned["dense_gradient_bytes"] == dense
+        assert planned["dense_state_bytes"] == 2 * dense
 
 
 def test_explain_plans_gpus_without_one(synth_set, capsys):

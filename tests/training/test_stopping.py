@@ -174,9 +174,9 @@ def test_the_evaluation_at_the_end_may_be_the_best(ranks):
     stop = StopConfig(metric="logloss", patience=1, min_delta=0.0)
     for eval_rows, every in ((None, 2), (30, 2), (30, 3)):
         train = TrainConfig(max_steps=4, eval_every=every, eval_rows=eval_rows, stop=stop)
-        (told,) = ranks(1, run_learning, train)
-        assert told["best"].endswith("at 4")
-        assert not told["stopped"]
+        (outcome,) = ranks(1, run_learning, train)
+        assert outcome["best"].endswith("at 4")
+        assert not outcome["stopped"]
 
 
 def run_learning(world: World, train: TrainConfig) -> dict[str, str]:
@@ -233,9 +233,9 @@ def test_impossible_settings_for_the_data_are_refused_at_the_start():
 def test_a_plateau_reaches_the_optimizers(ranks):
     plateau = PlateauConfig(metric="logloss", patience=1, min_delta=1.0, factor=0.5)
     train = TrainConfig(max_steps=20, eval_every=5, log_every=5, plateau=plateau)
-    for told in ranks(2, run, make_config("1", "sgd"), train):
-        assert told["lr"] == pytest.approx(0.1 * 0.25)
-        assert told["rates"][-3:] == [1.0, 0.5, 0.25]
+    for outcome in ranks(2, run, make_config("1", "sgd"), train):
+        assert outcome["lr"] == pytest.approx(0.1 * 0.25)
+        assert outcome["rates"][-3:] == [1.0, 0.5, 0.25]
 
 
 def test_splits_that_cannot_be_watched_are_rejected(ranks):
@@ -293,22 +293,22 @@ def test_the_dense_part_and_the_tables_may_have_separate_schedules(ranks):
     warm = Config(
         data=config.data, model=config.model, parallel=config.parallel, optimizer=optimizer
     )
-    (told,) = ranks(1, first_rates, warm)
-    np.testing.assert_allclose(told["dense"], [0.025, 0.05, 0.075, 0.1], rtol=1e-12)
-    assert told["tables"] == [1.0] * 4
+    (outcome,) = ranks(1, first_rates, warm)
+    np.testing.assert_allclose(outcome["dense"], [0.025, 0.05, 0.075, 0.1], rtol=1e-12)
+    assert outcome["tables"] == [1.0] * 4
 
 
 def first_rates(world: World, config: Config) -> dict[str, list[float]]:
     job = make_job(world, config)
-    told: dict[str, list[float]] = {"dense": [], "tables": []}
+    outcome: dict[str, list[float]] = {"dense": [], "tables": []}
     scale = job.embeddings.scale_lr
 
     def noted(factor: float) -> None:
-        told["tables"].append(factor)
+        outcome["tables"].append(factor)
         scale(factor)
 
     job.embeddings.scale_lr = noted
     for batch in make_batches(6, 30)[:4]:
         job.trainer.step(batch.part(world.rank, world.size))
-        told["dense"].append(job.trainer.optimizer.param_groups[0]["lr"])
-    return told
+        outcome["dense"].append(job.trainer.optimizer.param_groups[0]["lr"])
+    return outcome

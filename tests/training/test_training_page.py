@@ -48,12 +48,12 @@ def test_trackers_get_the_same_calls_as_the_report(synth_set, tmp_path, monkeypa
     words = [f"data.path={synth_set}", f"run.dir={tmp_path / 'run'}", "data.batch_size=500"]
     train, config = names["train"], str(ROOT / "configs/demo.yaml")
     assert train(config, [*words, "train.max_steps=4"], tracker=names["Lines"]) == 0
-    told = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
+    tracked = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
     written = [
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ]
     steps = [(e["step"], e["loss"]) for e in written if e["event"] == "step"]
-    assert [(e["step"], e["loss"]) for e in told if "loss" in e] == steps
+    assert [(e["step"], e["loss"]) for e in tracked if "loss" in e] == steps
     assert len(steps) == 2
     scores = [e["auc"] for e in written if e["event"] == "eval"]
-    assert [e.get("val/auc", e.get("test/auc")) for e in told if "loss" not in e] == scores
+    assert [e.get("val/auc", e.get("test/auc")) for e in tracked if "loss" not in e] == scores

@@ -107,7 +107,7 @@ class GroupInFlight:
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """What a collection provides to its groups.
+    """Facts and objects that a collection provides to its groups.
 
     ``columns`` and ``places`` map the columns and lists of the global batch to those that this rank
     receives. ``row_buffer_fraction`` becomes the ``share`` of ``padded.Capacity``.

@@ -105,7 +105,7 @@ class KeyExchange:
                 for field, keys in zip(self.fields, all_keys, strict=True)
             ]
         if batch.training and not all(field.plan.is_local for field in self.fields):
-            changes = self._tell_all(changes, batch.batch_size)
+            changes = self._gather_changes(changes, batch.batch_size)
         return self._replaced(columns, lists, all_rows), changes
 
     def release(self) -> None:
@@ -200,16 +200,16 @@ class KeyExchange:
             for owner, part in zip(self._owners[index], np.split(pairs, ends[:-1]), strict=True):
                 sent[owner, index] = part.shape[0]
                 blocks[owner].append(part)
-        told = np.column_stack([sent, np.full(size, batch.time)]) if self._timed else sent
-        width = told.shape[1]
-        got = self._exchange(steps["keys/counts"], told.reshape(-1), [width] * size)
+        counted = np.column_stack([sent, np.full(size, batch.time)]) if self._timed else sent
+        width = counted.shape[1]
+        got = self._exchange(steps["keys/counts"], counted.reshape(-1), [width] * size)
         got = got.reshape(size, width)
         if self._timed:
             batch = replace(batch, time=int(got[:, -1].max()))
             got = np.ascontiguousarray(got[:, :-1])
         out, into = sent.sum(1).tolist(), got.sum(1).tolist()
         pairs = self._exchange(steps["keys/fwd"], _joined(blocks, (0, 2)), out, into)
-        incoming = _split(pairs, got)  # by rank and field
+        incoming = _split(pairs, got)  # received pairs by rank and field
         replies: list[list[Array]] = [[] for _ in range(size)]
         for index, field in enumerate(self.fields):
             parts = [incoming[rank][index] for rank in range(size)]
@@ -227,7 +227,7 @@ class KeyExchange:
             for index, request in enumerate(asked)
         ]
 
-    def _tell_all(self, changes: list[Changes], batch_size: int) -> list[Changes]:
+    def _gather_changes(self, changes: list[Changes], batch_size: int) -> list[Changes]:
         """Gather the changes of all ranks on every rank."""
         size, count = self._world.size, 2 * len(changes)
         steps = {step.id: step for step in self._plan.key_steps(batch_size)}

@@ -116,7 +116,7 @@ def unfinished(
     return [every[number] for number in sorted(map(int, numbers_left))]
 
 
-def rank_0_says(boxing: Boxing, question: Callable[[], bool]) -> bool:
+def answer_of_rank_0(boxing: Boxing, question: Callable[[], bool]) -> bool:
     """Return rank 0's value on every rank."""
     return gather_texts(boxing, "yes" if on_rank_0(boxing, question) else "")[0] == "yes"
 

@@ -51,7 +51,7 @@ def candidates(
     def copied(table: TableConfig) -> TableRule:  # growing tables cannot be replicated
         return copies if table.growth is None or world_size == 1 else rows
 
-    alike: dict[str, Callable[[TableConfig], TableRule]] = {"all B": copied}
+    same: dict[str, Callable[[TableConfig], TableRule]] = {"all B": copied}
     if world_size > 1:
         whole = _balanced(tables, features, world_size, batch_size, frequencies or {})
         columns = TableRule(sbp="S(1)", exchange="columns")
@@ -60,7 +60,7 @@ def candidates(
         def if_wide(rule: TableRule, table: TableConfig) -> TableRule:
             return rule if table.dim >= world_size else whole[table.name]
 
-        alike |= {
+        same |= {
             "all unique": lambda _: rows,
             "all reduce": lambda _: TableRule(sbp="S(0)", exchange="reduce"),
             "all whole": lambda table: whole[table.name],
@@ -70,16 +70,16 @@ def candidates(
     if two_level:
         hops = TableRule(sbp=TWO_LEVEL, exchange="unique")
         # A growing table's buckets may not split evenly over hosts.
-        alike["all unique, two levels"] = lambda table: hops if table.growth is None else rows
+        same["all unique, two levels"] = lambda table: hops if table.growth is None else rows
     rules = {
-        name: {escape(table.name): rule(table) for table in tables} for name, rule in alike.items()
+        name: {escape(table.name): rule(table) for table in tables} for name, rule in same.items()
     }
     for limit in (batch_size // (2 * world_size), 2 * batch_size):
         small = [table for table in tables if table.num_rows <= limit and table.growth is None]
         if not 0 < len(small) < len(tables):
             continue
         changed = {escape(table.name): copies for table in small}
-        for name in alike:
+        for name in same:
             if name != "all B":
                 mixed = f"B up to {limit:,} rows, else {name.removeprefix('all ')}"
                 rules[mixed] = rules[name] | changed
