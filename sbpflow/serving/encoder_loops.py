@@ -4,6 +4,8 @@ rules in ``cells``, which handle the rarer forms of text.
 """
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ from numpy.typing import NDArray
 from sbpflow.runtime.compute.compiled import Array, compiled
 from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.serving.columns import text_of
-from sbpflow.serving.encoder import Cells, Encoder
+from sbpflow.serving.dense_loops import compile_row
+from sbpflow.serving.encoder import Cells, Encoder, Finished
 
+__all__ = ["CompiledInput", "compile_row", "digest", "gather_rows"]
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
 SKIPPED, WHOLE, REAL, HEX, INTEGER, STRING = range(6)
 BUCKET, LOG3, LOG1, SQUARED_LOG, IDENTITY, STANDARDISE = range(6)
@@ -23,8 +27,13 @@ _KINDS = {"hex": HEX, "integer": INTEGER, "string": STRING}
 _END, _PLUS, _MINUS, _POINT, _ZERO = 10, 43, 45, 46, 48
 _FACTOR, _MIX_1, _MIX_2 = U64(GAMMA), U64(0xFF51AFD7ED558CCD), U64(0xC4CEB9FE1A85EC53)
 _LARGEST = float(np.finfo(np.float32).max)
+_NUMBERS, _TEXTS = frozenset((int, float, str, NoneType)), frozenset((str, NoneType))
 _POWERS = 10.0 ** np.arange(23)
 """Powers of ten that float64 represents exactly"""
+_NIBBLES = np.full(256, 255, dtype=U8)
+"""The value of each hexadecimal digit, and 255 for other characters"""
+_NIBBLES[list(b"0123456789abcdef")] = range(16)
+_NIBBLES[list(b"ABCDEF")] = range(10, 16)
 _IV = np.array(
     [0x6A09E667F3BCC908, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1,
      0x510E527FADE682D1, 0x9B05688C2B3E6C1F, 0x1F83D9ABFB41BD6B, 0x5BE0CD19137E2179],
@@ -164,6 +173,16 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
         for column in range(columns):
             last = _END if column == columns - 1 else separator
             start, kind, target = at, kinds[column], targets[column]
+            if kind == HEX and at + 8 < end and text[at + 8] == last:
+                value, bits = U64(0), U8(0)
+                for k in range(at, at + 8):
+                    digit = _NIBBLES[text[k]]
+                    value = (value << U64(4)) | U64(digit)
+                    bits |= digit
+                if bits < 16:
+                    keys[row, target] = value
+                    at += 9
+                    continue
             while at < end and text[at] != separator and text[at] != _END:
                 at += 1
             if at == end or text[at] != last:
@@ -182,18 +201,7 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
                 if at == start:
                     missing[row, target] = True
                 elif kind == HEX:
-                    if at - start != 8:
-                        return False
-                    value = U64(0)
-                    for k in range(start, at):
-                        letter = np.int64(text[k])
-                        digit = letter - _ZERO
-                        if digit < 0 or digit > 9:
-                            digit = (letter | 32) - 87
-                            if digit < 10 or digit > 15:
-                                return False
-                        value = (value << U64(4)) | U64(digit)
-                    keys[row, target] = value
+                    return False
                 elif kind == INTEGER:
                     whole, fits = _integer(text, start, at, 18)
                     if not fits:
@@ -220,16 +228,20 @@ def transform_numbers(
     flags: Array,
     dense: Array,
     ids: Array,
-) -> None:
-    """Write the transformed ``numbers`` [rows, columns] to ``dense``, and buckets to ``ids``.
+    absences: Array,
+) -> bool:
+    """Write the transformed ``numbers`` [rows, columns] to ``dense``, and buckets to ``ids``, and
+    add the missing values of each column to ``absences``.
 
-    ``flags`` [columns] contains each column's missing-value indicator column, or -1.
+    ``flags`` [columns] contains each column's missing-value indicator column, or -1. Returns False
+    if a number without limits is infinite as a float32.
     """
     for row in range(numbers.shape[0]):
         for column in range(codes.size):
             code, place = codes[column], places[column]
-            value = numbers[row, column]
+            value = np.float32(numbers[row, column])
             absent = np.isnan(value)
+            absences[column] += absent
             if code == BUCKET:
                 first = 0 if column == 0 else ends[column - 1]
                 bucket = np.searchsorted(bounds[first : ends[column]], value, side="right")
@@ -238,6 +250,8 @@ def transform_numbers(
             out = np.float32(0)
             if not absent:
                 value = min(max(value, clips[0, column]), clips[1, column])
+                if np.isinf(value):
+                    return False
                 if code == LOG3:
                     out = np.float32(np.log(np.float64(max(value, np.float32(-2)) + np.float32(3))))
                 elif code == LOG1:
@@ -255,6 +269,7 @@ def transform_numbers(
             dense[row, place] = out
             if flags[column] >= 0:
                 dense[row, flags[column]] = np.float32(absent)
+    return True
 
 
 @compiled
@@ -269,8 +284,10 @@ def look_up(
     known_checks: Array,
     columns: Array,
     ids: Array,
+    counts: Array,
 ) -> None:
-    """Write the ids of single values and then of pairs to their ``columns`` of ``ids``.
+    """Write the ids of single values and then of pairs to their ``columns`` of ``ids``, and add
+    their missing and unknown values to ``counts`` [2, fields].
 
     ``parts`` [fields, 3] is (left, right, both are hex), or (value, -1, 0). ``where`` [fields, 4]
     is a vocabulary's start, capacity, and first check (or -1), or (-1, rows, 0, salt as int64).
@@ -307,6 +324,8 @@ def look_up(
                 if first_check >= 0 and known_checks[first_check + value_id] != check:
                     value_id = 1
             ids[row, columns[number]] = value_id
+            if value_id < 2:
+                counts[value_id, number] += 1
 
 
 @compiled
@@ -344,11 +363,23 @@ def gather_rows(
 
 
 @compiled
-def count_value(ids: Array, value: int, counts: Array) -> None:
-    """Add each column's number of cells with this value to ``counts`` [columns]."""
-    for row in range(ids.shape[0]):
-        for column in range(ids.shape[1]):
-            counts[column] += ids[row, column] == value
+def encode_cells(
+    cells: tuple[Array, Array, Array, Array],
+    numeric: tuple[Array, Array, Array, Array, Array, Array, Array],
+    keyed: tuple[Array, Array, Array, Array, Array, Array],
+    dense: Array,
+    ids: Array,
+    absences: Array,
+    counts: Array,
+) -> bool:
+    """Write the dense values and the ids of ``cells``, in one call.
+
+    ``numeric`` and ``keyed`` are the constant arguments of ``transform_numbers`` and ``look_up``.
+    Returns the result of ``transform_numbers``.
+    """
+    numbers, keys, checks, missing = cells
+    look_up(keys, checks, missing, *keyed, ids, counts)
+    return transform_numbers(numbers, *numeric, dense, ids, absences)
 
 
 class CompiledInput:
@@ -368,7 +399,6 @@ class CompiledInput:
         place = {entry["name"]: n for n, entry in enumerate(singles)}
         parts = [(n, -1, 0) for n in range(len(singles))]
         parts += [(*(place[p] for p in e["parts"]), int(e["both_hex"])) for e in pairs]
-        self._parts = np.array(parts, dtype=np.int64).reshape(-1, 3)
         vocabularies = encoder.vocabularies
         where: list[tuple[int, ...]] = []
         for entry in (*singles, *pairs):
@@ -378,12 +408,19 @@ class CompiledInput:
             else:
                 salt = int(np.uint64(entry["salt"]).view(np.int64))
                 where.append((-1, entry["rows"], 0, salt))
-        self._where = np.array(where, dtype=np.int64).reshape(-1, 4)
-        self._words = (vocabularies.keys, vocabularies.ids, vocabularies.checks)
         columns = [encoder.id_columns[entry["name"]] for entry in (*singles, *pairs)]
         self._columns = np.array(columns, dtype=np.int64)
+        self._keyed = (
+            np.array(parts, dtype=np.int64).reshape(-1, 3),
+            np.array(where, dtype=np.int64).reshape(-1, 4),
+            vocabularies.keys,
+            vocabularies.ids,
+            vocabularies.checks,
+            self._columns,
+        )
         self._lines: dict[int, tuple[Array, Array]] = {}
         self._raw = encoder.raw
+        self._set_dicts()
 
     def _set_numbers(self, dense: Sequence[Mapping[str, Any]], columns: Mapping[str, int]) -> None:
         codes: list[int] = []
@@ -397,22 +434,33 @@ class CompiledInput:
             width += not is_bucket
             flags.append(width if entry["indicator"] else -1)
             width += entry["indicator"]
-        self._width = width
-        self._codes, self._places, self._flags = (
-            np.array(each, dtype=np.int64) for each in (codes, places, flags)
-        )
+        self.width = width
         clips = [entry["clip"] or (-np.inf, np.inf) for entry in dense]
-        self._clips = np.array(clips, dtype=np.float32).reshape(-1, 2).T.copy()
         fitted = [(entry["mean"] or 0.0, entry["std"] or 1.0) for entry in dense]
-        self._fitted = np.array(fitted).reshape(-1, 2).T.copy()
         bounds = [entry["bounds"] or [] for entry in dense]
-        self._bounds = np.array([each for own in bounds for each in own], dtype=np.float32)
-        self._ends = np.cumsum([len(own) for own in bounds], dtype=np.int64)
+        self._numeric = (
+            np.array(codes, dtype=np.int64),
+            np.array(clips, dtype=np.float32).reshape(-1, 2).T.copy(),
+            np.array(fitted).reshape(-1, 2).T.copy(),
+            np.array([each for own in bounds for each in own], dtype=np.float32),
+            np.cumsum([len(own) for own in bounds], dtype=np.int64),
+            np.array(places, dtype=np.int64),
+            np.array(flags, dtype=np.int64),
+        )
+
+    def _set_dicts(self) -> None:
+        names = sorted(self._kinds, key=lambda name: self._kinds[name][0] in (HEX, STRING))
+        kinds = [self._kinds[name][0] for name in names]
+        self._num_numbers = len(names) - kinds.count(HEX) - kinds.count(STRING)
+        self._cells_of = itemgetter(*names) if len(names) > 1 else None  # else, not a tuple
+        self._dict_kinds, self._dict_targets = self._targets(names)
 
     def parse(self, rows: Any) -> Cells | None:
         """Return the cells of text lines, or None for other rows and for text in rarer forms."""
         if not self._parses or not len(rows):
             return None
+        if isinstance(rows, list) and type(rows[0]) is dict and self._cells_of:
+            return self._parse_dicts(rows)
         if not isinstance(rows, str | bytes):
             if not isinstance(rows, list | tuple) or not isinstance(rows[0], str | bytes):
                 return None
@@ -427,9 +475,9 @@ class CompiledInput:
         if not text.isascii() and isinstance(rows, bytes):
             text_of(rows, raw.header)  # raises RowError if it is not UTF-8
         text = text if text.endswith(b"\n") else text + b"\n"
-        first, _, rest = text.partition(b"\n")
+        first = text[: text.index(b"\n")]
         if raw.header:
-            names, text = first.decode().split(raw.separator), rest
+            names, text = first.decode().split(raw.separator), text[len(first) + 1 :]
             raw.check_names(0, names)
             kinds, targets = self._targets(names)
         else:
@@ -439,30 +487,54 @@ class CompiledInput:
             kinds, targets = self._lines[count]
         if len(kinds) != first.count(raw.separator.encode()) + 1 or len(kinds) == 1:
             return None
-        cells = Cells.empty(text.count(b"\n"), self._num_dense, self._num_keys)
+        return self._parse_lines(text, text.count(b"\n"), raw.separator, kinds, targets)
+
+    def _parse_lines(
+        self, text: bytes, num_rows: int, separator: str, kinds: Array, targets: Array
+    ) -> Cells | None:
+        cells = Cells.empty(num_rows, self._num_dense, self._num_keys)
         array = np.frombuffer(text, dtype=U8)
-        fits = parse_text(array, ord(raw.separator), kinds, targets, _POWERS, *cells)
+        fits = parse_text(array, ord(separator), kinds, targets, _POWERS, *cells)
         return cells if fits else None
+
+    def _parse_dicts(self, rows: list[Mapping[str, Any]]) -> Cells | None:
+        """Return the cells of dicts, or None for other rows and for rarer types of cells.
+
+        The cells are written as text lines, because a Python call per cell takes longer.
+        """
+        lines: list[str] = []
+        numbers = self._num_numbers
+        try:
+            for row in rows:
+                cells = self._cells_of(row)
+                if not _NUMBERS.issuperset(map(type, cells[:numbers])):
+                    return None
+                if not _TEXTS.issuperset(map(type, cells[numbers:])):
+                    return None
+                if None in cells:
+                    cells = ["" if cell is None else cell for cell in cells]
+                lines.append("\t".join(map(str, cells)) + "\n")
+            text = "".join(lines).encode()
+        except (KeyError, TypeError, UnicodeEncodeError):
+            return None
+        num_rows, num_tabs = len(rows), len(rows) * (len(self._dict_kinds) - 1)
+        if text.count(b"\n") != num_rows or text.count(b"\t") != num_tabs:
+            return None  # a cell contains one of these characters
+        return self._parse_lines(text, num_rows, "\t", self._dict_kinds, self._dict_targets)
 
     def _targets(self, names: Sequence[str]) -> tuple[Array, Array]:
         cells = [self._kinds.get(name, (SKIPPED, 0)) for name in names]
         kinds, targets = zip(*cells, strict=True)
         return np.array(kinds, dtype=np.int64), np.array(targets, dtype=np.int64)
 
-    def counts(self, ids: NDArray[np.int32], value: int) -> list[int]:
-        """Return how often ``value`` occurs in each column of ``ids``."""
-        counts = np.zeros(ids.shape[1], dtype=np.int64)
-        count_value(ids, value, counts)
-        return counts.tolist()
-
-    def finish(
-        self, numbers: NDArray[np.float32], cells: Cells, ids: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
-        """Write the ids of single values, pairs, and buckets; return the dense values."""
-        dense = np.empty((len(numbers), self._width), dtype=np.float32)
-        transform_numbers(
-            numbers, self._codes, self._clips, self._fitted, self._bounds, self._ends,
-            self._places, self._flags, dense, ids,
-        )  # fmt: skip
-        look_up(*cells[1:], self._parts, self._where, *self._words, self._columns, ids)
-        return dense
+    def finish(self, cells: Cells, ids: NDArray[np.int32]) -> Finished | None:
+        """Write the ids of single values, pairs, and buckets; return the dense values and the
+        counts, or None if a number is infinite.
+        """
+        dense = np.empty((len(ids), self.width), dtype=np.float32)
+        absences = np.zeros(self._num_dense, dtype=np.int64)
+        counts = np.zeros((2, len(self._columns)), dtype=np.int64)
+        outputs = dense, ids, absences, counts
+        if encode_cells(tuple(cells), self._numeric, self._keyed, *outputs):
+            return Finished(dense, absences, counts)
+        return None

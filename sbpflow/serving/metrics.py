@@ -99,9 +99,11 @@ class ModelCounts:
         """Add values to a histogram, whose last cell is the sum of all values."""
         bounds, cells = HISTOGRAMS[name][0], self.histograms[name]
         if len(values) == 1:
-            cells[bisect_left(bounds, float(values[0]))] += 1
-        else:
-            cells[:-1] += np.bincount(np.searchsorted(bounds, values), minlength=len(cells) - 1)
+            value = float(values[0])
+            cells[bisect_left(bounds, value)] += 1
+            cells[-1] += value
+            return
+        cells[:-1] += np.bincount(np.searchsorted(bounds, values), minlength=len(cells) - 1)
         cells[-1] += values.sum(dtype=np.float64)
 
 

@@ -107,6 +107,7 @@ def test_the_list_of_packages_matches_the_folders():
 COMPILED = (
     "compiled",
     "compiled_half",
+    "dense_loops",
     "growing",
     "key_exchange",
     "mark_loops",
