@@ -298,7 +298,7 @@ def open_rows(
     if not few:
         request = config.parallel.kernel
         plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
-    job = build_job(config, spec, plan, boxing, training=False)
+    job = build_job(config, spec, plan, boxing, training=False, compiled=not few)
     load_values(job, checkpoint)
     loader = open_loader(
         manifest,

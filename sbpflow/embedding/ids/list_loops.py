@@ -8,11 +8,11 @@ import torch
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 
 
-def find_loops(device: torch.device) -> ModuleType | None:
-    """Return the module ``ids.loops``, or ``None`` if torch is to be used. Loading numba takes 0.5
-    s.
+def find_loops(device: torch.device, *, compiled: bool = True) -> ModuleType | None:
+    """Return the module ``ids.loops``, or ``None`` if torch is to be used: on other devices,
+    without numba, and if not ``compiled``, because loading numba takes 0.5 s.
     """
-    if device.type != "cpu" or find_spec("numba") is None:
+    if not compiled or device.type != "cpu" or find_spec("numba") is None:
         return None
     from sbpflow.embedding.ids import loops
 
