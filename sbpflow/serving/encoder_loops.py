@@ -3,7 +3,7 @@
 rules in ``cells``, which handle the rarer forms of text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from types import NoneType
 from typing import Any
@@ -459,8 +459,8 @@ class CompiledInput:
         """Return the cells of text lines, or None for other rows and for text in rarer forms."""
         if not self._parses or not len(rows):
             return None
-        if isinstance(rows, list) and type(rows[0]) is dict and self._cells_of:
-            return self._parse_dicts(rows)
+        if isinstance(rows, list) and type(rows[0]) is dict:
+            return None if self._cells_of is None else self._parse_dicts(rows, self._cells_of)
         if not isinstance(rows, str | bytes):
             if not isinstance(rows, list | tuple) or not isinstance(rows[0], str | bytes):
                 return None
@@ -497,7 +497,9 @@ class CompiledInput:
         fits = parse_text(array, ord(separator), kinds, targets, _POWERS, *cells)
         return cells if fits else None
 
-    def _parse_dicts(self, rows: list[Mapping[str, Any]]) -> Cells | None:
+    def _parse_dicts(
+        self, rows: list[Mapping[str, Any]], cells_of: Callable[[Any], Sequence[Any]]
+    ) -> Cells | None:
         """Return the cells of dicts, or None for other rows and for rarer types of cells.
 
         The cells are written as text lines, because a Python call per cell takes longer.
@@ -506,7 +508,7 @@ class CompiledInput:
         numbers = self._num_numbers
         try:
             for row in rows:
-                cells = self._cells_of(row)
+                cells = cells_of(row)
                 if not _NUMBERS.issuperset(map(type, cells[:numbers])):
                     return None
                 if not _TEXTS.issuperset(map(type, cells[numbers:])):
@@ -535,6 +537,7 @@ class CompiledInput:
         absences = np.zeros(self._num_dense, dtype=np.int64)
         counts = np.zeros((2, len(self._columns)), dtype=np.int64)
         outputs = dense, ids, absences, counts
-        if encode_cells(tuple(cells), self._numeric, self._keyed, *outputs):
+        parts = cells.numbers, cells.keys, cells.checks, cells.missing
+        if encode_cells(parts, self._numeric, self._keyed, *outputs):
             return Finished(dense, absences, counts)
         return None
