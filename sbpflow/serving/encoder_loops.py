@@ -294,22 +294,22 @@ def look_up(
     """
     for row in range(ids.shape[0]):
         for number in range(columns.size):
-            left, right, both_hex = parts[number]
+            left, right = parts[number, 0], parts[number, 1]
             key, absent = keys[row, left], missing[row, left]
             check = checks[row, left]
             if right >= 0:
                 other = keys[row, right]
                 absent, check = absent or missing[row, right], U32(0)
-                if both_hex:
+                if parts[number, 2]:
                     key = (key << U64(32)) | other
                 else:
                     key = (key * _FACTOR) ^ (other + (key >> U64(29)))
-            start, size, first_check, salt = where[number]
+            start, size, first_check = where[number, 0], where[number, 1], where[number, 2]
             value_id = 0
             if absent:
                 value_id = 0
             elif start < 0:
-                mixed = key ^ U64(salt)
+                mixed = key ^ U64(where[number, 3])
                 mixed = (mixed ^ (mixed >> U64(33))) * _MIX_1
                 mixed = (mixed ^ (mixed >> U64(33))) * _MIX_2
                 mixed ^= mixed >> U64(33)

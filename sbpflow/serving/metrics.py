@@ -38,6 +38,7 @@ HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
         "Absolute difference between the shadow model's scores and the served scores.",
     ),
 }
+_BOUNDS = {name: np.array(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 
 
 class ModelCounts:
@@ -103,7 +104,7 @@ class ModelCounts:
             cells[bisect_left(bounds, value)] += 1
             cells[-1] += value
             return
-        cells[:-1] += np.bincount(np.searchsorted(bounds, values), minlength=len(cells) - 1)
+        cells[:-1] += np.bincount(_BOUNDS[name].searchsorted(values), minlength=len(cells) - 1)
         cells[-1] += values.sum(dtype=np.float64)
 
 

@@ -216,7 +216,11 @@ def _sum(vectors: Tensor) -> Tensor:
     """Return the sum [n, dim] of vectors [n, ids, dim]."""
     if vectors.shape[1] > _MOST_IN_ORDER or vectors.dtype != torch.float32:
         return vectors.sum(1)
-    return torch.from_numpy(vectors.numpy().sum(1))  # takes a quarter of the time
+    array = vectors.numpy()
+    total = array[:, 0]
+    for number in range(1, array.shape[1]):  # takes a fifth of the time of a sum over a dimension
+        total = total + array[:, number]
+    return torch.from_numpy(total)
 
 
 def _tensor(values: Array | Tensor) -> Tensor:
