@@ -73,7 +73,7 @@ class Measured:
     mover_cpu_ms: float  # the part of it in the threads that move rows
     wait_ms: float
     fetched: float
-    read_ms: float  # of the link, per step
+    read_ms: float  # time of the link per step
     write_ms: float
 
 

@@ -89,7 +89,7 @@ class Ranks:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
                     opened = os.readlink(path)
-                except OSError:  # the file was closed meanwhile, or the process has exited
+                except OSError:  # the file has been closed, or the process has exited
                     continue
                 if "/checkpoints/step-" in opened:
                     return True
@@ -182,7 +182,7 @@ def events(folder: Path) -> list[dict[str, object]]:
     lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
     kept = ("event", "step", "loss", "auc", "logloss", "val_auc", "split", "steps")
     every = map(json.loads, lines)
-    # The ranks' times are reported at times that depend on the load.
+    # When the ranks' times are reported depends on the load.
     return [
         {k: event[k] for k in kept if k in event} for event in every if event["event"] != "ranks"
     ]
@@ -257,7 +257,8 @@ class Campaign:
         """Start the run and kill it once; a run that ends first does not count."""
         before, saved = steps_done(self.folder), self.saved()
         if kind.endswith(("load", "read")) and not saved:
-            kind = kind.replace("load", "one").replace("read", "one")  # nothing to load yet
+            # Without a checkpoint, there is nothing to load or read.
+            kind = kind.replace("load", "one").replace("read", "one")
         said = self._told_to_go_on()
         ranks = self._start()
         if not self._came(kind.removeprefix("server_"), ranks, before, said):
@@ -450,7 +451,7 @@ def main() -> None:
                 break
             if time.monotonic() - begin > args.limit_s:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
-            # A failed run is repeated with other moments and reported as failed.
+            # A failed run is reported as failed, and repeated with kills at other moments.
             number = len(list(base.glob("run*.log")))
             outcome = one_run(base, number, args)
             with done.open("a") as file:

@@ -111,7 +111,7 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
             self.dense, self.labels = rows.dense, rows.labels
 
         def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-            return self  # created there
+            return self  # the batches are created on the device
 
         def record_stream(self, stream: torch.Stream) -> None:
             for tensor in (self.deep, self.wide, self.dense, self.labels):

@@ -95,7 +95,7 @@ def measure_map(num_keys: int, results: Results) -> None:
     part.reserve(num_keys)
     insert_s = measure(lambda: undo_loops.load_rows(part.arrays, addresses, zeros, zeros))
     order = random.permutation(num_keys)[: 4 * 10**6]
-    found, out = keys[order], np.full(order.size, -1)  # in memory
+    found, out = keys[order], np.full(order.size, -1)  # so that their pages are mapped
     hit_s = measure(lambda: counting_loops.find_all(part.arrays, found, out, None))
     if not (out == order + 1).all():
         raise RuntimeError("the map returned wrong rows")

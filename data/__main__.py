@@ -306,7 +306,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _disk_space(args: argparse.Namespace, number: int) -> str:
-    """If the disk is full, return a note on the needed and the free space; else return ""."""
+    """Return a note with the needed and the free space if the disk is full, or else ""."""
     output: AnyPath | None = getattr(args, "output", None)
     if not isinstance(output, Path) or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""

@@ -245,8 +245,8 @@ def _check_home(home: Home) -> None:
         ) from error
     if text != home.text:
         raise ConfigError(
-            f"--output: a worker on {here} sees other content in {home.mark}; use a folder that "
-            "all machines share under one path"
+            f"--output: a worker on {here} sees different content in {home.mark}; use a folder "
+            "that all machines share under one path"
         )
 
 

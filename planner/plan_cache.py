@@ -64,7 +64,7 @@ def _read(file: IO[str], task: Task) -> Plan | None:
         plan = plan_of_tree(content["plan"])
         task.check(plan)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        LOG.warning("%s: not a valid cached plan (%s); choosing again", file.name, error)
+        LOG.warning("%s: not a valid cached plan (%s); planning again", file.name, error)
         return None
     return plan
 

@@ -61,7 +61,7 @@ class StoreError(OSError):
 
 
 class ReplicaError(RuntimeError):
-    """Replicas that must be equal differ. This is a bug in the program."""
+    """Raised if replicas are not equal. This is a bug in the program."""
 
 
 class AbsentError(RuntimeError):

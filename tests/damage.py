@@ -1,5 +1,5 @@
-"""Creates copies of a file with random damage, from a seed, such as disks, editors, and programs
-cause.
+"""Creates copies of a file with seeded random damage, like the damage that disks, editors, and
+programs cause.
 """
 
 import json

@@ -72,7 +72,7 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
     advice = _advice(staged, options)
     if not advice and num_bad < num_lines and not early:
         enough = math.ceil(1000 * num_bad / num_lines) / 1000
-        advice = [f"mend these rows, or skip them with --max-bad-fraction {enough:g}"]
+        advice = [f"correct these rows, or skip them with --max-bad-fraction {enough:g}"]
     raise DataError(f"--input: {problem}", *bad_lines(staged), *advice)
 
 

@@ -74,7 +74,7 @@ class RawKeys:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What all pieces share. Within a folder, equal plans mean equal vocabularies."""
+    """Settings that all pieces share. Within a folder, equal plans mean equal vocabularies."""
 
     work: Path
     plan: str

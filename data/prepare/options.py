@@ -163,7 +163,7 @@ class PrepareOptions:
                 )
         if same := [pair for pair in self.crosses if "x".join(pair) in first]:
             raise ConfigError(
-                f"--crosses: {'x'.join(same[0])!r} is also the name of a vocabulary; rename that"
+                f"--crosses: {'x'.join(same[0])!r} is also the name of a vocabulary; rename it"
             )
 
 

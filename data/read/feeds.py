@@ -1,7 +1,7 @@
 """Convert blocks from a read function to torch tensors, directly or through DALI's external_source.
 
 Loader threads read a few blocks ahead of the consumer, and DALI runs in a separate thread. A feed
-yields the batches of the blocks on the device. Both kinds of feeds yield identical bits.
+yields the batches of the blocks on the device. Both kinds of feeds yield bit-identical batches.
 """
 
 import ctypes

@@ -257,15 +257,15 @@ class RowLoader:
         for key, value in wanted.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"{self._manifest.path}: {key} of the saved read is {state.get(key)!r}, but "
-                    f"{key} of this read is {value!r}; use the same rows and order as the saved "
-                    "read"
+                    f"{self._manifest.path}: {key} of the saved state is {state.get(key)!r}, but "
+                    f"{key} of this loader is {value!r}; use the same rows and order as the loader "
+                    "that saved the state"
                 )
         for key, most in (("epoch", MAX_SEED), ("cursor", self._rows.num_rows)):
             value = state.get(key)
             if type(value) is not int or not 0 <= value <= most:
                 raise DataError(
-                    f"{self._manifest.path}: {key} of the saved read is {value!r}, but must be a "
+                    f"{self._manifest.path}: {key} of the saved state is {value!r}, but must be a "
                     f"whole number from 0 to {most}"
                 )
         self._epoch, self._cursor = int(state["epoch"]), int(state["cursor"])

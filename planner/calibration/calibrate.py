@@ -80,7 +80,9 @@ class Journal:
         try:
             text = read_text(path, keep_bad_bytes=True) if path.is_file() else ""
         except JsonError as error:
-            raise ConfigError(f"planner: {error}; move the file away to measure again") from error
+            raise ConfigError(
+                f"planner: {error}; move or delete the file to measure again"
+            ) from error
         *lines, cut_off = text.split("\n")
         damaged = 0
         for line in lines:

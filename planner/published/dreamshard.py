@@ -44,7 +44,7 @@ class Amount:
     cost_steps: int = 300
     batch: int = 64
     policy_steps: int = 10
-    episodes: int = 10  # in each policy step
+    episodes: int = 10  # number of episodes per policy step
 
 
 class Net(nn.Module):

@@ -233,7 +233,7 @@ def patch_from_json(value: Sequence[Any]) -> Patch:
     if patch.rows.place != Place(0, num_rows, 0, 1):
         _wrong(f"the row numbers of a patch are {patch.rows.place}, not a column of rows from 0")
     if patch.values.place != Place(0, num_rows, place.col_start, place.col_stop):
-        _wrong(f"the patch of {place} has values {patch.values.place}, with other rows or columns")
+        _wrong(f"the patch of {place} has values {patch.values.place}, which do not match it")
     return patch
 
 

@@ -178,7 +178,7 @@ class Saver:
         This is repeated if the set of tensors changes, for example after an optimizer's first step.
         """
         world = self._boxing.world
-        # Leave out the rows of keys: their number changes from save to save, and each is on one
+        # Leave out the rows of keys: their number changes from save to save, and each row is on one
         # rank only.
         mine = {
             name: [astuple(place) for place in _places(tensor) if not tensor.by_key]

@@ -101,7 +101,7 @@ class _UnknownKeyError(ConfigError):
         """Return a hint with near matches in the same group, else the same key in other groups."""
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:
-            return f"{self.key}: is called {current} now; write {_join(group, current)}"
+            return f"{self.key}: was renamed to {current}; write {_join(group, current)}"
         near = [_join(group, match) for match in difflib.get_close_matches(name, self.siblings, 3)]
         if not near:
             leaves = {key.rpartition(".")[2] for key in all_keys}

@@ -3,9 +3,8 @@
 Prices are in nanoseconds on one core, or in milliseconds per call. Those of indexing, reading,
 summing, and stepping are rounded measurements: compiled kernels, rowwise Adagrad, 60,000 ids on 1M
 rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The others were chosen to reproduce the measured
-ranking of plans for eight tasks on loopback (``benchmarks.schemes``; docs/decisions/engine.md lists
-the held-out tasks). The ranking depends only on the ratios of the prices to each other and to the
-link's speed.
+ranking of plans for eight tasks on loopback (``benchmarks.schemes``). The ranking depends only on
+the ratios of the prices to each other and to the link's speed.
 """
 
 from dataclasses import dataclass

@@ -236,7 +236,7 @@ class Encoder:
             if len(columns[name]) != num_rows:
                 raise ValueError(
                     f"column {name!r}: has {len(columns[name])} rows, but {required[0]!r} has "
-                    f"{num_rows}; give columns of one length"
+                    f"{num_rows}; give columns of equal length"
                 )
         cells = Cells.empty(num_rows, len(self._dense), len(self.singles))
         for number, entry in enumerate(self._dense):

@@ -50,7 +50,7 @@ class ModelVersion:
 
     @property
     def text(self) -> str:
-        """Return the run, step, and delta number as one word."""
+        """Return the run, step, and delta number as text without spaces."""
         return "-".join(map(str, self.model.version))
 
 

@@ -69,7 +69,7 @@ CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
 # A schedule contains these moves only with early rows. They prepare the batch after the one being
 # trained, so they need the ids of two batches.
-MARK_EARLY = Move("mark_early", "rows that no update changes found", starts=(FLAGS,))
+MARK_EARLY = Move("mark_early", "rows with final values found", starts=(FLAGS,))
 SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
 EARLY = (MARK_EARLY, SEND_EARLY)
 EARLY_LOOKAHEAD = 2

@@ -113,7 +113,7 @@ def run(tmp_path_factory) -> Run:
     return fit(tmp_path_factory.mktemp("api") / "run")
 
 
-def test_a_run_equals_that_of_the_commands(run, tmp_path):
+def test_a_run_gives_the_same_results_as_the_commands(run, tmp_path):
     rows(3000).to_parquet(tmp_path / "clicks.parquet")
     (tmp_path / "schema.yaml").write_text(json.dumps(SCHEMA))
     words = ["--input", tmp_path / "clicks.parquet", "--schema", tmp_path / "schema.yaml"]
@@ -126,7 +126,7 @@ def test_a_run_equals_that_of_the_commands(run, tmp_path):
     assert {"event": "final", **run.result}.items() >= events(run.dir)[-1].items()
 
 
-def test_the_process_is_as_it_was(tmp_path):
+def test_the_process_state_is_unchanged(tmp_path):
     before, threads = state(), threading.active_count()
     run = fit(tmp_path / "run")
     run.predict(rows(50))
@@ -150,7 +150,7 @@ def test_arguments_are_not_changed(tmp_path):
     assert run == {"dir": tmp_path / "run"}
 
 
-def test_two_ranks_train_alike_and_leave_the_process_as_it_was(run, tmp_path):
+def test_two_ranks_train_equally_and_leave_the_process_state_unchanged(run, tmp_path):
     before = state()
     two = fit(tmp_path / "two", ranks=2)
     assert state() == before
@@ -161,7 +161,7 @@ def test_two_ranks_train_alike_and_leave_the_process_as_it_was(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mistake_of_the_ranks_is_raised_here(tmp_path):
+def test_an_error_of_the_ranks_is_raised_in_the_caller(tmp_path):
     before = state()
     tables = {"kernel": "torch", "device": "cpu", "tables": {"none": {"sbp": "B"}}, "scheme": "1"}
     with pytest.raises(ConfigError, match=r"^parallel\.tables\.none: matches no table") as mistake:
@@ -273,7 +273,7 @@ def test_a_class_of_a_cell_trains_here_and_is_refused_elsewhere(run, tmp_path, m
 
 
 @pytest.mark.parametrize("kind", ["pandas", "polars", "arrow", "file"])
-def test_predictions_are_those_of_the_command(run, tmp_path, kind):
+def test_predictions_equal_those_of_the_command(run, tmp_path, kind):
     new = rows(300, seed=2).drop(columns="clicked").set_index(np.arange(300) * 3)
     frame = pl.DataFrame(new.reset_index(drop=True))
     frame.write_parquet(tmp_path / "new.parquet")
@@ -303,7 +303,7 @@ def test_missing_values_of_pandas_are_missing(run):
     assert run.predict(lost)["score"].tolist() != run.predict(new)["score"].tolist()
 
 
-def test_errors_name_rows_in_memory_as_the_caller_does(run, tmp_path):
+def test_errors_use_the_callers_names_for_rows_in_memory(run, tmp_path):
     new = rows(30)
     with pytest.raises(
         DataError, match=r"^data: no column 'price'; it has user, item, city, click"
@@ -317,7 +317,7 @@ def test_errors_name_rows_in_memory_as_the_caller_does(run, tmp_path):
         fit(tmp_path / "run", {"train": rows(300), "val": rows(30).drop(columns="price")})
 
 
-def test_an_evaluation_of_the_test_rows_is_that_of_the_run(run):
+def test_an_evaluation_of_the_test_rows_equals_that_of_the_run(run):
     scores = run.evaluate(rows(3000)[2700:])
     final = run.result
     assert {key: scores[key] for key in ("auc", "logloss")} == pytest.approx(
@@ -328,7 +328,7 @@ def test_an_evaluation_of_the_test_rows_is_that_of_the_run(run):
         run.evaluate(rows(30).drop(columns="clicked"))
 
 
-def test_the_parts_of_the_data_may_be_given(run, tmp_path):
+def test_the_splits_may_be_given_as_separate_tables(run, tmp_path):
     table = rows(3000)
     parts = {"test": table[2700:], "train": table[:2400], "val": pl.DataFrame(table[2400:2700])}
     own = fit(tmp_path / "run", parts)
@@ -401,7 +401,7 @@ def test_a_later_run_in_the_same_folder_is_not_mistaken_for_this_one(tmp_path):
     assert moved.predict(rows(20)).equals(before)
 
 
-def test_a_run_that_saved_nothing_has_only_its_result(tmp_path):
+def test_a_run_without_checkpoints_has_only_its_result(tmp_path):
     run = fit(tmp_path / "run", checkpoint={"every": 0})
     assert run.result["auc"] > 0.5
     with pytest.raises(CheckpointError, match=r"because checkpoint\.every is 0"):

@@ -29,7 +29,7 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", text)]
 
 
-def test_the_notebook_runs_and_shows_what_it_shows(tmp_path, monkeypatch):
+def test_the_notebook_runs_and_gives_the_saved_outputs(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     shown = nbformat.read(NOTEBOOK, 4)
     counts = [cell.execution_count for cell in shown.cells if cell.cell_type == "code"]

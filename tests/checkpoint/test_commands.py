@@ -75,7 +75,7 @@ def test_diff_names_what_differs_and_by_how_much(folder, tmp_path, capsys, monke
     assert "equal: 7 tensors" in capsys.readouterr().out
 
 
-def test_prune_keeps_good_ones_and_never_counts_a_damaged_one(folder, capsys):
+def test_prune_keeps_valid_checkpoints_and_never_counts_damaged_ones(folder, capsys):
     flip(folder / "checkpoints/step-8" / "rank-0.bin", 40)
     save(folder / "checkpoints", step=2)
     assert checkpoint(["prune", str(folder), "--keep", "1", "--dry-run"]) == 0

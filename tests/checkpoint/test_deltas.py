@@ -124,7 +124,7 @@ def test_compacting_a_chain_gives_the_bytes_of_a_full_checkpoint(folder, capsys)
     assert names(chain) == ["step-8"]
 
 
-def test_ls_and_verify_know_deltas(folder, capsys):
+def test_ls_and_verify_support_deltas(folder, capsys):
     chain = folder / "deltas"
     assert checkpoint(["ls", str(chain)]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
@@ -145,7 +145,7 @@ def test_ls_and_verify_know_deltas(folder, capsys):
     assert names(chain)[4:] == ["step-4", "step-3", "step-2", "step-1"], "step-4 needs the others"
 
 
-def test_what_a_kept_delta_needs_is_kept(folder):
+def test_checkpoints_needed_by_a_kept_delta_are_kept(folder):
     chain = folder / "deltas"
     keep_only(chain, newest=2, step=8, and_step=None)
     assert names(chain) == ["step-8", "step-7", "step-6", "step-5"]
@@ -153,7 +153,7 @@ def test_what_a_kept_delta_needs_is_kept(folder):
     open_checkpoint(chain / "step-8").verify()
 
 
-def test_the_best_delta_keeps_its_chain(folder):
+def test_the_chain_of_the_best_delta_is_kept(folder):
     chain = folder / "deltas"
     keep_only(chain, newest=1, step=8, and_step=3)
     assert names(chain) == [f"step-{step}" for step in (8, 7, 6, 5, 3, 2, 1)]

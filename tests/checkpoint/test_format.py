@@ -170,7 +170,7 @@ def test_no_flipped_bit_is_ever_loaded(tmp_path):
     assert not reads_right_or_raises(path)
 
 
-def test_truncated_missing_or_foreign_files_are_never_loaded(tmp_path):
+def test_truncated_missing_or_unrelated_files_are_never_loaded(tmp_path):
     path = save(tmp_path / "one")
     other = save(tmp_path / "two", step=4, run="r2")
     (tmp_path / "bare").mkdir()

@@ -51,7 +51,7 @@ def test_no_damaged_copy_is_accepted(tmp_path):
     assert all("checkpoint.resume=never" in message for message in messages)
 
 
-def test_a_missing_run_file_means_no_run(tmp_path):
+def test_without_a_run_file_there_is_no_run(tmp_path):
     assert read_run(tmp_path) is None
 
 

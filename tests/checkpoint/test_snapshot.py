@@ -340,7 +340,7 @@ def test_spill_files_have_no_name_and_are_checked(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_each_marked_row_is_taken_once(compiled, dtype):
+def test_each_marked_row_is_returned_once(compiled, dtype):
     if compiled:
         pytest.importorskip("numba")
     take = marks.choose_take_marked() if compiled else marks.take_marked_by_numpy
@@ -355,7 +355,7 @@ def test_each_marked_row_is_taken_once(compiled, dtype):
 
 
 @pytest.mark.parametrize("num_slabs", [0, 14])
-def test_slabs_keep_rows_apart_by_range(num_slabs, monkeypatch):
+def test_slabs_separate_rows_by_range(num_slabs, monkeypatch):
     monkeypatch.setattr(slabs, "SLAB_BITS", 2)
     generator = np.random.default_rng(0)
     kept = slabs.Slabs(4 * num_slabs, 10, 7)

@@ -46,7 +46,7 @@ def test_shipped_configs_survive_a_dump(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_plan_on_the_command_line_replaces_the_scheme_of_the_file(path, caplog):
+def test_a_plan_on_the_command_line_replaces_the_scheme_in_the_file(path, caplog):
     parallel = load_config(path, ["parallel.plan=auto"], models=MODELS).parallel
     assert (parallel.plan, parallel.scheme) == ("auto", None)
     assert caplog.messages == ["parallel.plan replaces parallel.scheme of the configuration"]
@@ -58,7 +58,7 @@ def test_a_scheme_has_a_name_and_a_number(load, word, scheme):
     assert load(f"parallel: {{scheme: {word}}}").parallel.scheme == scheme
 
 
-def test_a_scheme_on_the_command_line_replaces_the_plan_of_the_file(load, caplog):
+def test_a_scheme_on_the_command_line_replaces_the_plan_in_the_file(load, caplog):
     parallel = load("parallel: {plan: plan.yaml}", "parallel.scheme=3").parallel
     assert (parallel.plan, parallel.scheme) == (None, "3")
     assert caplog.messages == ["parallel.scheme replaces parallel.plan of the configuration"]
@@ -238,7 +238,7 @@ def test_a_missing_file_without_neighbors_names_a_value_that_passes(tmp_path, ke
         read_yaml(tmp_path / "nothere.yaml", key)
 
 
-def test_the_message_for_missing_data_shows_how_to_make_some(load, tmp_path):
+def test_the_message_for_missing_data_shows_how_to_generate_data(load, tmp_path):
     with pytest.raises(ConfigError, match=r"data.path: not given.*sbpflow synth"):
         data_path(load(""))
     with pytest.raises(ConfigError, match=r"data.path: /no/such does not exist.*sbpflow synth"):

@@ -111,7 +111,7 @@ def test_every_key_with_difficult_values(part):
 @pytest.mark.parametrize(
     "name", ["data.batch_size", "model.hidden", "model.name", "parallel.tables.*"]
 )
-def test_difficult_values_of_keys_that_once_failed(name):
+def test_keys_that_once_failed_reject_difficult_values(name):
     taken = {value for value in VALUES if not refusal_of([f"{name}={value}"])}
     assert len(taken) < 12
     assert not taken & {BOMB, "&a [*a]", "9" * 5000, "{[1]: 2}", "[" * 5000}
@@ -236,7 +236,7 @@ def test_the_longest_lists_are_read_quickly(text, tmp_path):
         *("run.dir=!!binary AAAA", 'model.name="a\\nb"', "run.dir=\n- a", "run.seed=a\x1b[2J"),
     ],
 )
-def test_a_message_is_one_line_whatever_it_quotes(word):
+def test_a_message_is_one_line_regardless_of_its_quotations(word):
     message = refusal_of(["parallel.scheme=null", word], plan=True)
     assert message
     assert message.isprintable()

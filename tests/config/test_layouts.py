@@ -149,7 +149,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("text", "world_size", "parts"), MISFITS)
-def test_a_rule_that_does_not_fit_is_refused_with_one_that_does(resolve, text, world_size, parts):
+def test_a_rule_that_does_not_fit_is_rejected_with_one_that_fits(resolve, text, world_size, parts):
     with pytest.raises(ConfigError) as caught:
         resolve(text, world_size)
     for part in parts:
@@ -221,7 +221,7 @@ def test_explicit_sizes_may_leave_a_rank_without_columns(resolve):
         ("{sbp: S(0), sizes: [[25, 25], [8, 8]]}", "S(0) has one axis"),
     ],
 )
-def test_mistakes_in_a_grid(resolve, rule, expected):
+def test_mistakes_in_a_grid_are_explained(resolve, rule, expected):
     with pytest.raises(ConfigError) as caught:
         resolve(f"{{scheme: 1, tables: {{deep.C1: {rule}}}}}", 4)
     assert expected in str(caught.value)

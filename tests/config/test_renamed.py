@@ -22,7 +22,7 @@ from sbpflow.models.registry import MODELS
         ("parallel.row_capacity=0.5", "parallel.row_capacity", "parallel.row_buffer_fraction"),
     ],
 )
-def test_an_old_name_is_refused_with_the_new_one(override, key, current):
+def test_an_old_name_is_rejected_with_the_new_name(override, key, current):
     with pytest.raises(ConfigError, match=f"^{key}: .* write {current}$"):
         load_config("configs/scheme3.yaml", [override], models=MODELS)
 

@@ -189,7 +189,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_from_python_is_refused_too(tmp_path, monkeypatch):
+def test_a_path_from_python_is_also_rejected(tmp_path, monkeypatch):
     """``Path`` has already replaced the double slash by a single slash."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError), match="is a URL"):

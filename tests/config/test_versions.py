@@ -74,7 +74,7 @@ def test_a_build_that_does_not_load_is_reported_with_versions_and_reason(
     assert "\n" not in str(caught.value)
 
 
-def test_install_command_without_torch_takes_the_newest_pair():
+def test_without_torch_the_install_command_names_the_newest_pair():
     assert install_command(None, "fbgemm-gpu") == "pip install torch==2.13.0 fbgemm-gpu==1.8.0"
 
 

@@ -20,7 +20,7 @@ def address(array):
     return array.ctypes.data
 
 
-def test_memory_is_reused_once_no_view_of_it_exists():
+def test_memory_is_reused_when_its_last_view_is_gone():
     buffers = Buffers()
     array = buffers.take(1000)
     first = address(array)

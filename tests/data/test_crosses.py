@@ -173,7 +173,7 @@ def _train(world, manifest, fields, wide):
     return names, [float(job.trainer.step(batch)) for batch in loader.epoch(0)]
 
 
-def test_a_model_with_hashed_and_raw_wide_columns(ranks, sets):
+def test_a_model_can_have_hashed_and_raw_wide_columns(ranks, sets):
     """Two ranks must train like one rank, and the crosses must change the losses."""
     plain, full = sets
     columns = {"C1": 30, "C2": 30, "C3": 30}

@@ -101,7 +101,7 @@ def test_encoding_and_growing_run_on_processes(tables, tmp_path):
         assert sets[0] == sets[1]
 
 
-def test_a_part_is_refused_with_the_new_way(tmp_path, capsys):
+def test_the_former_option_part_is_rejected_with_its_replacement(tmp_path, capsys):
     words = ["--input", "a.tsv", "--output", str(tmp_path / "set"), "--part", "1/3"]
     assert main(["prepare", *words]) == 2
     assert "run one command with --engine ray or --engine dask" in capsys.readouterr().err
@@ -194,7 +194,7 @@ def test_processes_return_errors_and_check_their_home(tmp_path):
     (tmp_path / "plan").write_text("other")
     with open_engine(EngineOptions("threads"), 1) as engine:
         engine.home = home
-        with pytest.raises(ConfigError, match=r"sees other content in .*plan; use a folder that"):
+        with pytest.raises(ConfigError, match=r"sees different content in .*plan; use a folder"):
             list(engine.run(str, [1]))
         engine.home = Home((("sbpflow", "0.0.1"), *home.versions[1:]), home.mark, home.text)
         with pytest.raises(ConfigError, match=r"has sbpflow .*, but this process has 0\.0\.1"):

@@ -68,7 +68,7 @@ def test_dates_are_not_read_as_integers_of_the_files_unit(tmp_path, kind):
     assert piece.frame[TIME].to_list() == [unit, 2 * unit]
 
 
-def test_line_ends_in_quotes_are_kept(tmp_path):
+def test_line_ends_in_quotes_are_preserved(tmp_path):
     """Rows may end with either kind of line end."""
     cells = ["p\r\nq", "p\nq", "p\n\r\nq", "\r\n", "p"]
     text = "".join(f'1,"{cell}"\r\n' for cell in cells) + "\r\n" + '0,"p\rq"\r\n0,"p","q"\r\n'

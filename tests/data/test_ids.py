@@ -24,7 +24,7 @@ def zipf_counts(size, exponent=1.1, total=10**6):
 
 @pytest.mark.parametrize("reserved", [(0, 0), (300_000, 50_000), (0, 480_000)])
 @pytest.mark.parametrize("parts", [2, 4])
-def test_contiguous_parts_carry_equal_load(reserved, parts):
+def test_contiguous_parts_have_equal_load(reserved, parts):
     counts = zipf_counts(20_000)
     load = loads(counts, reserved, assign_ids(counts, reserved, 7, "C3"))
     assert load.sum() == counts.sum() + sum(reserved)

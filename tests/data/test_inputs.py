@@ -210,7 +210,9 @@ def test_damaged_parquet_gives_a_message_or_a_count(tmp_path, capsys):
         ("ratio:0.00001,0.5,0.49999", "train gets none of the 600 rows"),
     ],
 )
-def test_a_split_without_train_rows_replaces_no_set(tmp_path, capsys, source, split, message):
+def test_a_split_without_train_rows_does_not_replace_a_set(
+    tmp_path, capsys, source, split, message
+):
     output = tmp_path / "set"
     run_prepare(output, source)
     before = folder_bytes(output)
@@ -269,7 +271,7 @@ def test_a_value_for_all_columns_is_quoted_as_given(tmp_path, capsys, command):
         (["synth", "--rows", "3000"], "sbpflow.data.synth.generate.synth", "a rerun starts over"),
     ],
 )
-def test_the_message_after_an_interrupt_says_what_a_rerun_does(
+def test_the_message_after_an_interrupt_explains_what_a_rerun_does(
     tmp_path, capsys, monkeypatch, command, place, message
 ):
     def interrupt(_):

@@ -82,7 +82,7 @@ def test_an_unfinished_run_is_not_mixed_with_one_of_other_options(tmp_path, run_
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_read_killed_at_any_step_sees_every_row_once(tmp_path, run_killed, seed):
+def test_a_read_killed_at_any_step_delivers_every_row_once(tmp_path, run_killed, seed):
     make_set(tmp_path / "set", 20_000)
     rng, state_file = random.Random(seed), tmp_path / "state.json"
     worlds = iter([1, 3, 2, 4, 1, 2])

@@ -172,7 +172,7 @@ def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
     assert out.stdout.strip() == "[]"
 
 
-def test_abandoned_epochs_may_be_collected_in_any_thread(row_set):
+def test_abandoned_epochs_may_be_garbage_collected_in_any_thread(row_set):
     """If a reader thread collects an abandoned generator, the generator must not wait for its
     readers."""
     for backend in INSTALLED:
@@ -184,7 +184,7 @@ def test_abandoned_epochs_may_be_collected_in_any_thread(row_set):
     gc.collect()
 
 
-def test_reading_on_does_not_change_earlier_batches(row_set):
+def test_reading_further_does_not_change_earlier_batches(row_set):
     """Buffers are reused only when all tensors that refer to them are gone."""
     loader = open_loader(row_set(9000), batch_size=100, shuffle="none")
     first_ids = []
@@ -206,7 +206,7 @@ def test_a_state_of_another_epoch_is_refused(row_set):
 
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_writing_to_a_batch_changes_no_other(row_set, shuffle):
+def test_writing_to_a_batch_does_not_change_other_batches(row_set, shuffle):
     loader = open_loader(row_set(9000), batch_size=700, shuffle=shuffle, backend="memmap")
     first = [batch.ids.clone() for batch in loader.epoch(0)]
     for batch in loader.epoch(0):
@@ -257,7 +257,7 @@ def test_a_state_out_of_range_is_refused(row_set, change):
     loader = open_loader(row_set(9000), batch_size=700)
     (key,) = change
     with pytest.raises(
-        DataError, match=f"{key} of the saved read is .*, but must be a whole number from 0 to"
+        DataError, match=f"{key} of the saved state is .*, but must be a whole number from 0 to"
     ):
         loader.load_state_dict({**loader.state_dict(), **change})
     assert len(next(loader.epoch(0)).labels) == 700

@@ -22,7 +22,7 @@ def rows_of(order, start, stop):
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_a_permutation_has_every_image_once(size, seed, epoch):
+def test_a_permutation_contains_every_value_once(size, seed, epoch):
     image = Permutation(size, seed, epoch)(np.arange(size))
     assert np.array_equal(np.sort(image), np.arange(size))
 
@@ -78,7 +78,7 @@ def test_runs_are_contiguous_and_the_short_one_moves():
 
 
 @pytest.mark.parametrize("shuffle", ["runs", "rows"])
-def test_the_order_of_four_billion_rows_takes_no_memory(shuffle):
+def test_the_order_of_four_billion_rows_needs_no_memory(shuffle):
     """Test an order as large as Criteo's 1 TB data: 4,195,197,692 training rows."""
     num_rows, batch = 4_195_197_692, 16384
     tracemalloc.start()

@@ -159,7 +159,7 @@ SEVERAL = HEAD + (
 )
 
 
-def test_a_column_is_a_feature_and_a_group_a_time_and_a_key(tmp_path):
+def test_a_column_can_be_a_feature_and_also_a_group_time_or_key(tmp_path):
     rows = visits(60)
     with (tmp_path / "t.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
@@ -306,7 +306,7 @@ def test_strings_grow_and_are_copied(tmp_path, capsys):
     )
 
 
-def test_fast_text_keeps_strings_too(tmp_path):
+def test_the_fast_parser_also_keeps_strings(tmp_path):
     (tmp_path / "t.csv").write_text("".join(f"{n % 2},{n % 3},{'xy'[n % 2]}\n" for n in range(40)))
     schema = "separator: ','\nlabel: y\ndense: {d: {kind: integer}}\nsparse: {c: string}\n"
     assert run(tmp_path, schema, tmp_path / "t.csv", "--keep-strings") == 0
@@ -342,7 +342,7 @@ FOREIGN_ROWS = [
 ]
 
 
-def test_a_foreign_table_with_accents_commas_dates_and_marks_of_missing_cells(tmp_path):
+def test_a_table_with_accents_commas_dates_and_markers_of_missing_cells(tmp_path):
     (tmp_path / "t.csv").write_text("\n".join(FOREIGN_ROWS) + "\n")
     words = ["--min-count", "1", "--split", "time:jour d\u00e9p\u00f4t<2024-02-01"]
     assert run(tmp_path, FOREIGN, tmp_path / "t.csv", *words) == 0
@@ -368,7 +368,7 @@ def test_a_foreign_table_with_accents_commas_dates_and_marks_of_missing_cells(tm
          "sparse column of kind string, or list"),
     ],
 )  # fmt: skip
-def test_a_column_of_numbers_with_several_words_is_probably_of_strings(
+def test_a_column_of_numbers_and_words_probably_contains_strings(
     tmp_path, capsys, features, advice
 ):
     (tmp_path / "t.csv").write_text("y,c,y2\n0,UA,\n1,AA,\n0,B6,\n1,UA,\n0,5,\n")
@@ -416,7 +416,7 @@ def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, ol
         ("note vendeur", "n" * 101, "may have up to 100 characters"),
     ],
 )
-def test_options_of_foreign_tables_are_checked(tmp_path, old, new, message):
+def test_options_of_custom_tables_are_checked(tmp_path, old, new, message):
     (tmp_path / "schema.yaml").write_text(FOREIGN.replace(old, new))
     with pytest.raises(ConfigError) as error:
         read_schema(tmp_path / "schema.yaml")

@@ -92,7 +92,7 @@ def test_genuine_rows_match_an_independent_count_and_are_reproducible(tmp_path):
     assert np.array_equal(actual, [[float(cell or 0) for cell in row[:14]] for row in rows])
 
 
-def test_genuine_halves_carry_equal_load(tmp_path):
+def test_halves_of_real_tables_have_equal_load(tmp_path):
     manifest = run_prepare(tmp_path / "set", genuine_rows(), piece_bytes=8 << 20)
     large = [field for field in manifest.fields if field.rows >= 1000]
     assert len(large) > 12
@@ -195,7 +195,7 @@ def with_bad_lines(path, bad=BAD):
     return path
 
 
-def test_bad_lines_are_counted_by_reason_and_left_out(tmp_path, source):
+def test_bad_lines_are_skipped_and_counted_by_reason(tmp_path, source):
     path = with_bad_lines(tmp_path / "bad.tsv")
     manifest = run_prepare(tmp_path / "set", path, max_bad_fraction=0.01)
     assert manifest.content["bad_lines"] == dict.fromkeys(sorted(BAD), 1)
@@ -204,7 +204,7 @@ def test_bad_lines_are_counted_by_reason_and_left_out(tmp_path, source):
     assert np.array_equal(all_words(manifest, "train"), all_words(clean, "train"))
 
 
-def test_too_many_bad_lines_replace_no_set(tmp_path, source):
+def test_too_many_bad_lines_do_not_replace_a_set(tmp_path, source):
     output = tmp_path / "set"
     run_prepare(output, source)
     before = folder_bytes(output)
@@ -271,7 +271,7 @@ def test_a_file_in_another_format_is_refused_before_its_end(tmp_path):
         (["--schema", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_a_users_mistake_gives_one_readable_message(tmp_path, source, capsys, arguments, message):
+def test_a_user_mistake_gives_one_readable_message(tmp_path, source, capsys, arguments, message):
     start = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
     assert main([*start, *arguments]) == 2
     error = capsys.readouterr().err
@@ -280,7 +280,7 @@ def test_a_users_mistake_gives_one_readable_message(tmp_path, source, capsys, ar
     assert "Traceback" not in error
 
 
-def test_an_existing_output_is_kept(tmp_path, source):
+def test_an_existing_output_is_not_replaced(tmp_path, source):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
     with pytest.raises(ConfigError, match="not a prepared set"):
@@ -321,7 +321,7 @@ def test_a_wrong_schema_gives_one_readable_message(tmp_path, source, capsys, sch
     assert message in capsys.readouterr().err
 
 
-def test_a_schema_file_that_cannot_be_read_is_not_called_bad_yaml(tmp_path, source, capsys):
+def test_an_unreadable_schema_file_is_not_reported_as_bad_yaml(tmp_path, source, capsys):
     arguments = ["prepare", "--input", str(source), "--output", str(tmp_path / "set")]
     assert main([*arguments, "--schema", str(tmp_path / "absent.yaml")]) == 2
     assert "absent.yaml does not exist; use the path of a YAML file, or" in capsys.readouterr().err

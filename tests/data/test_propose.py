@@ -80,7 +80,7 @@ sparse:
     ("write", "name", "expected"),
     [(ratings, "ratings.csv", RATINGS), (census, "census.parquet", CENSUS)],
 )
-def test_the_proposal_of_a_table(tmp_path, capsys, write, name, expected):
+def test_a_schema_is_proposed_for_a_table(tmp_path, capsys, write, name, expected):
     assert main(["schema", str(write(tmp_path / name))]) == 0
     assert capsys.readouterr().out == expected
 
@@ -156,7 +156,7 @@ NUMBERS = [f"{n / 7:.3f}" for n in range(60)]
         ("one", cycle("x"), "one: only the value 'x'"),
     ],
 )
-def test_the_use_of_a_column(tmp_path, column, cells, line):
+def test_the_use_of_a_column_is_guessed(tmp_path, column, cells, line):
     _, text = proposed(tmp_path, c=cycle("p", "q", "r"), **{column: cells}, click=cycle("0", "1"))
     assert any(shown.strip("# ").startswith(line) for shown in text.splitlines()), text
     assert read_schema(load_yaml(text)).label == "click"
@@ -176,7 +176,7 @@ def test_the_use_of_a_column(tmp_path, column, cells, line):
         ({"flag": cycle("0", "1"), "c": cycle("p", "q", "r")}, "label:"),
     ],
 )  # fmt: skip
-def test_the_guess_of_the_label(tmp_path, columns, line):
+def test_the_label_is_guessed(tmp_path, columns, line):
     _, text = proposed(tmp_path, **columns)
     assert line in [each.partition("  #")[0].strip() for each in text.splitlines()], text
 
@@ -244,7 +244,7 @@ def test_remote_tables_are_copied_first(tmp_path):
         ("day", [f"{n % 9 + 1}/5/2024" for n in range(60)], "or the format %m/%d/%Y"),
     ],
 )
-def test_the_remark_on_a_column(tmp_path, column, cells, remark):
+def test_a_doubtful_column_has_a_remark(tmp_path, column, cells, remark):
     _, text = proposed(tmp_path, c=cycle("p", "q", "r"), **{column: cells}, click=cycle("0", "1"))
     assert remark in text
 
@@ -258,7 +258,7 @@ def test_a_number_that_may_be_an_id_is_remarked(tmp_path):
     assert text.count("for IDs") == 1
 
 
-def test_a_second_unique_text_and_unreadable_types_are_not_used(tmp_path):
+def test_a_second_column_of_unique_text_and_unreadable_types_are_not_used(tmp_path):
     unique = [f"t{n}" for n in range(60)]
     pl.DataFrame({
         "play uuid": unique, "title": unique, "ctx": [{"a": n} for n in range(60)],

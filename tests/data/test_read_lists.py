@@ -105,7 +105,7 @@ def test_the_cursor_of_a_batch_is_the_state_after_it(full_set, backend):
     assert check(next(again.epoch(3)), rows) == rows_of(held)
 
 
-def test_reading_on_does_not_change_earlier_batches(full_set):
+def test_reading_further_does_not_change_earlier_batches(full_set):
     """Buffers of unequal sizes are reused only when all tensors that refer to them are gone."""
     manifest, rows = full_set
     batches = list(open_loader(manifest, batch_size=100, backend="memmap").epoch(0))

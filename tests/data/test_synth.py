@@ -167,7 +167,7 @@ def test_the_generated_text_prepares_to_the_same_rows(generated, tmp_path):
         assert pairs.shape[1] == len(np.unique(pairs[0])) == len(np.unique(pairs[1]))
 
 
-def test_halves_of_large_tables_carry_equal_load(generated):
+def test_halves_of_large_tables_have_equal_load(generated):
     train = ids(generated, "train")
     large = [field for field in generated.fields if field.rows >= 1000]
     assert len(large) > 15
@@ -241,7 +241,7 @@ def test_products_have_their_share_and_are_not_explained_by_single_columns(tmp_p
             assert (term - mean[place]).var() > 0.3 * term.var(), name
 
 
-def test_only_frequent_ids_carry_weight(generator):
+def test_only_frequent_ids_have_weights(generator):
     rows = generator.block(5)[0]
     for name, table in generator.signal._tables.items():
         counts = np.bincount(rows.ranks[name][rows.ranks[name] >= 0], minlength=len(table))
@@ -258,7 +258,7 @@ def test_skew_makes_the_first_rank_more_frequent_and_zero_makes_all_equal():
         assert abs(tail.bounds[-1] - 1) < 1e-6
 
 
-def test_drifting_values_come_rise_fade_and_never_return():
+def test_drifting_values_rise_and_fall_in_frequency_and_never_return():
     columns = Columns(7, 0.05, {}, 1.0)
     size, blocks = columns.tails["C3"].size, [columns.block(index) for index in range(0, 48, 4)]
     ranks = blocks[0].ranks["C3"]
@@ -371,7 +371,7 @@ def test_generated_ids_follow_the_rule_of_prepare(generator, generated):
         (["--rows", "10", "--format", "tsv", "--hot", "C1=2"], "--format prepared"),
     ],
 )
-def test_a_users_mistake_gives_one_readable_message(tmp_path, capsys, arguments, message):
+def test_a_user_mistake_gives_one_readable_message(tmp_path, capsys, arguments, message):
     assert main(["synth", "--output", str(tmp_path / "set"), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -445,7 +445,7 @@ def test_a_generated_set_cannot_encode_new_rows(tmp_path, capsys):
     assert main(["encode", "--like", str(tmp_path / "set"), *text]) == 0
 
 
-def test_fields_know_how_often_their_ids_repeat(tmp_path):
+def test_fields_have_the_id_statistics_of_the_set(tmp_path):
     assert main(["synth", "--rows", "6000", "--vocab-scale", "0.001", "--hot", "C4=0-5",
                  "--output", str(tmp_path / "set")]) == 0  # fmt: skip
     manifest = load_manifest(tmp_path / "set")

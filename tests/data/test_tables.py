@@ -182,7 +182,7 @@ sparse: {text: string}
 
 
 def test_a_first_record_may_have_line_ends(tmp_path, capsys):
-    """Without column names, the number of cells of the first record tells if rows have labels."""
+    """Without column names, the first record's number of cells shows whether rows have labels."""
     rows = [f'"a\nb{row % 7}",{row}\n' for row in range(100)]
     files = {name: tmp_path / name for name in ("old.csv", "new.csv", "schema.yaml", "bad.csv")}
     files["old.csv"].write_text("".join(f"{row % 2},{text}" for row, text in enumerate(rows)))
@@ -360,7 +360,7 @@ STAGED, READY = ["*.list", "*.arrow"], ["fitted.json", "*.ids.npy", "*.starts.np
      (("encode_all", _stop), [*STAGED, "fitted.json", "*.ids.npy"]),
      (("encode_all", _half), READY), (("_publish", _stop), READY)],
 )  # fmt: skip
-def test_a_stopped_run_resumes_to_the_same_bytes(tmp_path, monkeypatch, place, kinds):
+def test_a_stopped_run_resumes_and_produces_the_same_bytes(tmp_path, monkeypatch, place, kinds):
     """When the run stops, also damage one file of each kind."""
     source = write_csv(tmp_path / "t.csv", table(200))
     (tmp_path / "schema.yaml").write_text(SCHEMA)

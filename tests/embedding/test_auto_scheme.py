@@ -124,7 +124,7 @@ def test_several_hosts_are_priced_by_the_slower_link(exchange):
 
 
 @pytest.mark.parametrize("exchange", ["unique", "reduce"])
-def test_price_is_that_of_the_largest_shard(exchange):
+def test_the_price_is_that_of_the_largest_shard(exchange):
     """Price shards of equal size once; the largest shard determines the price on any rank."""
     cuts = [(14, 14, 13), (39, 1, 1), (1, 1, 39)]
     rest = {name: Spec("B", "local") for name in "bcd"}
@@ -136,7 +136,7 @@ def test_price_is_that_of_the_largest_shard(exchange):
     assert others[0] - even > 1e-4  # in milliseconds; most of the price is for groups and calls
 
 
-def test_equal_rules_are_planned_once_under_their_own_names():
+def test_equal_rules_keep_their_names_and_are_planned_only_once():
     """A table with fewer columns than ranks cannot be S(1) and stays whole."""
     case = make_case(**{name: Spec("B", "local") for name in "abcd"})
     rule = TableRule(sbp="B", exchange="local")

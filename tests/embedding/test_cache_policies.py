@@ -22,7 +22,7 @@ def test_fetches_counted_by_hand():
     assert lfu(TRACE, 4, 3) == per_step(6, 2)
 
 
-def test_bagpipe_keeps_what_its_lookahead_reaches():
+def test_bagpipe_keeps_the_rows_within_its_lookahead():
     # Uses are 2 (row 0), 4 (row 1), and 4 (row 2) batches apart. To reach 4 batches, batch 1 would
     # hold 0, 1, and 2, batch 2 the same, and batch 3 also row 3.
     assert bagpipe(TRACE, 4, 4) == (per_step(4, 0), len(TRACE))

@@ -175,14 +175,14 @@ def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
     store.release(0)
     slots = store.admit(1)  # two rows leave; the rows that batch 2 uses stay
     assert made[0].waits.wait(30)
-    found = store.read(torch.arange(6))[WEIGHTS][:, 0]  # in slots, and in flight
+    found = store.read(torch.arange(6))[WEIGHTS][:, 0]  # some rows are in slots, others in flight
     assert found.tolist() == [1000, 1001, 1002, 1003, 4, 5]
     store.kernel.weights[slots] += 1000
     store.release(1)
     made[0].opens.set()
     store.admit(2)
     store.release(2)
-    store.announce(3, torch.tensor([2, 3, 9, 8]))  # written, then read again
+    store.announce(3, torch.tensor([2, 3, 9, 8]))  # rows that were written are read again
     slots = store.admit(3)
     assert store.kernel.weights[slots, 0].tolist() == [1002, 1003, 9, 8]
     assert store.read(torch.tensor([4, 5]))[WEIGHTS][:, 0].tolist() == [1004, 1005]
@@ -241,7 +241,7 @@ def test_exactly_the_fetched_rows_that_an_earlier_batch_used_are_read(seed):
     assert read > 20
 
 
-def test_every_row_without_a_slot_stops_its_batch():
+def test_a_row_without_a_slot_stops_its_batch():
     batch = torch.tensor([7, 3, 7, 199, 0])
     for row in batch.unique().tolist():
         store = make_store(40)
@@ -277,7 +277,7 @@ def test_rows_are_read_ahead_for_evaluation():
     made[0].reads.clear()
     lookups = [Lookup(torch.arange(start, ROWS, 2)) for start in (0, 1)]
     store.read_ahead(lookups[0])
-    assert made[0].reads.wait(30)  # before the lookup
+    assert made[0].reads.wait(30)  # the read starts before the lookup
     assert torch.equal(store.peek(lookups[0]), expected[lookups[0].addresses])
     for lookup in lookups:
         store.read_ahead(lookup)
@@ -304,7 +304,7 @@ def test_evaluation_reads_without_moving_rows():
     assert store.counts.fetched == before
 
 
-def test_rows_are_written_wherever_they_are_and_initial_ones_are_not_stored():
+def test_rows_in_any_place_are_written_and_initial_rows_are_not_stored():
     store = make_store(60)
     expected = initial(torch.arange(ROWS))[WEIGHTS]
     train(store, batches(2, 20), 4, expected)
@@ -374,7 +374,7 @@ def test_a_file_has_no_name_so_removing_its_folder_changes_nothing(tmp_path):
     assert store.counts.written > 50
 
 
-def test_a_batch_that_does_not_fit_names_a_size_that_does():
+def test_a_batch_that_does_not_fit_is_reported_with_a_sufficient_size():
     given = batches(6, 10)
     need = max(len(batch.unique()) for batch in given)
     store = make_store(need - 1)

@@ -49,7 +49,7 @@ def forward_twice(world: World) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_second_training_forward_is_rejected_before_gradients_are_lost(ranks, world_size):
+def test_a_second_training_forward_is_rejected_before_gradients_are_lost(ranks, world_size):
     ranks(world_size, forward_twice)
 
 

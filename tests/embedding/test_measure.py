@@ -49,7 +49,7 @@ def shape_of(**changes) -> StackShape:
         ({"torch": 2.0, "numba": 1.0, "fbgemm": 0.99}, "numba"),
     ],
 )
-def test_unmeasured_choice_is_kept_within_the_band(times, name):
+def test_the_default_kernel_is_kept_within_the_tolerance(times, name):
     choice = choose_by_times(NUMBA, times)
     assert choice.name == name
     assert f"measured {times[name]:.2f} ms" in choice.reason
@@ -81,7 +81,7 @@ def test_profile_stores_times_by_shape_with_their_origin(tmp_path):
     assert Profile(path).find(other) == {"torch": 2.5, "numba": 1.0}
     assert Profile(path).find(shape_of(width=5)) is None
     assert all(entry["taken"] and "cpu" in entry for entry in json.loads(path.read_text()).values())
-    path.write_text("{ half")  # a corrupt or foreign file is measured again
+    path.write_text("{ half")  # kernels are measured again if the file is corrupt
     assert Profile(path).find(one) is None
     Profile(path).keep(one, {"torch": 3.5})
     assert Profile(path).find(one) == {"torch": 3.5}

@@ -274,7 +274,7 @@ def bytes_of(world, mix: Mix) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("exchange", ["unique", UNIQUE_COLUMNS])
-def test_unique_sends_each_unique_row_once_each_way(ranks, exchange):
+def test_unique_sends_each_row_once_in_each_direction(ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     sent = ranks(2, bytes_of, mix)
     by_rows = exchange == "unique"

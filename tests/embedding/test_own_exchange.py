@@ -117,7 +117,7 @@ def test_own_exchange_is_priced_and_planned():
         engine = embedding_plan(task, plan)
         assert [group.exchange for group in engine.groups] == ["two_hops"]
         totals = count_work(task, plan)
-        assert totals[0, INDEX["num_row_transfers"]] == 2  # one per round
+        assert totals[0, INDEX["num_row_transfers"]] == 2  # one transfer per round
         assert cost.predict(plan).step_ms > 0
         priced = plan_totals(engine, task.batch_size, {})
         assert priced[0, INDEX["num_row_transfers"]] == 2

@@ -135,7 +135,7 @@ def test_row_gradients_sum_all_bags_of_a_row():
     assert lookup.inverse().tolist() == [1, 0, 1, 2]
 
 
-def test_initial_values_depend_on_the_place_in_the_table():
+def test_initial_values_depend_on_the_position_in_the_table():
     whole = torch.empty(50, 12)
     fill_uniform(whole, seed=3, name="t", bound=0.5, num_columns=12)
     part = torch.empty(7, 5, dtype=torch.float64)

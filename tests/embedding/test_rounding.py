@@ -126,7 +126,7 @@ def test_rounding_is_to_a_neighbor_and_unbiased(dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_infinities_are_kept_and_finite_values_stay_finite(dtype):
+def test_infinities_stay_infinite_and_finite_values_stay_finite(dtype):
     top = torch.finfo(dtype).max
     values = torch.tensor([float("inf"), float("-inf"), float("nan"), top, -top])
     rounded = round_randomly(values, dtype, torch.full((5,), 0xFFFF, dtype=torch.int32)).float()

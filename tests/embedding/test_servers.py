@@ -140,7 +140,7 @@ def test_a_cached_store_is_exact_under_any_timing(seed):
         time.sleep(0.01)
 
 
-def test_writes_are_several_in_flight_and_then_wait():
+def test_several_writes_are_in_flight_before_one_waits():
     opens, started = threading.Event(), []
 
     class Blocked(EmbeddingServer):
@@ -190,7 +190,7 @@ def test_a_new_session_drops_rows_and_refuses_earlier_connections():
         old.read(np.arange(10), np.empty((10, 1), np.int64))
         new = replace(servers, session=bytes(15) + b"1")
         with pytest.raises(ServerLostError, match="refused: it is serving another launch"):
-            RemoteRecords(new, 0, 10, records_like(1))  # not begun yet
+            RemoteRecords(new, 0, 10, records_like(1))  # this session has not begun
         new.begin()
         new.begin()  # harmless
         RemoteRecords(new, 0, 7, records_like(3))

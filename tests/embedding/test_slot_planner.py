@@ -92,7 +92,7 @@ def test_capacity_holds_and_every_row_has_one_slot(compiled, seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_numba_and_numpy_decide_alike(seed):
+def test_numba_and_numpy_make_the_same_decisions(seed):
     batches = trace(seed, 80)
     results = [
         run(batches, 50 + 5 * seed, 1 + 4 * seed, seed % 3, form)[2] for form in (True, False)
@@ -125,7 +125,7 @@ def belady(batches, num_slots):
 
 @FORMS
 @pytest.mark.parametrize("seed", range(4))
-def test_with_all_batches_known_fetches_are_minimal(compiled, seed):
+def test_fetches_are_minimal_if_all_batches_are_known(compiled, seed):
     batches = trace(seed)
     for num_slots in (45, 70, 120):
         _, mirror, _ = run(batches, num_slots, len(batches), 0, compiled)

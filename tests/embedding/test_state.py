@@ -51,7 +51,7 @@ RULES = [
     (sparse_optimizer("rowwise_adagrad", lr=0.1), {"sum": None}),
     (sparse_optimizer("rowwise_adagrad", lr=0.1, row_state="per_shard"), {"sum": "shards"}),
 ]
-COLUMN_SHARDS = {"w": 1, "x": 1, "y": 4, "z": 2}  # on 4 ranks
+COLUMN_SHARDS = {"w": 1, "x": 1, "y": 4, "z": 2}  # numbers of column shards on 4 ranks
 
 
 @pytest.mark.parametrize(("rule", "states"), RULES)

@@ -124,7 +124,7 @@ def _requests(case, grid, ids, stack):
 
 
 @pytest.mark.parametrize("name", ["2x2", "2x3"])
-def test_hosts_send_each_distinct_id_once(ranks, name):
+def test_each_host_sends_a_distinct_id_only_once(ranks, name):
     """The bytes between hosts are those of the distinct ids of each host that other hosts own."""
     grid = GRIDS[name]
     case = make_case(grid, dtype=torch.float32)
@@ -319,7 +319,7 @@ def test_auto_chooses_two_hops_only_for_a_slow_link():
     assert not [priced for priced in plan.priced if "two levels" in priced.name]
 
 
-def test_profiles_know_their_hosts():
+def test_profiles_contain_their_hosts():
     link = described("h100-dgx").link
     assert [link.num_hosts(size) for size in (4, 8, 12, 16, 64)] == [1, 1, 1, 2, 8]
     assert replace(link, ranks_per_node=0).num_hosts(16) == 1

@@ -235,7 +235,9 @@ def test_keys_of_an_accumulated_step_stay(growth):
     reshard=st.tuples(st.integers(1, 24), st.sampled_from([1, 2, 5])),
     cancel=st.integers(0, 24),
 )
-def test_any_stream(seed, policy, admit, forget, idle, idle_time, ranks, ahead, reshard, cancel):
+def test_the_vocabulary_follows_the_rules_for_any_stream(
+    seed, policy, admit, forget, idle, idle_time, ranks, ahead, reshard, cancel
+):
     growth = growth_of(policy, admit, forget, idle, idle_time=idle_time)
     run(
         growth, stream(seed, 25, 80), ranks=ranks, ahead=ahead, reshards=(reshard,),

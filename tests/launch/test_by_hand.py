@@ -93,7 +93,7 @@ def test_sys_exit_of_the_program_is_reported_with_its_line(tmp_path, call, code,
     assert (done.returncode, done.stderr) == (code, f"\n{expected}\n[rank 0]\n")
 
 
-def test_a_port_in_use_is_named_with_a_way_out(tmp_path, taken_port):
+def test_a_port_in_use_is_reported_with_a_remedy(tmp_path, taken_port):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": taken_port}
     process = start("ok", tmp_path, RANK=0, WORLD_SIZE=2, **address)
     output = output_of(process, LIMIT_S)
@@ -227,7 +227,7 @@ def test_a_rank_number_used_by_two_processes_is_refused(tmp_path):
     assert "have this number" in message
 
 
-def test_ranks_start_once_all_have_joined(tmp_path):
+def test_ranks_start_when_all_have_joined(tmp_path):
     outputs, codes = start_some(tmp_path, 3, {2: 60, 1: 60, 0: 60})
     assert codes == [0, 0, 0], outputs
     assert "error" not in "".join(outputs)
@@ -281,7 +281,7 @@ def test_a_silent_listener_is_reported_within_the_time_limit(impatient, taken_po
     assert not deadline.over()
 
 
-def test_a_late_rank_0_is_waited_for(impatient):
+def test_ranks_wait_for_a_late_rank_0(impatient):
     """Another thread of this process runs the store of rank 0."""
     from torch.distributed import TCPStore
 

@@ -31,7 +31,7 @@ def test_a_world_that_does_not_close_raises(stuck):
     make_world(owns=False).close()
 
 
-def test_an_error_inside_the_context_is_kept(stuck):
+def test_an_error_inside_the_context_is_preserved(stuck):
     with pytest.raises(ZeroDivisionError) as caught, make_world():
         raise ZeroDivisionError("why the block ended")
     assert caught.value.__notes__ == ["then the process groups did not close in 0.2 s"]

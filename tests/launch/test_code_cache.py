@@ -120,7 +120,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_private_folder_of_this_user_is_used(folder):
     # A umask of 002 gives files this mode, but other users cannot enter the folder.
     (folder / "module" / "file").chmod(0o664)
-    folder.parent.parent.chmod(0o1777)  # as /tmp
+    folder.parent.parent.chmod(0o1777)  # the mode of /tmp
     assert code_cache("numba") == folder
 
 

@@ -128,7 +128,7 @@ def test_errors_are_classified_by_type(error, kind, text, code):
         OSError("no file named"),
     ],
 )
-def test_an_error_of_the_program_keeps_its_traceback_whatever_its_text(error):
+def test_a_program_error_keeps_its_traceback_regardless_of_its_text(error):
     reason, code = classify(error)
     assert (reason.kind, code) == ("crash", 1)
     assert reason.text.endswith(f"{type(error).__name__}: {error}\n")

@@ -71,7 +71,7 @@ def save(folder: Path, step: int, num_bytes: int) -> Path:
     return publish(folder, partial, index)
 
 
-def test_a_full_disk_under_checkpoints_is_named_and_the_last_one_stays(disk):
+def test_a_full_checkpoint_disk_is_reported_and_the_last_checkpoint_is_kept(disk):
     save(disk.folder, 1, 5 << 20)
     with pytest.raises(CheckpointError, match=r"rank-0\.bin: cannot be written \(no space left"):
         save(disk.folder, 2, 5 << 20)
@@ -80,7 +80,7 @@ def test_a_full_disk_under_checkpoints_is_named_and_the_last_one_stays(disk):
     assert left.step == 1
 
 
-def test_a_full_disk_under_metrics_is_one_message(disk):
+def test_a_full_metrics_disk_gives_one_message(disk):
     writer = MetricsWriter(disk.folder, rank=0)
     (disk.folder / "filler").write_bytes(bytes(7 << 20))
     line = {"step": 1, "loss": 0.5, "text": "x" * 1000}
@@ -93,14 +93,14 @@ def test_a_full_disk_under_metrics_is_one_message(disk):
     assert (reason.kind, code) == ("mistake", 2)
 
 
-def test_a_folder_that_may_only_be_read_is_refused_at_the_start(disk):
+def test_a_read_only_folder_is_rejected_at_the_start(disk):
     disk.make_read_only()
     config = Config(model=WdlConfig(), run=RunConfig(dir=disk.folder / "run"))
     with pytest.raises(ConfigError, match=r"run\.dir: .* is not writable \(read-only file"):
         run_dir(config)
 
 
-def test_a_folder_that_turns_read_only_keeps_its_checkpoints(disk):
+def test_a_folder_that_becomes_read_only_keeps_its_checkpoints(disk):
     save(disk.folder, 1, 1 << 20)
     disk.make_read_only()
     with pytest.raises(OSError, match="Read-only file system") as caught:
@@ -123,7 +123,7 @@ OUT_OF_MEMORY = """
 """
 
 
-def test_memory_that_is_not_there_is_one_message_with_ways_out(tmp_path):
+def test_a_failed_allocation_gives_one_message_with_remedies(tmp_path):
     done = script(tmp_path, OUT_OF_MEMORY)
     assert done.returncode == 2
     assert "error: out of memory: you tried to allocate 17179869184 bytes" in done.stderr
@@ -147,7 +147,7 @@ CUT_SHORT = """
 """
 
 
-def test_a_shard_cut_short_while_it_is_read_ends_the_rank_by_sigbus(tmp_path):
+def test_a_shard_truncated_while_it_is_read_ends_the_rank_by_sigbus(tmp_path):
     done = script(tmp_path, CUT_SHORT, str(tmp_path))
     assert done.stdout.split() == ["0"]
     assert done.returncode == -7  # SIGBUS ends this rank, and the other ranks report its number

@@ -107,7 +107,7 @@ def test_an_error_of_the_program_prints_the_traceback_of_one_rank(run: Run) -> N
 @pytest.mark.parametrize(
     "run", [pytest.param("own_words_on_one", marks=pytest.mark.slow)], indirect=True
 )
-def test_an_unexpected_error_keeps_its_traceback_whatever_its_text(run: Run) -> None:
+def test_an_unexpected_error_keeps_its_traceback_regardless_of_its_text(run: Run) -> None:
     """The text of the user's error resembles torch's message for a lost peer."""
     run.pids()
     output = run.output(END_S)
@@ -182,7 +182,7 @@ def test_the_version_is_that_of_the_package(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("lines", [10, 100_000], ids=["within the buffer", "beyond it"])
-def test_a_command_ends_quietly_if_its_reader_leaves(lines: int) -> None:
+def test_a_command_ends_quietly_if_its_output_pipe_is_closed(lines: int) -> None:
     """Like ``explain`` in ``explain | head``, the program ends without a traceback, with SIGPIPE's
     exit code.
     """

@@ -51,7 +51,7 @@ def test_the_trainjob_has_the_fields_of_its_crd():
     assert pod["terminationGracePeriodSeconds"] >= 60
 
 
-def test_a_field_that_the_crd_lacks_is_found():
+def test_a_field_that_is_not_in_the_crd_is_detected():
     job = read("trainjob.yaml")
     job["spec"]["trainer"]["numNode"] = 2
     with pytest.raises(AssertionError):

@@ -121,7 +121,7 @@ def resolve(monkeypatch, *addresses: str) -> None:
             "own-name",
             ["127.0.1.1"],
             "the name may have different addresses on different machines",
-        ),  # as on Debian
+        ),  # as in /etc/hosts on Debian
         (
             "two-cards",
             ["10.0.0.1", "10.1.0.1"],
@@ -148,7 +148,7 @@ def test_a_store_that_listens_on_all_interfaces_warns_with_the_reason(
     assert message.endswith("see SECURITY.md")
 
 
-def test_the_own_host_name_is_loopback_if_all_ranks_are_here(monkeypatch):
+def test_the_host_name_is_loopback_if_all_ranks_are_on_this_machine(monkeypatch):
     resolve(monkeypatch, "::1", "127.0.1.1")
     monkeypatch.setenv("MASTER_ADDR", "own-name")
     monkeypatch.setenv("WORLD_SIZE", "2")

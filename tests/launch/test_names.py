@@ -46,7 +46,7 @@ def test_gloo_uses_the_interface_that_leads_to_the_other_machine(machines, tmp_p
 
 @needs_namespaces
 @pytest.mark.slow
-def test_a_published_name_that_means_this_machine_is_explained(machines, tmp_path):
+def test_a_published_name_that_resolves_to_this_machine_is_explained(machines, tmp_path):
     for machine in machines:
         machine.interface_for_gloo, machine.local_addr = "", False
         machine.start("train", tmp_path, TIMEOUT_S="20")
@@ -86,12 +86,12 @@ def two_hosts(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
 TWO = Topology(hosts=((0,), (1,)), hosts_source="handshake", memory_bytes=None)
 
 
-def test_the_head_chooses_the_route_to_another_host(two_hosts):
+def test_rank_0s_machine_uses_the_route_to_another_host(two_hosts):
     interfaces.choose_interface(Texts(["", "10.7.0.2"]), 0, TWO, 5.0)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
-def test_a_good_name_and_a_given_interface_are_kept(two_hosts):
+def test_a_valid_name_and_a_given_interface_are_not_changed(two_hosts):
     two_hosts.setattr(interfaces, "own_addresses", lambda: ["10.7.0.1"])
     interfaces.choose_interface(Texts(["", "10.7.0.2"]), 0, TWO, 5.0)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
@@ -119,7 +119,7 @@ def test_interfaces_are_found_by_address():
 @pytest.mark.slow
 def test_doctor_names_what_differs_between_machines(machines, tmp_path):
     ip("-n", machines[1].name, "link", "set", machines[1].interface, "mtu", "1400")
-    machines[1].slow_down("20mbit")  # only what the second machine sends
+    machines[1].slow_down("20mbit")  # limits only what the second machine sends
     for machine in machines:
         machine.interface_for_gloo = ""
         machine.run(["-m", "sbpflow", "doctor", "--dir", str(tmp_path)])

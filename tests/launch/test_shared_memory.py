@@ -99,7 +99,7 @@ def send_much(world: World) -> bool:
     return True
 
 
-def test_neither_of_two_senders_waits(sharing):
+def test_two_ranks_can_send_without_waiting_for_each_other(sharing):
     assert sharing(2, send_much) == [True, True]
 
 

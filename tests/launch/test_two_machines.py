@@ -63,7 +63,7 @@ def rank_of(machine: Machine, pids: dict[int, int]) -> int:
 
 
 @pytest.mark.slow
-def test_a_cut_cable_is_told_on_both_machines_and_no_rank_hangs(machines, tmp_path):
+def test_a_cut_cable_is_reported_on_both_machines_and_no_rank_hangs(machines, tmp_path):
     pids = start(machines, tmp_path)
     ranks = [rank_of(machine, pids) for machine in machines]
     machines[1].pull_cable()
@@ -82,7 +82,7 @@ def test_a_cut_cable_is_told_on_both_machines_and_no_rank_hangs(machines, tmp_pa
     [0, pytest.param(1, marks=pytest.mark.slow)],
     ids=["of the store", "away from the store"],
 )
-def test_a_machine_that_is_told_to_stop_is_named_on_both(machines, tmp_path, which):
+def test_a_preempted_machine_is_named_on_both_machines(machines, tmp_path, which):
     pids = start(machines, tmp_path)
     stopped = rank_of(machines[which], pids)
     machines[which].terminate()
@@ -92,7 +92,7 @@ def test_a_machine_that_is_told_to_stop_is_named_on_both(machines, tmp_path, whi
         assert message.startswith(f"stopped by SIGTERM, sent to rank {stopped} on ")
 
 
-def test_what_differs_between_machines_is_told_on_both_before_they_connect(machines, tmp_path):
+def test_differences_between_machines_are_reported_on_both_before_they_connect(machines, tmp_path):
     sets = ["/data/a: 1f2e", "/data/a: 9c0d"]
     for machine, prepared in zip(machines, sets, strict=True):
         machine.start("train", tmp_path, FACTS=json.dumps({"data.path": prepared}))

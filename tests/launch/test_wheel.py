@@ -112,6 +112,6 @@ def test_every_subcommand_works_in_an_installed_package(installed, tmp_path):
     assert pl.read_parquet(tmp_path / "users.parquet").columns == ["user", "vector"]
     refused = run([str(installed), "serve", "model"], 60, cwd=tmp_path)
     assert refused.returncode == 2
-    assert "pip install 'sbpflow[serve]'" in refused.stderr  # which the wheel does not require
+    assert "pip install 'sbpflow[serve]'" in refused.stderr  # not required by the wheel
     for name in ("run/report.html", "model/model.pt2", "plan.yaml", "tomorrow/manifest.json"):
         assert (tmp_path / name).is_file(), name

@@ -148,7 +148,7 @@ def moto() -> Generator[Proxy]:
     """Run moto's S3 in this process."""
     pytest.importorskip("s3fs")
     server = pytest.importorskip("moto.server")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # which logs every request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # werkzeug logs every request
     running = server.ThreadedMotoServer("127.0.0.1", port=free_port(), verbose=False)
     running.start()
     proxy = Proxy(running.get_host_and_port()[1])

@@ -86,7 +86,7 @@ def test_a_checkpoint_without_an_index_does_not_exist(folder):
 
 def test_a_saved_step_is_valid_until_its_new_index_is_written(folder):
     save(folder, 2, 2)
-    save(folder, 2, 3, "b2", only_files=True)  # and the run is killed
+    save(folder, 2, 3, "b2", only_files=True)  # the run is killed before it writes the index
     assert value_of(folder, 2) == 2.0
     save(folder, 2, 3, "c3")
     assert value_of(folder, 2) == 3.0
@@ -109,7 +109,7 @@ def test_damage_is_found(folder):
         open_checkpoint(folder / "step-2")
 
 
-def test_run_files_are_replaced_whole(folder):
+def test_run_files_are_replaced(folder):
     assert read_run(folder) is None
     for status in ("training", "finished"):
         write_run(folder, RunFacts(run="0" * 12, facts={"a": "b"}, status=status))
@@ -137,7 +137,7 @@ def test_a_failing_upload_leaves_no_checkpoint(s3, quick):
     assert list_checkpoints(folder) == []
 
 
-def test_reads_that_fail_for_a_moment_are_repeated(s3, quick):
+def test_reads_that_fail_temporarily_are_repeated(s3, quick):
     folder = any_path("s3://bucket/run")
     save(folder, 2, 2)
     seen: dict[str, int] = {}
@@ -160,5 +160,6 @@ def test_reading_takes_a_request_per_block(s3):
     open_checkpoint(folder / "step-2").tensor(NAME)  # 12 MB, in 2 blocks
     ranges = [r.range for r in s3.requests if "rank-0" in r.path]
     assert ranges == ["bytes=0-8388607", "bytes=8388608-11999999"]
-    assert len(s3.requests) == 5  # with size and content of the index, and a listing
+    # The other requests are for the size and the content of the index, and for a listing.
+    assert len(s3.requests) == 5
     assert json.loads((folder / "step-2" / INDEX_FILE).read_bytes())["version"] == 1

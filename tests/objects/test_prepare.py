@@ -26,7 +26,7 @@ def inputs(s3, tmp_path, monkeypatch):
     return sorted(tmp_path.glob("day_*"))
 
 
-def test_two_requests_per_file_in_addition_to_its_rows(s3, inputs, tmp_path):
+def test_each_file_takes_two_requests_in_addition_to_its_rows(s3, inputs, tmp_path):
     sources = find_inputs([IN])
     assert [source.path.name for source in sources] == [file.name for file in inputs]
     assert len(s3.requests) <= 3 + len(inputs), "the folder's listing, and the start of each file"

@@ -76,7 +76,7 @@ def test_rows_from_a_store_equal_local_rows(remote, local, tmp_path, shuffle):
     manifest = load_manifest(SET, cache=options(tmp_path / "sets"))
     assert manifest.fingerprint == local.fingerprint
     assert manifest.origin == SET
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second time, from the cache
         rows = rows_of(manifest, shuffle=shuffle)
         assert np.array_equal(rows, rows_of(local, shuffle=shuffle))
     wanted = sorted(shard.file for shard in local.shards("train"))
@@ -96,7 +96,7 @@ def test_a_small_cache_streams_rows_in_order(remote, local, tmp_path):
     loader.close()
 
 
-def test_an_unfinished_download_keeps_its_room(remote, local, tmp_path, monkeypatch):
+def test_an_unfinished_download_keeps_its_reserved_space(remote, local, tmp_path, monkeypatch):
     first, second = (shard.file for shard in local.shards("train")[:2])
     limit = max((local.path / name).stat().st_size for name in (first, second)) * 1.5
     cache = load_manifest(SET, cache=options(tmp_path, limit)).cache
@@ -104,7 +104,7 @@ def test_an_unfinished_download_keeps_its_room(remote, local, tmp_path, monkeypa
     download, started, goes_on = RemotePath.download, [], threading.Event()
 
     def slow_download(self, target):
-        target.write_bytes(b"")  # as a store's client does first
+        target.write_bytes(b"")  # a store's client also creates an empty file first
         started.append(self.name)
         assert goes_on.wait(60)
         download(self, target)

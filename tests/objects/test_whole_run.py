@@ -125,7 +125,7 @@ def test_an_interrupted_run_on_s3_equals_a_run_on_local_files(s3, cache, tmp_pat
     assert events(tmp_path / "run") == events(tmp_path / "local")
     assert not [r for r in s3.requests if r.path.startswith("/bucket/job/set/train")], "cached"
     assert {name.partition("/")[0] for name in (url / "run").sizes()} >= {"data", "run.json"}
-    shutil.rmtree(cache / "sets")  # another machine predicts
+    shutil.rmtree(cache / "sets")  # as on another machine, which has no cache
     same_predictions(url, tmp_path)
     with pytest.raises(ConfigError, match="cannot be moved aside in a store"):
         train_command.main(words(*given))
@@ -177,4 +177,4 @@ def same_predictions(url: RemotePath, folder: Path) -> None:
     assert scores[0].equals(scores[1])
     assert checkpoint(["verify", str(url / "run")]) == 0
     assert checkpoint(["compact", str(url / "run")]) == 0
-    assert checkpoint(["diff", str(url / "run"), str(folder / "local")]) == 1  # paths differ
+    assert checkpoint(["diff", str(url / "run"), str(folder / "local")]) == 1  # the paths differ

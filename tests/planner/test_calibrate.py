@@ -60,7 +60,7 @@ def calibrate_twice(world, path):
     return counts, profile is not None
 
 
-def test_a_second_calibration_measures_nothing_again(ranks, tmp_path):
+def test_a_second_calibration_repeats_no_measurement(ranks, tmp_path):
     path = tmp_path / "measured.jsonl"
     (counts, first), (_, second) = ranks(2, calibrate_twice, path)
     assert (first, second) == (True, False)
@@ -103,7 +103,7 @@ def test_entries_after_an_incomplete_line_are_read(tmp_path, caplog):
     np.testing.assert_allclose(record.totals, count_work(sample.task, plan), rtol=1e-5)
 
 
-def test_a_sample_is_the_same_wherever_it_is_drawn():
+def test_a_sample_is_reproducible():
     first, second = (draw_sample(5, 2, "cpu", "sgd") for _ in range(2))
     assert first.task.tables == second.task.tables
     ids = [draw_batches(first, 1, 1, torch.device("cpu"))[0].ids for _ in range(2)]
@@ -177,7 +177,7 @@ def rows_sent(world, shape):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("sbp", ["S(0)", "S(1)"])
-def test_as_many_unique_rows_travel_as_counted(ranks, size, sbp):
+def test_as_many_unique_rows_are_sent_as_counted(ranks, size, sbp):
     parts = (size, 1) if sbp == "S(0)" else (1, size)  # one of 3 ranks has 2 of 8 columns
     for rank in ranks(size, rows_sent, Shape(sbp, "unique", parts)):
         for sent, counted in rank:
@@ -201,7 +201,7 @@ def peak_and_prediction(world):
         "t1": Choice(Shape("B", "local"), (0, 1)),
         "t2": Choice(Shape("B", "columns"), (1,)),
     }
-    measure_in_turns(boxing, laws_of(task), [plan], rounds=1)  # one-time allocations
+    measure_in_turns(boxing, laws_of(task), [plan], rounds=1)  # makes the one-time allocations
     used: list[list[int]] = []
     for _ in range(2):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that earlier tests freed

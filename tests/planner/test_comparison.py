@@ -35,7 +35,7 @@ def test_rounds_that_choose_a_plan_are_not_reported():
     row = compared(CASE, {"auto": ours, "auto 2": other, "dim": [3.0] * 10})
     best = row["plans"]["auto, best of 4"]
     assert (best["ms"], best["slower_than_auto"]) == (4.0, pytest.approx(1.0))
-    assert row["plans"]["size"]["slower_than_auto"] == 0.0  # the same plan
+    assert row["plans"]["size"]["slower_than_auto"] == 0.0  # the two plans are the same
     assert row["plans"]["greedies, best of 4"]["ms"] == 2.0
     assert row["fastest"] == "auto"
     assert row["plans"]["auto 2"]["ms"] == pytest.approx(2.0)  # the mean over all ten rounds
@@ -58,7 +58,7 @@ def test_a_plan_is_measured_until_its_difference_is_significant():
     assert row["plans"]["auto 2"]["ms"] == pytest.approx(4.5)
 
 
-def test_the_gap_closed_is_over_all_tasks():
+def test_the_closed_gap_is_computed_over_all_tasks():
     def row(auto, size, other):
         return {"plans": {"auto": {"ms": auto}, "size": {"ms": size}, "all B": {"ms": other}}}
 

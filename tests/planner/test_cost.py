@@ -111,7 +111,7 @@ def test_a_written_plan_is_read_back(tmp_path):
         table.name: Choice(Shape("S(0)", "unique", (4, 1)), (0, 1, 2, 3)) for table in TASK.tables
     }
     text = plan_to_yaml(alike)
-    assert text.count("S(0)") == 1  # one pattern for all
+    assert text.count("S(0)") == 1  # a single pattern covers all tables
     path.write_text(text)
     assert plan_from_yaml(path, TASK) == alike
 
@@ -126,7 +126,7 @@ def test_a_plan_that_the_engine_cannot_run_is_refused():
         TASK.check(plan)
 
 
-def test_a_step_is_the_most_work_and_the_most_transfers():
+def test_a_step_takes_the_maximum_work_plus_the_maximum_transfers():
     cost, plan = price(), mixed_plan(TASK)
     totals, prediction = count_work(TASK, plan), price().predict(plan)
     work, transfers = (totals @ cost.prices).T[:2]

@@ -108,7 +108,7 @@ def test_a_damaged_plan_of_tables_is_refused(tmp_path):
     assert refused > 20
 
 
-def test_a_damaged_cached_plan_is_chosen_again(tmp_path, monkeypatch):
+def test_a_damaged_cached_plan_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     chosen_once(COST, 7, lambda: PLAN)
     (file,) = (cache_dir() / "plans").iterdir()

@@ -29,14 +29,14 @@ def unique(ids, count):
 
 
 @pytest.mark.parametrize("count", [100, 3000, 65_536])
-def test_a_law_touches_as_many_rows_as_draws_from_it(drawn, count):
+def test_a_distribution_touches_as_many_rows_as_samples_from_it(drawn, count):
     law = zipf_mandelbrot(ROWS, S, Q, 1.0)
     assert law.touched(count) == pytest.approx(unique(drawn, count), rel=0.08)
     assert law.distinct == ROWS
     assert law.touched(1e12) <= ROWS
 
 
-def test_the_bins_of_a_law_are_those_of_a_drawn_batch(drawn):
+def test_the_bins_of_a_distribution_are_those_of_a_sampled_batch(drawn):
     law = zipf_mandelbrot(ROWS, S, Q, 1.0)
     _, times = np.unique(drawn, return_counts=True)
     place = np.ceil(np.log2(times)).astype(int)  # 1 -> 0, 2 -> 1, 3-4 -> 2, 5-8 -> 3

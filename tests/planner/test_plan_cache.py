@@ -52,7 +52,7 @@ def test_later_callers_wait_and_get_the_same_plan():
 
 
 @pytest.mark.parametrize("changed", ["seed", "batch", "prices", "code"])
-def test_the_file_name_depends_on_everything_that_the_choice_does(changed, monkeypatch):
+def test_the_file_name_depends_on_everything_that_affects_the_choice(changed, monkeypatch):
     chooser = Chooser()
     chosen_once(COST, 7, chooser)
     task, profile, seed = TASK, COST.profile, 7
@@ -104,7 +104,7 @@ def cached(tree) -> str:
         cached(plan_tree(PLAN)).replace("[0", "[1", 1),
     ],
 )
-def test_an_invalid_cached_plan_is_chosen_again(text, caplog):
+def test_an_invalid_cached_plan_is_replaced(text, caplog):
     chooser = Chooser()
     chosen_once(COST, 7, chooser)
     (file,) = (cache_dir() / "plans").iterdir()
@@ -115,7 +115,7 @@ def test_an_invalid_cached_plan_is_chosen_again(text, caplog):
     assert len(caplog.records) == bool(text), "one warning, but none for a new file"
 
 
-def test_a_full_disk_costs_the_cache_and_not_the_run(monkeypatch, caplog):
+def test_a_full_disk_loses_the_cache_but_not_the_run(monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -82,7 +82,7 @@ def test_explain_prices_shapes_that_a_search_does_not_try(tmp_path, rule, ranks,
         ("{'*': {sbp: S(0), sizes: [10, 4990]}}", "it has 90|sum to 5000"),
     ],
 )  # fmt: skip
-def test_explain_names_what_is_wrong_with_a_plan(tmp_path, text, message):
+def test_explain_reports_the_faults_of_a_plan(tmp_path, text, message):
     tables, file = tmp_path / "tables.json", tmp_path / "plan.yaml"
     tables.write_text(json.dumps(TABLES))
     file.write_text(f"tables: {text}")

@@ -84,7 +84,7 @@ def test_greedy_balances_its_score():
     assert np.bincount(drawn, task_setting.dims).max() > loads.max()
 
 
-def test_greedy_avoids_a_device_without_room():
+def test_greedy_avoids_a_device_without_enough_memory():
     task_setting = setting(num_tables=20)
     limit = task_setting.problem.limit_bytes.copy()
     limit[1] = 0.0
@@ -164,7 +164,7 @@ def cost_error(net, model, one):
     return abs(predicted * model.unit_ms - price_of(one.problem, one.whole(devices.tolist())).ms)
 
 
-def test_dreamshard_learns_costs_and_to_place_by_them():
+def test_dreamshard_learns_costs_and_a_placement_policy():
     """All tables on one device are expensive, so the planner learns to use both devices."""
     train = [setting(6, 2, seed) for seed in range(3)]
     amount = dreamshard.Amount(iterations=3, placements=8, cost_steps=60, policy_steps=10)
@@ -234,7 +234,7 @@ def test_plans_to_measure_differ_and_include_homogeneous_ones():
     assert list(to_measure(make_plan("size", cost), 4)) == ["size 1"]
 
 
-def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_what_would_fit():
+def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_remedies():
     task_setting = setting(6, 2, device_bytes=30_000_000)
     cost = TaskCost(PROFILE, task_setting.task)
     planned = make_plan("auto", cost, insertions=SMALL)
@@ -274,7 +274,7 @@ def test_embark_workloads_have_the_published_sizes():
         embark_task("t99", world_size=2)
 
 
-def test_an_alternative_fits_if_the_plan_does():
+def test_an_alternative_fits_if_the_plan_fits():
     task_setting = setting(1, 2)
     plain = TaskCost(PROFILE, task_setting.task)
     held = [price_of(task_setting.problem, (Move(n, tuple(range(option.num_shards))),)).memory.max()

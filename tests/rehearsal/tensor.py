@@ -151,7 +151,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     # C++ uses "meta" for tensors next to a Rehearsed one; a caller can also request it.
     target = has if wanted is None else wanted.type in ("cuda", "meta") and not _is_meta_meant()
     if name == "_foreach_copy_" and _crosses(*args[:2]):
-        for mine, theirs in zip(*args[:2], strict=True):  # as torch does between devices
+        for mine, theirs in zip(*args[:2], strict=True):  # torch also copies these one by one
             mine.copy_(theirs, *args[2:], **kwargs)
         return None
     if has or target:

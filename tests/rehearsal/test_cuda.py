@@ -47,7 +47,7 @@ def test_partial_to_split_is_one_reduce_scatter(rehearsed_ranks):
 
 
 @pytest.mark.parametrize("layouts", conversions.LAYOUTS.values(), ids=conversions.LAYOUTS)
-def test_wide_and_deep_of_ops(rehearsed_ranks, layouts):
+def test_wide_and_deep_can_be_written_with_ops(rehearsed_ranks, layouts):
     conversions.test_wide_and_deep_equals_one_rank(rehearsed_ranks, layouts)
 
 

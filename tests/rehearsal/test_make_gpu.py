@@ -92,14 +92,14 @@ def test_parts_continue_after_the_failure_of_others():
     assert by_name["trace"]["passed"] is True
 
 
-def test_hanging_part_is_ended_and_failing_part_is_reported():
+def test_a_hanging_part_is_killed_and_a_failing_part_is_reported():
     hangs = gpu.Part("hangs", ("-c", "import time; time.sleep(60)"), 0.5)
     assert gpu.run_part(hangs, 0.5) == (False, "not finished after 0 s")
     assert gpu.run_part(gpu.Part("fails", ("-c", "exit(3)"), 9), 9) == (False, "exit code 3")
     assert gpu.run_part(gpu.Part("works", ("-c", ""), 9), 9) == (True, "")
 
 
-def test_parts_do_not_outlast_the_whole():
+def test_no_part_starts_after_the_total_time_limit():
     lines = []
     gpu.run_parts(gpu.PARTS[:1], lambda **line: lines.append(line), limit_s=5, run=pytest.fail)
     assert lines[0]["why"] == "skipped: 5 s are over"

@@ -65,7 +65,7 @@ def test_a_copy_that_starts_while_another_thread_waits_arrives():
 
 
 @pytest.mark.parametrize("call", [Clock.tick, lambda clock: clock.join({clock.number: 1})])
-def test_the_work_of_a_stream_only_grows(call):
+def test_the_work_count_of_a_stream_never_decreases(call):
     clock = Clock("stream")
     other = Other(lambda: [clock.tick() for _ in range(3)])
     clock.sees = counts = InterruptedCounts(clock.sees)

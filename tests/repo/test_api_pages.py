@@ -27,7 +27,7 @@ def resolve(dotted: str) -> object:
         return getattr(import_module(home), name)
 
 
-def test_every_public_name_is_on_a_page_once():
+def test_every_public_name_appears_on_exactly_one_page():
     assert len(NAMES) == len(set(NAMES))
     here = {name.removeprefix("sbpflow.") for name in NAMES if name.count(".") == 1}
     assert here == {*sbpflow.__all__} - {"ops"}

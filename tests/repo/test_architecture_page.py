@@ -48,7 +48,7 @@ def test_a_name_is_in_the_file_that_the_page_gives(file, word):
 
 
 @pytest.mark.parametrize("word", NAMES)
-def test_every_name_on_the_page_is_one_of_the_code(word):
+def test_every_name_on_the_page_exists_in_the_code(word):
     """Names on the page may also be keys, values of keys, folders, or commands."""
     tops = ("sbpflow", "data", "models", "planner")
     sources = [path for path in PYTHON if name(path).split("/")[0] in tops]

@@ -67,11 +67,11 @@ def test_the_links_of_a_page_lead_somewhere(path):
         ("[a](install.md) [b](install.md#gpus) [c](https://a.invalid/x)", None),
     ],
 )
-def test_the_search_would_notice(link, fault):
+def test_broken_links_are_detected(link, fault):
     assert broken(DOCS / "index.md", link) == ([fault] if fault else [])
 
 
-def test_every_page_is_in_the_site_once():
+def test_every_page_appears_once_in_the_site():
     listed = []
     for path in DOCS.rglob("index.md"):
         for body in TOCTREE.findall(path.read_text()):

@@ -43,7 +43,7 @@ def test_every_picture_is_shown_in_both_themes():
         assert sorted(themes) == ["dark", "light"], f"{path}: {name}"
 
 
-def test_a_picture_says_what_it_is_and_stays_inside(drawn):
+def test_a_picture_has_a_description_and_stays_inside_its_frame(drawn):
     """Boxes and the starts of texts must be inside the view; overlong text is not detected."""
     for path in drawn.iterdir():
         root = ElementTree.parse(path).getroot()

@@ -31,7 +31,7 @@ def rows(page: str, record: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("page", "record", "cpu", "commits"), NAMED)
-def test_a_record_has_the_cpu_and_the_commits_that_its_page_states(page, record, cpu, commits):
+def test_a_record_has_the_cpu_and_commits_stated_on_its_page(page, record, cpu, commits):
     lines = read(record)
     assert {line["commit"] for line in lines} == set(commits.split(", "))
     for device in {line["device"] for line in lines}:

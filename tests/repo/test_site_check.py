@@ -44,12 +44,12 @@ def test_a_site_that_needs_no_network_passes(site):
         ),
     ],
 )
-def test_what_needs_a_network_or_leads_nowhere_is_found(site, element, fault):
+def test_network_resources_and_dead_links_are_detected(site, element, fault):
     (site / "page.html").write_text(element)
     assert faults(site) == [f"page.html: {fault}"]
 
 
-def test_a_font_in_a_style_sheet_is_found(site):
+def test_a_font_in_a_style_sheet_is_detected(site):
     (site / "_static" / "style.css").write_text("@font-face { src: url(https://f.invalid/f) }")
     assert faults(site) == ["_static/style.css: loads https://f.invalid/f"]
 

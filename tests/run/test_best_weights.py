@@ -75,9 +75,7 @@ def stopped(data, tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_best_step_is_scored_reported_predicted_and_exported_alike(
-    data, stopped, tmp_path, capsys
-):
+def test_all_outputs_use_the_best_step(data, stopped, tmp_path, capsys):
     (final,) = events(stopped, "final")
     scores = {
         event["step"]: event["logloss"]
@@ -149,7 +147,9 @@ def test_single_checkpoints_and_runs_without_a_best_refuse_the_choice(data, stop
     assert "best_step" not in events(tmp_path, "final")[0]
 
 
-def test_prune_and_ls_know_the_best_and_a_missing_one_is_named(stopped, tmp_path, capsys):
+def test_prune_and_ls_recognize_the_best_checkpoint_and_report_a_missing_one(
+    stopped, tmp_path, capsys
+):
     shutil.copytree(stopped / "checkpoints", tmp_path / "c")
     best = events(stopped, "final")[0]["best_step"]
     assert checkpoint(["prune", str(tmp_path / "c"), "--keep", "1"]) == 0
@@ -204,7 +204,7 @@ def test_a_run_resumes_from_its_last_step_and_ends_with_the_best(
         assert final[name] == whole[name], name
 
 
-def test_a_best_checkpoint_that_is_gone_starts_again(data, tmp_path, monkeypatch, capfd):
+def test_the_best_is_chosen_again_if_its_checkpoint_is_missing(data, tmp_path, monkeypatch, capfd):
     interrupt(data, tmp_path, monkeypatch, 7)
     shutil.rmtree(tmp_path / "checkpoints" / "step-4")
     assert run(data, tmp_path, *RESUMABLE) == 0
@@ -212,7 +212,7 @@ def test_a_best_checkpoint_that_is_gone_starts_again(data, tmp_path, monkeypatch
     assert events(tmp_path, "final")[0]["best_step"] > 4
 
 
-def test_the_best_is_kept_until_a_better_one_is_complete(data, tmp_path, monkeypatch):
+def test_the_best_checkpoint_is_kept_until_a_better_one_is_complete(data, tmp_path, monkeypatch):
     kept = []
     keep_only = checkpoints.keep_only
 
@@ -252,7 +252,7 @@ def test_two_ranks_end_with_the_best_weights(data, tmp_path):
     assert final["auc"] != pytest.approx(final["last_auc"], abs=1e-4)
 
 
-def test_a_damaged_best_checkpoint_ends_the_run_with_the_way_out(data, tmp_path, monkeypatch):
+def test_a_damaged_best_checkpoint_ends_the_run_with_a_remedy(data, tmp_path, monkeypatch):
     load_weights = checkpoints.Checkpoints.load_weights
 
     def damaged(self: checkpoints.Checkpoints, step: int) -> None:

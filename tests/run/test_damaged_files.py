@@ -32,7 +32,7 @@ from tests.embedding.test_measure import shape_of
 
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
 OURS = (ConfigError, DataError, CheckpointError)
-MAX_CHARACTERS = 3000  # of a message
+MAX_CHARACTERS = 3000  # maximum length of a message
 
 
 def outcome(read: Callable[[], Any]) -> tuple[Any, str]:

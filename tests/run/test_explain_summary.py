@@ -72,7 +72,7 @@ def test_the_times_of_links_follow_their_speed_and_latency(tmp_path):
     assert link["ms"] == pytest.approx(0.4 * len(steps) + most / 0.125e6)
 
 
-def test_what_helps_is_what_the_changed_settings_cost():
+def test_suggestions_show_the_cost_of_the_changed_settings():
     config = make_config("3", "adagrad", dtype="float32", dim=16, batch_size=4096)
     _, plan = plan_run(config, CRITEO, world_size=4, device_type="cpu")
     helps = what_helps(config, CRITEO, plan, device_type="cpu")

@@ -144,7 +144,7 @@ def _criteo_like(world: World, folder):
     return apart, same, names, equal
 
 
-def test_an_exported_file_gives_the_job_s_logits_with_torch_alone(ranks, tmp_path):
+def test_an_exported_file_gives_the_logits_of_the_job_with_only_torch(ranks, tmp_path):
     ((apart, same, state, equal),) = ranks(1, _criteo_like, tmp_path)
     assert equal == [True] * 7
     assert max(apart) < 1e-6
@@ -238,7 +238,7 @@ def _own(world: World, kind: str):
 
 
 @pytest.mark.parametrize("kind", ["plain", "compiled"])
-def test_a_module_of_the_user_is_exported_too(ranks, kind):
+def test_a_custom_module_can_be_exported(ranks, kind):
     ((apart, names),) = ranks(1, _own, kind)
     assert apart < 1e-6
     assert {"dense/first.weight", "dense/norm.bias", "tables/deep.C1"} <= set(names)

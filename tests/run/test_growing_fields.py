@@ -218,7 +218,7 @@ def test_an_interval_reports_counts_and_shares_of_each_field():
         ({"live": 90_000, "evicted": 100, "refused_lookups": 5}, None),
     ],
 )
-def test_small_limits_are_reported_once(caplog, values, message):
+def test_small_limits_are_reported_only_once(caplog, values, message):
     start, later = counts(), counts(lookups=1000, **values)
     again = replace(later, lookups=2000, evicted=2 * later.evicted,
                     refused_lookups=2 * later.refused_lookups)  # fmt: skip

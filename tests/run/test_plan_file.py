@@ -25,12 +25,12 @@ def plan_of(scheme, **more):
 
 
 @pytest.mark.parametrize("scheme", ["dp", "1", "2", "3", "auto"])
-def test_a_plan_survives_its_file(scheme):
+def test_a_plan_is_equal_after_writing_and_reading(scheme):
     plan = plan_of(scheme, dim=8, dense_layouts={"mlp.0.weight": "S(1)"})
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
-def test_a_mixed_plan_survives_its_file():
+def test_a_mixed_plan_is_equal_after_writing_and_reading():
     plan = plan_of("2", tables=MIXED, dim=8)
     again = plan_from_json(plan_to_json(plan))
     assert again == plan

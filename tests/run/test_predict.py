@@ -135,7 +135,7 @@ def test_raw_rows_get_the_ids_and_scores_of_the_run(run, folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv", "s.parquet", "t.parquet"]
 
 
-def test_raw_rows_that_cannot_be_scored_end_it_unless_they_may(run, tmp_path):
+def test_bad_raw_rows_end_a_prediction_unless_they_are_allowed(run, tmp_path):
     source = write_csv(tmp_path / "new.csv", table(200))
     with pytest.raises(
         DataError, match="5 of the 200 lines are bad, more than --max-bad-fraction 0"
@@ -279,7 +279,7 @@ def test_other_ranks_wait_for_rank_0_and_raise_its_mistake(ranks):
     assert ranks(2, _slow, "mistake") == ["--input: no such file"] * 2
 
 
-def test_what_cannot_be_predicted_is_refused_before_anything_is_scored(run, folder, tmp_path):
+def test_unsuitable_sets_are_rejected_before_anything_is_scored(run, folder, tmp_path):
     like = load_manifest(folder / "set")
     (tmp_path / "there.parquet").touch()
     with pytest.raises(ConfigError, match=r"there\.parquet already exists; use --overwrite"):

@@ -135,11 +135,11 @@ def test_a_page_has_all_parts_and_loads_no_resources(tmp_path):
         "3.00 GiB",  # peak
         "model.embedding_dim",
         "32",
-        "C<1>",  # escaped below
+        "C<1>",  # appears escaped in the page
         "7.00 ms",
     ):
         assert part in page.texts, part
-    assert text.count("<polyline") == 2 * (2 + 2 + 2 + 1 + 2 + 1)  # of each run
+    assert text.count("<polyline") == 2 * (2 + 2 + 2 + 1 + 2 + 1)  # two runs
 
 
 def test_an_incomplete_run_is_shown_with_notes(tmp_path):
@@ -196,7 +196,7 @@ def test_runs_with_equal_names_are_distinguished_by_their_folders(tmp_path):
         (-1, 1, [-1, -0.5, 0, 0.5, 1]),
     ],
 )
-def test_ticks_are_round_and_within(low, high, want):
+def test_ticks_are_round_numbers_within_the_range(low, high, want):
     assert ticks(low, high) == pytest.approx(want)
 
 

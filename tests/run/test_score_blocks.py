@@ -118,7 +118,9 @@ def test_a_killed_prediction_keeps_its_finished_blocks(run, folder, tmp_path, mo
             assert one.read_bytes() == two.read_bytes()
 
 
-def test_what_a_folder_has_is_not_replaced_unless_asked(run, folder, tmp_path, monkeypatch):
+def test_existing_files_of_a_folder_are_replaced_only_on_request(
+    run, folder, tmp_path, monkeypatch
+):
     command = words(run, folder / "set", tmp_path / "scores", *BLOCK)
     assert predict(command) == 0
     with pytest.raises(ConfigError, match=r"scores already exists; use --overwrite"):

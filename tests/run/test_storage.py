@@ -51,7 +51,7 @@ def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
         ({"kind": "host", "cache": "10%", "path": "x"}, r"path: x with kind: host; use kind: fil"),
     ],
 )
-def test_rules_that_cannot_be_are_refused(rule, message):
+def test_impossible_rules_are_rejected(rule, message):
     with pytest.raises(ConfigError, match=rf"storage\.deep\.\*\.{message}"):
         config_with({"deep.*": rule})
 
@@ -73,14 +73,14 @@ def test_tables_that_cannot_be_cached_are_refused_with_a_reason():
         plan_of({"deep.*": FILE}, lookahead=1)
 
 
-def test_lookahead_is_far_with_caches_only():
+def test_lookahead_is_long_only_with_caches():
     assert plan_of({}).lookahead == 1
     assert plan_of({"deep.*": {"kind": "device"}}).lookahead == 1
     assert plan_of({"deep.*": FILE}).lookahead == AUTO_LOOKAHEAD
     assert plan_of({"deep.*": FILE}, lookahead=5).lookahead == 5
 
 
-def test_the_last_pattern_wins_and_storages_have_stacks_of_their_own():
+def test_the_last_pattern_wins_and_each_storage_has_its_own_stacks():
     plan = plan_of(
         {"deep.*": FILE, "deep.C2": {"kind": "device"}, "deep.C3": {**FILE, "cache": "1 MB"}}
     )

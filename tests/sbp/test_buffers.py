@@ -62,7 +62,7 @@ def test_results_do_not_alias_buffers(ranks):
     ranks(3, _results_kept)
 
 
-def test_staging_reuses_and_forgets(monkeypatch):
+def test_staging_buffers_are_reused_and_released(monkeypatch):
     monkeypatch.setattr("sbpflow.boxing.buffers.MIN_BYTES", 1000)
     pool = Staging()
     loan = pool.loan()

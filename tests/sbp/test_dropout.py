@@ -30,7 +30,7 @@ def mask(shape=SHAPE, held=None, key=KEY, p=0.25):
     ],
     ids=str,
 )
-def test_parts_get_their_part_of_the_mask(held):
+def test_each_part_gets_its_part_of_the_mask(held):
     assert torch.equal(mask(held=held), mask()[held])
 
 
@@ -44,7 +44,7 @@ def test_masks_have_the_right_share_and_depend_on_key_and_position():
     assert mask((50,)).shape == (50,)
 
 
-def test_kept_elements_are_scaled_and_the_gradient_has_the_same_mask():
+def test_remaining_elements_are_scaled_and_the_gradient_has_the_same_mask():
     x = torch.randn(SHAPE, device=DEVICE, requires_grad=True)
     held = tuple(slice(0, length) for length in SHAPE)
     y = dropout._Counted.apply(x, KEY, SHAPE, held, 0.25)
@@ -65,7 +65,7 @@ def test_kept_elements_are_scaled_and_the_gradient_has_the_same_mask():
     ],
     ids=str,
 )
-def test_tritons_kernel_equals_torchs(shape, held, dtype, monkeypatch):
+def test_the_triton_kernel_equals_the_torch_kernel(shape, held, dtype, monkeypatch):
     pytest.importorskip("triton")
     x = torch.randn([extent.stop - extent.start for extent in held], device=DEVICE).to(dtype)
     dropout.find_kernels.cache_clear()

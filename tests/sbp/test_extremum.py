@@ -56,7 +56,7 @@ def _reduced(world, ranks):
 
 
 @pytest.mark.parametrize("ranks_of", [GRIDS[0], GRIDS[3]], ids=str)
-def test_a_maximum_counts_once_on_every_grid(ranks, ranks_of):
+def test_a_replicated_maximum_counts_only_once_on_every_grid(ranks, ranks_of):
     """Copies along B axes represent one value, so the sum of their gradients equals the gradient in
     one process.
     """

@@ -56,7 +56,7 @@ def _like(x, full):
 @pytest.mark.parametrize("loss_sbp", ["B", "P"])
 @pytest.mark.parametrize("nd_sbp", ["S(0)", "S(1)", "B", "P"])
 @pytest.mark.parametrize("line", [[0, 1, 2], [2, 0]], ids=str)
-def test_a_loss_counts_once(ranks, line, nd_sbp, loss_sbp):
+def test_a_replicated_loss_counts_only_once(ranks, line, nd_sbp, loss_sbp):
     """The gradient dL/dx equals the gradient in one process, for any number of ranks that store the
     loss."""
     full = whole_numbers((6, 4), torch.float64)
@@ -76,7 +76,7 @@ def _seeds_on_grid(world):
         check_parts(world, x.part.grad, x.layout.dual(), expected, f"{nd_sbp} to {loss_sbp}")
 
 
-def test_a_loss_counts_once_on_a_grid(ranks):
+def test_a_replicated_loss_counts_only_once_on_a_grid(ranks):
     ranks(4, _seeds_on_grid)
 
 

@@ -41,7 +41,7 @@ def test_balanced_splits_are_those_of_tensor_split(parts):
         assert balanced_sizes(size, parts) == tuple(len(piece) for piece in pieces)
 
 
-def test_balanced_is_not_chunked():
+def test_balanced_splits_differ_from_torch_chunk():
     assert balanced_sizes(5, 4) == (2, 1, 1, 1)
     assert balanced_sizes(20, 6) == (4, 4, 3, 3, 3, 3)
 
@@ -104,7 +104,7 @@ def test_printed_layouts_parse_back(nd_sbp, spaces):
     assert all(parse_sbp(str(sbp)) == sbp for sbp in nd_sbp)
 
 
-def test_p_and_p_sum_are_one():
+def test_p_and_p_sum_are_equal():
     assert parse_sbp("P(sum)") == Partial() == P
     assert len({S0, Split(0), Split(0, (1, 2)), Split(0, (1, 2)), B, Broadcast(), P}) == 4
 
@@ -138,7 +138,7 @@ def test_different_layouts_print_differently():
     ],
     ids=repr,
 )
-def test_a_layout_may_be_written(written, nd_sbp):
+def test_a_layout_may_be_given_as_text(written, nd_sbp):
     """Layouts given as a string, an sbp or a list equal the layout given as a tuple, and have the
     same hash."""
     line = Placement.line("cpu", 2)

@@ -72,7 +72,7 @@ def without_bias(world: World, weight: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weight", ["B", "S(0)", "S(1)"])
-def test_a_bias_may_be_left_out(ranks, weight):
+def test_a_bias_is_optional(ranks, weight):
     *xs, w, _ = values()
     for got in ranks(2, without_bias, weight):
         want = F.linear(torch.cat(xs, 1), w)

@@ -327,7 +327,7 @@ def _cast(world, sbp, dtype_name):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_cast_keeps_partial_only_if_terms_lose_nothing(ranks, dtype):
+def test_cast_keeps_partial_only_if_terms_stay_exact(ranks, dtype):
     for sbp in ("S(0)", "S(1)", "B"):
         assert ranks(2, _cast, sbp, dtype) == [sbp] * 2
     assert ranks(2, _cast, "P", dtype) == ["P" if dtype == "float64" else "S(0)"] * 2

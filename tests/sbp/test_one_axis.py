@@ -36,7 +36,7 @@ def convert_apart(world, *case):
 
 
 @pytest.mark.parametrize("line", [[0, 1], [1, 0], [0, 1, 2], [2, 0, 3], [0, 1, 2, 3]], ids=str)
-def test_staying_pieces_skip_the_buffers(ranks, line):
+def test_pieces_that_stay_on_their_rank_bypass_the_buffers(ranks, line):
     values = [*one_axis([0, 1]), (Split(0, (1, *(0,) * (len(line) - 2), 5)),)]
     size = max(line) + 1
     ranks(
@@ -89,7 +89,7 @@ def test_no_elements(ranks, shape):
     ranks(4, convert_all, [0, 1, 2], [2, 3], values, [shape], ["float64"])
 
 
-def test_without_dims(ranks):
+def test_tensors_without_dims_convert(ranks):
     values = one_axis([])
     ranks(3, convert_all, [0, 1, 2], [0, 1, 2], values, [()], ["float64"], expected_names(values))
     for src, dst in (([0, 1], [2]), ([2], [0, 1, 2]), ([0, 2], [2, 1])):

@@ -27,7 +27,7 @@ from sbpflow.tensor.signature import deduce, describe
 from tests import oracle
 from tests.sbp.conversions import check_parts, one_axis, whole_numbers
 
-ROWS = 7  # of the gathered table
+ROWS = 7  # number of rows of the gathered table
 
 
 def normed(x, weight, bias, *, training=True, running=None):
@@ -264,7 +264,7 @@ def dry_operands(name, nd_sbps, boxing, placement):
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_the_table(name, monkeypatch):
+def test_signatures_match_the_table(name, monkeypatch):
     """The table contains the op's signatures, and each signature runs without conversions."""
     seen = []
     deduce = dispatch.deduce
@@ -304,7 +304,7 @@ def test_signatures_are_the_table(name, monkeypatch):
         ("linear_bias", ["S(1)", "S(1)", "B"], "S(0)", ["all_to_all"]),
     ],
 )
-def test_deduction_takes_the_cheapest(name, given, output, moved):
+def test_deduction_picks_the_cheapest_signature(name, given, output, moved):
     nd_sbps = [parse_nd_sbp(text) for text in given]
     placement = Placement.of("cpu", [[0, 1], [2, 3]] if len(nd_sbps[0]) == 2 else [0, 1])
     boxing = DryBoxing(placement.size)
@@ -372,8 +372,8 @@ def test_every_op_is_compared_with_plain_torch():
     elsewhere = {"dropout": "test_dropout_masks", "reduce_max": "test_reduce_max_over_a_split_dim",
                  "linear_of_parts": "test_linear_of_parts_equals_linear_of_the_concatenation",
                  **dict.fromkeys(("class_weights", "focal_weights", "smooth_labels"),
-                                 "training: test_a_loss_is_that_of_plain_torch"),
-                 "cast": "test_cast_keeps_partial_only_if_terms_lose_nothing"}  # fmt: skip
+                                 "training: test_a_loss_equals_that_of_plain_torch"),
+                 "cast": "test_cast_keeps_partial_only_if_terms_stay_exact"}  # fmt: skip
     called = {"nonlinear"} | {
         name for name in public if any(entry.startswith(name) for entry in OPS)
     }
@@ -438,7 +438,7 @@ def _dropped(world, nd_sbp, seed):
     x = GlobalTensor.from_full(torch.ones(64, 32), layout, boxing).requires_grad_()
     kept = ops.dropout(x, 0.25, seed)
     kept.part.sum().backward()
-    assert torch.equal(x.part.grad, kept.part)  # the same mask and factor, on ones
+    assert torch.equal(x.part.grad, kept.part)  # the gradient has the same mask and factor
     again = ops.dropout(x, 0.25, seed)
     assert torch.equal(kept.part, again.part)
     assert ops.dropout(x, 0.25, seed, training=False) is x

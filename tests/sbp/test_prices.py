@@ -60,14 +60,14 @@ def other_devices(a, b, p1, p2):
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_one_placement_costs_what_the_table_says(p, backend):
+def test_conversions_on_one_placement_cost_what_the_table_says(p, backend):
     for a, b in itertools.product([S0, S1, B, P], repeat=2):
         total = _total(line_layout("cpu", p, a), line_layout("cpu", p, b), backend)
         assert total == same_devices(a, b, p) * T, f"{a} -> {b} on {p}"
 
 
 @pytest.mark.parametrize(("p1", "p2"), [(2, 3), (3, 2), (1, 4), (4, 1)])
-def test_other_placements_cost_what_the_table_says(p1, p2):
+def test_conversions_between_placements_cost_what_the_table_says(p1, p2):
     src_at = Placement.of("cpu", list(range(p1)))
     dst_at = Placement.of("cpu", list(range(p1, p1 + p2)))
     for a, b in itertools.product([S0, S1, B, P], repeat=2):
@@ -88,7 +88,7 @@ def _steps(a, b, shape, p=4, backend="gloo", dtype=torch.float32, id="x"):
     return plan_boxing(src, dst, shape, dtype, id=id, backend=backend)
 
 
-def test_uneven_parts_count_their_padding():
+def test_bytes_of_uneven_parts_include_padding():
     """An all-gather pads to the largest part; if padding would exceed a quarter, exact sizes are
     sent."""
     shape, row = (5, 8), 8 * 4

@@ -76,7 +76,7 @@ def test_sizes_of_files_and_functions(name):
 
 
 @pytest.mark.parametrize("name", LAYER)
-def test_public_functions_say_what_they_do(name):
+def test_public_modules_and_functions_have_docstrings(name):
     tree = _tree(name)
     assert ast.get_docstring(tree), name
     scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]

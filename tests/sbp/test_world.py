@@ -296,7 +296,7 @@ def test_one_process_needs_no_launcher():
     assert done.stdout.split() == ["0", "1", "gloo", "[]"]
 
 
-def test_half_an_environment_is_refused():
+def test_an_incomplete_environment_is_rejected():
     done = _script(ALONE, {"RANK": "0", "WORLD_SIZE": "2"})
     assert done.returncode == 1
     assert "ConfigError: RANK is set but MASTER_ADDR, MASTER_PORT is not" in done.stderr

@@ -27,7 +27,7 @@ def stream(table: pa.Table, codec: str | None = None) -> bytes:
 
 
 @pytest.mark.parametrize("kind", [TEXT, f"{TEXT}; charset=utf-8", "Text/CSV", "", "text/plain"])
-def test_text_is_passed_on(kind):
+def test_text_is_forwarded(kind):
     form = format_of(kind)
     assert form.read(b"1\t2\n3\t4\n", 2) == b"1\t2\n3\t4\n"
     assert form.write(SCORES, "m", "v") == b"0.100000001\n0.25\n"

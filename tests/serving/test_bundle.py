@@ -71,7 +71,9 @@ def exported(_cpu_ranks, prepared, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_bundle_scores_raw_rows_as_the_run_and_predict_do(exported, prepared, tmp_path, name):
+def test_a_bundle_gives_raw_rows_the_scores_of_the_run_and_of_predict(
+    exported, prepared, tmp_path, name
+):
     folder, scores = exported
     model = load(folder / name / "model")
     text = prepared.parent / "t.csv"
@@ -87,7 +89,7 @@ def test_a_bundle_scores_raw_rows_as_the_run_and_predict_do(exported, prepared, 
     assert mine.std() > 1e-4
 
 
-def test_a_bundle_scores_with_torch_and_numpy_alone(exported, prepared, tmp_path):
+def test_a_bundle_needs_only_torch_and_numpy(exported, prepared, tmp_path):
     folder, _ = exported
     for name in MODELS:
         bundle, out = folder / name / "model", tmp_path / f"{name}.json"

@@ -59,7 +59,7 @@ def test_deltas_are_applied_one_by_one_and_at_the_start(chain):
     assert same(following(chain.bundle)[0], chain)
 
 
-def test_a_damaged_delta_is_refused_once_and_used_when_it_is_repaired(chain):
+def test_a_damaged_delta_is_rejected_once_and_applied_after_its_repair(chain):
     follower, events = following(chain.bundle)
     old = follower.version
     chain.write(1)
@@ -88,7 +88,7 @@ def test_a_missing_delta_is_a_gap(chain, caplog):
     assert same(follower, chain)
 
 
-def test_a_chain_that_was_written_anew_is_loaded_from_its_base(chain):
+def test_a_rewritten_chain_is_loaded_from_its_base(chain):
     chain.write(1)
     follower, events = following(chain.bundle)
     shutil.rmtree(chain.bundle / "deltas")

@@ -31,7 +31,7 @@ def folder(_cpu_ranks, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_compiled_part_scores_alike_also_with_changed_weights(folder, monkeypatch):
+def test_a_compiled_part_gives_equal_scores_also_with_changed_weights(folder, monkeypatch):
     export(folder / "run", config_of(folder / "set", MODEL), folder / "compiled", compiled=True)
     text = (folder / "t.csv").read_text()
     plain, fast = (load(folder / "compiled", compiled=compiled) for compiled in (False, True))

@@ -80,7 +80,7 @@ def scores_of(run: Path, source: Path, out: Path, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("loops", [True, False])
 @pytest.mark.parametrize("name", GROWING)
-def test_a_bundle_scores_as_the_run_and_predict_do(
+def test_a_bundle_gives_the_scores_of_the_run_and_of_predict(
     exported, prepared, tmp_path, monkeypatch, name, loops
 ):
     folder, scores = exported
@@ -95,7 +95,7 @@ def test_a_bundle_scores_as_the_run_and_predict_do(
     assert mine.std() > 1e-4
 
 
-def test_a_bundle_of_two_ranks_scores_as_the_run(ranks, prepared, tmp_path):
+def test_a_bundle_from_two_ranks_gives_the_scores_of_the_run(ranks, prepared, tmp_path):
     (scores, _) = ranks(2, _runs, tmp_path, prepared, ("wdl", "own"))
     text = (prepared.parent / "t.csv").read_text()
     for name, wanted in scores.items():
@@ -218,7 +218,7 @@ def _generated(world, folder: Path) -> None:
     export(folder / "run", config_of(folder / "set", model), folder / "model")
 
 
-def test_a_bundle_scores_with_torch_and_numpy_alone(exported, prepared, tmp_path):
+def test_a_bundle_needs_only_torch_and_numpy(exported, prepared, tmp_path):
     folder, _ = exported
     for name in GROWING:
         bundle, out = folder / name / "model", tmp_path / f"{name}.json"

@@ -60,7 +60,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("rows", "loops"), [("as_trained", True), ("int8", False)])
-def test_a_bundle_with_deltas_scores_as_a_bundle_of_the_same_step(
+def test_a_bundle_with_deltas_gives_the_scores_of_a_bundle_of_the_same_step(
     run, tmp_path, monkeypatch, rows, loops
 ):
     if not loops:

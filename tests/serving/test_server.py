@@ -199,9 +199,9 @@ def test_metrics_count_what_the_server_did(exported, model):
         server.request("POST", "/score", "[{}]", JSON)
         server.request("GET", "/nothing")
         deadline = Deadline(20)
-        while True:  # the shadow model scores after the response
+        while True:  # scores of the shadow model and counts come after the response
             found = values(server.request("GET", "/metrics").body.decode())
-            counted = 'sbpflow_requests_total{model="",status="404"}' in found  # after the answer
+            counted = 'sbpflow_requests_total{model="",status="404"}' in found
             if counted and found['sbpflow_shadow_rows_total{model="a"}'] == 60:
                 break
             assert not deadline.over(), found
@@ -218,7 +218,8 @@ def test_metrics_count_what_the_server_did(exported, model):
     for name, number in encoded.missing.items():
         key = f'sbpflow_missing_values_total{{model="a",column="{name}"}}'
         assert found[key] == 10 * number, name
-    assert found['sbpflow_shadow_difference_bucket{model="a",le="1e-06"}'] == 60  # equal models
+    # Both models give equal scores.
+    assert found['sbpflow_shadow_difference_bucket{model="a",le="1e-06"}'] == 60
     assert found['sbpflow_staleness_seconds{model="a"}'] < 1e5
     assert sum(n for key, n in found.items() if key.startswith("sbpflow_model_workers")) == 4
 

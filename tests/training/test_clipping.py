@@ -195,7 +195,7 @@ def test_the_factor_is_that_of_torch(ranks):
         np.testing.assert_allclose(change, -RATE * leaf.grad.numpy(), rtol=0, atol=1e-12)
 
 
-def test_tables_of_one_group_have_rates_of_their_own_and_are_clipped_together(ranks):
+def test_tables_of_one_group_have_separate_rates_and_are_clipped_together(ranks):
     optimizer = replace(
         make_config("1", "sgd").optimizer,
         tables={"deep.C2": Sgd(lr=0.3)},

@@ -89,7 +89,7 @@ def undisturbed(synth_set, tmp_path_factory) -> list[float]:
 
 
 @needs_namespaces
-def test_machines_come_and_go_and_the_job_goes_on(synth_set, tmp_path, undisturbed):
+def test_a_job_continues_when_machines_leave_and_join(synth_set, tmp_path, undisturbed):
     job = Job(synth_set, tmp_path)
     with two_machines() as (first, second):
         for machine in (first, second):
@@ -106,7 +106,7 @@ def test_machines_come_and_go_and_the_job_goes_on(synth_set, tmp_path, undisturb
     assert job.losses() == pytest.approx(undisturbed, rel=0, abs=1e-9)
 
 
-def test_torchrun_starts_ranks_again_after_one_was_killed(synth_set, tmp_path, undisturbed):
+def test_torchrun_restarts_ranks_after_one_was_killed(synth_set, tmp_path, undisturbed):
     job = Job(synth_set, tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", "2", "--max-restarts", "2"]

@@ -150,7 +150,7 @@ def test_the_wide_part_can_have_its_own_optimizer(ranks, scheme, steps):
     check_float64(ranks, 3, config, "rowwise_adagrad", "sgd", steps)
     _, model = reference_run("rowwise_adagrad", "sgd", steps, wide)
     zeros = [int((table == 0).sum()) for _, table in model.wide.values()]
-    assert min(zeros) > 0  # of l1
+    assert min(zeros) > 0  # FTRL with l1 sets some weights to zero
     assert all((table != 0).all() for _, table in model.deep.values())
 
 

@@ -87,7 +87,7 @@ def test_calibration_bins_are_rows_in_order_of_their_chance():
     assert sum(bucket.num_rows * bucket.observed for bucket in bins) == pytest.approx(labels.sum())
 
 
-def test_a_histogram_keeps_its_error_bound_and_the_sums(monkeypatch):
+def test_a_histogram_is_within_its_error_bound_and_has_the_exact_sums(monkeypatch):
     logits, labels, _ = made_up(700)
     want = evaluate(logits, labels)
     for bins in (10, 200, 10_000):
@@ -105,7 +105,7 @@ def test_a_histogram_keeps_its_error_bound_and_the_sums(monkeypatch):
         assert evaluation.normalised_entropy == pytest.approx(want.normalised_entropy, rel=1e-12)
         assert sum(one.num_rows for one in evaluation.calibration) == 700
         assert len(evaluation.calibration) <= 20
-    assert evaluation.auc_error < 0.01  # ties alone
+    assert evaluation.auc_error < 0.01  # only ties contribute to the error
 
 
 def test_the_error_bound_is_tight():
@@ -141,7 +141,7 @@ def test_groups_of_bins_take_all_rows():
 
 def test_slices_are_evaluations_of_their_rows():
     logits, labels, values = made_up(400)
-    labels[values == 25] = 0  # one class alone
+    labels[values == 25] = 0  # all rows with this value are negatives
     whole, *slices = slice_by(logits, labels, values, "C1", most=4)
     counts = {int(v): int((values == v).sum()) for v in set(values)}
     frequent = sorted(counts, key=lambda v: (-counts[v], v))[:4]

@@ -75,12 +75,12 @@ def check_graph(ranks, world_size, dense, steps):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dense", ["adam", "sgd"])
-def test_a_cuda_graph_trains_as_steps_op_by_op(nccl_ranks, dense):
+def test_a_cuda_graph_trains_like_steps_that_run_op_by_op(nccl_ranks, dense):
     check_graph(nccl_ranks, 1, dense, 30)
 
 
 @pytest.mark.nccl
-def test_a_cuda_graph_trains_alike_over_nccl(nccl_ranks):
+def test_a_cuda_graph_trains_equally_over_nccl(nccl_ranks):
     check_graph(nccl_ranks, 2, "adam", 30)
 
 

@@ -12,7 +12,7 @@ from tests.deadlines import Deadline
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("deltas", "keys"), [(0, False), (3, False), (3, True)])
-def test_interrupted_and_killed_runs_equal_an_undisturbed_run(
+def test_interrupted_and_killed_runs_equal_an_uninterrupted_run(
     synth_set, tmp_path, monkeypatch, deltas, keys
 ):
     monkeypatch.setattr(faults, "STEPS", 60)

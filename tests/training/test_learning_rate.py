@@ -132,7 +132,7 @@ def mask_seeds(world: World, together: int) -> list[int]:
     return seeds
 
 
-def test_every_accumulated_batch_has_dropout_masks_of_its_own(ranks):
+def test_every_accumulated_batch_has_different_dropout_masks(ranks):
     one, three = ranks(2, mask_seeds, 1)[0], ranks(2, mask_seeds, 3)
     assert three[0] == three[1]
     assert len(set(three[0])) == len(set(one)) == 6

@@ -155,7 +155,7 @@ def bad_on_each_rank(world: World, config: Any, lookahead: int) -> tuple[int, st
 
 
 @pytest.mark.parametrize("lookahead", KS)
-def test_a_bad_id_fails_in_its_own_step_whatever_was_announced(ranks, lookahead):
+def test_a_bad_id_fails_in_its_own_step_regardless_of_announcements(ranks, lookahead):
     config = make_config("3", "sgd")
     for rank, (steps, message) in enumerate(ranks(2, bad_on_each_rank, config, lookahead)):
         assert steps == 5
@@ -211,7 +211,7 @@ def test_explain_shows_the_window_and_its_memory():
     assert found[4] == [5 * each for each in found[0]]
 
 
-def test_the_key_takes_a_number_or_auto():
+def test_the_key_accepts_a_number_or_auto():
     from sbpflow.config.parse import build
 
     assert build(TrainConfig, {}, {}).lookahead == "auto"

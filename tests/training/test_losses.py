@@ -84,7 +84,7 @@ def losses_of(world: World, config: LossConfig) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loss_is_that_of_plain_torch(ranks, world_size, case):
+def test_a_loss_equals_that_of_plain_torch(ranks, world_size, case):
     config, plain = CASES[case]
     results = ranks(world_size, losses_of, config)
     logits = LOGITS.clone().requires_grad_()
@@ -112,7 +112,7 @@ def train(world: World, config: Config) -> list[float]:
     ]
 
 
-def test_a_changed_loss_trains_alike_on_several_ranks(ranks):
+def test_a_changed_loss_trains_equally_on_several_ranks(ranks):
     """The model has split linears, and the plan has their conversions."""
     config = make_config("1", "sgd", dense_layouts={"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"})
     loss = LossConfig(positive_weight=2.0, focal_gamma=1.5)

@@ -45,7 +45,7 @@ def test_auc_does_not_depend_on_order_scale_or_direction(rows, random):
     assert auc(*arrays(shuffled)) == value
     assert auc(*arrays([(s / 4, y) for s, y in rows])) == value
     flipped = auc(*arrays([(-s, y) for s, y in rows]))
-    assert flipped == pytest.approx(1 - value, abs=1e-15)  # one rounding each
+    assert flipped == pytest.approx(1 - value, abs=1e-15)  # each side has one rounding error
 
 
 def test_auc_of_the_textbook():
@@ -103,7 +103,7 @@ def test_nan_predictions_are_an_error_with_their_place():
         logloss(torch.tensor([math.nan]), torch.tensor([1.0]))
 
 
-def test_one_class_has_no_auc_with_a_reason():
+def test_rows_of_one_class_have_no_auc_and_the_reason_is_given():
     with pytest.raises(MetricError, match="all 2 rows are positive"):
         auc(np.zeros(2), np.ones(2))
     evaluation = evaluate(np.zeros(3), np.zeros(3))
@@ -148,7 +148,7 @@ def grouped_pair_count(rows):
 def test_gauc_equals_the_count_of_pairs_in_groups_of_both_classes(rows, random):
     want = grouped_pair_count(rows)
     rows = random.sample(rows, len(rows))
-    groups = np.array([group for _, _, group in rows]) - 2**62  # any integers
+    groups = np.array([group for _, _, group in rows]) - 2**62  # group ids may be any integers
     given = (*arrays([row[:2] for row in rows]), groups)
     if want is None:
         with pytest.raises(MetricError, match="no group has rows of both classes"):

@@ -109,7 +109,7 @@ def test_traces_after_the_last_step_are_refused(ranks):
     assert re.match(r"train.profile: .*step 7.* 6 steps.*\[4, 6\]$", message)
 
 
-def test_times_are_reset_when_taken():
+def test_times_are_reset_when_read():
     times = MoveTimes()
     for _ in range(2):
         with times.move("forward"):

@@ -126,7 +126,7 @@ def test_planned_runs_resume_without_planner_or_plan_file(
     assert saved_layouts(found, other, 1) == (other, None)
 
 
-def test_a_run_on_described_hosts_keeps_them_and_predicts_without_their_file(synth_set, tmp_path):
+def test_a_run_on_described_hosts_saves_them_and_predicts_without_the_file(synth_set, tmp_path):
     file, run = tmp_path / "hosts.yaml", tmp_path / "run"
     file.write_text("{hosts: [[0]], memory_gb: 3, host_link: {gb_per_s: 1.5}}")
     words = [f"data.path={synth_set}", f"run.dir={run}", "checkpoint.every=2"]
@@ -191,7 +191,7 @@ def test_plans_depend_on_the_prices_of_the_machine(synth_set):
     assert dear_bytes.plan != dear_rows.plan
 
 
-def test_layouts_set_by_the_user_are_kept(synth_set):
+def test_layouts_set_by_the_user_are_not_changed(synth_set):
     pin = "parallel.tables={deep.C1: {sbp: S(1)}}"
     config, fields, planned_run = planned(synth_set, (pin,))
     assert planned_run.plan["deep.C1"].shape.sbp == "S(1)"
@@ -200,7 +200,7 @@ def test_layouts_set_by_the_user_are_kept(synth_set):
     assert entry["sbp"] == "S(1)"
 
 
-def test_no_search_if_the_user_sets_all_tables(synth_set):
+def test_nothing_is_searched_if_the_user_sets_all_tables(synth_set):
     _, _, planned_run = planned(synth_set, ("parallel.tables={'*': {sbp: S(1), exchange: columns}, "
         "'wide.*': {sbp: S(0)}}",))  # fmt: skip
     assert {choice.shape.sbp for choice in planned_run.plan.values()} == {"S(0)", "S(1)"}

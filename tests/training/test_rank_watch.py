@@ -59,7 +59,7 @@ def _warnings(world, intervals, steps=20):
     return messages, [record.step_id for record in world.log.records]
 
 
-def test_a_persistently_slow_rank_is_named_once_with_its_host(ranks):
+def test_a_persistently_slow_rank_is_reported_once_with_its_host(ranks):
     even, slow = [(10, 0, 4), (10, 0, 4)], [(10, 0, 6), (10, 0, 1)]
     reads = [(10, 0, 6), (10, 5, 1)]
     (messages, records), (others, _) = ranks(
@@ -117,7 +117,7 @@ def test_training_measures_waits_and_finds_the_rank_that_others_wait_for(ranks, 
     assert last.step_ms[0] == pytest.approx(last.step_ms[1], rel=0.5)
 
 
-def test_the_event_of_the_ranks_is_valid(tmp_path):
+def test_the_ranks_event_is_valid(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Report, "__init__", lambda self: None)
         report = Report()

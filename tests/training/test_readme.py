@@ -40,7 +40,7 @@ def test_the_commands_are_found():
     assert {"prepare", "train", "predict", "export", "doctor"} <= {*COMMANDS_SHOWN} <= {*COMMANDS}
 
 
-def test_it_is_short():
+def test_the_readme_is_short():
     assert len(PAGE.split()) < 900
 
 
@@ -61,7 +61,7 @@ def test_training_names_its_data_and_known_keys(command):
     assert str(load_config(config, overrides, models=MODELS).data.path) == "out/clicks"
 
 
-def test_the_settings_are_taken(tmp_path, synth_set, capsys):
+def test_the_settings_are_accepted(tmp_path, synth_set, capsys):
     scheme, rules, schema = SETTINGS
     (tmp_path / "a.yaml").write_text(scheme + rules)
     words = ["--config", str(tmp_path / "a.yaml"), "--world-size", "4", f"data.path={synth_set}"]

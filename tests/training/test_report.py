@@ -116,7 +116,7 @@ def test_splits_of_one_class_report_why_they_have_no_auc(config, caplog):
     assert "AUC none (all 9 rows are negative)" in caplog.text
 
 
-def test_files_of_earlier_runs_are_kept_apart(config, caplog):
+def test_files_of_earlier_runs_are_moved_to_separate_folders(config, caplog):
     caplog.set_level(logging.INFO)
     folder = config.run.dir
     for number in range(3):
@@ -135,7 +135,7 @@ def test_files_of_earlier_runs_are_kept_apart(config, caplog):
     assert not (folder / "previous-3").exists()
 
 
-def test_a_folder_takes_one_run_at_a_time(tmp_path):
+def test_a_folder_can_be_used_by_only_one_run_at_a_time(tmp_path):
     folder = tmp_path / "wdl"
     folder.mkdir()
     (tmp_path / "wdl-2").mkdir()
@@ -199,7 +199,7 @@ def test_resumed_runs_cut_later_metrics(tmp_path, caplog):
     writer = MetricsWriter(tmp_path, rank=0)
     writer.write("step", {"step": 1})
     length = writer.length
-    writer.write("step", {"step": 2})  # trained, but not saved
+    writer.write("step", {"step": 2})  # this step was trained, but not saved
     writer.close()
     writer = MetricsWriter(tmp_path, rank=0, resumed=(1, length))
     assert writer.length == length
@@ -268,7 +268,7 @@ def test_a_rate_that_follows_a_schedule_is_written(tmp_path):
     assert step["lr_dense"] == pytest.approx(1e-3 / 5)
 
 
-def test_a_log_line_per_interval_without_a_terminal(caplog):
+def test_without_a_terminal_each_interval_logs_a_line(caplog):
     caplog.set_level(logging.INFO)
     times = iter([10.0, 13.0])
     progress = Progress(10, visible=True, clock=lambda: next(times))
@@ -281,7 +281,7 @@ def test_a_log_line_per_interval_without_a_terminal(caplog):
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(0, ["info", "warning"]), (1, ["warning"])])
-def test_logging_names_the_rank_and_quietens_the_others(rank, shown, monkeypatch):
+def test_log_lines_name_the_rank_and_other_ranks_log_only_warnings(rank, shown, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
     root = logging.getLogger()

@@ -42,7 +42,7 @@ CONFIG = str(ROOT / "configs/scheme3.yaml")
 CPU = torch.device("cpu")
 
 
-def test_a_run_of_one_process_from_the_command_line_to_its_files(synth_set, tmp_path, monkeypatch):
+def test_a_run_of_one_process_writes_its_files(synth_set, tmp_path, monkeypatch):
     compared: list[str] = []
     from sbpflow.training import health
 
@@ -153,9 +153,7 @@ def test_ranks_with_other_configurations_stop_before_they_train(synth_set, tmp_p
 
 
 @pytest.mark.parametrize("word", ["true", "false"])
-def test_the_checked_mode_and_what_ranks_must_agree_on_reach_the_world(
-    synth_set, monkeypatch, word
-):
+def test_checked_mode_and_the_compared_facts_reach_the_world(synth_set, monkeypatch, word):
     given = {}
 
     def start(device: str, **kwargs: object) -> None:
@@ -251,7 +249,7 @@ def run_loop(monkeypatch: pytest.MonkeyPatch, steps: int, **train: Any) -> list[
     return it.calls
 
 
-def test_the_loop_passes_epochs_on_and_scores_when_asked(monkeypatch):
+def test_the_loop_passes_epochs_to_the_loader_and_evaluates_as_configured(monkeypatch):
     calls = run_loop(monkeypatch, 3, epochs=2, eval_every=2, log_every=4)
     assert calls == [
         ("epoch", 0),

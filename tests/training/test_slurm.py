@@ -74,7 +74,7 @@ def test_a_stopped_job_is_queued_again_and_resumes_on_other_numbers_of_nodes(
 
         slurm.wait(queued, END_S, "the job was not queued again")
         assert out.read_text().count("stopped by SIGTERM") >= start + 1
-        slurm("scontrol", "update", f"jobid={job}", "starttime=now+5")  # instead of 2 minutes
+        slurm("scontrol", "update", f"jobid={job}", "starttime=now+5")  # not after 2 minutes
         nodes.append(2 if new_state == "resume" else 1)
     slurm.wait(
         lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), END_S, "no end"
@@ -92,7 +92,7 @@ def test_a_mistake_and_a_cancelled_job_are_not_queued_again(slurm, synth_set, tm
     run = tmp_path / "run"
     job, out = submit(slurm, [*words(synth_set, run), "train.log_evry=1"], short_s=1000)
     slurm.wait(lambda: slurm.state(job) == "FAILED", END_S, "the mistake did not end the job")
-    assert out.read_text().count("train.log_evry") == 2  # once per node
+    assert out.read_text().count("train.log_evry") == 2  # each node reports the error once
     assert "not queued again" in out.read_text()
     out.unlink()
     job, out = submit(slurm, words(synth_set, run), short_s=1)

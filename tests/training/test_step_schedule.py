@@ -176,7 +176,7 @@ def test_the_order_of_a_step_is_computed_once(monkeypatch):
     assert not calls
 
 
-def test_what_is_in_flight_during_a_move():
+def test_the_transfers_in_flight_during_a_move_are_listed():
     during = {move.name: flying for move, flying in OVERLAPPED.in_flight()}
     assert during["start_id_exchange"] == ("vectors",)
     assert during["forward"] == ("next ids", "next counts")
@@ -244,7 +244,7 @@ def another_than_announced(world: World, config: Any) -> tuple[list[float], list
     return [*losses, float(job.trainer.step(second))], messages
 
 
-def test_unannounced_batches_are_refused_without_effect(ranks):
+def test_unannounced_batches_are_rejected_without_side_effects(ranks):
     config = make_config("3", "rowwise_adagrad")
     want = ranks(2, train_two, config)
     for (losses, messages), expected in zip(
@@ -312,7 +312,7 @@ def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]
     return [float(loss) for loss in losses], messages
 
 
-def test_batches_without_rows_are_left_out(ranks):
+def test_batches_without_rows_are_skipped(ranks):
     config = make_config("3", "rowwise_adagrad")
     want = ranks(2, train_two, config)
     for (losses, messages), expected in zip(ranks(2, steps_with_empty, config), want, strict=True):

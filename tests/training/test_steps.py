@@ -101,7 +101,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_scheme_runs_its_collectives_and_no_other(ranks, scheme):
+def test_a_scheme_runs_only_its_own_collectives(ranks, scheme):
     for result in ranks(2, steps_of_one_iteration, make_config(scheme, "sgd")):
         got = [(step_id, name) for step_id, name, _, _ in result["records"]]
         assert got == list(EXPECTED[scheme].items())

@@ -45,7 +45,7 @@ def saved(folder):
 
 
 @pytest.mark.parametrize("number", ENDS)
-def test_a_signal_saves_the_step_under_way_and_ends(
+def test_a_signal_saves_the_current_step_and_ends_the_run(
     synth_set, tmp_path, monkeypatch, watched, number
 ):
     with monkeypatch.context() as patch:
@@ -62,7 +62,7 @@ def test_a_signal_saves_the_step_under_way_and_ends(
     assert [e["step"] for e in events(tmp_path) if e["event"] == "step"] == list(range(1, 10))
 
 
-def test_the_window_is_drained_before_the_run_leaves(synth_set, tmp_path, monkeypatch, watched):
+def test_the_window_is_drained_before_the_run_ends(synth_set, tmp_path, monkeypatch, watched):
     drained = []
     real = Trainer.drain
 
@@ -87,7 +87,7 @@ def test_a_second_signal_ends_the_run_without_a_save(synth_set, tmp_path, monkey
     assert saved(tmp_path) == ["step-4"]
 
 
-def test_a_copy_of_sigterm_is_the_same_request(synth_set, tmp_path, monkeypatch, watched):
+def test_a_repeated_sigterm_counts_as_the_same_request(synth_set, tmp_path, monkeypatch, watched):
     """Under Slurm, a rank gets SIGTERM from Slurm and from torchrun."""
     signal_in_step(monkeypatch, 6, signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(launch.Terminated, match="step 6 is saved"):

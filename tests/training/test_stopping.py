@@ -27,7 +27,7 @@ from tests.training.test_health import Split
 from tests.training.wdl_case import FIELDS, make_batches, make_config, make_job
 
 
-def test_better_means_more_auc_or_less_loss_by_more_than_min_delta():
+def test_an_improvement_is_a_higher_auc_or_lower_loss_by_more_than_min_delta():
     assert METRICS["auc"].is_better(0.75, 0.5, 0.125)
     assert not METRICS["auc"].is_better(0.625, 0.5, 0.125)
     assert METRICS["logloss"].is_better(0.25, 0.5, 0.125)
@@ -44,7 +44,7 @@ def test_patience_counts_evaluations_in_a_row():
     assert seen == [
         (True, False),
         (True, False),
-        (False, False),  # not by 0.01
+        (False, False),  # the improvement is less than 0.01
         (True, False),
         (False, False),
         (False, True),
@@ -238,7 +238,7 @@ def test_a_plateau_reaches_the_optimizers(ranks):
         assert told["rates"][-3:] == [1.0, 0.5, 0.25]
 
 
-def test_unwatchable_splits_are_refused(ranks):
+def test_splits_that_cannot_be_watched_are_rejected(ranks):
     with pytest.raises(
         ConfigError, match=r"^train\.stop: needs evaluations of val .* eval_every is 0"
     ):
@@ -279,7 +279,7 @@ def run_without_val(world: World) -> str:
     return str(caught.value)
 
 
-def test_dense_and_tables_may_follow_schedules_of_their_own(ranks):
+def test_the_dense_part_and_the_tables_may_have_separate_schedules(ranks):
     from sbpflow.config.train_options import DenseScheduleConfig
 
     config = make_config("1", "sgd", wide=Ftrl())

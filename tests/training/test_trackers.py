@@ -58,7 +58,7 @@ def test_without_trackers_no_package_is_imported(synth_set, tmp_path, monkeypatc
         (PeerStoppedError, "KILLED"),
     ],
 )
-def test_how_a_run_ended(error, status):
+def test_the_report_shows_how_a_run_ended(error, status):
     assert trackers.status_of(error) == status
 
 
@@ -171,7 +171,7 @@ def test_a_server_that_cannot_be_used_is_rejected(client, synth_set, tmp_path, m
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
-def test_wandb_offline_has_the_values(synth_set, tmp_path, monkeypatch):
+def test_wandb_in_offline_mode_has_the_values(synth_set, tmp_path, monkeypatch):
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")

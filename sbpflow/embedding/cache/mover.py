@@ -39,8 +39,8 @@ _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set
 class CacheCounts:
     """The number of rows that a store has moved, and the seconds that training waited for them."""
 
-    # One value, because another thread reads it while the mover counts: the rows brought into
-    # slots, the ones of them that had never been written, and the rows written back.
+    # Numbers of rows brought into slots, of those that had never been written, and of rows written
+    # back. They are one value, because another thread reads them while the mover counts.
     moved: tuple[int, int, int] = (0, 0, 0)
     wait_s: float = 0.0
 

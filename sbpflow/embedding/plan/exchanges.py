@@ -26,7 +26,7 @@ def copies(name: str) -> bool:
 
 
 def legal_exchanges(layout: Layout, world_size: int) -> tuple[str, ...]:
-    """Return the names of the exchanges that support a table's layout, default first; maybe none.
+    """Return the names of the exchanges that support a table's layout, starting with the default.
 
     A whole table on one rank may be B or S(0). B must be on all ranks or on one. For S(1), the
     exchange ``unique`` requires all ranks.

@@ -203,7 +203,7 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
             "link",
             "odd",
             f"{source} to {target} is slow: {link.gb_per_s:.3f} GB/s, and {usual:.3f} GB/s on "
-            "other links; check the route, limits of the sender, and other traffic",
+            "other links; check the route, rate limits of the sender, and other traffic",
         )
         for (source, target), link in rest.items()
         if link.gb_per_s < _SLOW * usual

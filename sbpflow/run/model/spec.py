@@ -305,9 +305,9 @@ def schemes_of(
 ) -> dict[Scheme, dict[str, TableRule]]:
     """Return the rules of every scheme except ``auto``; schemes 1 to 3 follow OneFlow.
 
-    Scheme dp is B. Scheme 1 is S(1) and exchanges whole vectors; tables with one column are S(0),
-    because one column cannot be split. Scheme 2 is S(0) and sums partial results. Scheme 3 is S(0)
-    and fetches unique rows from their owners.
+    In scheme dp, all tables are B. Scheme 1 is S(1) and exchanges whole vectors; tables with one
+    column are S(0), because one column cannot be split. Scheme 2 is S(0) and sums partial results.
+    Scheme 3 is S(0) and fetches unique rows from their owners.
     """
     narrow = TableRule(sbp="S(0)", exchange="reduce")
     by_columns = TableRule(sbp="S(1)", exchange="columns")

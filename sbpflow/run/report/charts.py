@@ -16,8 +16,8 @@ _MIN_RANGE = 1e-100  # smaller ranges are drawn as a single point
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line of a chart; ``number`` selects its color, and ``dashed`` tells apart two lines of the
-    same run.
+    """A line of a chart; ``number`` selects its color, and ``dashed`` distinguishes two lines of
+    the same run.
     """
 
     name: str
