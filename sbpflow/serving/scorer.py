@@ -278,7 +278,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
         bind = _compiled_part(folder / COMPILED, content) or bind
     gathers, segments = plan_lookups(content, loops)
     single = None
-    if loops is not None and encoder is not None and not compiled:
+    if loops is not None and encoder is not None:
         dims = [store.dim for store in stores]
         single = loops.compile_row(content, segments, gathers, dims, encoder.num_dense, weights)
     model = Model(
