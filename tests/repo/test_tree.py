@@ -109,6 +109,7 @@ COMPILED = (
     "compiled_half",
     "dense_loops",
     "growing",
+    "hash_loops",
     "key_exchange",
     "mark_loops",
     "prefetch",

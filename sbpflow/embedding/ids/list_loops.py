@@ -19,9 +19,9 @@ def find_loops(device: torch.device, *, compiled: bool = True) -> ModuleType | N
     return loops
 
 
-def warm_up_loops(plan: EmbeddingPlan, device: torch.device) -> None:
+def warm_up_loops(plan: EmbeddingPlan, device: torch.device, *, compiled: bool = True) -> None:
     """Before the first step, compile the loops that a plan needs, or load them from the cache."""
-    if (loops := find_loops(device)) is None:
+    if (loops := find_loops(device, compiled=compiled)) is None:
         return
     for kind in {group.address_dtype() for group in plan.groups}:
         loops.warm_up_matrix(plan.ids_dtype, kind)
