@@ -26,6 +26,8 @@ PACKAGES = (
     "nvidia-dali-cuda130",
     "torchrec",
     "numpy",
+    "numba",
+    "uvloop",
 )
 
 

@@ -38,6 +38,7 @@ from sbpflow.serving.scorer import Model
 from sbpflow.serving.scorer import load as load_bundle
 
 SIZES = (1, 64, 1024)
+CONNECTIONS = 8
 # Versions differ by far more than this. Rounding differs between batch sizes by more than 1e-6,
 # because the random values of the deltas are larger than trained values.
 _TOLERANCE = 1e-5
@@ -123,10 +124,12 @@ def _wait_for_port(port: int) -> None:
     raise RuntimeError(f"nothing answers on port {port}")
 
 
-def _mean_cpu(port: int, pid: int, requests: list[bytes], seconds: float) -> dict[str, float]:
-    load(port, requests, 0.5, 1)  # warm-up
+def _mean_cpu(
+    port: int, pid: int, requests: list[bytes], seconds: float, connections: int = 1
+) -> dict[str, float]:
+    load(port, requests, 0.5, connections)  # warm-up
     start = cpu_ms(pid)
-    answers = load(port, requests, seconds, 1)
+    answers = load(port, requests, seconds, connections)
     used, count = cpu_ms(pid) - start, len(answers.latency)
     assert {status for _, _, status, _ in answers.bodies} == {200}
     return {
@@ -138,17 +141,24 @@ def _mean_cpu(port: int, pid: int, requests: list[bytes], seconds: float) -> dic
 
 
 def cost(folder: Path, seconds: float, results: Results) -> None:
-    """Measure the CPU time of one worker per request, with one connection."""
+    """Measure the CPU time of one worker per request, with one and with many connections.
+
+    Between the requests of a single connection, the worker waits, and the CPU's caches turn cold.
+    """
     with empty_application() as (port, pid):
         found = _mean_cpu(port, pid, [request("/", b"x" * 200)], seconds)
-        results.add(benchmark="cost", server="empty", **found)
+        results.add(benchmark="cost", server="empty", connections=1, **found)
     with serving(folder / "model") as server:
         (pid,) = server.workers()
         for size in SIZES:
             for kind, bodies in bodies_of(folder, size).items():
                 requests = [request("/score", body, kind) for body in bodies]
-                found = _mean_cpu(server.port, pid, requests, seconds)
-                results.add(benchmark="cost", server="sbpflow", rows=size, format=kind, **found)
+                for number in (1, CONNECTIONS):
+                    found = _mean_cpu(server.port, pid, requests, seconds, number)
+                    results.add(
+                        benchmark="cost", server="sbpflow", connections=number, rows=size,
+                        format=kind, **found,
+                    )  # fmt: skip
     with serving(folder / "model", workers=2) as server:
         requests = [request("/score", body) for body in bodies_of(folder, 64)[TEXT]]
         load(server.port, requests, 2.0, 8)
@@ -189,7 +199,7 @@ def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
     """
     (body, *_) = bodies_of(folder, 1)[TEXT]
     with empty_application() as (port, _), serving(folder / "model") as server:
-        for connections in (1, 8):
+        for connections in (1, CONNECTIONS):
             for _ in range(3):
                 for name, at in (("empty", port), ("sbpflow", server.port)):
                     found = _wrk(wrk, at, body, connections, int(seconds))

@@ -1,6 +1,7 @@
 """``sbpflow predict``: score rows with a trained model."""
 
 import argparse
+import gc
 import hashlib
 import json
 import logging
@@ -34,6 +35,15 @@ _BLOCK_ROWS = 1_000_000
 
 def predict(argv: Sequence[str]) -> int:
     """Score rows with a trained model; under torchrun, score on several ranks."""
+    gc.disable()  # during startup, collections would scan all imported objects again and again
+    try:
+        return _predict(argv)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def _predict(argv: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="sbpflow predict",
         description="Score raw rows or a prepared set; write Parquet, CSV, or TSV.",
@@ -69,6 +79,7 @@ def predict(argv: Sequence[str]) -> int:
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
     if args.engine != "ranks":
+        gc.enable()
         setup_logging(0)
         _predict_as_tasks(args, checkpoint, config, scoring)
         return 0
@@ -90,6 +101,8 @@ def predict(argv: Sequence[str]) -> int:
             joined=joined,
             blocks=blocks,
         )
+        gc.freeze()
+        gc.enable()
         if blocks is None:
             write_scores(job, loader, scoring)
         else:
@@ -298,7 +311,7 @@ def open_rows(
     if not few:
         request = config.parallel.kernel
         plan = saved_plan(checkpoint, plan, request) or with_measured_kernels(plan, request, boxing)
-    job = build_job(config, spec, plan, boxing, training=False)
+    job = build_job(config, spec, plan, boxing, training=False, compiled=not few)
     load_values(job, checkpoint)
     loader = open_loader(
         manifest,

@@ -70,20 +70,20 @@ class EmbeddingCollection:
         row_buffer_fraction: float | None = None,
         stores: StoreFactory = device_store,
         initialize: bool = True,
+        compiled: bool = True,
     ) -> None:
         """Allocate the stores and, with ``initialize``, fill them with initial values.
 
         ``kernel`` is a request, or the choices per table if they have already been made. On CUDA,
         ``row_buffer_fraction`` makes training batches send rows in fixed-size buffers, of this
-        fraction of the maximum size. ``stores`` creates the row store of each stack.
+        fraction of the maximum size. ``stores`` creates the row store of each stack. Without
+        ``compiled``, ids are read without numba, which takes 0.5 s to load.
         """
-        world = boxing.world
-        self.plan = plan
-        self._world = world
+        self.plan, self._world = plan, (world := boxing.world)
         self._num_begun = 0  # number of training batches so far
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         warm_up_kernels(plan, self.kernels)
-        warm_up_loops(plan, world.device)
+        warm_up_loops(plan, world.device, compiled=compiled)
         self.growing: Growing | None = None
         if plan.vocabularies:
             check_numba(plan.vocabularies[0].name)
@@ -94,12 +94,13 @@ class EmbeddingCollection:
             {column: n for n, column in enumerate(plan.needed[world.rank])},
             {place: n for n, place in enumerate(plan.needed_lists[world.rank])},
             row_buffer_fraction,
+            compiled,
         )
         self._groups: list[AnyGroup] = [make_group(group, boxing, context) for group in plan.groups]
         self._num_rounds = max((group.num_rounds for group in plan.groups), default=1)
         self._padded = PaddedGroups(self._groups)
         self._stream = IdStream(world.device)
-        self._reader = IdReader(plan, world.rank, world.device)
+        self._reader = IdReader(plan, world.rank, world.device, compiled=compiled)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
         self._flagged: list[IdCheck] = []  # checks of batches looked up since the last update

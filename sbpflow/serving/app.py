@@ -209,7 +209,7 @@ class App:
         except ValueError as error:
             raise BodyError(str(error)) from error
         check_rows(len(encoded.ids), self._limits.rows)
-        if self.is_alone():
+        if self.is_alone() or (model.single is not None and len(encoded.ids) == 1):
             # waiting for other requests would take two more passes of the event loop
             scores = model.score_encoded(encoded)
         else:

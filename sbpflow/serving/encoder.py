@@ -76,6 +76,16 @@ class Cells(NamedTuple):
         )
 
 
+class Finished(NamedTuple):
+    """Dense values float32 [rows, values], the number of missing values of each dense field, and
+    the numbers [2, fields] of missing and unknown values of single values and pairs.
+    """
+
+    dense: NDArray[np.float32]
+    absences: Array
+    counts: Array
+
+
 class Vocabularies:
     """The hash tables (open addressing) of all vocabularies, in three arrays. An empty slot has key
     0 and RARE_ID. ``checks`` has one entry per id of a string vocabulary.
@@ -185,8 +195,16 @@ class Encoder:
         self._places = vocabularies.places_of(names)
         self.id_columns, self._width = _id_columns(self._fields)
         self._keyed = keyed
-        self._counted = [(each["name"], self.id_columns[each["name"]]) for each in keyed]
+        self._dense_names = [each["name"] for each in self._dense]
+        self._keyed_names = [each["name"] for each in keyed]
+        self._keyed_columns = [self.id_columns[name] for name in self._keyed_names]
         self._compiled = None if loops is None else loops.CompiledInput(self)
+
+    @property
+    def num_dense(self) -> int:
+        """Return the number of dense values of a row."""
+        kept = [entry for entry in self._dense if entry["bounds"] is None]
+        return sum(1 + bool(entry["indicator"]) for entry in kept)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -230,19 +248,18 @@ class Encoder:
 
     def _encoded(self, cells: Cells, columns: Mapping[str, Any]) -> Encoded:
         """Return the rows of ``cells``, and of the list columns in ``columns``."""
-        with np.errstate(over="ignore"):
-            numbers = cells.numbers.astype(np.float32)
-        self._check_finite(numbers, cells)
-        num_rows = len(numbers)
+        num_rows = len(cells.numbers)
         ids = np.zeros((num_rows, self._width), dtype=np.int32)
-        missing: dict[str, int] = {}
-        unknown: dict[str, int] = {}
-        if self._compiled is not None:
-            dense = self._compiled.finish(numbers, cells, ids)
-        else:
-            dense = self._finish(numbers, cells, ids)
+        finished = None if self._compiled is None else self._compiled.finish(cells, ids)
+        dense, absences, counts = finished or self._finish(cells, ids)
         if self.vocabularies.added:
             self._add_new(cells, ids)
+            counts = self._counts(ids)
+        missing: dict[str, int] = dict(zip(self._dense_names, absences.tolist(), strict=True))
+        missing |= zip(self._keyed_names, counts[MISSING_ID].tolist(), strict=True)
+        unknown: dict[str, int] = dict(
+            zip(self._keyed_names, counts[RARE_ID].tolist(), strict=True)
+        )
         keys = self._crossed_keys(cells)
         bags: dict[str, tuple[Array, ...]] = {}
         for entry in self.lists:
@@ -260,14 +277,6 @@ class Encoder:
                 if column in self.crossed:  # crosses use only lists of one value
                     keys[column] = np.full(num_rows, MISSING_KEY)
                     keys[column][rows] = _signed_keys(values, 0)
-        absent = np.isnan(numbers).sum(0).tolist()
-        missing |= {e["name"]: count for e, count in zip(self._dense, absent, strict=True)}
-        for counts, value in ((missing, MISSING_ID), (unknown, RARE_ID)):
-            if self._compiled is not None:
-                of_column = self._compiled.counts(ids, value)
-            else:
-                of_column = (ids == value).sum(0).tolist()
-            counts |= {name: of_column[column] for name, column in self._counted}
         return Encoded(ids, dense, bags, missing, unknown, keys)
 
     def _check_finite(self, numbers: NDArray[np.float32], cells: Cells) -> None:
@@ -281,10 +290,13 @@ class Encoder:
                     rule = "must be a finite number within float32, such as 3"
                     raise RowError(row, entry["name"], value, rule)
 
-    def _finish(
-        self, numbers: NDArray[np.float32], cells: Cells, ids: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
-        """Write the ids of single values, pairs, and buckets; return the dense values."""
+    def _finish(self, cells: Cells, ids: NDArray[np.int32]) -> Finished:
+        """Write the ids of single values, pairs, and buckets; return the dense values and the
+        counts.
+        """
+        with np.errstate(over="ignore"):
+            numbers = cells.numbers.astype(np.float32)
+        self._check_finite(numbers, cells)
         mask = np.isnan(numbers)
         numbers = np.where(mask, np.float32(0), numbers)
         dense: list[Array] = []
@@ -308,7 +320,13 @@ class Encoder:
                 hashed = hashed_key_ids(keyed.keys[:, number], entry["rows"], entry["salt"])
                 hashed[keyed.missing[:, number]] = MISSING_ID
                 ids[:, self.id_columns[entry["name"]]] = hashed
-        return np.stack(dense, 1) if dense else np.empty((len(numbers), 0), dtype=np.float32)
+        values = np.stack(dense, 1) if dense else np.empty((len(numbers), 0), dtype=np.float32)
+        return Finished(values, mask.sum(0), self._counts(ids))
+
+    def _counts(self, ids: NDArray[np.int32]) -> Array:
+        """Return the numbers [2, fields] of missing and unknown single values and pairs."""
+        own = ids[:, self._keyed_columns]
+        return np.stack([(own == value).sum(0) for value in (MISSING_ID, RARE_ID)])
 
     def _with_pairs(self, cells: Cells) -> Cells:
         """Return the cells with the keys of pairs appended to those of single values."""

@@ -3,7 +3,9 @@
 rules in ``cells``, which handle the rarer forms of text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,11 @@ from numpy.typing import NDArray
 from sbpflow.runtime.compute.compiled import Array, compiled
 from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.serving.columns import text_of
-from sbpflow.serving.encoder import Cells, Encoder
+from sbpflow.serving.dense_loops import compile_row
+from sbpflow.serving.encoder import Cells, Encoder, Finished
+from sbpflow.serving.hash_loops import digest
 
+__all__ = ["CompiledInput", "compile_row", "digest", "gather_rows"]
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
 SKIPPED, WHOLE, REAL, HEX, INTEGER, STRING = range(6)
 BUCKET, LOG3, LOG1, SQUARED_LOG, IDENTITY, STANDARDISE = range(6)
@@ -23,71 +28,13 @@ _KINDS = {"hex": HEX, "integer": INTEGER, "string": STRING}
 _END, _PLUS, _MINUS, _POINT, _ZERO = 10, 43, 45, 46, 48
 _FACTOR, _MIX_1, _MIX_2 = U64(GAMMA), U64(0xFF51AFD7ED558CCD), U64(0xC4CEB9FE1A85EC53)
 _LARGEST = float(np.finfo(np.float32).max)
+_NUMBERS, _TEXTS = frozenset((int, float, str, NoneType)), frozenset((str, NoneType))
 _POWERS = 10.0 ** np.arange(23)
 """Powers of ten that float64 represents exactly"""
-_IV = np.array(
-    [0x6A09E667F3BCC908, 0xBB67AE8584CAA73B, 0x3C6EF372FE94F82B, 0xA54FF53A5F1D36F1,
-     0x510E527FADE682D1, 0x9B05688C2B3E6C1F, 0x1F83D9ABFB41BD6B, 0x5BE0CD19137E2179],
-    dtype=U64,
-)  # fmt: skip
-_SIGMA = np.array(
-    [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
-     [14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3],
-     [11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4],
-     [7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8],
-     [9, 0, 5, 7, 2, 4, 10, 15, 14, 1, 11, 12, 6, 8, 3, 13],
-     [2, 12, 6, 10, 0, 11, 8, 3, 4, 13, 7, 5, 15, 14, 1, 9],
-     [12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11],
-     [13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10],
-     [6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5],
-     [10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0]],
-    dtype=np.int64,
-)  # fmt: skip
-_MIXES = np.array(
-    [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15],
-     [0, 5, 10, 15], [1, 6, 11, 12], [2, 7, 8, 13], [3, 4, 9, 14]],
-    dtype=np.int64,
-)  # fmt: skip
-
-
-@compiled
-def _rotated(x: Any, bits: int) -> Any:
-    return (x >> U64(bits)) | (x << U64(64 - bits))
-
-
-@compiled
-def digest(text: Array, start: int, stop: int) -> tuple[Any, Any]:
-    """Return the first two words of the 12-byte blake2b hash of text[start:stop] (RFC 7693)."""
-    h = _IV.copy()
-    h[0] ^= U64(0x01010000 ^ 12)
-    m, v = np.empty(16, dtype=U64), np.empty(16, dtype=U64)
-    done, size = 0, stop - start
-    while True:
-        length = min(128, size - done)
-        m[:] = U64(0)
-        for k in range(length):
-            m[k >> 3] |= U64(text[start + done + k]) << U64(8 * (k & 7))
-        done += length
-        v[:8], v[8:] = h, _IV
-        v[12] ^= U64(done)
-        if done == size:
-            v[14] = ~v[14]
-        for number in range(12):
-            order = _SIGMA[number % 10]
-            for k in range(8):
-                a, b, c, d = _MIXES[k]
-                v[a] += v[b] + m[order[2 * k]]
-                v[d] = _rotated(v[d] ^ v[a], 32)
-                v[c] += v[d]
-                v[b] = _rotated(v[b] ^ v[c], 24)
-                v[a] += v[b] + m[order[2 * k + 1]]
-                v[d] = _rotated(v[d] ^ v[a], 16)
-                v[c] += v[d]
-                v[b] = _rotated(v[b] ^ v[c], 63)
-        for k in range(8):
-            h[k] ^= v[k] ^ v[k + 8]
-        if done == size:
-            return h[0], h[1]
+_NIBBLES = np.full(256, 255, dtype=U8)
+"""The value of each hexadecimal digit, and 255 for other characters"""
+_NIBBLES[list(b"0123456789abcdef")] = range(16)
+_NIBBLES[list(b"ABCDEF")] = range(10, 16)
 
 
 @compiled
@@ -164,6 +111,16 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
         for column in range(columns):
             last = _END if column == columns - 1 else separator
             start, kind, target = at, kinds[column], targets[column]
+            if kind == HEX and at + 8 < end and text[at + 8] == last:
+                value, bits = U64(0), U8(0)
+                for k in range(at, at + 8):
+                    digit = _NIBBLES[text[k]]
+                    value = (value << U64(4)) | U64(digit)
+                    bits |= digit
+                if bits < 16:
+                    keys[row, target] = value
+                    at += 9
+                    continue
             while at < end and text[at] != separator and text[at] != _END:
                 at += 1
             if at == end or text[at] != last:
@@ -182,18 +139,7 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
                 if at == start:
                     missing[row, target] = True
                 elif kind == HEX:
-                    if at - start != 8:
-                        return False
-                    value = U64(0)
-                    for k in range(start, at):
-                        letter = np.int64(text[k])
-                        digit = letter - _ZERO
-                        if digit < 0 or digit > 9:
-                            digit = (letter | 32) - 87
-                            if digit < 10 or digit > 15:
-                                return False
-                        value = (value << U64(4)) | U64(digit)
-                    keys[row, target] = value
+                    return False
                 elif kind == INTEGER:
                     whole, fits = _integer(text, start, at, 18)
                     if not fits:
@@ -220,16 +166,20 @@ def transform_numbers(
     flags: Array,
     dense: Array,
     ids: Array,
-) -> None:
-    """Write the transformed ``numbers`` [rows, columns] to ``dense``, and buckets to ``ids``.
+    absences: Array,
+) -> bool:
+    """Write the transformed ``numbers`` [rows, columns] to ``dense``, and buckets to ``ids``, and
+    add the missing values of each column to ``absences``.
 
-    ``flags`` [columns] contains each column's missing-value indicator column, or -1.
+    ``flags`` [columns] contains each column's missing-value indicator column, or -1. Returns False
+    if a number without limits is infinite as a float32.
     """
     for row in range(numbers.shape[0]):
         for column in range(codes.size):
             code, place = codes[column], places[column]
-            value = numbers[row, column]
+            value = np.float32(numbers[row, column])
             absent = np.isnan(value)
+            absences[column] += absent
             if code == BUCKET:
                 first = 0 if column == 0 else ends[column - 1]
                 bucket = np.searchsorted(bounds[first : ends[column]], value, side="right")
@@ -238,6 +188,8 @@ def transform_numbers(
             out = np.float32(0)
             if not absent:
                 value = min(max(value, clips[0, column]), clips[1, column])
+                if np.isinf(value):
+                    return False
                 if code == LOG3:
                     out = np.float32(np.log(np.float64(max(value, np.float32(-2)) + np.float32(3))))
                 elif code == LOG1:
@@ -255,6 +207,7 @@ def transform_numbers(
             dense[row, place] = out
             if flags[column] >= 0:
                 dense[row, flags[column]] = np.float32(absent)
+    return True
 
 
 @compiled
@@ -269,30 +222,32 @@ def look_up(
     known_checks: Array,
     columns: Array,
     ids: Array,
+    counts: Array,
 ) -> None:
-    """Write the ids of single values and then of pairs to their ``columns`` of ``ids``.
+    """Write the ids of single values and then of pairs to their ``columns`` of ``ids``, and add
+    their missing and unknown values to ``counts`` [2, fields].
 
     ``parts`` [fields, 3] is (left, right, both are hex), or (value, -1, 0). ``where`` [fields, 4]
     is a vocabulary's start, capacity, and first check (or -1), or (-1, rows, 0, salt as int64).
     """
     for row in range(ids.shape[0]):
         for number in range(columns.size):
-            left, right, both_hex = parts[number]
+            left, right = parts[number, 0], parts[number, 1]
             key, absent = keys[row, left], missing[row, left]
             check = checks[row, left]
             if right >= 0:
                 other = keys[row, right]
                 absent, check = absent or missing[row, right], U32(0)
-                if both_hex:
+                if parts[number, 2]:
                     key = (key << U64(32)) | other
                 else:
                     key = (key * _FACTOR) ^ (other + (key >> U64(29)))
-            start, size, first_check, salt = where[number]
+            start, size, first_check = where[number, 0], where[number, 1], where[number, 2]
             value_id = 0
             if absent:
                 value_id = 0
             elif start < 0:
-                mixed = key ^ U64(salt)
+                mixed = key ^ U64(where[number, 3])
                 mixed = (mixed ^ (mixed >> U64(33))) * _MIX_1
                 mixed = (mixed ^ (mixed >> U64(33))) * _MIX_2
                 mixed ^= mixed >> U64(33)
@@ -307,6 +262,8 @@ def look_up(
                 if first_check >= 0 and known_checks[first_check + value_id] != check:
                     value_id = 1
             ids[row, columns[number]] = value_id
+            if value_id < 2:
+                counts[value_id, number] += 1
 
 
 @compiled
@@ -344,11 +301,23 @@ def gather_rows(
 
 
 @compiled
-def count_value(ids: Array, value: int, counts: Array) -> None:
-    """Add each column's number of cells with this value to ``counts`` [columns]."""
-    for row in range(ids.shape[0]):
-        for column in range(ids.shape[1]):
-            counts[column] += ids[row, column] == value
+def encode_cells(
+    cells: tuple[Array, Array, Array, Array],
+    numeric: tuple[Array, Array, Array, Array, Array, Array, Array],
+    keyed: tuple[Array, Array, Array, Array, Array, Array],
+    dense: Array,
+    ids: Array,
+    absences: Array,
+    counts: Array,
+) -> bool:
+    """Write the dense values and the ids of ``cells``, in one call.
+
+    ``numeric`` and ``keyed`` are the constant arguments of ``transform_numbers`` and ``look_up``.
+    Returns the result of ``transform_numbers``.
+    """
+    numbers, keys, checks, missing = cells
+    look_up(keys, checks, missing, *keyed, ids, counts)
+    return transform_numbers(numbers, *numeric, dense, ids, absences)
 
 
 class CompiledInput:
@@ -368,7 +337,6 @@ class CompiledInput:
         place = {entry["name"]: n for n, entry in enumerate(singles)}
         parts = [(n, -1, 0) for n in range(len(singles))]
         parts += [(*(place[p] for p in e["parts"]), int(e["both_hex"])) for e in pairs]
-        self._parts = np.array(parts, dtype=np.int64).reshape(-1, 3)
         vocabularies = encoder.vocabularies
         where: list[tuple[int, ...]] = []
         for entry in (*singles, *pairs):
@@ -378,12 +346,19 @@ class CompiledInput:
             else:
                 salt = int(np.uint64(entry["salt"]).view(np.int64))
                 where.append((-1, entry["rows"], 0, salt))
-        self._where = np.array(where, dtype=np.int64).reshape(-1, 4)
-        self._words = (vocabularies.keys, vocabularies.ids, vocabularies.checks)
         columns = [encoder.id_columns[entry["name"]] for entry in (*singles, *pairs)]
         self._columns = np.array(columns, dtype=np.int64)
+        self._keyed = (
+            np.array(parts, dtype=np.int64).reshape(-1, 3),
+            np.array(where, dtype=np.int64).reshape(-1, 4),
+            vocabularies.keys,
+            vocabularies.ids,
+            vocabularies.checks,
+            self._columns,
+        )
         self._lines: dict[int, tuple[Array, Array]] = {}
         self._raw = encoder.raw
+        self._set_dicts()
 
     def _set_numbers(self, dense: Sequence[Mapping[str, Any]], columns: Mapping[str, int]) -> None:
         codes: list[int] = []
@@ -397,22 +372,33 @@ class CompiledInput:
             width += not is_bucket
             flags.append(width if entry["indicator"] else -1)
             width += entry["indicator"]
-        self._width = width
-        self._codes, self._places, self._flags = (
-            np.array(each, dtype=np.int64) for each in (codes, places, flags)
-        )
+        self.width = width
         clips = [entry["clip"] or (-np.inf, np.inf) for entry in dense]
-        self._clips = np.array(clips, dtype=np.float32).reshape(-1, 2).T.copy()
         fitted = [(entry["mean"] or 0.0, entry["std"] or 1.0) for entry in dense]
-        self._fitted = np.array(fitted).reshape(-1, 2).T.copy()
         bounds = [entry["bounds"] or [] for entry in dense]
-        self._bounds = np.array([each for own in bounds for each in own], dtype=np.float32)
-        self._ends = np.cumsum([len(own) for own in bounds], dtype=np.int64)
+        self._numeric = (
+            np.array(codes, dtype=np.int64),
+            np.array(clips, dtype=np.float32).reshape(-1, 2).T.copy(),
+            np.array(fitted).reshape(-1, 2).T.copy(),
+            np.array([each for own in bounds for each in own], dtype=np.float32),
+            np.cumsum([len(own) for own in bounds], dtype=np.int64),
+            np.array(places, dtype=np.int64),
+            np.array(flags, dtype=np.int64),
+        )
+
+    def _set_dicts(self) -> None:
+        names = sorted(self._kinds, key=lambda name: self._kinds[name][0] in (HEX, STRING))
+        kinds = [self._kinds[name][0] for name in names]
+        self._num_numbers = len(names) - kinds.count(HEX) - kinds.count(STRING)
+        self._cells_of = itemgetter(*names) if len(names) > 1 else None  # else, not a tuple
+        self._dict_kinds, self._dict_targets = self._targets(names)
 
     def parse(self, rows: Any) -> Cells | None:
         """Return the cells of text lines, or None for other rows and for text in rarer forms."""
         if not self._parses or not len(rows):
             return None
+        if isinstance(rows, list) and type(rows[0]) is dict:
+            return None if self._cells_of is None else self._parse_dicts(rows, self._cells_of)
         if not isinstance(rows, str | bytes):
             if not isinstance(rows, list | tuple) or not isinstance(rows[0], str | bytes):
                 return None
@@ -427,9 +413,9 @@ class CompiledInput:
         if not text.isascii() and isinstance(rows, bytes):
             text_of(rows, raw.header)  # raises RowError if it is not UTF-8
         text = text if text.endswith(b"\n") else text + b"\n"
-        first, _, rest = text.partition(b"\n")
+        first = text[: text.index(b"\n")]
         if raw.header:
-            names, text = first.decode().split(raw.separator), rest
+            names, text = first.decode().split(raw.separator), text[len(first) + 1 :]
             raw.check_names(0, names)
             kinds, targets = self._targets(names)
         else:
@@ -439,30 +425,57 @@ class CompiledInput:
             kinds, targets = self._lines[count]
         if len(kinds) != first.count(raw.separator.encode()) + 1 or len(kinds) == 1:
             return None
-        cells = Cells.empty(text.count(b"\n"), self._num_dense, self._num_keys)
+        return self._parse_lines(text, text.count(b"\n"), raw.separator, kinds, targets)
+
+    def _parse_lines(
+        self, text: bytes, num_rows: int, separator: str, kinds: Array, targets: Array
+    ) -> Cells | None:
+        cells = Cells.empty(num_rows, self._num_dense, self._num_keys)
         array = np.frombuffer(text, dtype=U8)
-        fits = parse_text(array, ord(raw.separator), kinds, targets, _POWERS, *cells)
+        fits = parse_text(array, ord(separator), kinds, targets, _POWERS, *cells)
         return cells if fits else None
+
+    def _parse_dicts(
+        self, rows: list[Mapping[str, Any]], cells_of: Callable[[Any], Sequence[Any]]
+    ) -> Cells | None:
+        """Return the cells of dicts, or None for other rows and for rarer types of cells.
+
+        The cells are written as text lines, because a Python call per cell takes longer.
+        """
+        lines: list[str] = []
+        numbers = self._num_numbers
+        try:
+            for row in rows:
+                cells = cells_of(row)
+                if not _NUMBERS.issuperset(map(type, cells[:numbers])):
+                    return None
+                if not _TEXTS.issuperset(map(type, cells[numbers:])):
+                    return None
+                if None in cells:
+                    cells = ["" if cell is None else cell for cell in cells]
+                lines.append("\t".join(map(str, cells)) + "\n")
+            text = "".join(lines).encode()
+        except (KeyError, TypeError, UnicodeEncodeError):
+            return None
+        num_rows, num_tabs = len(rows), len(rows) * (len(self._dict_kinds) - 1)
+        if text.count(b"\n") != num_rows or text.count(b"\t") != num_tabs:
+            return None  # a cell contains one of these characters
+        return self._parse_lines(text, num_rows, "\t", self._dict_kinds, self._dict_targets)
 
     def _targets(self, names: Sequence[str]) -> tuple[Array, Array]:
         cells = [self._kinds.get(name, (SKIPPED, 0)) for name in names]
         kinds, targets = zip(*cells, strict=True)
         return np.array(kinds, dtype=np.int64), np.array(targets, dtype=np.int64)
 
-    def counts(self, ids: NDArray[np.int32], value: int) -> list[int]:
-        """Return how often ``value`` occurs in each column of ``ids``."""
-        counts = np.zeros(ids.shape[1], dtype=np.int64)
-        count_value(ids, value, counts)
-        return counts.tolist()
-
-    def finish(
-        self, numbers: NDArray[np.float32], cells: Cells, ids: NDArray[np.int32]
-    ) -> NDArray[np.float32]:
-        """Write the ids of single values, pairs, and buckets; return the dense values."""
-        dense = np.empty((len(numbers), self._width), dtype=np.float32)
-        transform_numbers(
-            numbers, self._codes, self._clips, self._fitted, self._bounds, self._ends,
-            self._places, self._flags, dense, ids,
-        )  # fmt: skip
-        look_up(*cells[1:], self._parts, self._where, *self._words, self._columns, ids)
-        return dense
+    def finish(self, cells: Cells, ids: NDArray[np.int32]) -> Finished | None:
+        """Write the ids of single values, pairs, and buckets; return the dense values and the
+        counts, or None if a number is infinite.
+        """
+        dense = np.empty((len(ids), self.width), dtype=np.float32)
+        absences = np.zeros(self._num_dense, dtype=np.int64)
+        counts = np.zeros((2, len(self._columns)), dtype=np.int64)
+        outputs = dense, ids, absences, counts
+        parts = cells.numbers, cells.keys, cells.checks, cells.missing
+        if encode_cells(parts, self._numeric, self._keyed, *outputs):
+            return Finished(dense, absences, counts)
+        return None

@@ -57,12 +57,10 @@ class Gather:
         self, store: Store, ids: Array, encoded: Encoded, policy: str
     ) -> tuple[Tensor, dict[tuple[str, int], Tensor]]:
         """Return the vectors of fixed ids [n, ids, dim], and of ragged features by first row."""
-        arrays = None if self._loops is None or self.ragged else store.arrays
-        if self._loops is not None and arrays is not None and ids.dtype == np.int32:
-            base = arrays[0]
+        if self._loops is not None and not self.ragged and store.arrays and ids.dtype == np.int32:
+            base = store.arrays[0]
             out = np.empty((len(ids), len(self.columns), base.shape[1]), dtype=base.dtype)
-            places = self.columns, self._first, self._limit
-            if self._loops.gather_rows(np.ascontiguousarray(ids), *places, *arrays, out):
+            if self.read(store, np.ascontiguousarray(ids), out):
                 return torch.from_numpy(out), {}
         given = ids[:, self.columns].astype(np.int64)
         rows = _legal(given, self._limit, policy, self._names) + self._first
@@ -79,6 +77,15 @@ class Gather:
             (each.feature, each.first): own for each, own in zip(self.ragged, others, strict=True)
         }
         return first.view(*rows.shape, vectors.shape[-1]), ragged
+
+    def read(self, store: Store, ids: Array, out: Array) -> bool:
+        """Write the vectors of ``ids`` int32 [n, columns] to ``out`` [n, ids, dim] in one compiled
+        call. Returns False if an id is not a row of its table, or if the rows must be converted.
+        """
+        arrays = store.arrays
+        if self._loops is None or arrays is None or ids.dtype != np.int32:
+            return False
+        return self._loops.gather_rows(ids, self.columns, self._first, self._limit, *arrays, out)
 
 
 def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:

@@ -38,6 +38,7 @@ HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
         "Absolute difference between the shadow model's scores and the served scores.",
     ),
 }
+_BOUNDS = {name: np.array(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 
 
 class ModelCounts:
@@ -99,9 +100,11 @@ class ModelCounts:
         """Add values to a histogram, whose last cell is the sum of all values."""
         bounds, cells = HISTOGRAMS[name][0], self.histograms[name]
         if len(values) == 1:
-            cells[bisect_left(bounds, float(values[0]))] += 1
-        else:
-            cells[:-1] += np.bincount(np.searchsorted(bounds, values), minlength=len(cells) - 1)
+            value = float(values[0])
+            cells[bisect_left(bounds, value)] += 1
+            cells[-1] += value
+            return
+        cells[:-1] += np.bincount(_BOUNDS[name].searchsorted(values), minlength=len(cells) - 1)
         cells[-1] += values.sum(dtype=np.float64)
 
 

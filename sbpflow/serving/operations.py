@@ -5,7 +5,8 @@ same operations that the trained module calls, so the results are bit-for-bit eq
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,9 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "sym_size": _size,
 }
 
+_DROPOUT = torch.ops.aten.dropout.default
+_Step = tuple[Callable[..., Any], str, Any, Any]
+
 # The same operations as torch's Python functions, which save 1 to 2 microseconds per call
 _FAST: dict[str, Callable[..., Any]] = {
     "add.Tensor": torch.add,
@@ -80,7 +84,7 @@ class Graph:
         values: dict[str, Any] = {
             node: weights[name] for node, name in self._content["weights"].items()
         }
-        late: list[tuple[Callable[..., Any], str, Any, Any]] = []
+        late: list[_Step] = []
         inputs = set(self._content["inputs"].values())
         for run, out, args, kwargs in self._steps:
             if _refs([args, kwargs]) & inputs:
@@ -88,26 +92,53 @@ class Graph:
                 late.append((run, out, args, kwargs))
             else:
                 values[out] = run(*_filled(args, values), **_filled(kwargs, values))
-        return BoundGraph(self._content["inputs"], self._content["output"], late, values)
+        steps, output = _simplified(late, self._content["output"])
+        return BoundGraph(self._content["inputs"], output, steps, values)
+
+
+def _simplified(steps: list[_Step], output: str) -> tuple[list[_Step], str]:
+    """Return steps with the same results, and the name of the output: without dropout, which only
+    trains, and with relu in place after linear.
+    """
+    kept: list[_Step] = []
+    names: dict[str, str] = {}
+    for run, out, given, kwargs in steps:
+        args = _renamed(given, names)
+        if run is _DROPOUT and args[2:] == [False]:
+            names[out] = args[0]["ref"]
+        else:
+            kept.append((run, out, args, _renamed(kwargs, names)))
+    output = names.get(output, output)
+    uses = Counter(name for _, _, *args in kept for name in _all_refs(args))
+    uses[output] += 1
+    fresh = {out for run, out, *_ in kept if run is torch.nn.functional.linear}
+    for number, (run, out, args, kwargs) in enumerate(kept):
+        if run is torch.relu and args[0]["ref"] in fresh and uses[args[0]["ref"]] == 1:
+            kept[number] = (torch.relu_, out, args, kwargs)
+    return kept, output
 
 
 class BoundGraph:
     """A graph with its weights; call it with the vectors by name and the dense fields."""
 
     def __init__(
-        self, inputs: Mapping[str, str], output: str, steps: Sequence[Any], values: dict[str, Any]
+        self, inputs: Mapping[str, str], output: str, steps: Sequence[_Step], values: dict[str, Any]
     ) -> None:
-        self._inputs, self._output, self._values = inputs, output, values
+        self._inputs, self._output = inputs, output
+        used = {output, *(name for _, _, *args in steps for name in _all_refs(args))}
+        self._values = {name: value for name, value in values.items() if name in used}
         self._steps = [
-            (run, out, _filler(args, values), _filler(kwargs, values))
+            (run, out, _arguments(args), _filler(kwargs) if kwargs else None)
             for run, out, args, kwargs in steps
         ]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        values: dict[str, Any] = {node: inputs[name] for name, node in self._inputs.items()}
+        values: dict[str, Any] = self._values.copy()
+        for name, node in self._inputs.items():
+            values[node] = inputs[name]
         for run, out, args, kwargs in self._steps:
-            values[out] = run(*args(values), **kwargs(values))
-        return values[self._output] if self._output in values else self._values[self._output]
+            values[out] = run(*args(values), **kwargs(values)) if kwargs else run(*args(values))
+        return values[self._output]
 
 
 def _operation(name: str) -> Callable[..., Any]:
@@ -124,12 +155,28 @@ def _operation(name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", getattr(packet, overload))
 
 
-def _refs(value: Any) -> set[str]:
+def _all_refs(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
-        if "ref" in value:
-            return {value["ref"]}
-        return set().union(*map(_refs, value.values()))
-    return set().union(*map(_refs, value)) if isinstance(value, list) else set()
+        content = cast("dict[str, Any]", value)
+        yield from [content["ref"]] if "ref" in content else _all_refs(list(content.values()))
+    elif isinstance(value, list):
+        for each in cast("list[Any]", value):
+            yield from _all_refs(each)
+
+
+def _refs(value: Any) -> set[str]:
+    return set(_all_refs(value))
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_renamed(each, names) for each in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    content = cast("dict[str, Any]", value)
+    if "ref" in content:
+        return {"ref": names.get(content["ref"], content["ref"])}
+    return {key: _renamed(each, names) for key, each in content.items()}
 
 
 def _filled(value: Any, values: Mapping[str, Any]) -> Any:
@@ -150,16 +197,23 @@ def _filled(value: Any, values: Mapping[str, Any]) -> Any:
     return {name: _filled(each, values) for name, each in value.items()}
 
 
-def _filler(value: Any, constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
+def _arguments(args: list[Any]) -> Callable[[dict[str, Any]], Any]:
+    """Return a fast function that maps the values of a request to positional arguments."""
+    if len(args) > 1 and all(isinstance(each, dict) and "ref" in each for each in args):
+        return operator.itemgetter(*(each["ref"] for each in args))
+    return _filler(args)
+
+
+def _filler(value: Any) -> Callable[[dict[str, Any]], Any]:
     """Return a fast function that maps the values of a request to ``_filled`` arguments."""
-    if not _refs(value) - constants.keys():
-        fixed = _filled(value, constants)
+    if not _refs(value):
+        fixed = _filled(value, {})
         return lambda values: fixed
     if isinstance(value, dict) and "ref" in value:
         return operator.itemgetter(value["ref"])
     if isinstance(value, list):
-        parts = [_filler(each, constants) for each in value]
+        parts = [_filler(each) for each in cast("list[Any]", value)]
         return lambda values: [part(values) for part in parts]
     content = cast("dict[str, Any]", value)
-    named = {name: _filler(each, constants) for name, each in content.items()}
+    named = {name: _filler(each) for name, each in content.items()}
     return lambda values: {name: part(values) for name, part in named.items()}

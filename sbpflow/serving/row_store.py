@@ -78,7 +78,7 @@ class Store:
 
     def __init__(self, base: Sequence[Tensor], dtype: torch.dtype) -> None:
         self._base, self._dtype = tuple(base), dtype
-        self.num_rows = base[0].shape[0]
+        self.num_rows, self.dim = base[0].shape[0], base[0].shape[1]
         self._slots: Tensor | None = None
         self._extra: tuple[Tensor, ...] = tuple(part[:0] for part in base)
         self._versions: weakref.WeakSet[Store] = weakref.WeakSet()

@@ -162,7 +162,8 @@ def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
     app.stopping = lambda: server.should_exit
     requests = server.server_state.tasks
     app.is_alone = lambda: len(requests) == 1
-    server.run(sockets=[listener])
+    with torch.inference_mode():  # once for the event loop's thread, not for each request
+        server.run(sockets=[listener])
 
 
 def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:

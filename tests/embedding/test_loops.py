@@ -75,7 +75,7 @@ def without_loops(monkeypatch, make):
     """Return the result of ``make`` if numba is not installed."""
     with monkeypatch.context() as patch:
         for module in (addresses, reader):
-            patch.setattr(module, "find_loops", lambda _: None)
+            patch.setattr(module, "find_loops", lambda *_, **__: None)
         return make()
 
 

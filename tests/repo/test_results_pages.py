@@ -229,14 +229,18 @@ def test_no_cached_case_differed():
 
 def test_requests_took_the_recorded_cpu_times():
     costs = {
-        (line.get("rows"), line.get("format")): f"{line['cpu_ms']:.2f} ms"
+        (line.get("rows"), line["connections"], line.get("format")): f"{line['cpu_ms']:.2f} ms"
         for line in read("serving_cost.jsonl")
         if line["benchmark"] == "cost"
     }
     formats = ("text/tab-separated-values", "application/json")
-    expected = [[f"{n:,}", *(costs[n, kind] for kind in formats)] for n in (1, 64, 1024)]
+    expected = [
+        [f"{n:,}", str(connections), *(costs[n, connections, kind] for kind in formats)]
+        for n in (1, 64, 1024)
+        for connections in (1, 8)
+    ]
     assert rows("serving", "serving_cost.jsonl") == expected
-    assert f"The empty server takes {costs[None, None]}." in PAGES["serving"]
+    assert f"The empty server takes {costs[None, 1, None]}." in PAGES["serving"]
 
 
 def test_servers_had_the_recorded_latencies():

@@ -107,7 +107,9 @@ def test_the_list_of_packages_matches_the_folders():
 COMPILED = (
     "compiled",
     "compiled_half",
+    "dense_loops",
     "growing",
+    "hash_loops",
     "key_exchange",
     "mark_loops",
     "prefetch",

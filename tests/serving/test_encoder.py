@@ -298,6 +298,61 @@ def check_equal(got, batch, manifest, growing):
             assert weights[0].tolist() == lists.weights.tolist()
 
 
+@pytest.fixture(scope="module")
+def plain_encoders(tmp_path_factory):
+    """Return encoders with and without compiled loops, of a set without lists."""
+    folder = tmp_path_factory.mktemp("plain")
+    dense = {"whole": {"kind": "integer"}, "real": {}}
+    dense = {name: {"transform": "identity", **spec} for name, spec in dense.items()}
+    sparse = {kind: {"kind": kind} for kind in ("hex", "integer", "string")}
+    schema = {"label": "y", "separator": ",", "dense": dense, "sparse": sparse}
+    keys = [(f"{n:08x}", n, f"s{n}") for n in range(5)]
+    rows = [
+        {"whole": n, "real": n / 4, **dict(zip(sparse, keys[n % 5], strict=True))}
+        for n in range(40)
+    ]
+    lines_of(folder / "t.csv", rows)
+    (folder / "s.yaml").write_text(yaml.safe_dump(schema, sort_keys=False))
+    words = ["--input", folder / "t.csv", "--output", folder / "set", "--min-count", "1",
+             "--schema", folder / "s.yaml", "--crosses", "none"]  # fmt: skip
+    assert main(["prepare", *map(str, words)]) == 0
+    manifest = load_manifest(folder / "set")
+    return [encoder_of(manifest, {}, folder, loops) for loops in (encoder_loops, None)]
+
+
+CELL = st.one_of(
+    st.sampled_from([*ODD, *TYPED, *FLOATS, True, "s1", "00000003", "3", "a\tb"]), TEXT
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(rows=st.lists(st.fixed_dictionaries({
+    "whole": st.one_of(st.integers(-9, 9), CELL), "real": st.one_of(st.floats(-9, 9), CELL),
+    "hex": st.one_of(st.sampled_from(["00000001", None, ""]), CELL),
+    "integer": st.one_of(st.integers(0, 5), CELL), "string": st.one_of(st.just("s1"), CELL),
+}), min_size=1, max_size=3))  # fmt: skip
+def test_dicts_are_encoded_alike_with_and_without_loops(plain_encoders, rows):
+    found = []
+    for encoder in plain_encoders:
+        try:
+            got = encoder.encode(rows)
+            found.append((got.ids.tolist(), got.dense.tolist(), got.missing, got.unknown))
+        except (RowError, UnicodeEncodeError) as error:
+            found.append((type(error), str(error)))
+    assert found[0] == found[1]
+
+
+def test_dicts_of_common_types_need_no_python_per_cell(plain_encoders):
+    compiled = plain_encoders[0]._compiled
+    row = {"whole": -3, "real": 0.25, "hex": "0000000A", "integer": 3, "string": "\u00e9 x"}
+    rows = [row, {**row, "whole": None, "real": "1e-3", "hex": "", "integer": "4", "more": 1}]
+    assert compiled.parse(rows) is not None
+    for name, cell in (("hex", 12345678), ("string", 1), ("whole", True), ("string", "a\tb"),
+                       ("string", "a\nb"), ("real", float("nan"))):  # fmt: skip
+        assert compiled.parse([row, {**row, name: cell}]) is None, name
+    assert compiled.parse([row, {name: row[name] for name in ("whole", "real")}]) is None
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=st.text(max_size=300))
 def test_compiled_string_keys_are_blake2b(text):

@@ -110,13 +110,15 @@ class GroupContext:
     """Facts and objects that a collection provides to its groups.
 
     ``columns`` and ``places`` map the columns and lists of the global batch to those that this rank
-    receives. ``row_buffer_fraction`` becomes the ``share`` of ``padded.Capacity``.
+    receives. ``row_buffer_fraction`` becomes the ``share`` of ``padded.Capacity``, and ``compiled``
+    is that of ``find_loops``.
     """
 
     make_store: MakeStore
     columns: Mapping[int, int]
     places: Mapping[int, int]
     row_buffer_fraction: float | None = None
+    compiled: bool = True
 
 
 BatchT = TypeVar("BatchT", bound=GroupInFlight)

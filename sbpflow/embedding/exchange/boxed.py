@@ -53,6 +53,7 @@ class AddressedGroup(Group[GroupInFlight]):
                     dtype=plan.dtype,
                     columns=context.columns if everywhere else None,
                     places=context.places if everywhere else None,
+                    compiled=context.compiled,
                 ),
             )
             for index, stack in enumerate(plan.stacks)

@@ -64,6 +64,7 @@ class RowGroup(Group[RowsInFlight]):
             self.world.device,
             dtype=plan.dtype,
             address_dtype=plan.address_dtype(),
+            compiled=context.compiled,
         )
         self._bases, self._lasts = torch.tensor(
             [self._addresses.bases, self._addresses.lasts],

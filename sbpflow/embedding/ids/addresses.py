@@ -140,6 +140,7 @@ class LocalAddresses:
         dtype: torch.dtype = torch.float32,
         columns: Mapping[int, int] | None = None,
         places: Mapping[int, int] | None = None,
+        compiled: bool = True,
     ) -> None:
         uses = stack.uses_on(rank)
         self.bags = BagShape(
@@ -157,7 +158,7 @@ class LocalAddresses:
         self._firsts = per_column([shard.row_start if shard else 0 for shard in held])
         self._lasts = per_column([shard.row_stop - 1 if shard else -1 for shard in held])
         self._ragged = stack.ragged
-        self._loops = find_loops(device) if stack.ragged else None
+        self._loops = find_loops(device, compiled=compiled) if stack.ragged else None
         self._whole = all(
             shard is not None and shard.num_rows == use.table.num_rows
             for shard, use in zip(held, uses, strict=True)
@@ -231,6 +232,7 @@ class OwnerAddresses:
         *,
         dtype: torch.dtype = torch.float32,
         address_dtype: torch.dtype = torch.int64,
+        compiled: bool = True,
     ) -> None:
         self.bags = BagShape(stack.uses, device, ragged=stack.ragged, dtype=dtype)
         self._ragged, self._dtype = stack.ragged, address_dtype
@@ -260,7 +262,7 @@ class OwnerAddresses:
         self._firsts, self._steps = by_part(firsts).contiguous(), by_part(steps).contiguous()
         levels = torch.cat([self._shift.unsqueeze(0), self._steps])
         self._totals = levels.cumsum(0, dtype=address_dtype)
-        self._loops = find_loops(device)
+        self._loops = find_loops(device, compiled=compiled)
         self._by_use = [table.t().contiguous() for table in (self._firsts, self._totals)]
 
     def make_lookup(self, ids: BatchIds) -> Lookup:

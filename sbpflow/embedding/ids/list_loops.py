@@ -8,20 +8,20 @@ import torch
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 
 
-def find_loops(device: torch.device) -> ModuleType | None:
-    """Return the module ``ids.loops``, or ``None`` if torch is to be used. Loading numba takes 0.5
-    s.
+def find_loops(device: torch.device, *, compiled: bool = True) -> ModuleType | None:
+    """Return the module ``ids.loops``, or ``None`` if torch is to be used: on other devices,
+    without numba, and if not ``compiled``, because loading numba takes 0.5 s.
     """
-    if device.type != "cpu" or find_spec("numba") is None:
+    if not compiled or device.type != "cpu" or find_spec("numba") is None:
         return None
     from sbpflow.embedding.ids import loops
 
     return loops
 
 
-def warm_up_loops(plan: EmbeddingPlan, device: torch.device) -> None:
+def warm_up_loops(plan: EmbeddingPlan, device: torch.device, *, compiled: bool = True) -> None:
     """Before the first step, compile the loops that a plan needs, or load them from the cache."""
-    if (loops := find_loops(device)) is None:
+    if (loops := find_loops(device, compiled=compiled)) is None:
         return
     for kind in {group.address_dtype() for group in plan.groups}:
         loops.warm_up_matrix(plan.ids_dtype, kind)

@@ -47,10 +47,12 @@ class IdReader:
     An id must be a row of every table that uses its feature, so the smallest of these tables sets
     the limit. With clamp and hash, they must all have the same size; ``plan_embeddings`` checks
     this. ``out_of_range`` counts the replaced ids per feature on this rank, over all batches passed
-    to ``account``.
+    to ``account``. ``compiled`` is that of ``find_loops``.
     """
 
-    def __init__(self, plan: EmbeddingPlan, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, plan: EmbeddingPlan, rank: int, device: torch.device, *, compiled: bool = True
+    ) -> None:
         self._plan, self._rank, self._device = plan, rank, device
         rows = [ANY_ID] * len(plan.features)  # features that no table uses have no limit
         by_name = {feature.name: n for n, feature in enumerate(plan.features)}
@@ -74,7 +76,7 @@ class IdReader:
         self._list_limits = tensor([rows[n] for n in plan.ids.lists])
         self._list_most = tensor([plan.features[n].hotness for n in plan.ids.lists])
         self._last = self._least.to(torch.int64) - 1
-        self._matrix_loops = find_loops(device)
+        self._matrix_loops = find_loops(device, compiled=compiled)
         self._loops = self._matrix_loops if plan.ids.lists else None
         self._known: IdBounds | None = None
         self._known_to_fit = False

@@ -86,12 +86,14 @@ def build_job(
     *,
     stores: StoreFactory | None = None,
     training: bool = True,
+    compiled: bool = True,
 ) -> Job:
     """Allocate and initialize this rank's part of the run, and set the plan's steps in ``boxing``.
 
     For ``stores``, see ``EmbeddingCollection``; by default, ``parallel.storage`` selects the
     stores. If not ``training``, the job can only predict: the caller must load the table values,
-    and no dense optimizer is created, because importing its class takes a second.
+    and no dense optimizer is created, because importing its class takes a second. For ``compiled``,
+    see ``EmbeddingCollection``.
     """
     boxing.follow(plan.dense_conversions)
     if boxing.world.backend == "nccl":
@@ -107,6 +109,7 @@ def build_job(
         row_buffer_fraction=config.parallel.row_buffer_fraction,
         stores=stores or _stores(config, plan, boxing, training),
         initialize=training,
+        compiled=compiled,
     )
     layouts = {parameter.name: parameter.layout for parameter in plan.dense}
     model = spec.build(layouts, boxing, seed=seed, dtype=dtype)

@@ -1,0 +1,267 @@
+"""Scores a single row in one compiled call. After a pause, the caches of the CPU are cold, and then
+the dozens of torch calls for one row take several times as long as the arithmetic. Only
+``encoder_loops`` imports this module, which needs numba.
+
+The dense part becomes a program over one array of float32 values. Models with other operations than
+those of ``_COMPILERS`` are scored with torch only.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.serving.lookups import Gather, Segment
+
+LINEAR, RELU, SIGMOID, ADD, SUB, MUL, SUM, MEAN, COPY = range(9)
+_Span = tuple[int, int]  # start and size of a value in the array
+_Step = tuple[int, int, int, int, int, int, int]
+
+
+@compiled(fastmath=True)  # the terms of a sum may be reordered, so that vector instructions fit
+def multiply(weights: Array, x: Array, out: Array) -> None:
+    """Write the product of ``weights`` [outputs, inputs] and ``x`` [inputs] to ``out``."""
+    for k in range(out.size):
+        total = np.float32(0)
+        for term in range(x.size):
+            total += weights[k, term] * x[term]
+        out[k] = total
+
+
+@compiled
+def run_steps(steps: Array, weights: Array, x: Array) -> None:
+    """Run the ``steps`` [n, 7] (operation, output, a, b, size, terms, bias), where the output and
+    the arguments a and b are positions in ``x``, and b of LINEAR is a position in ``weights``.
+    """
+    for number in range(steps.shape[0]):
+        operation, start, a, b, size, terms, bias = steps[number]
+        out, left = x[start : start + size], x[a : a + size]
+        if operation == LINEAR:
+            matrix = weights[b : b + size * terms].reshape(size, terms)
+            multiply(matrix, x[a : a + terms], out)
+            if bias >= 0:
+                out += weights[bias : bias + size]
+        elif operation == RELU:
+            out[:] = np.maximum(left, np.float32(0))
+        elif operation == SIGMOID:
+            out[:] = np.float32(1) / (np.float32(1) + np.exp(-left))
+        elif operation == COPY:
+            out[:] = left
+        elif operation == ADD:
+            out[:] = left + x[b : b + size]
+        elif operation == SUB:
+            out[:] = left - x[b : b + size]
+        elif operation == MUL:
+            out[:] = left * x[b : b + size]
+        else:
+            out[:] = np.float32(0)
+            for term in range(terms):
+                out += x[a + term * size : a + (term + 1) * size]
+            if operation == MEAN:
+                out /= np.float32(terms)
+
+
+class SingleRow:
+    """The program of a model, made by ``compile_row``."""
+
+    def __init__(
+        self, spans: Sequence[_Span], dense: _Span, output: int, size: int, steps: Array,
+        names: Sequence[str], weights: Array,
+    ) -> None:  # fmt: skip
+        self._spans, self._dense, self._output, self._size = spans, dense, output, size
+        self._steps, self._names, self._weights = steps, names, weights
+
+    def with_weights(self, weights: Mapping[str, Any]) -> "SingleRow":
+        """Return the program with the weights (tensors) by name."""
+        flat = _flat([weights[name] for name in self._names])
+        rest = self._output, self._size, self._steps, self._names
+        return SingleRow(self._spans, self._dense, *rest, flat)
+
+    def logit(
+        self, gathers: Sequence[Gather], stores: Sequence[Any], ids: Array, dense: Array
+    ) -> float | None:
+        """Return the logit of a row with ``ids`` [1, columns] and ``dense`` [1, values].
+
+        Returns None if an id is not a row of its table, or if the rows must be converted.
+        """
+        x = np.empty(self._size, dtype=np.float32)
+        for gather, store, (start, size) in zip(gathers, stores, self._spans, strict=True):
+            if not gather.read(store, ids, x[start : start + size].reshape(1, -1, store.dim)):
+                return None
+        start, size = self._dense
+        x[start : start + size] = dense[0]
+        run_steps(self._steps, self._weights, x)
+        return float(x[self._output])
+
+
+class _Unsupported(Exception):
+    """Raised if the program cannot express a model."""
+
+
+class _Program:
+    """The steps so far, and where each value is."""
+
+    def __init__(self, weights: Mapping[str, tuple[int, Sequence[int]]]) -> None:
+        self.size, self.steps = 0, list[_Step]()
+        self.weights, self.values = weights, dict[str, _Span]()
+
+    def take(self, size: int) -> _Span:
+        self.size += size
+        return self.size - size, size
+
+    def add(
+        self, operation: int, out: _Span, a: int, b: int = 0, terms: int = 0, bias: int = -1
+    ) -> _Span:
+        self.steps.append((operation, out[0], a, b, out[1], terms, bias))
+        return out
+
+    def value(self, argument: Any) -> _Span:
+        """Return the place of an argument that is computed for each row."""
+        if not isinstance(argument, dict) or argument.get("ref") not in self.values:
+            raise _Unsupported
+        return self.values[argument["ref"]]
+
+    def weight(self, argument: Any) -> tuple[int, Sequence[int]]:
+        if not isinstance(argument, dict) or argument.get("ref") not in self.weights:
+            raise _Unsupported
+        return self.weights[argument["ref"]]
+
+    def concatenated(self, parts: Sequence[_Span]) -> _Span:
+        out = self.take(sum(size for _, size in parts))
+        ends = accumulate(size for _, size in parts)
+        for (start, size), end in zip(parts, ends, strict=True):
+            self.add(COPY, (out[0] + end - size, size), start)
+        return out
+
+
+def _linear(program: _Program, args: Sequence[Any]) -> _Span:
+    (start, size), (at, shape) = program.value(args[0]), program.weight(args[1])
+    if len(shape) != 2 or shape[1] != size:
+        raise _Unsupported
+    bias = program.weight(args[2])[0] if len(args) > 2 else -1
+    return program.add(LINEAR, program.take(shape[0]), start, at, size, bias)
+
+
+def _unary(operation: int) -> "_Compiler":
+    def compile_step(program: _Program, args: Sequence[Any]) -> _Span:
+        (value,) = args
+        start, size = program.value(value)
+        return program.add(operation, program.take(size), start)
+
+    return compile_step
+
+
+def _binary(operation: int) -> "_Compiler":
+    def compile_step(program: _Program, args: Sequence[Any]) -> _Span:
+        left, right = map(program.value, args)
+        if left[1] != right[1]:
+            raise _Unsupported
+        return program.add(operation, program.take(left[1]), left[0], right[0])
+
+    return compile_step
+
+
+def _cat(program: _Program, args: Sequence[Any]) -> _Span:
+    parts, dim = args
+    if dim not in (1, -1):
+        raise _Unsupported
+    return program.concatenated([program.value(part) for part in parts])
+
+
+def _dropout(program: _Program, args: Sequence[Any]) -> _Span:
+    value, _, train = args
+    if train:
+        raise _Unsupported
+    return program.value(value)
+
+
+_Compiler = Callable[[_Program, Sequence[Any]], _Span]
+_COMPILERS: dict[str, _Compiler] = {
+    "aten.linear.default": _linear,
+    "aten.relu.default": _unary(RELU),
+    "aten.sigmoid.default": _unary(SIGMOID),
+    "aten.add.Tensor": _binary(ADD),
+    "aten.sub.Tensor": _binary(SUB),
+    "aten.mul.Tensor": _binary(MUL),
+    "aten.cat.default": _cat,
+    "aten.dropout.default": _dropout,
+}
+
+
+def compile_row(
+    content: Mapping[str, Any],
+    segments: Mapping[str, Sequence[Segment]],
+    gathers: Sequence[Gather],
+    dims: Sequence[int],
+    num_dense: int,
+    weights: Mapping[str, Any],
+) -> SingleRow | None:
+    """Return the program of a model of float32 values, or None if it needs other operations.
+
+    ``dims`` are the widths of the rows in the stores.
+    """
+    graph = content["graph"]
+    if content["dtype"] != "float32" or any(gather.ragged for gather in gathers):
+        return None
+    names = sorted(set(graph["weights"].values()))
+    sizes = [weights[name].numel() for name in names]
+    starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    places = {
+        name: (start, tuple(weights[name].shape)) for name, start in zip(names, starts, strict=True)
+    }
+    program = _Program({node: places[name] for node, name in graph["weights"].items()})
+    spans = [
+        program.take(len(gather.columns) * dim) for gather, dim in zip(gathers, dims, strict=True)
+    ]
+    dense = program.take(num_dense)
+    inputs = {"dense": dense} | {
+        "vectors." + output["name"]: _output(
+            program, segments[output["name"]], spans, dims, sums=output["sums"]
+        )
+        for output in content["outputs"]
+    }
+    program.values = {node: inputs[name] for name, node in graph["inputs"].items()}
+    try:
+        for operation, out, args, kwargs in graph["nodes"]:
+            if kwargs or operation not in _COMPILERS:
+                raise _Unsupported
+            program.values[out] = _COMPILERS[operation](program, args)
+        start, size = program.value({"ref": graph["output"]})
+    except _Unsupported:
+        return None
+    if size != 1:
+        return None
+    steps = np.array(program.steps, dtype=np.int64)
+    flat = _flat([weights[name] for name in names])
+    return SingleRow(spans, dense, start, program.size, steps, names, flat)
+
+
+def _output(
+    program: _Program, segments: Sequence[Segment], spans: Sequence[_Span], dims: Sequence[int],
+    *, sums: bool,
+) -> _Span:  # fmt: skip
+    """Return the place of an output's vectors, pooled and joined."""
+    parts: list[_Span] = []
+    for segment in segments:
+        dim, count = dims[segment.store], segment.stop - segment.start
+        start = spans[segment.store][0] + segment.start * dim
+        if segment.pools or sums:
+            mean = segment.pools and segment.lookup.averages
+            operation = MEAN if mean else SUM
+            parts.append(program.add(operation, program.take(dim), start, terms=count))
+        else:
+            parts.append((start, count * dim))
+    if len(parts) == 1:
+        return parts[0]
+    if not sums:
+        return program.concatenated(parts)
+    joined = program.concatenated(parts)
+    return program.add(SUM, program.take(parts[0][1]), joined[0], terms=len(parts))
+
+
+def _flat(weights: Sequence[Any]) -> Array:
+    if not weights:
+        return np.empty(0, dtype=np.float32)
+    return np.concatenate([weight.numpy().reshape(-1) for weight in weights]).astype(np.float32)

@@ -1,0 +1,142 @@
+"""Tests that the compiled program of a model scores a single row as torch does."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.serving import encoder_loops
+from sbpflow.serving.encoder import Encoded
+from sbpflow.serving.lookups import plan_lookups
+from sbpflow.serving.operations import Graph
+from sbpflow.serving.row_store import Store
+from sbpflow.serving.scorer import Model, Version
+
+ROWS, DIM, NUM_DENSE = 40, 3, 2
+FEATURES = {"a": (0, 1), "b": (1, 2), "c": (2, 5), "d": (5, 7)}
+
+
+def table(feature, store, first, rows, pooling="sum"):
+    return {"store": store, "first": first, "rows": rows, "pooling": pooling,
+            "features": [feature]}  # fmt: skip
+
+
+def ref(name):
+    return {"ref": name}
+
+
+NODES = [
+    ["aten.cat.default", "cat", [[ref("deep"), ref("dense")], -1], {}],
+    ["aten.linear.default", "hidden", [ref("cat"), ref("w0"), ref("b0")], {}],
+    ["aten.relu.default", "relu", [ref("hidden")], {}],
+    ["aten.dropout.default", "drop", [ref("relu"), 0.2, False], {}],
+    ["aten.linear.default", "gate", [ref("cat"), ref("w1")], {}],
+    ["aten.sigmoid.default", "gated", [ref("gate")], {}],
+    ["aten.mul.Tensor", "product", [ref("drop"), ref("gated")], {}],
+    ["aten.sub.Tensor", "less", [ref("product"), ref("gate")], {}],
+    ["aten.linear.default", "top", [ref("less"), ref("w2"), ref("b2")], {}],
+    ["aten.add.Tensor", "add", [ref("top"), ref("wide")], {}],
+]
+
+
+def content_of(nodes=NODES, output="add"):
+    weights = {name: f"dense.{name}" for name in ("w0", "b0", "w1", "w2", "b2")}
+    inputs = {"dense": "dense", "vectors.wide": "wide", "vectors.deep": "deep"}
+    return {
+        "dtype": "float32", "out_of_range": "error", "hashed": [], "columns": FEATURES,
+        "stores": [{}, {}],
+        "tables": {
+            "wide.a": table("a", 0, 0, 20), "wide.c": table("c", 0, 20, 20),
+            "deep.a": table("a", 1, 0, 10), "deep.b": table("b", 1, 10, 10),
+            "deep.c": table("c", 1, 20, 10, "mean"), "deep.d": table("d", 1, 30, 10),
+        },
+        "outputs": [
+            {"name": "wide", "sums": True, "tables": ["wide.a", "wide.c"]},
+            {"name": "deep", "sums": False, "tables": ["deep.a", "deep.b", "deep.c", "deep.d"]},
+        ],
+        "graph": {"nodes": nodes, "weights": weights, "inputs": inputs, "output": output},
+    }  # fmt: skip
+
+
+def model_of(**changes) -> Model:
+    content = content_of(**changes)
+    torch.manual_seed(0)
+    width, hidden = 4 * DIM + NUM_DENSE, 5
+    shapes = {"w0": (hidden, width), "b0": (hidden,), "w1": (hidden, width), "w2": (1, hidden),
+              "b2": (1,)}  # fmt: skip
+    weights = {f"dense.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    stores = tuple(Store([torch.randn(ROWS, dim)], torch.float32) for dim in (1, DIM))
+    gathers, segments = plan_lookups(content, encoder_loops)
+    bind = Graph(content["graph"]).bind
+    dims = [store.dim for store in stores]
+    single = encoder_loops.compile_row(content, segments, gathers, dims, NUM_DENSE, weights)
+    return Model(
+        Version("test", 1), {}, content, None, stores, weights, bind, bind(weights), gathers,
+        segments, single,
+    )  # fmt: skip
+
+
+def rows_of(number):
+    draw = np.random.default_rng(number)
+    ids = draw.integers(0, 10, (number, 7), dtype=np.int32)
+    return Encoded(ids, draw.normal(size=(number, NUM_DENSE)).astype(np.float32))
+
+
+def check(model):
+    assert model.single is not None
+    encoded = rows_of(20)
+    wanted = replace(model, single=None).score_encoded(encoded)
+    assert wanted.std() > 0.1
+    for row in range(20):
+        one = Encoded(encoded.ids[row : row + 1], encoded.dense[row : row + 1])
+        found = model.single.logit(model.gathers, model.stores, one.ids, one.dense)
+        assert found == pytest.approx(float(model.logits(one)), rel=0, abs=2e-6)
+        np.testing.assert_allclose(
+            model.score_encoded(one), wanted[row : row + 1], rtol=0, atol=1e-6
+        )
+
+
+def test_a_single_row_scores_as_in_a_batch():
+    check(model_of())
+
+
+def test_changed_rows_and_weights_are_used():
+    model = model_of()
+    rows = np.arange(10)
+    tables = {name: (rows, np.random.default_rng(1).normal(size=(10, dim)).astype(np.float32))
+              for name, dim in (("wide.a", 1), ("deep.a", DIM))}  # fmt: skip
+    dense = {"dense.w0": -model.weights["dense.w0"], "dense.b2": torch.tensor([0.5])}
+    changed = model.with_changes(tables, dense, Version("test", 2))
+    check(changed)
+    one = rows_of(1)
+    assert abs(changed.score_encoded(one) - model.score_encoded(one)) > 1e-3
+    check(model)
+
+
+@pytest.mark.parametrize("change", [
+    {"nodes": [["aten.exp.default", "e", [ref("wide")], {}]], "output": "e"},
+    {"nodes": [["aten.add.Tensor", "e", [ref("wide"), ref("wide")], {"alpha": 2}]], "output": "e"},
+    {"nodes": [["aten.add.Tensor", "e", [ref("wide"), 1.0], {}]], "output": "e"},
+    {"nodes": [["aten.cat.default", "e", [[ref("wide")], 0], {}]], "output": "e"},
+    {"nodes": [], "output": "deep"},
+])  # fmt: skip
+def test_models_with_other_operations_are_scored_by_torch(change):
+    assert model_of(**change).single is None
+
+
+def test_an_id_outside_its_table_follows_the_policy():
+    model = model_of()
+    one = rows_of(1)
+    one.ids[0, 0] = 39
+    with pytest.raises(IndexError, match="a: id 39 in row 0 is not a row of its table"):
+        model.score_encoded(one)
+
+
+def test_a_very_negative_logit_scores_zero():
+    model = model_of()
+    for bias, score in ((-1e6, 0.0), (1e6, 1.0), (float("nan"), float("nan"))):
+        changed = model.with_changes({}, {"dense.b2": torch.tensor([bias])}, Version("test", 2))
+        for number in (1, 2):
+            found = changed.score_encoded(rows_of(number))
+            np.testing.assert_array_equal(found, np.full(number, score, np.float32))
