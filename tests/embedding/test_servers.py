@@ -100,6 +100,42 @@ def test_servers_return_what_was_written(count):
             assert (out == expected[wanted]).all()
 
 
+def test_a_slow_server_does_not_bring_back_old_rows():
+    """The newer write of a row goes to one server, the older write also to a slow server."""
+    released = threading.Event()
+
+    class HeldServer(EmbeddingServer):
+        """Confirms no writes of the server with a single row until ``released``."""
+
+        def _answer(self, sock, purpose):
+            blocks = self._sessions[purpose.session].blocks
+            block = blocks[purpose.rank, purpose.store]
+
+            class Held(MappedRecords):
+                def write(self, rows, records):
+                    released.wait(20)
+                    super().write(rows, records)
+
+            if block.num_rows == 1:
+                held = Held(block.records._records)
+                blocks[purpose.rank, purpose.store] = block._replace(records=held)
+            super()._answer(sock, purpose)
+
+    with running(2, HeldServer) as servers:
+        servers.begin()
+        records, reader = (RemoteRecords(servers, 0, 3, records_like(WORDS)) for _ in range(2))
+        row, out = np.array([0]), np.zeros((1, WORDS), np.int64)
+        records.write(np.arange(3), np.zeros((3, WORDS), np.int64))
+        records.write(row, np.ones((1, WORDS), np.int64))
+        while not out.all():  # until the fast server has both writes
+            reader.read(row, out)
+        for _ in range(30):  # also after this rank knows that the newer write is confirmed
+            time.sleep(0.005)
+            records.read(row, out)
+            assert out.all()
+        released.set()
+
+
 @pytest.mark.parametrize(
     ("word", "words"),
     quick(

@@ -183,7 +183,12 @@ class _Write:
 
 
 class _Writes:
-    """The writes that servers have not confirmed, oldest first, and the first failure."""
+    """The writes that servers have not confirmed, oldest first, and the first failure.
+
+    A confirmed write stays until all older writes are confirmed. Otherwise, a read could take an
+    older value of a row from a write to several servers that only another server has yet to
+    confirm.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -203,8 +208,8 @@ class _Writes:
         """Record that one more server has confirmed a write."""
         with self._changed:
             write.unconfirmed -= 1
-            if not write.unconfirmed:
-                self._writes.remove(write)
+            while self._writes and not self._writes[0].unconfirmed:
+                self._writes.popleft()
                 self._changed.notify_all()
 
     def newest_first(self) -> Sequence[_Write]:
