@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled, compiled_fast
 from sbpflow.serving.lookups import Gather, Segment
 
 LINEAR, RELU, SIGMOID, ADD, SUB, MUL, SUM, MEAN, COPY = range(9)
@@ -20,7 +20,7 @@ _Span = tuple[int, int]  # start and size of a value in the array
 _Step = tuple[int, int, int, int, int, int, int]
 
 
-@compiled(fastmath=True)  # the terms of a sum may be reordered, so that vector instructions fit
+@compiled_fast  # the terms of a sum may be reordered, so that vector instructions fit
 def multiply(weights: Array, x: Array, out: Array) -> None:
     """Write the product of ``weights`` [outputs, inputs] and ``x`` [inputs] to ``out``."""
     for k in range(out.size):

@@ -200,7 +200,7 @@ def test_the_transfers_in_flight_during_a_move_are_listed():
     [
         ("dp", 2, {"counts", "counted ids", "row gradients", "dense gradients"}),
         ("1", 2, {"ids", "vectors", "row gradients", "dense gradients"}),
-        ("3", 2, set(moves.TRANSFERS) - {"ids", "flags", "early vectors"}),
+        ("3", 2, set(moves.TRANSFERS) - {"ids", "flags", "early vectors", "late gradients"}),
         ("3", 1, set()),
     ],
 )

@@ -221,7 +221,7 @@ def format_plan(plan: RunPlan, *, shards: bool = True, forecast: Forecast | None
 
 def early_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line per group that sends early rows or could send them, and one for its late
-    gradients.
+    gradients. All bytes are expected values.
     """
     lines: list[str] = []
     for group in groups:

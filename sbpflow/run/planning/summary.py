@@ -17,7 +17,6 @@ from sbpflow.run.planning.cache_forecast import Forecast
 from sbpflow.run.planning.explain import (
     compared_lines,
     describe,
-    early_lines,
     rank_lines,
     table_lines,
     topology_lines,
@@ -50,12 +49,22 @@ def format_summary(
         f"ids: an upper bound for the {1 + plan.lookahead} batches in the lookahead window; "
         "activations and buffers are not included",
         *cache_lines(facts["caches"]),
-        *early_lines([group for group in facts["early_rows"] if not group["reason"]]),
+        *[_early_line(group) for group in facts["early_rows"] if not group["reason"]],
         *_link_lines(facts),
         *_largest_lines(facts),
         *helps,
     ]
     return "\n".join(lines)
+
+
+def _early_line(group: Mapping[str, Any]) -> str:
+    """Describe the expected bytes of a group that sends early rows."""
+    early, critical = format_size(group["early_bytes"]), format_size(group["critical_bytes"])
+    line = f"early rows of {group['group']}: {early} ahead, {critical} in the step"
+    if group["late_reason"]:
+        return line
+    late, urgent = format_size(group["late_bytes"]), format_size(group["urgent_bytes"])
+    return f"{line}; late gradients: {late} later, {urgent} in it"
 
 
 def _link_lines(facts: Mapping[str, Any]) -> list[str]:

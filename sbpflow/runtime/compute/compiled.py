@@ -1,7 +1,7 @@
 """Compiles functions with numba. Import this module only if numba is installed."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -12,21 +12,17 @@ Array = np.ndarray[Any, Any]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
-@overload
-def compiled(function: FunctionT) -> FunctionT: ...
-@overload
-def compiled(*, fastmath: bool) -> Callable[[FunctionT], FunctionT]: ...
-def compiled(
-    function: FunctionT | None = None, *, fastmath: bool = False
-) -> FunctionT | Callable[[FunctionT], FunctionT]:
+def compiled(function: FunctionT) -> FunctionT:
     """Compile ``function`` with numba and cache its machine code in the user's cache folder.
 
-    If other users can write to that folder, every process compiles in memory. With ``fastmath``,
-    sums may be reordered.
+    If other users can write to that folder, every process compiles in memory.
     """
-    if function is None:
-        return lambda function: _compiled(function, fastmath=fastmath)
-    return _compiled(function, fastmath=fastmath)
+    return _compiled(function, fastmath=False)
+
+
+def compiled_fast(function: FunctionT) -> FunctionT:
+    """Compile like ``compiled``, but let the terms of a sum be reordered."""
+    return _compiled(function, fastmath=True)
 
 
 def _compiled(function: FunctionT, *, fastmath: bool) -> FunctionT:
