@@ -211,7 +211,8 @@ def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object
     words = [kind for kind in kinds if typing.get_origin(kind) is Literal]
     if len(kinds) > 1 and words:
         if isinstance(value, str):
-            return _parse_literal(value, typing.get_args(words[0]), key)
+            also = ("true", "false") if bool in kinds else ()
+            return _parse_literal(value, typing.get_args(words[0]), key, also)
         kinds = [kind for kind in kinds if kind not in words]
     if len(kinds) == 1:
         return parse(value, kinds[0], key, example)
@@ -257,13 +258,17 @@ def _parse_tagged(
     return dataclasses.replace(_build(kind, others, key), name=name)
 
 
-def _parse_literal(value: object, choices: tuple[str, ...], key: str) -> str:
+def _parse_literal(
+    value: object, choices: tuple[str, ...], key: str, also: tuple[str, ...] = ()
+) -> str:
+    """Return a choice; an error lists the values ``also``, which are not strings, too."""
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if text in choices:
         return text
     near = difflib.get_close_matches(str(_head(value)), choices, 1)
     raise ConfigError(
-        f"{key}: {brief(value)} is not one of {', '.join(choices)}{_eg(key, (near or choices)[0])}"
+        f"{key}: {brief(value)} is not one of {', '.join((*also, *choices))}"
+        f"{_eg(key, (near or choices)[0])}"
     )
 
 

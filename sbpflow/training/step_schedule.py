@@ -128,7 +128,12 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
     waits_for_clip = (move is UPDATE_DENSE and CLIP in moves) or (
         move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves
     )
-    return (*_AFTER.get(move, ()), *((CLIP.name,) if waits_for_clip else ()))
+    waits_for_flags = move is SEND_GRADS and MARK_EARLY in moves  # which gradients are late
+    return (
+        *_AFTER.get(move, ()),
+        *((CLIP.name,) if waits_for_clip else ()),
+        *((MARK_EARLY.name,) if waits_for_flags else ()),
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -369,17 +374,17 @@ SERIAL = StepSchedule(
 )
 
 
-def with_early_moves(schedule: StepSchedule) -> StepSchedule:
-    """Return ``schedule`` with the moves of early rows.
+def with_early_moves(schedule: StepSchedule, *, late: bool) -> StepSchedule:
+    """Return ``schedule`` with the moves of early rows and, if ``late``, of late gradients.
 
     Early rows and late gradients are sent after the vectors of the trained batch have arrived, so
     that they do not delay those vectors. Late gradients come first, because the update of this step
     waits for them.
     """
-    moves: list[Move] = []
+    moves, sends_late = list[Move](), [SEND_LATE] if late else []
     for move in schedule.each_batch:
         moves.append(move)
-        moves += {LOOKUP: [MARK_EARLY], GATHER_OUTPUTS: [SEND_LATE, SEND_EARLY]}.get(move, [])
+        moves += {LOOKUP: [MARK_EARLY], GATHER_OUTPUTS: [*sends_late, SEND_EARLY]}.get(move, [])
     return replace(schedule, each_batch=tuple(moves))
 
 

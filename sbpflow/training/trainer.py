@@ -248,10 +248,8 @@ class Trainer:
                 self._embeddings.cancel(flight.embeddings)
 
     def settle(self) -> None:
-        """Apply the late gradients of the last step; every rank must call this before it reads rows
-        other than by ``predict``. ``step``, ``predict``, and ``drain`` do it themselves. After a
-        failed step, nothing is applied.
-        """
+        """Apply the late gradients of the last step, unless it failed; every rank must call this
+        before it reads rows. ``step``, ``predict``, and ``drain`` do it themselves."""
         if not self._failure:
             self._embeddings.settle()
 
@@ -291,6 +289,8 @@ class Trainer:
         """Remove the batches from the window. Batches that were not announced start fresh."""
         if not batches:
             raise SbpError("step: no batch has rows; pass at least one batch with rows")
+        for group in self.embedding_plan.groups:
+            group.check_step(len(batches))
         for place, (flight, batch) in enumerate(zip(self._window, batches, strict=False)):
             if flight.batch is not batch:
                 raise SbpError(

@@ -354,7 +354,7 @@ class Mover:
 
     def _capacity_message(self, batch: int, needed: int) -> str:
         num_slots, num_batches = self.planner.num_slots, batch - self.planner.num_released + 1
-        batches = "a batch needs" if num_batches == 1 else f"{num_batches} batches of a step need"
+        batches = "a batch needs" if num_batches == 1 else f"{num_batches} batches in flight need"
         return (
             f"{self._key}.cache: {num_slots:,} slots for the rows of {self._name} on this rank "
             f"are not enough: {batches} {needed:,}; use "

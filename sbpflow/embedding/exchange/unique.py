@@ -21,7 +21,6 @@ from sbpflow.embedding.exchange.early_rows import (
 from sbpflow.embedding.exchange.rows import RowGroup, RowsInFlight
 from sbpflow.embedding.plan.group_plan import GroupPlan, Purpose
 from sbpflow.embedding.storage.lookup import Lookup
-from sbpflow.errors import SbpError
 
 
 class UniqueGroup(RowGroup):
@@ -108,6 +107,9 @@ class UniqueGroup(RowGroup):
 
     def lookup(self, batch: RowsInFlight) -> None:
         step, early = self.step(batch, "vectors"), batch.early
+        late = None if self._late is None else self._late.number
+        if batch.number is not None and late is not None and batch.number != late + 1:
+            raise RuntimeError(f"{step.id}: rows are read before their late gradients; call settle")
         if early is None:
             rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
             rows = rows.to(self.plan.comm_dtype)
@@ -192,16 +194,12 @@ class UniqueGroup(RowGroup):
     def update(self, step: int) -> None:
         self.settle()
         batches, _, ((lookup, grad),) = self.take_collected()
+        self.plan.check_step(len(batches))
         batches[-1].update(self._store, lookup, grad, self._stack.optimizer.lr, step)
         batch = self._to_update.get(batches[-1].number or 0)
         if batch is None or (late := batch.late) is None:
             self._release(batches)
             return
-        if len(batches) > 1:
-            raise SbpError(
-                f"{self.plan.name}: a step of {len(batches)} batches cannot have late gradients; "
-                "use train.late_gradients: false"
-            )
         late.step, self._late = step, batch
         late.lookup = _in_order(batch.lookups[0], late.owned.chosen, late.owned.num_chosen)
 

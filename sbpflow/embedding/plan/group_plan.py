@@ -19,7 +19,7 @@ from sbpflow.boxing.step import BoxingStep
 from sbpflow.costs.counts import Counts, Cut, Facts
 from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch
 from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
-from sbpflow.errors import ConfigError
+from sbpflow.errors import ConfigError, SbpError
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
@@ -218,6 +218,14 @@ class GroupPlan:
         layout, size = self.stacks[0].layouts[0], self.world.size
         name = ALONE if size == 1 else self.exchange
         return exchange_of(name, layout, size, dense_allreduce=self.dense_allreduce)
+
+    def check_step(self, num_batches: int) -> None:
+        """Raise SbpError if a step cannot train ``num_batches`` batches."""
+        if num_batches > 1 and self.late_gradients:
+            raise SbpError(
+                f"step: {num_batches} batches, but {self.name} sends late gradients, which need "
+                "one batch per step; use train.late_gradients: false"
+            )
 
     @property
     def tables(self) -> tuple[TableConfig, ...]:

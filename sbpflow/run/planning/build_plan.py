@@ -134,7 +134,8 @@ def plan_run(
     clip = config.optimizer.clip
     schedule = OVERLAPPED if config.parallel.overlap else SERIAL
     if any(not group.reason for group in early):
-        schedule = with_early_moves(schedule)
+        late = any(not group.late_reason for group in early)
+        schedule = with_early_moves(schedule, late=late)
     return spec, RunPlan(
         embeddings=embeddings,
         layouts=layouts,

@@ -13,6 +13,7 @@ from torch import Tensor
 from sbpflow.embedding.cache.mover import AHEAD
 from sbpflow.embedding.cache.slot_planner import SlotPlanner, cache_for, name_tables
 from sbpflow.embedding.ids.batch_ids import BatchIds
+from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.errors import ConfigError
@@ -45,17 +46,28 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
         for ids in islice(batches, BATCHES)
     ]
     found: dict[str, dict[int, Mapping[str, float]]] = {}
-    for stack, storage in cached_stacks(plan):
-        if not stack.ragged and matrices:
-            found[stack.tables[0].name] = {
-                rank: _dry_run(plan, stack, storage, rank, matrices) for rank in stack.holders()
-            }
+    for group in plan.embeddings.groups:
+        for stack in group.stacks:
+            storage = stack.tables[0].storage
+            if storage is not None and not stack.ragged and matrices:
+                found[stack.tables[0].name] = {
+                    rank: _dry_run(plan, group, stack, storage, rank, matrices)
+                    for rank in stack.holders()
+                }
     return found
 
 
 def _dry_run(
-    plan: RunPlan, stack: TableBatch, storage: RowStorage, rank: int, matrices: list[Ids]
+    plan: RunPlan,
+    group: GroupPlan,
+    stack: TableBatch,
+    storage: RowStorage,
+    rank: int,
+    matrices: list[Ids],
 ) -> Mapping[str, float]:
+    """Plan the slots of one rank. Early rows need the slots of the next batch as well, and late
+    gradients those of the previous batch.
+    """
     num_rows = stack.num_rows(rank)
     planner = SlotPlanner(num_rows, storage.num_slots(num_rows))
     counts = np.zeros((len(matrices), 4), np.int64)
@@ -67,12 +79,18 @@ def _dry_run(
         while planner.num_admitted < min(step + AHEAD + 1, planner.num_announced):
             result = planner.admit()
             if isinstance(result, int):
-                if planner.num_admitted > step:
+                needed = min(step + 1 + group.early_rows, planner.num_announced)
+                if planner.num_admitted >= needed:
                     break
+                last_batch = planner.num_admitted + 1
+                first_batch = planner.num_released + 1
+                batches = f"batch {last_batch} needs"
+                if first_batch < last_batch:
+                    batches = f"batches {first_batch} to {last_batch} need"
                 name = name_tables(table.name for table in stack.tables)
                 raise ConfigError(
                     f"{storage.key}.cache: {planner.num_slots:,} slots for the rows of {name} on "
-                    f"rank {rank} are not enough: batch {step + 1} needs {result:,}; use "
+                    f"rank {rank} are not enough: {batches} {result:,}; use "
                     f"{cache_for(result, num_rows)} or more"
                 )
             counts[planner.num_admitted - 1, 1:] = (
@@ -80,7 +98,7 @@ def _dry_run(
                 result.stored.size,
                 result.evicted.size,
             )
-        if (step + 1) % plan.accumulate == 0:
+        if (step + 1) % plan.accumulate == 0 and (step or not group.late_gradients):
             for _ in range(plan.accumulate):
                 planner.release()
     means = counts[len(matrices) // 2 :].mean(0).tolist()

@@ -84,7 +84,10 @@ def _choice(
     scale = group.grad_comm_dtype.itemsize / group.comm_dtype.itemsize
     late, urgent = (scale * num_bytes for num_bytes in expected(1))
     later, more = expected(2)  # the rows of two batches have pending updates
-    late_reason = f"there are no early rows ({reason})" if reason else _why_not_late(config, group)
+    can_be_early = not why_not and not _why_not_group(group, True)
+    unless = f" unless {KEY} is true" if can_be_early and config.train.early_rows == "auto" else ""
+    no_early = f"there are no early rows{unless} ({reason})"
+    late_reason = no_early if reason else _why_not_late(config, group)
     if not late_reason and config.train.late_gradients == "auto":
         late_reason = hides(late - (more - critical), late + urgent)
     if not late_reason:
