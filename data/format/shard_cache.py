@@ -185,12 +185,10 @@ class ShardCache:
         truncates it first. Waits while other downloads need the room.
         """
         while True:
-            # A download that ends after this line makes room for the next attempt.
-            downloading = self._is_downloading()
-            excess = self._try_reserve(reserved, num_bytes)
+            excess, waits = self._try_reserve(reserved, num_bytes)
             if not excess:
                 return
-            if downloading:
+            if waits:
                 time.sleep(_WAIT_S)
                 continue
             limit, folder = self._limit.num_bytes, self._limit.folder
@@ -200,8 +198,13 @@ class ShardCache:
                 f"example, data.cache.size='{(limit + excess) / 1e9 * 1.05:.3g} GB'"
             )
 
-    def _try_reserve(self, reserved: Path, num_bytes: int) -> int:
-        """Remove files to make room; return how many bytes are still lacking."""
+    def _try_reserve(self, reserved: Path, num_bytes: int) -> tuple[int, bool]:
+        """Remove files to make room; return how many bytes are still lacking, and whether downloads
+        need some of the room.
+
+        Downloads begin and end under the lock of the room, so both results are of one moment.
+        """
+        waits = False
         with hold(self._room, wait=True):
             files = sorted(_files_in(self._limit.folder))
             excess = sum(size for _, size, _ in files) + num_bytes - self._limit.num_bytes
@@ -210,15 +213,12 @@ class ShardCache:
                     break
                 if self._remove(path):
                     excess -= size
+                else:
+                    waits = waits or path.suffix == _RESERVED
             if excess <= 0:
                 with reserved.open("wb") as file:
                     file.truncate(num_bytes)
-            return max(0, excess)
-
-    def _is_downloading(self) -> bool:
-        """Return whether a process is downloading a file."""
-        paths = [path for *_, path in _files_in(self._limit.folder) if path.suffix == _RESERVED]
-        return any(not self._remove(path) for path in paths)
+            return max(0, excess), waits
 
     def _remove(self, path: Path) -> bool:
         """Remove a file of any set, unless it is mapped or being downloaded."""
