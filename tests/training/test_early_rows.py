@@ -295,7 +295,10 @@ def test_false_and_auto_for_cached_tables_send_no_early_rows(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"early_rows": False}, r"there are no early rows \(train.early_rows is false\)"),
+        (
+            {"early_rows": False},
+            r"late gradients need early rows, which are off \(train.early_rows is false\)",
+        ),
         ({"accumulate": 3}, "train.accumulate is 3; late gradients need 1"),
         ({"clip": ClipConfig(norm=1.0, rows=True)}, "optimizer.clip.rows is true"),
     ],

@@ -252,6 +252,11 @@ class Group(ABC, Generic[BatchT]):
         scaled = [(lookup, grads * factor.to(grads.dtype)) for lookup, grads in merged]
         self._merged = (batches, batch_size, scaled)
 
+    @property
+    def num_collected(self) -> int:
+        """Return the number of batches whose gradients ``update`` will apply."""
+        return len(self._collected if self._merged is None else self._merged[0])
+
     def take_collected(self) -> "Collected":
         """Remove and return the merged gradients of all collected batches."""
         taken, self._merged = self._merged or self._merge(), None

@@ -204,9 +204,13 @@ class RowGroup(Group[RowsInFlight]):
         self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
 
     def update(self, step: int) -> None:
+        self._release(self.apply(step))
+
+    def apply(self, step: int) -> list[GroupInFlight]:
+        """Take an optimizer step with the collected gradients; return their batches."""
         batches, self._state.batch_size, ((lookup, grad),) = self.take_collected()
         batches[-1].update(self._store, lookup, grad, self._stack.optimizer.lr, step)
-        self._release(batches)
+        return batches
 
 
 class AllGatherRowsGroup(RowGroup):

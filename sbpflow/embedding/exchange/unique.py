@@ -193,9 +193,8 @@ class UniqueGroup(RowGroup):
 
     def update(self, step: int) -> None:
         self.settle()
-        batches, _, ((lookup, grad),) = self.take_collected()
-        self.plan.check_step(len(batches))
-        batches[-1].update(self._store, lookup, grad, self._stack.optimizer.lr, step)
+        self.plan.check_step(self.num_collected)
+        batches = self.apply(step)
         batch = self._to_update.get(batches[-1].number or 0)
         if batch is None or (late := batch.late) is None:
             self._release(batches)

@@ -31,7 +31,7 @@ def join_servers(config: Config, plan: RunPlan, boxing: Boxing) -> Servers | Non
     rows of all earlier sessions. Raises ConfigError for a wrong secret or version, and
     ServerLostError if a server does not answer.
     """
-    if all(stored.kind != "servers" for _, stored in cached_stacks(plan)):
+    if all(stored.kind != "servers" for _, _, stored in cached_stacks(plan)):
         return None
     named, world = named_servers(config.parallel.storage), boxing.world
     secret = run_on_all_ranks(boxing, lambda: read_secret(named.secret_file, named.key))

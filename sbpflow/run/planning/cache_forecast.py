@@ -25,12 +25,12 @@ Ids = NDArray[np.integer[Any]]
 Forecast = Mapping[str, Mapping[int, Mapping[str, float]]]
 
 
-def cached_stacks(plan: RunPlan) -> Iterator[tuple[TableBatch, RowStorage]]:
-    """Yield the stacks whose rows are not all stored on the device."""
+def cached_stacks(plan: RunPlan) -> Iterator[tuple[GroupPlan, TableBatch, RowStorage]]:
+    """Yield the stacks whose rows are not all stored on the device, with their groups."""
     for group in plan.embeddings.groups:
         for stack in group.stacks:
             if (storage := stack.tables[0].storage) is not None:
-                yield stack, storage
+                yield group, stack, storage
 
 
 def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
@@ -46,14 +46,12 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
         for ids in islice(batches, BATCHES)
     ]
     found: dict[str, dict[int, Mapping[str, float]]] = {}
-    for group in plan.embeddings.groups:
-        for stack in group.stacks:
-            storage = stack.tables[0].storage
-            if storage is not None and not stack.ragged and matrices:
-                found[stack.tables[0].name] = {
-                    rank: _dry_run(plan, group, stack, storage, rank, matrices)
-                    for rank in stack.holders()
-                }
+    for group, stack, storage in cached_stacks(plan):
+        if not stack.ragged and matrices:
+            found[stack.tables[0].name] = {
+                rank: _dry_run(plan, group, stack, storage, rank, matrices)
+                for rank in stack.holders()
+            }
     return found
 
 

@@ -85,8 +85,10 @@ def _choice(
     late, urgent = (scale * num_bytes for num_bytes in expected(1))
     later, more = expected(2)  # the rows of two batches have pending updates
     can_be_early = not why_not and not _why_not_group(group, True)
-    unless = f" unless {KEY} is true" if can_be_early and config.train.early_rows == "auto" else ""
-    no_early = f"there are no early rows{unless} ({reason})"
+    hint = (
+        f"; {KEY}: true enables them" if can_be_early and config.train.early_rows == "auto" else ""
+    )
+    no_early = f"late gradients need early rows, which are off ({reason}{hint})"
     late_reason = no_early if reason else _why_not_late(config, group)
     if not late_reason and config.train.late_gradients == "auto":
         late_reason = hides(late - (more - critical), late + urgent)

@@ -16,7 +16,7 @@ def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dic
     ``forecast`` is the result of ``cache_forecast``, in rows per step.
     """
     found: list[dict[str, Any]] = []
-    for stack, storage in cached_stacks(plan):
+    for _, stack, storage in cached_stacks(plan):
         for rank in stack.holders():
             rows, width = stack.num_rows(rank), stack.width(rank)
             slots = storage.num_slots(rows)
