@@ -1,17 +1,17 @@
 """Measures the server: CPU time per request, latency, and a long run with deltas and faults.
 
     python -m benchmarks.serving build --folder F [--rows 300000]
-    python -m benchmarks.serving cost --folder F
+    python -m benchmarks.serving cost --folder F [G ..]
     python -m benchmarks.serving latency --folder F [--wrk wrk]
     python -m benchmarks.serving delta --folder F [--changed 500000]
-    python -m benchmarks.serving soak --folder F [--seconds 600]
+    python -m benchmarks.serving soak --folder F [--seconds 600] [--every 10]
 
 ``build`` generates rows, trains Wide & Deep for some steps, and exports the bundle ``F/model``.
-``cost`` divides the CPU time of a worker (/proc) by its requests. ``latency`` runs wrk, which must
-be installed, and compares the server with an ASGI application that only returns a fixed answer.
-``delta`` compares the latencies before and during the application of a delta. ``soak`` sends valid
-and malformed requests while deltas arrive (including a damaged delta) and a worker is killed; every
-response must match exactly one version.
+``cost`` divides the CPU time of a worker (/proc) by its requests, for one or more models.
+``latency`` runs wrk, which must be installed, and compares the server with an ASGI application that
+only returns a fixed answer. ``delta`` compares the latencies before and during the application of a
+delta. ``soak`` sends valid and malformed requests while deltas and new bundles arrive (including a
+damaged delta) and a worker is killed; every response must match exactly one version.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,6 +42,7 @@ CONNECTIONS = 8
 # Versions differ by far more than this. Rounding differs between batch sizes by more than 1e-6,
 # because the random values of the deltas are larger than trained values.
 _TOLERANCE = 1e-5
+_DELTAS = 24  # the default number of deltas per bundle
 EMPTY = """
 import sys
 import uvicorn
@@ -140,7 +141,13 @@ def _mean_cpu(
     }
 
 
-def cost(folder: Path, seconds: float, results: Results) -> None:
+def hidden_of(folder: Path) -> list[int]:
+    """Return the widths of the hidden layers of a model."""
+    weights = load_bundle(folder / "model", check=False).weights.values()
+    return [len(weight) for weight in weights if weight.ndim == 2 and len(weight) > 1]
+
+
+def cost(folders: Sequence[Path], seconds: float, results: Results) -> None:
     """Measure the CPU time of one worker per request, with one and with many connections.
 
     Between the requests of a single connection, the worker waits, and the CPU's caches turn cold.
@@ -148,6 +155,12 @@ def cost(folder: Path, seconds: float, results: Results) -> None:
     with empty_application() as (port, pid):
         found = _mean_cpu(port, pid, [request("/", b"x" * 200)], seconds)
         results.add(benchmark="cost", server="empty", connections=1, **found)
+    for folder in folders:
+        _cost(folder, seconds, results)
+
+
+def _cost(folder: Path, seconds: float, results: Results) -> None:
+    hidden = hidden_of(folder)
     with serving(folder / "model") as server:
         (pid,) = server.workers()
         for size in SIZES:
@@ -156,16 +169,16 @@ def cost(folder: Path, seconds: float, results: Results) -> None:
                 for number in (1, CONNECTIONS):
                     found = _mean_cpu(server.port, pid, requests, seconds, number)
                     results.add(
-                        benchmark="cost", server="sbpflow", connections=number, rows=size,
-                        format=kind, **found,
+                        benchmark="cost", server="sbpflow", hidden=hidden, connections=number,
+                        rows=size, format=kind, **found,
                     )  # fmt: skip
     with serving(folder / "model", workers=2) as server:
         requests = [request("/score", body) for body in bodies_of(folder, 64)[TEXT]]
         load(server.port, requests, 2.0, 8)
         size = (folder / "model" / "model.safetensors").stat().st_size
         workers = [memory_mb(pid) for pid in server.workers()]
-        results.add(benchmark="memory", model_mb=round(size / 2**20, 1), workers=workers,
-                    supervisor=memory_mb(server.process.pid))  # fmt: skip
+        results.add(benchmark="memory", hidden=hidden, model_mb=round(size / 2**20, 1),
+                    workers=workers, supervisor=memory_mb(server.process.pid))  # fmt: skip
 
 
 def _wrk(wrk: str, port: int, body: bytes, connections: int, seconds: int) -> dict[str, float]:
@@ -256,8 +269,11 @@ def _copy(folder: Path) -> Iterator[Chain]:
         yield Chain(bundle, load_bundle(bundle))
 
 
-def soak(folder: Path, seconds: float, results: Results) -> None:
-    """Run the server for a long time with deltas and faults, and check every answer."""
+def soak(folder: Path, seconds: float, every: float, results: Results) -> None:
+    """Run the server for a long time with deltas and faults, and check every answer.
+
+    As in the exports of a training run, a new bundle follows after 24 deltas.
+    """
     bodies = [*bodies_of(folder, 1)[TEXT][:4], *bodies_of(folder, 64)[TEXT][:2]]
     good = [request("/score", body) for body in bodies]
     bad = [
@@ -265,29 +281,31 @@ def soak(folder: Path, seconds: float, results: Results) -> None:
         request("/score", b" " * (5 << 20)), b"GARBAGE\r\n\r\n",
     ]  # fmt: skip
     statuses = [200] * len(good) + [400, 400, 404, 413, 400]
-    every = min(10.0, seconds / 6)
+    every = min(every, seconds / 6)
     with _copy(folder) as chain, serving(chain.bundle.parent, workers=2) as server:
         versions = {name_of(chain.model): chain.model}
-        memory: list[tuple[float, float]] = []
+        memory: list[list[dict[str, float]]] = []
+        count = 0
         client = LoadProcess(server.port, [*good * 8, *bad], seconds, 8, 400.0)
         begin = time.time()
         killed = 0.0
         while time.time() - begin < seconds - every:
-            number = chain.number
             time.sleep(every)
-            if number == 2:
+            if count == 2:
                 killed, (pid, _) = time.time(), server.workers()
                 os.kill(pid, signal.SIGKILL)
                 while pid in server.workers() or len(server.workers()) < 2:
                     time.sleep(0.01)
-            if number == 4:
+            if count == 4:
                 _publish_damaged(chain)
                 time.sleep(every)
-                shutil.rmtree(chain.bundle / "deltas" / f"{number + 1:06d}")
-            changed = chain.write(number, 5000)
+                shutil.rmtree(chain.bundle / "deltas" / f"{chain.number + 1:06d}")
+            if chain.number == _DELTAS:
+                changed = chain.start_again()
+            else:
+                changed, count = chain.write(count, 5000), count + 1
             versions[name_of(changed)] = changed
-            workers = [memory_mb(pid) for pid in server.workers()]
-            memory.append((time.time() - begin, sum(worker["pss_mb"] for worker in workers)))
+            memory.append([memory_mb(pid) for pid in server.workers()])
         answers = client.result()
         counts = server.metrics()
     wrong = _check(answers, [*good * 8, *bad], bodies, statuses, versions)
@@ -298,11 +316,20 @@ def soak(folder: Path, seconds: float, results: Results) -> None:
     results.add(
         benchmark="soak", seconds=seconds, requests=len(answers.latency),
         versions_seen=len({version for _, version, _, _ in answers.bodies if version}),
-        deltas=chain.number, refused_deltas=errors, lost_with_killed_worker=len(answers.lost),
+        deltas=count, bundles=len(versions) - count, refused_deltas=errors,
+        lost_with_killed_worker=len(answers.lost),
         restarts=counts["sbpflow_worker_restarts_total"], wrong_answers=0,
         p50_ms=_quantile(answers.latency, 0.5), p99_ms=_quantile(answers.latency, 0.99),
-        pss_mb_after_5_deltas=memory[min(5, len(memory) - 1)][1], pss_mb_at_end=memory[-1][1],
+        **_memory_over_time("pss_mb", memory), **_memory_over_time("private_mb", memory),
     )  # fmt: skip
+
+
+def _memory_over_time(kind: str, workers: list[list[dict[str, float]]]) -> dict[str, float]:
+    """Return the memory of all workers after five deltas, at the end, and the highest later one."""
+    sums = [round(sum(worker[kind] for worker in each), 1) for each in workers]
+    first = min(5, len(sums) - 1)
+    later = {"after_5_deltas": sums[first], "highest": max(sums[first:]), "at_end": sums[-1]}
+    return {f"{kind}_{when}": value for when, value in later.items()}
 
 
 def _publish_damaged(chain: Chain) -> None:
@@ -341,25 +368,29 @@ def _check(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("build", "cost", "latency", "delta", "soak"))
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, nargs="+", required=True)
     parser.add_argument("--rows", type=int, default=300_000)
     parser.add_argument("--hidden", default="[400, 400]", help="dense layers of the model")
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between deltas")
     parser.add_argument("--changed", type=int, default=500_000)
     parser.add_argument("--wrk", default="wrk")
     args = parser.parse_args()
+    folder, *others = args.folder
+    if others and args.what != "cost":
+        parser.error(f"{args.what} needs one --folder")
     if args.what == "build":
-        build(args.folder, args.rows, args.hidden)
+        build(folder, args.rows, args.hidden)
         return
     results = Results(f"serving_{args.what}")
     if args.what == "cost":
         cost(args.folder, args.seconds or 3.0, results)
     elif args.what == "latency":
-        latency(args.folder, args.seconds or 3.0, args.wrk, results)
+        latency(folder, args.seconds or 3.0, args.wrk, results)
     elif args.what == "delta":
-        delta(args.folder, args.changed, results)
+        delta(folder, args.changed, results)
     else:
-        soak(args.folder, args.seconds or 600.0, results)
+        soak(folder, args.seconds or 600.0, args.every, results)
 
 
 if __name__ == "__main__":

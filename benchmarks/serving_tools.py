@@ -1,8 +1,10 @@
 """Starts servers for bundles, writes deltas with random values, and reads /proc of the workers."""
 
 import contextlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -13,8 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from sbpflow.runtime.files.tensors_file import TensorsFile
 from sbpflow.serving.deltas import DeltaHead, DeltaWriter, digest_of
-from sbpflow.serving.scorer import Model
+from sbpflow.serving.row_store import Tensors
+from sbpflow.serving.scorer import Model, load
 
 ROOT = Path(__file__).resolve().parents[1]
 Body = bytes | str | Iterator[bytes] | None
@@ -144,6 +148,41 @@ class Chain:
         origin = self.model.version._replace(step=self.step, delta=self.number)
         self.model = self.model.with_changes(changed, dense, origin)
         return self.model
+
+    def start_again(self) -> Model:
+        """Write a bundle with the current values, remove the old one, and start a new chain, as an
+        export does after its last delta.
+        """
+        old, model = self.bundle, self.model
+        self.step += 1
+        work = old.with_name(".partial")
+        work.mkdir()
+        for file in old.iterdir():
+            if file.is_file() and file.name != "model.safetensors":
+                shutil.copyfile(file, work / file.name)
+        entries = Tensors(old / "model.safetensors").entries
+        sizes = {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items()}
+        with TensorsFile(work / "model.safetensors", sizes) as file:
+            for name in entries:
+                kind, _, rest = name.partition("/")
+                value = model.weights[rest] if kind == "dense" else self._rows(rest)
+                file.put(name, 0, value.numpy())
+        content = json.loads((work / "model.json").read_text())
+        content["origin"] = {"run": model.version.run, "step": self.step}
+        (work / "model.json").write_text(json.dumps(content))
+        scores = model.score(model.sample["rows"]).tolist()
+        (work / "sample.json").write_text(json.dumps({**model.sample, "scores": scores}))
+        self.bundle, self.number = old.with_name(f"step-{self.step}"), 0
+        work.rename(self.bundle)
+        shutil.rmtree(old)
+        self.base = self.last = digest_of(self.bundle)
+        self.model = load(self.bundle)
+        return self.model
+
+    def _rows(self, name: str) -> torch.Tensor:
+        table = self.model.content["tables"][name]
+        rows = torch.arange(table["first"], table["first"] + table["rows"])
+        return self.model.stores[table["store"]].gather(rows)
 
 
 def cpu_ms(pid: int) -> float:

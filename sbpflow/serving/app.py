@@ -19,7 +19,7 @@ import numpy as np
 from sbpflow.runtime.files.prometheus import CONTENT_TYPE
 from sbpflow.serving import inference_protocol
 from sbpflow.serving.batcher import Batcher
-from sbpflow.serving.bodies import BodyError, Scores, check_rows, format_of
+from sbpflow.serving.bodies import BodyError, Scores, check_rows, encode, format_of
 from sbpflow.serving.encoder import RowError
 from sbpflow.serving.follower import ModelVersion
 from sbpflow.serving.metrics import Metrics, ModelCounts
@@ -203,8 +203,8 @@ class App:
     async def _scores(self, served: Served, model: Model, rows: Any) -> Scores:
         counts = served.counts
         try:
-            encoded = model.encode(rows)
-        except RowError:
+            encoded = encode(model, rows)
+        except (BodyError, RowError):
             raise
         except ValueError as error:
             raise BodyError(str(error)) from error
@@ -254,7 +254,8 @@ class App:
         """Compare the shadow model's scores for one request, then yield to the event loop."""
         served, rows, scores = self._behind[0]
         try:
-            other = self._shadow.version.model.score(rows) if self._shadow else scores
+            model = self._shadow.version.model if self._shadow else served.version.model
+            other = model.score_encoded(encode(model, rows))
             served.counts.observe("shadow_difference", np.abs(other - scores))
             served.counts.count("shadow_rows", len(scores))
         except Exception:

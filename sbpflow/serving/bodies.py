@@ -6,6 +6,7 @@ unpickled.
 
 import io
 import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,12 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.runtime.files.json_file import kind_name
+from sbpflow.serving.encoder import Encoded
+from sbpflow.serving.scorer import Model
 
 Scores = NDArray[np.float32]
 TEXT, JSON = "text/tab-separated-values", "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
 # nine digits are enough to identify a float32, and take a third of the time of all digits
 _NUMBER = "%.9g"
+_ROWS = re.compile(rb'[ \t\n\r]*\{[ \t\n\r]*"rows"[ \t\n\r]*:')
 
 
 class BodyError(ValueError):
@@ -35,7 +39,7 @@ class BodyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``read(body, max_rows)`` returns rows for ``Model.encode``; ``write`` returns a body."""
+    """``read(body, max_rows)`` returns rows for ``encode``; ``write`` returns a body."""
 
     type: bytes
     read: Callable[[bytes, int], Any]
@@ -83,6 +87,30 @@ def _read_text(body: bytes, max_rows: int) -> bytes:
 
 def _write_text(scores: Scores, name: str, version: str) -> bytes:
     return (f"{_NUMBER}\n" * len(scores) % tuple(scores.tolist())).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class JsonRows:
+    """Rows in a JSON body, which is read when they are encoded."""
+
+    body: bytes
+    max_rows: int
+
+    def encode(self, model: Model) -> Encoded:
+        """Encode the rows; raise BodyError for other JSON, and for anything else."""
+        text = self.body
+        if (start := _ROWS.match(text)) and (text := text.rstrip()).endswith(b"}"):
+            text = text[start.end() : -1]
+        return model.encode_json(text) or model.encode(self.parsed())
+
+    def parsed(self) -> Any:
+        """Return the rows as a list of dicts, or as columns; raise BodyError for anything else."""
+        return _read_json(self.body, self.max_rows)
+
+
+def encode(model: Model, rows: Any) -> Encoded:
+    """Encode the rows that ``Format.read`` returned."""
+    return rows.encode(model) if isinstance(rows, JsonRows) else model.encode(rows)
 
 
 def _read_json(body: bytes, max_rows: int) -> Any:
@@ -198,6 +226,6 @@ _FORMATS = {
     "text/csv": _TEXT,
     "": _TEXT,
     "application/x-www-form-urlencoded": _TEXT,  # the default of curl --data-binary
-    JSON: Format(b"application/json", _read_json, _write_json),
+    JSON: Format(b"application/json", JsonRows, _write_json),
     ARROW: Format(ARROW.encode(), _read_arrow, _write_arrow),
 }

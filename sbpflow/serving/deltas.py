@@ -246,10 +246,16 @@ def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             if (file.tell(), digest) != (values["bytes"], values["sha256"]):
                 raise DataError(f"{path}: is damaged; load the newest bundle")
-        tensors = Tensors(path)
+        rows, others = Tensors(path), Tensors(path)
     except (OSError, BundleError) as error:
         raise DataError(f"{path}: cannot be read ({error}); load the newest bundle") from error
-    return {name: tensors.tensor(name) for name in tensors.entries}
+    # A server reads changed rows from the file for as long as it uses the delta. The second mapping
+    # ends with the version, so that the pages of its other values do not stay in memory.
+    return {name: (rows if _is_values(name) else others).tensor(name) for name in rows.entries}
+
+
+def _is_values(name: str) -> bool:
+    return name.startswith("tables/") and not name.endswith("/rows")
 
 
 def _digest(content: object) -> str:

@@ -224,6 +224,11 @@ class Encoder:
             return self._encoded(cells, {})
         return self.encode_columns(self.raw.columns_of(rows))
 
+    def encode_json(self, text: bytes) -> Encoded | None:
+        """Encode a JSON list of objects in compiled loops; return None if they cannot read it."""
+        cells = None if self._compiled is None else self._compiled.parse_json(text)
+        return None if cells is None else self._encoded(cells, {})
+
     def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
         """Encode columns of equal length, by name: numpy arrays (plain or masked) or lists of
         cells.

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled, pointer_to
 from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.serving.columns import text_of
 from sbpflow.serving.dense_loops import compile_row
 from sbpflow.serving.encoder import Cells, Encoder, Finished
 from sbpflow.serving.hash_loops import digest
+from sbpflow.serving.json_loops import JsonLines
 
 __all__ = ["CompiledInput", "compile_row", "digest", "gather_rows"]
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
@@ -274,13 +275,14 @@ def gather_rows(
     limits: Array,
     base: Array,
     slots: Array,
-    extra: Array,
+    starts: Array,
+    addresses: Array,
     out: Array,
 ) -> bool:
     """Write the rows of ``ids`` [n, ids] to ``out`` [n, columns, dim]; return False if an id is not
     a row of its table. ``first`` and ``limits`` are the first row and the number of rows of each
-    column's table. ``slots`` and ``extra`` describe the changed rows of a store; ``slots`` is empty
-    if there are none.
+    column's table. ``slots``, ``starts``, and ``addresses`` describe the changed rows of a store;
+    ``slots`` is empty if there are none.
     """
     num_rows, dim = base.shape
     for row in range(ids.shape[0]):
@@ -295,8 +297,12 @@ def gather_rows(
                 for k in range(dim):
                     out[row, number, k] = base[at, k]
             else:
+                at -= num_rows
+                piece = np.searchsorted(starts, at, side="right") - 1
+                changed = pointer_to(addresses[piece], base)
+                start = (at - starts[piece]) * dim
                 for k in range(dim):
-                    out[row, number, k] = extra[at - num_rows, k]
+                    out[row, number, k] = changed[start + k]
     return True
 
 
@@ -358,6 +364,7 @@ class CompiledInput:
         )
         self._lines: dict[int, tuple[Array, Array]] = {}
         self._raw = encoder.raw
+        self._json = JsonLines(self._raw.required, self._targets, (HEX, STRING))
         self._set_dicts()
 
     def _set_numbers(self, dense: Sequence[Mapping[str, Any]], columns: Mapping[str, int]) -> None:
@@ -428,7 +435,7 @@ class CompiledInput:
         return self._parse_lines(text, text.count(b"\n"), raw.separator, kinds, targets)
 
     def _parse_lines(
-        self, text: bytes, num_rows: int, separator: str, kinds: Array, targets: Array
+        self, text: bytes | Array, num_rows: int, separator: str, kinds: Array, targets: Array
     ) -> Cells | None:
         cells = Cells.empty(num_rows, self._num_dense, self._num_keys)
         array = np.frombuffer(text, dtype=U8)
@@ -461,6 +468,14 @@ class CompiledInput:
         if text.count(b"\n") != num_rows or text.count(b"\t") != num_tabs:
             return None  # a cell contains one of these characters
         return self._parse_lines(text, num_rows, "\t", self._dict_kinds, self._dict_targets)
+
+    def parse_json(self, text: bytes) -> Cells | None:
+        """Return the cells of a JSON list of objects, or None for rarer forms and for errors."""
+        lines = self._json.lines(text) if self._parses else None
+        if lines is None:
+            return None
+        kinds, targets = lines.columns
+        return self._parse_lines(lines.text, lines.num_rows, "\t", kinds, targets)
 
     def _targets(self, names: Sequence[str]) -> tuple[Array, Array]:
         cells = [self._kinds.get(name, (SKIPPED, 0)) for name in names]

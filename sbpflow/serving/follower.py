@@ -6,12 +6,11 @@ version, whose age grows in the metrics until a good delta or a newer bundle app
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from sbpflow.errors import DataError
 from sbpflow.serving.deltas import (
@@ -147,7 +146,8 @@ class Follower:
             return None
         origin = Version(run=delta.head.run, step=delta.head.step, delta=number)
         tables = {
-            name: (rows.numpy(), _values(parts)) for name, (rows, parts) in delta.tables.items()
+            name: (rows.numpy(), tuple(parts.values()))
+            for name, (rows, parts) in delta.tables.items()
         }
         vocabulary = {
             name: (keys.numpy().view(np.uint64), ids.numpy().astype(np.int32))
@@ -170,16 +170,6 @@ class Follower:
         folder = delta_folder(bundle, self.version.number + 1)
         files = (bundle / BUNDLE_FILE, folder / DELTA_FILE, folder / VALUES_FILE)
         return folder, *map(_stamp, files)
-
-
-def _values(parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the values of changed rows.
-
-    Quantizing the values of 8-bit rows again gives the same rows.
-    """
-    if "/int8" not in parts:
-        return parts[""]
-    return parts["/int8"] * parts["/scale"].unsqueeze(1) + parts["/low"].unsqueeze(1)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Reads the tensors of a bundle, and gathers table rows, including rows changed by deltas."""
 
 import json
-import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -71,42 +70,67 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Store:
     """The rows of all tables with the same width and format, and the rows that deltas have changed.
 
-    ``base`` is mapped from the bundle. A changed row gets a free slot of ``extra``, which versions
-    share: a version reads only the slots of its own ``slots``, [rows] int32, where slots from
-    ``num_rows`` on are in ``extra``. A slot becomes free when no version uses it anymore.
+    ``base`` is mapped from the bundle. Changed rows are read where they are, in ``pieces``: those
+    of a delta are mapped from its file, so that the workers of a server share them. ``slots``,
+    int32 [rows], has the place of each row: in ``base``, or from ``num_rows`` on, in the pieces.
+    Compiled loops read any number of pieces; without them (``merges``), each change merges all
+    pieces into one.
     """
 
-    def __init__(self, base: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, base: Sequence[Tensor], dtype: torch.dtype, *, merges: bool = True) -> None:
         self._base, self._dtype = tuple(base), dtype
         self.num_rows, self.dim = base[0].shape[0], base[0].shape[1]
+        self._merges = merges or not self._is_read_as_stored()
         self._slots: Tensor | None = None
-        self._extra: tuple[Tensor, ...] = tuple(part[:0] for part in base)
-        self._versions: weakref.WeakSet[Store] = weakref.WeakSet()
+        self._pieces: tuple[tuple[Tensor, ...], ...] = ()
+        self._starts = torch.empty(0, dtype=torch.int64)  # the first place in each piece
+
+    def _is_read_as_stored(self) -> bool:
+        kind = self._base[0].dtype
+        return len(self._base) == 1 and kind == self._dtype and kind != torch.bfloat16
 
     @cached_property
-    def arrays(self) -> tuple[Array, Array, Array] | None:
-        """Return the rows, the slots (empty if no row was changed), and the changed rows as arrays.
+    def arrays(self) -> tuple[Array, ...] | None:
+        """Return the rows, the slots (empty if no row was changed), and the first place and the
+        address of each piece as arrays.
 
         Returns None if rows are converted when they are read.
         """
-        base = self._base[0]
-        if len(self._base) > 1 or base.dtype != self._dtype or base.dtype == torch.bfloat16:
+        if not self._is_read_as_stored():
             return None
         slots = torch.empty(0, dtype=torch.int32) if self._slots is None else self._slots
-        return base.numpy(), slots.numpy(), self._extra[0].numpy()
+        addresses = [piece[0].data_ptr() for piece in self._pieces]
+        return (
+            self._base[0].numpy(),
+            slots.numpy(),
+            self._starts.numpy(),
+            np.array(addresses, dtype=np.int64),
+        )
 
     def gather(self, rows: Tensor) -> Tensor:
         """Look up ``rows`` int64 [n]; return [n, dim] of the compute dtype."""
-        if self._slots is None:
-            return self._values([part.index_select(0, rows) for part in self._base])
-        slots = self._slots.index_select(0, rows)
-        changed = (slots >= self.num_rows).nonzero().reshape(-1)
         found = [part.index_select(0, rows) for part in self._base]
-        if len(changed):
-            at = slots.index_select(0, changed) - self.num_rows
-            for part, extra in zip(found, self._extra, strict=True):
-                part.index_copy_(0, changed, extra.index_select(0, at))
+        if self._slots is not None:
+            slots = self._slots.index_select(0, rows)
+            changed = (slots >= self.num_rows).nonzero().reshape(-1)
+            if len(changed):
+                at = slots.index_select(0, changed).long() - self.num_rows
+                for part, values in zip(found, self._changed(at), strict=True):
+                    part.index_copy_(0, changed, values)
         return self._values(found)
+
+    def _changed(self, at: Tensor) -> tuple[Tensor, ...]:
+        """Return the changed rows at places ``at`` int64 [n] of the pieces."""
+        if len(self._pieces) == 1:
+            return tuple(part.index_select(0, at) for part in self._pieces[0])
+        values = tuple(part.new_empty(len(at), *part.shape[1:]) for part in self._base)
+        numbers = torch.bucketize(at, self._starts, right=True) - 1
+        for number in numbers.unique().tolist():
+            own = (numbers == number).nonzero().reshape(-1)
+            inside = at.index_select(0, own) - self._starts[number]
+            for value, part in zip(values, self._pieces[number], strict=True):
+                value.index_copy_(0, own, part.index_select(0, inside))
+        return values
 
     def _values(self, parts: Sequence[Tensor]) -> Tensor:
         if len(parts) == 1:
@@ -114,36 +138,52 @@ class Store:
         values, scale, low = parts
         return (values.float() * scale.unsqueeze(1) + low.unsqueeze(1)).to(self._dtype)
 
-    def with_rows(self, rows: Tensor, values: Tensor) -> "Store":
-        """Return a store in which ``rows`` int64 [n], which must be unique, have ``values``."""
-        parts = (values.to(self._base[0].dtype),)
-        if len(self._base) > 1:
-            parts = quantized(values.float())
-        new = Store(self._base, self._dtype)
-        new._versions = self._versions
+    def with_rows(self, *changes: tuple[Tensor, Tensor | tuple[Tensor, ...]]) -> "Store":
+        """Return a store with changes (rows int64 [n], values), where no row occurs twice.
+
+        Values are [n, dim], or the parts in which the base stores them. They are not copied if they
+        have its dtype.
+        """
+        new = Store(self._base, self._dtype, merges=self._merges)
         if self._slots is None:
             new._slots = torch.arange(self.num_rows, dtype=torch.int32)
         else:
             new._slots = self._slots.clone()
-        slots = self._free_slots(len(rows))
-        used, size = len(self._extra[0]), int(slots.max()) + 1 if len(slots) else 0
-        new._extra = self._extra
-        if size > used:
-            more = max(size - used, used // 2)
-            new._extra = tuple(
-                torch.cat([part, part.new_empty(more, *part.shape[1:])]) for part in self._extra
-            )
-        for part, changed in zip(new._extra, parts, strict=True):
-            part.index_copy_(0, slots, changed)
-        new._slots.index_copy_(0, rows, (slots + self.num_rows).to(torch.int32))
-        new._versions.add(new)
+        pieces, end = list(self._pieces), self._end
+        for rows, values in changes:
+            if len(rows):
+                pieces.append(self._stored(len(rows), values))
+                places = torch.arange(end, end + len(rows), dtype=torch.int32)
+                new._slots.index_copy_(0, rows, places + self.num_rows)
+                end += len(rows)
+        new._set_pieces(pieces)
+        # a chain of deltas may change the same rows again and again
+        if len(pieces) > 1 and (new._merges or end > 2 * self.num_rows):
+            changed = (new._slots >= self.num_rows).nonzero().reshape(-1)
+            at = new._slots.index_select(0, changed).long() - self.num_rows
+            new._set_pieces([new._changed(at)])
+            places = torch.arange(len(changed), dtype=torch.int32)
+            new._slots.index_copy_(0, changed, places + self.num_rows)
         return new
 
-    def _free_slots(self, count: int) -> Tensor:
-        """Return slots of ``extra`` that no live version uses, preferring those before its end."""
-        used = torch.zeros(len(self._extra[0]), dtype=torch.bool)
-        for version in list(self._versions):
-            if version._slots is not None:
-                used[version._slots[version._slots >= self.num_rows] - self.num_rows] = True
-        free = (~used).nonzero().reshape(-1)[:count]
-        return torch.cat([free, torch.arange(len(used), len(used) + count - len(free))])
+    def _stored(self, num_rows: int, values: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return values in the parts and dtypes of the base; raise BundleError for other shapes."""
+        if not isinstance(values, tuple):
+            values = quantized(values.float()) if len(self._base) > 1 else (values,)
+        shapes = [(num_rows, *part.shape[1:]) for part in self._base]
+        if [tuple(value.shape) for value in values] != shapes:
+            found = [tuple(value.shape) for value in values]
+            raise BundleError(f"changed rows: must have the shapes {shapes}, got {found}")
+        return tuple(
+            value.to(part.dtype).contiguous()
+            for value, part in zip(values, self._base, strict=True)
+        )
+
+    @property
+    def _end(self) -> int:
+        """Return the number of rows in the pieces."""
+        return sum(len(piece[0]) for piece in self._pieces)
+
+    def _set_pieces(self, pieces: Sequence[tuple[Tensor, ...]]) -> None:
+        ends = np.cumsum([0, *(len(piece[0]) for piece in pieces)], dtype=np.int64)
+        self._pieces, self._starts = tuple(pieces), torch.from_numpy(ends[:-1].copy())

@@ -77,6 +77,10 @@ class Model:
         """Return the ids and dense values of raw rows; raise RowError for the first bad row."""
         return self._encoder().encode(rows)
 
+    def encode_json(self, text: bytes) -> Encoded | None:
+        """Encode a JSON list of objects; return None if only Python's parser can read it."""
+        return self._encoder().encode_json(text)
+
     def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
         """Encode columns by name: numpy arrays (plain or masked) or lists of cells."""
         return self._encoder().encode_columns(columns)
@@ -147,19 +151,21 @@ class Model:
 
     def with_changes(
         self,
-        tables: Mapping[str, tuple[Array, Array | Tensor]],
+        tables: Mapping[str, tuple[Array, Array | Tensor | tuple[Tensor, ...]]],
         dense: Mapping[str, Array | Tensor],
         version: Version,
         vocabulary: Mapping[str, tuple[Array, ...]] | None = None,
     ) -> "Model":
         """Return a model with changed rows, dense weights, and vocabulary entries.
 
-        ``tables`` maps table names to (rows int64 [n], values [n, dim]), ``dense`` maps weight
-        names to whole values, and ``vocabulary`` maps names to (keys, ids) or (keys, ids, checks).
-        This model does not change, and the new model shares all unchanged values with it.
+        ``tables`` maps table names to (rows int64 [n], values [n, dim]), where the values of 8-bit
+        rows may be (int8, scale, low), ``dense`` maps weight names to whole values, and
+        ``vocabulary`` maps names to (keys, ids) or (keys, ids, checks). This model does not change,
+        and the new model shares all unchanged values with it. The given values are not copied, so
+        they must not be modified later.
         """
         stores = list(self.stores)
-        changed: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        changed: dict[int, list[tuple[Tensor, Tensor | tuple[Tensor, ...]]]] = {}
         for name, (rows, values) in tables.items():
             table = self._known("tables", name, self.content["tables"])
             at = torch.from_numpy(np.asarray(rows, dtype=np.int64))
@@ -168,10 +174,10 @@ class Model:
                     f"table {name}: has {table['rows']} rows, got row {int(at.max())}"
                 )
             own = changed.setdefault(table["store"], [])
-            own.append((at + table["first"], _tensor(values)))
+            values = values if isinstance(values, tuple) else _tensor(values)
+            own.append((at + table["first"], values))
         for number, parts in changed.items():
-            at, values = (torch.cat(each) for each in zip(*parts, strict=True))
-            stores[number] = stores[number].with_rows(at, values)
+            stores[number] = stores[number].with_rows(*parts)
         weights = dict(self.weights)
         for name, value in dense.items():
             old = self._known("dense", name, weights)
@@ -265,7 +271,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
         encoder = Encoder(content["input"], vocabularies, loops, _crossed(content["hashed"]))
     dtype = getattr(torch, content["dtype"])
     stores = tuple(
-        Store([tensors.tensor(*names) for names in store["arrays"]], dtype)
+        Store([tensors.tensor(*names) for names in store["arrays"]], dtype, merges=loops is None)
         for store in content["stores"]
     )
     weights = {

@@ -110,6 +110,7 @@ COMPILED = (
     "dense_loops",
     "growing",
     "hash_loops",
+    "json_loops",
     "key_exchange",
     "mark_loops",
     "prefetch",

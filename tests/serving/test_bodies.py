@@ -13,8 +13,12 @@ SCORES = np.array([0.1, 0.25], dtype=np.float32)
 
 
 def refused(kind: str, body: bytes, max_rows: int = 9) -> tuple[str, int]:
+    def read() -> object:
+        rows = format_of(kind).read(body, max_rows)
+        return rows.parsed()
+
     with pytest.raises(BodyError) as error:
-        format_of(kind).read(body, max_rows)
+        read()
     return str(error.value), error.value.status
 
 
@@ -36,10 +40,10 @@ def test_text_is_forwarded(kind):
 def test_json_rows_and_columns_are_read():
     form = format_of(JSON)
     rows = [{"C1": "a", "I1": None}, {"C1": "b", "I1": 2}]
-    assert form.read(json.dumps(rows).encode(), 2) == rows
-    assert form.read(json.dumps({"rows": rows}).encode(), 2) == rows
+    assert form.read(json.dumps(rows).encode(), 2).parsed() == rows
+    assert form.read(json.dumps({"rows": rows}).encode(), 2).parsed() == rows
     columns = {"C1": ["a", "b"], "I1": [None, 2]}
-    assert form.read(json.dumps({"columns": columns}).encode(), 2) == columns
+    assert form.read(json.dumps({"columns": columns}).encode(), 2).parsed() == columns
     found = json.loads(form.write(SCORES, "m", "v"))
     assert np.float32(found.pop("scores")).tolist() == SCORES.tolist()
     assert found == {"model": "m", "version": "v"}
@@ -69,7 +73,7 @@ def test_every_bit_of_a_score_is_written():
 )
 def test_other_json_is_refused_with_its_place(body, words):
     with pytest.raises(BodyError, match=words) as error:
-        format_of(JSON).read(body, 9)
+        format_of(JSON).read(body, 9).parsed()
     assert error.value.status == 400
 
 

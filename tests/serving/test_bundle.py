@@ -2,7 +2,6 @@
 numpy.
 """
 
-import gc
 import json
 import os
 import shutil
@@ -25,7 +24,6 @@ from sbpflow.run.export.bundle import scorer_source
 from sbpflow.run.export.graph import graph_of
 from sbpflow.serving.cells import string_key
 from sbpflow.serving.operations import Graph
-from sbpflow.serving.row_store import Store
 from sbpflow.serving.scorer import BundleError, RowError, Version, load
 from tests.data.tables import write_parquet
 from tests.serving.bundles import MODELS, OwnConfig, config_of, export, good_rows, make_set, train
@@ -329,34 +327,6 @@ def test_new_vocabulary_entries_get_their_ids(exported):
         new.encode(model.sample["rows"]).ids.tolist()
         == model.encode(model.sample["rows"]).ids.tolist()
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_slots_of_changed_rows_are_reused_only_when_no_version_needs_them(parts):
-    generator = torch.Generator().manual_seed(3)
-    base = [torch.zeros(50, 3)] if parts == 1 else [torch.zeros(50, 3, dtype=torch.uint8),
-                                                    torch.zeros(50), torch.zeros(50)]  # fmt: skip
-    versions = [(Store(base, torch.float32), torch.zeros(50, 3))]
-    for number in range(40):
-        store, values = versions[-1]
-        rows = torch.randperm(50, generator=generator)[:20]
-        new = torch.full((20, 3), float(number + 1))
-        whole = values.clone()
-        whole[rows] = new
-        versions.append((store.with_rows(rows, new), whole))
-        if number % 3:
-            del versions[int(torch.randint(len(versions) - 1, (), generator=generator))]
-            gc.collect()
-        for kept, wanted in versions:
-            assert torch.equal(kept.gather(torch.arange(50)), wanted)
-    del versions[:-1]
-    gc.collect()
-    last, _ = versions[0]
-    size = len(last._extra[0])
-    for number in range(30):
-        last = last.with_rows(torch.arange(20), torch.full((20, 3), float(number)))
-    assert len(last._extra[0]) <= max(size, 100)
 
 
 def test_rows_of_16_and_8_bits_are_served(exported, prepared, tmp_path):

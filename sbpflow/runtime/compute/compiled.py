@@ -5,10 +5,13 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
 
 from sbpflow.runtime.files.cache_dir import code_cache
 
 Array = np.ndarray[Any, Any]
+_Node = Any  # part of an expression that numba compiles
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -37,3 +40,17 @@ def _compiled(function: FunctionT, *, fastmath: bool) -> FunctionT:
         return cast("FunctionT", jit(function))
     finally:
         config.CACHE_DIR = default
+
+
+@intrinsic
+def _pointer(_: _Node, address: _Node, like: _Node) -> _Node:
+    def generate(context: _Node, builder: _Node, signature: _Node, values: _Node) -> _Node:
+        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(address, like), generate
+
+
+pointer_to = cast("Callable[[Any, Array], Any]", _pointer)
+"""In compiled functions, ``pointer_to(address, like)`` is a pointer to values with the dtype of
+``like``; it is indexed like an array. Tuples of arrays would be compiled for each length.
+"""

@@ -1,0 +1,197 @@
+"""Rewrites JSON rows as text lines in one compiled pass, without a Python object per cell. Only
+``encoder_loops`` imports this module, which needs numba.
+
+The text around the values is taken from the first row, and all rows must have the same, as every
+program writes it. Other JSON is left to Python's parser.
+"""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sbpflow.runtime.compute.compiled import Array, compiled
+
+_TAB, _LINE, _BLANK = 9, 10, 32
+_QUOTE, _PLUS, _MINUS, _POINT, _ZERO, _LARGE_E, _BACKSLASH, _E, _N = (
+    34, 43, 45, 46, 48, 69, 92, 101, 110
+)  # fmt: skip
+_NULL = np.frombuffer(b"null", dtype=np.uint8)
+_GAP = rb"[ \t\n\r]*"
+_TEXT = rb'"([^"\\\x00-\x1f]*)"'
+_BEGIN, _NEXT, _END = (
+    re.compile(_GAP + _GAP.join(marks) + _GAP)
+    for marks in ((rb"\[", rb"\{"), (b",",), (rb"\}", rb"\]"))
+)
+_NEXT_ROW = re.compile(_GAP + _GAP.join((rb"\}", b",", rb"\{")) + _GAP)
+_KEY = re.compile(_TEXT + _GAP + b":" + _GAP)
+_VALUE = re.compile(_TEXT + rb"|null|[-0-9][-+.0-9eE]*")
+
+
+@compiled
+def _after_digits(text: Array, at: int) -> int:
+    while at < text.size and text[at] >= _ZERO and text[at] <= _ZERO + 9:
+        at += 1
+    return at
+
+
+@compiled
+def _after_number(text: Array, at: int) -> int:
+    """Return the end of the JSON number at ``at``, or -1 if there is none."""
+    at += text[at] == _MINUS
+    end = _after_digits(text, at)
+    if end == at or (text[at] == _ZERO and end > at + 1):
+        return -1
+    at = end
+    if at < text.size and text[at] == _POINT:
+        end = _after_digits(text, at + 1)
+        if end == at + 1:
+            return -1
+        at = end
+    if at < text.size and (text[at] == _E or text[at] == _LARGE_E):
+        at += 1
+        at += at < text.size and (text[at] == _PLUS or text[at] == _MINUS)
+        end = _after_digits(text, at)
+        if end == at:
+            return -1
+        at = end
+    return at
+
+
+@compiled
+def _after_bytes(text: Array, at: int, wanted: Array, start: int, stop: int) -> int:
+    """Return the end of ``wanted[start:stop]`` at ``at``, or -1 if the text is different."""
+    if at + stop - start > text.size:
+        return -1
+    for k in range(start, stop):
+        if text[at] != wanted[k]:
+            return -1
+        at += 1
+    return at
+
+
+@compiled
+def rewrite(
+    text: Array, gaps: Array, ends: Array, is_text: Array, out: Array
+) -> tuple[int, int, int]:
+    """Write rows to ``out`` as lines with tabs; return the end of the last value, the size of the
+    lines, and their number, or (-1, 0, 0) for rarer values (escapes, nested values, true, false).
+
+    ``gaps`` is the text before each value, and before the first value of the next row, or nothing
+    if there is one row; ``ends`` [columns + 1] are their ends. ``is_text`` [columns] is True for
+    cells that cannot be numbers.
+    """
+    at, size, num_rows, columns = 0, 0, 0, is_text.size
+    while True:
+        for column in range(columns):
+            if column > 0 or num_rows == 0:
+                at = _after_bytes(text, at, gaps, ends[column - 1] if column else 0, ends[column])
+            if at < 0 or at == text.size:
+                return -1, 0, 0
+            if text[at] == _QUOTE:
+                at += 1
+                while at < text.size and text[at] != _QUOTE:
+                    if text[at] == _BACKSLASH or text[at] < _BLANK:
+                        return -1, 0, 0
+                    out[size] = text[at]
+                    at, size = at + 1, size + 1
+                at += 1
+            elif text[at] == _N:
+                at = _after_bytes(text, at, _NULL, 0, 4)
+            else:
+                end = -1 if is_text[column] else _after_number(text, at)
+                for k in range(at, end):
+                    out[size] = text[k]
+                    size += 1
+                at = end
+            if at < 0 or at >= text.size:
+                return -1, 0, 0
+            out[size] = _LINE if column == columns - 1 else _TAB
+            size += 1
+        num_rows += 1
+        following = _after_bytes(text, at, gaps, ends[columns - 1], ends[columns])
+        if following <= at:
+            return at, size, num_rows
+        at = following
+
+
+class TextLines(NamedTuple):
+    """Lines with tabs, and the kinds and targets of their columns."""
+
+    text: Array
+    num_rows: int
+    columns: tuple[Array, Array]
+
+
+class _Layout(NamedTuple):
+    """The arguments of ``rewrite``, and the kinds and targets of the columns."""
+
+    gaps: Array
+    ends: Array
+    is_text: Array
+    columns: tuple[Array, Array]
+
+
+class JsonLines:
+    """Rewrites JSON rows as lines. ``columns_of(names)`` returns kinds and targets, and the
+    ``text_kinds`` cannot be numbers. The layout of the last request is tried first.
+    """
+
+    def __init__(
+        self,
+        required: Collection[str],
+        columns_of: Callable[[Sequence[str]], tuple[Array, Array]],
+        text_kinds: Sequence[int],
+    ) -> None:
+        self._required, self._columns_of = frozenset(required), columns_of
+        self._text_kinds = text_kinds
+        self._last: _Layout | None = None
+
+    def lines(self, text: bytes) -> TextLines | None:
+        """Return the rows of a list of objects, or None for rarer forms and for errors."""
+        if not text.isascii():
+            try:
+                text.decode()
+            except UnicodeDecodeError:
+                return None
+        if self._last is not None and (found := self._rewritten(text, self._last)):
+            return found
+        layout = self._layout(text)
+        if layout is None or (found := self._rewritten(text, layout)) is None:
+            return None
+        self._last = layout
+        return found
+
+    def _rewritten(self, text: bytes, layout: _Layout) -> TextLines | None:
+        array, out = np.frombuffer(text, dtype=np.uint8), np.empty(len(text), dtype=np.uint8)
+        at, size, num_rows = rewrite(array, layout.gaps, layout.ends, layout.is_text, out)
+        if at < 0 or not _END.fullmatch(text, at):
+            return None
+        return TextLines(out[:size], num_rows, layout.columns)
+
+    def _layout(self, text: bytes) -> _Layout | None:
+        """Return the layout of the first row, if its keys are unique and include all columns."""
+        gaps: list[bytes] = []
+        names: list[str] = []
+        before, start = _BEGIN.match(text), 0
+        while before is not None:
+            key = _KEY.match(text, before.end())
+            value = None if key is None else _VALUE.match(text, key.end())
+            if key is None or value is None:
+                return None
+            gaps.append(text[start : key.end()])
+            names.append(key[1].decode())
+            start = value.end()
+            before = _NEXT.match(text, start)
+        if not names or len(set(names)) < len(names) or not self._required <= set(names):
+            return None
+        following = _NEXT_ROW.match(text, start)
+        key = None if following is None else _KEY.match(text, following.end())
+        if key is not None and key[1].decode() != names[0]:
+            return None
+        gaps.append(b"" if key is None else text[start : key.end()])
+        ends = np.cumsum([len(gap) for gap in gaps], dtype=np.int64)
+        columns = self._columns_of(names)
+        is_text = np.isin(columns[0], self._text_kinds)
+        return _Layout(np.frombuffer(b"".join(gaps), dtype=np.uint8), ends, is_text, columns)

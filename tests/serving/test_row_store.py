@@ -1,0 +1,65 @@
+"""Tests that versions of a store are independent, and how much memory their changed rows need."""
+
+import numpy as np
+import pytest
+import torch
+
+from sbpflow.serving import encoder_loops
+from sbpflow.serving.operations import BundleError
+from sbpflow.serving.row_store import Store
+
+ROWS, DIM = 50, 3
+
+
+def base_of(parts):
+    if parts == 1:
+        return [torch.zeros(ROWS, DIM)]
+    return [torch.zeros(ROWS, DIM, dtype=torch.uint8), torch.zeros(ROWS), torch.zeros(ROWS)]
+
+
+def by_loops(store):
+    """Return all rows as the compiled loops read them."""
+    columns = np.arange(ROWS)
+    limits, out = np.full(ROWS, ROWS), np.empty((1, ROWS, DIM), np.float32)
+    ids, first = columns[None].astype(np.int32), np.zeros(ROWS, np.int64)
+    assert encoder_loops.gather_rows(ids, columns, first, limits, *store.arrays, out)
+    return torch.from_numpy(out[0])
+
+
+@pytest.mark.parametrize(("parts", "merges"), [(1, True), (1, False), (3, False)])
+def test_every_version_keeps_its_rows(parts, merges):
+    generator = torch.Generator().manual_seed(3)
+    store = Store(base_of(parts), torch.float32, merges=merges)
+    versions, most = [(store, torch.zeros(ROWS, DIM))], 0
+    for number in range(1, 31):
+        store, whole = versions[-1][0], versions[-1][1].clone()
+        rows = torch.randperm(ROWS, generator=generator)[:20]
+        new = torch.full((20, DIM), float(number))
+        whole[rows] = new
+        # a table without changes, and two tables
+        none = rows[:0], new[:0]
+        store = store.with_rows(none, (rows[:5], new[:5]), (rows[5:], new[5:]))
+        versions.append((store, whole))
+        most = max(most, len(store._pieces))
+        for kept, wanted in versions:
+            assert torch.equal(kept.gather(torch.arange(ROWS)), wanted)
+            if kept.arrays:
+                assert torch.equal(by_loops(kept), wanted)
+        held = sum(len(piece[0]) for piece in store._pieces)
+        changed = int((store._slots >= ROWS).sum())
+        assert held == changed if merges or parts > 1 else changed <= held <= 2 * ROWS
+    assert most == (1 if merges or parts > 1 else 10)
+
+
+def test_changed_rows_are_read_where_they_are():
+    values = torch.rand(4, DIM)
+    store = Store(base_of(1), torch.float32, merges=False).with_rows((torch.arange(4), values))
+    (piece,) = store._pieces
+    assert piece[0].data_ptr() == values.data_ptr()
+
+
+@pytest.mark.parametrize("values", [torch.zeros(2, DIM + 1), (torch.zeros(1, DIM),)])
+def test_values_of_another_shape_are_rejected(values):
+    store = Store(base_of(1), torch.float32)
+    with pytest.raises(BundleError, match=r"must have the shapes \[\(2, 3\)\], got"):
+        store.with_rows((torch.arange(2), values))
