@@ -364,7 +364,7 @@ class CompiledInput:
         )
         self._lines: dict[int, tuple[Array, Array]] = {}
         self._raw = encoder.raw
-        self._json = JsonLines(self._raw.required, self._targets, (HEX, STRING))
+        self._json = JsonLines(self._raw.required, (HEX, STRING))
         self._set_dicts()
 
     def _set_numbers(self, dense: Sequence[Mapping[str, Any]], columns: Mapping[str, int]) -> None:
@@ -471,7 +471,7 @@ class CompiledInput:
 
     def parse_json(self, text: bytes) -> Cells | None:
         """Return the cells of a JSON list of objects, or None for rarer forms and for errors."""
-        lines = self._json.lines(text) if self._parses else None
+        lines = self._json.lines(text, self._targets) if self._parses else None
         if lines is None:
             return None
         kinds, targets = lines.columns

@@ -116,6 +116,9 @@ def rewrite(
         at = following
 
 
+_ColumnsOf = Callable[[Sequence[str]], tuple[Array, Array]]
+
+
 class TextLines(NamedTuple):
     """Lines with tabs, and the kinds and targets of their columns."""
 
@@ -134,22 +137,19 @@ class _Layout(NamedTuple):
 
 
 class JsonLines:
-    """Rewrites JSON rows as lines. ``columns_of(names)`` returns kinds and targets, and the
-    ``text_kinds`` cannot be numbers. The layout of the last request is tried first.
+    """Rewrites JSON rows as lines. The ``text_kinds`` of cells cannot be numbers. The layout of the
+    last request is tried first.
     """
 
-    def __init__(
-        self,
-        required: Collection[str],
-        columns_of: Callable[[Sequence[str]], tuple[Array, Array]],
-        text_kinds: Sequence[int],
-    ) -> None:
-        self._required, self._columns_of = frozenset(required), columns_of
-        self._text_kinds = text_kinds
+    def __init__(self, required: Collection[str], text_kinds: Sequence[int]) -> None:
+        self._required, self._text_kinds = frozenset(required), text_kinds
         self._last: _Layout | None = None
 
-    def lines(self, text: bytes) -> TextLines | None:
-        """Return the rows of a list of objects, or None for rarer forms and for errors."""
+    def lines(self, text: bytes, columns_of: _ColumnsOf) -> TextLines | None:
+        """Return the rows of a list of objects, or None for rarer forms and for errors.
+
+        ``columns_of(names)`` returns kinds and targets.
+        """
         if not text.isascii():
             try:
                 text.decode()
@@ -157,7 +157,7 @@ class JsonLines:
                 return None
         if self._last is not None and (found := self._rewritten(text, self._last)):
             return found
-        layout = self._layout(text)
+        layout = self._layout(text, columns_of)
         if layout is None or (found := self._rewritten(text, layout)) is None:
             return None
         self._last = layout
@@ -170,7 +170,7 @@ class JsonLines:
             return None
         return TextLines(out[:size], num_rows, layout.columns)
 
-    def _layout(self, text: bytes) -> _Layout | None:
+    def _layout(self, text: bytes, columns_of: _ColumnsOf) -> _Layout | None:
         """Return the layout of the first row, if its keys are unique and include all columns."""
         gaps: list[bytes] = []
         names: list[str] = []
@@ -192,6 +192,6 @@ class JsonLines:
             return None
         gaps.append(b"" if key is None else text[start : key.end()])
         ends = np.cumsum([len(gap) for gap in gaps], dtype=np.int64)
-        columns = self._columns_of(names)
+        columns = columns_of(names)
         is_text = np.isin(columns[0], self._text_kinds)
         return _Layout(np.frombuffer(b"".join(gaps), dtype=np.uint8), ends, is_text, columns)

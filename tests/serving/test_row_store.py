@@ -1,5 +1,8 @@
 """Tests that versions of a store are independent, and how much memory their changed rows need."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ import torch
 from sbpflow.serving import encoder_loops
 from sbpflow.serving.operations import BundleError
 from sbpflow.serving.row_store import Store
+from sbpflow.serving.scorer import load
 
 ROWS, DIM = 50, 3
 
@@ -63,3 +67,18 @@ def test_values_of_another_shape_are_rejected(values):
     store = Store(base_of(1), torch.float32)
     with pytest.raises(BundleError, match=r"must have the shapes \[\(2, 3\)\], got"):
         store.with_rows((torch.arange(2), values))
+
+
+def test_a_replaced_model_is_freed_without_garbage_collection(exported):
+    """Otherwise a server would keep the mapped files of old bundles."""
+    model = load(exported / "model")
+    text = b"[]"
+    model.encode_json(text)
+    parts = [weakref.ref(each) for each in (model, model.encoder, model.encoder._compiled)]
+    parts += [weakref.ref(store) for store in model.stores]
+    gc.disable()
+    try:
+        del model
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
