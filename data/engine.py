@@ -8,7 +8,6 @@ record last, and always write the same bytes. Results are in the order of the it
 import argparse
 import logging
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -200,7 +199,9 @@ class _Run:
             return
         if not self._durations:
             return
-        limit = max(_SLOW_S, _SLOW_RATIO * statistics.median(self._durations))
+        from statistics import median  # slow to import
+
+        limit = max(_SLOW_S, _SLOW_RATIO * median(self._durations))
         tasks = [task for task in self._waiting.values() if task.index not in self._copied]
         slowest = min(tasks, key=lambda task: task.started, default=None)
         if slowest is not None and time.monotonic() - slowest.started > limit:

@@ -228,19 +228,37 @@ def test_no_cached_case_differed():
 
 
 def test_requests_took_the_recorded_cpu_times():
-    costs = {
-        (line.get("rows"), line["connections"], line.get("format")): f"{line['cpu_ms']:.2f} ms"
-        for line in read("serving_cost.jsonl")
-        if line["benchmark"] == "cost"
-    }
+    lines = [line for line in read("serving_cost.jsonl") if line["benchmark"] == "cost"]
+    keys = ("hidden", "rows", "connections", "format")
+    costs = {str([line.get(key) for key in keys]): f"{line['cpu_ms']:.2f} ms" for line in lines}
     formats = ("text/tab-separated-values", "application/json")
     expected = [
-        [f"{n:,}", str(connections), *(costs[n, connections, kind] for kind in formats)]
+        [
+            f"{width}, {width}", f"{n:,}", str(connections),
+            *(costs[str([[width, width], n, connections, kind])] for kind in formats),
+        ]
+        for width in (64, 400)
         for n in (1, 64, 1024)
         for connections in (1, 8)
-    ]
+    ]  # fmt: skip
     assert rows("serving", "serving_cost.jsonl") == expected
-    assert f"The empty server takes {costs[None, 1, None]}." in PAGES["serving"]
+    empty = costs[str([None, None, 1, None])]
+    assert f"The empty server takes {empty}." in PAGES["serving"]
+
+
+def test_predictions_of_killed_ranks_equal_the_others():
+    lines = {line["benchmark"]: line for line in read("predict.jsonl")}
+    whole, killed = lines["whole"], lines["killed"]
+    assert (killed["kills"], killed["different_files"]) == (2, 0)
+    text = PAGES["serving"].replace("\n", " ")
+    for value in (
+        f"{whole['rows']:,} generated rows",
+        f"{whole['files']} files",
+        f"{whole['rows_per_cpu_s']:,} rows per second of CPU time",
+        f"{whole['private_mb_highest_of_first_half']:,.0f} MB in the first half",
+        f"{whole['private_mb_highest_of_second_half']:,.0f} MB in the second",
+    ):
+        assert value in text
 
 
 def test_servers_had_the_recorded_latencies():
