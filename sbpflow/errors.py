@@ -61,7 +61,7 @@ class StoreError(OSError):
 
 
 class ReplicaError(RuntimeError):
-    """Raised if replicas are not equal. This is a bug in the program."""
+    """Replicas of a tensor differ between ranks, which indicates a bug in the program."""
 
 
 class AbsentError(RuntimeError):

@@ -120,8 +120,8 @@ def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint |
 
 
 def diff_text(left_path: AnyPath, right_path: AnyPath) -> tuple[str, bool]:
-    """Return the differences of two checkpoints by tensor and document, and True if there are
-    none.
+    """Return the differences between two checkpoints, by tensor and document, and whether they are
+    equal.
     """
     left, right = checked(checkpoints_of(left_path)[0]), checked(checkpoints_of(right_path)[0])
     lines = [f"{left.path} (step {left.step}) and {right.path} (step {right.step})"]

@@ -1,4 +1,4 @@
-"""Draws inline SVG charts, independent of runs: line charts, stacked bars and calibration."""
+"""Draws inline SVG charts, without knowledge of runs: line charts, stacked bars and calibration."""
 
 import math
 from collections.abc import Callable, Sequence
