@@ -29,7 +29,7 @@ def _printable(text: str) -> str:
 
 
 class ConfigError(_OneLineError):
-    """A configuration key, a command-line value or the environment is invalid."""
+    """A configuration key, a command-line value, or the environment is invalid."""
 
 
 class SbpError(ValueError):

@@ -95,7 +95,7 @@ class Claim:
 def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """Return the folders ``step-N`` in ``folder``, newest first.
 
-    They may be damaged. In a store, a folder without an index is not a checkpoint.
+    The checkpoints may be damaged. In a store, a folder without an index is not a checkpoint.
     """
     if isinstance(folder, RemotePath):
         steps = (name.removesuffix(f"/{INDEX_FILE}") for name in folder.sizes())

@@ -30,9 +30,9 @@ def plan_for_ranks(
 ) -> tuple[RunPlan, T]:
     """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover.
 
-    All ranks must join to discover their hosts, which takes minutes if a rank is missing. A plan
-    for one host is therefore made first, which reports configuration errors immediately. That plan
-    is used if all ranks turn out to share a host.
+    All ranks must join to discover their hosts, which takes minutes if a rank is missing.
+    Therefore, a plan for one host is made first, so that configuration errors are reported
+    immediately. That plan is used if all ranks turn out to share a host.
     """
     world_size = world_size_of_environment()
     if given := given_topology(config, world_size):

@@ -1,4 +1,4 @@
-"""Decides which groups send early rows and late gradients, and predicts the sent bytes."""
+"""Decides which groups send early rows and late gradients, and predicts their bytes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

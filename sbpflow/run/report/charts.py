@@ -1,4 +1,5 @@
-"""Draws inline SVG charts, without knowledge of runs: line charts, stacked bars and calibration."""
+"""Draws inline SVG charts, without knowledge of runs: line charts, stacked bars, and calibration
+plots."""
 
 import math
 from collections.abc import Callable, Sequence

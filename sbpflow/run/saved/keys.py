@@ -100,7 +100,7 @@ def to_keys(
     """Write ``checkpoint`` to the folder ``output`` with growing tables for the fields ``values``.
 
     The rows of values become the rows of their keys, and the row for rare values becomes the shared
-    row. ``data`` identifies the set with keys that a run can continue with.
+    row. ``data`` identifies the set with keys on which a run can continue.
     """
     tensors: dict[str, NewTensor] = {
         name: unchanged(checkpoint, name) for name in checkpoint.tensors

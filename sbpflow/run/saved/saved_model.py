@@ -167,8 +167,8 @@ def _plan_of(checkpoint: Checkpoint) -> RunPlan | None:
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) -> RunPlan | None:
     """Return the saved plan with its kernels if it differs from ``plan`` only in kernels, else
     None. ``auto`` selects kernels by measured times, which vary between launches, and kernels
-    differ in the last bits of their results. So if ``request`` (``parallel.kernel``) is auto,
-    resumed runs and predictions keep the saved kernels. Also returns None if a saved kernel is
+    differ in the last bits of their results. If ``request`` (``parallel.kernel``) is auto, resumed
+    runs and predictions therefore keep the saved kernels. Also returns None if a saved kernel is
     unavailable.
     """
     saved = _plan_of(checkpoint)

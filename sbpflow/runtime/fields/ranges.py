@@ -10,7 +10,7 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds a number, in ``Annotated``; ``above`` and ``below`` exclude the bound itself."""
+    """The bounds of a number; ``above`` and ``below`` exclude the bound itself."""
 
     low: float | None = None
     high: float | None = None

@@ -27,8 +27,8 @@ class JsonError(ValueError):
 
 
 def read_json(path: AnyPath, *, max_bytes: int = MAX_BYTES) -> object:
-    """Return the JSON value in a file. Raises FileNotFoundError, or JsonError with the file
-    name."""
+    """Return the JSON value in a file. Raises FileNotFoundError, or a JsonError that names the
+    file."""
     return parse_json(read_text(path, max_bytes=max_bytes), str(path))
 
 

@@ -113,7 +113,7 @@ class RemotePath:
     def info(self) -> Mapping[str, Any]:
         """Return the store's metadata of the file, from ``facts`` or by a request.
 
-        Raises FileNotFoundError, or StoreError.
+        Raises FileNotFoundError or StoreError.
         """
         if self.facts is None:
             self.facts = self._call("found", lambda system, path: system.info(path))
@@ -279,7 +279,7 @@ class RemotePath:
     def _call(self, verb: str, function: Callable[[Any, str], Result]) -> Result:
         """Return the result of a request; retry temporary failures.
 
-        Raises FileNotFoundError, or StoreError with the reason.
+        Raises FileNotFoundError, or a StoreError that gives the reason.
         """
         system, path = self._find()
         start, pause_s = time.monotonic(), _FIRST_PAUSE_S

@@ -31,7 +31,7 @@ class Topology:
     """The hosts of a run, as tuples of ascending ranks, ordered by first rank. ``memory_bytes`` and
     ``speeds`` have one value per rank; ``None`` means unknown memory or equal speeds. Speeds are
     relative: a rank with speed 2 computes twice as fast as one with speed 1. Raises ConfigError
-    unless the hosts contain each of 0..size-1 once and all values are above 0.
+    unless each rank 0..size-1 is on exactly one host and all values are above 0.
     """
 
     hosts: tuple[tuple[int, ...], ...]
