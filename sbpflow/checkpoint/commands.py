@@ -71,8 +71,7 @@ def list_text(path: AnyPath) -> str:
 
 
 def _describe(checkpoint: Checkpoint) -> str:
-    """Describe the checkpoint's run, how many ranks wrote it, and its score if it is the best so
-    far."""
+    """Describe a checkpoint's run and number of ranks, and its score if it is the best so far."""
     text = f"run {checkpoint.run}, written by {len(checkpoint.index.files)} ranks"
     if checkpoint.before is not None and checkpoint.previous is not None:
         text = f"delta {checkpoint.previous.number} after {checkpoint.before.path.name}, {text}"

@@ -1,5 +1,4 @@
-"""Draws inline SVG charts, without knowledge of runs: line charts, stacked bars, and calibration
-plots."""
+"""Draws inline SVG charts: line charts, stacked bars, and calibration plots."""
 
 import math
 from collections.abc import Callable, Sequence
