@@ -126,7 +126,7 @@ class ModelGroup(Protocol):
 class TableChanges:
     """Modifies settings that earlier patterns or ``optimizer.sparse`` set.
 
-    This is the class of entries without ``name``.
+    Applies to entries without ``name``.
     """
 
     name: Literal["same"] = "same"
