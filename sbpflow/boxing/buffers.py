@@ -10,9 +10,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-MAX_KEPT_BYTES = 256 * 1024 * 1024  # maximum total size of free buffers
-# smaller buffers are not kept, because malloc does not unmap their memory and so hands it out again
-# quickly
+MAX_KEPT_BYTES = 256 * 1024 * 1024  # Maximum total size of free buffers.
+# Smaller buffers are not kept: malloc does not unmap their memory, so it returns it again quickly.
 MIN_BYTES = 1024 * 1024
 
 
@@ -25,7 +24,7 @@ class Staging:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the size of all free buffers."""
+        """Return the total size of the free buffers in bytes."""
         return sum(buffer.numel() for buffer in self._free)
 
     def loan(self) -> "Loan":

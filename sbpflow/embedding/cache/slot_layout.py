@@ -1,4 +1,4 @@
-"""Defines the layout of the arrays of slot planning: a row's planning record, and the state."""
+"""Defines the arrays of slot planning: a planning record for each row, and the state."""
 
 from importlib import import_module
 from importlib.util import find_spec

@@ -15,9 +15,9 @@
     receive_grads      receive the gradients on the ranks that store the rows
     update             take one optimizer step
 
-Between two moves, the caller computes something else or runs a move of another group, and the
-transfers overlap with this work. The moves up to ``receive_ids`` depend only on ids, so they can
-run several batches ahead.
+Between two moves, the caller does other work, such as a move of another group; the transfers
+overlap with this work. The moves up to ``receive_ids`` depend only on ids, so they can run several
+batches ahead.
 """
 
 from abc import ABC, abstractmethod
@@ -54,8 +54,8 @@ MakeStore = Callable[[GroupPlan, int, SumOverColumns | None], RowStore]
 class GroupInFlight:
     """The state of one batch in one group, passed from move to move.
 
-    ``number`` counts the training batches of the collection; it is ``None`` for a batch that is not
-    trained.
+    ``number`` is the batch's position among the training batches of the collection, starting at 1,
+    or ``None`` if the batch is not trained.
     """
 
     batch_size: int  # number of samples in the global batch
@@ -111,7 +111,7 @@ class GroupContext:
 
     ``columns`` and ``places`` map the columns and lists of the global batch to those that this rank
     receives. ``row_buffer_fraction`` becomes the ``share`` of ``padded.Capacity``, and ``compiled``
-    is that of ``find_loops``.
+    is passed to ``find_loops``.
     """
 
     make_store: MakeStore
@@ -146,7 +146,8 @@ class Group(ABC, Generic[BatchT]):
     def counts(self, batch: BatchT) -> Tensor | None:
         """Return the counts [n] int64 that the host needs before ``exchange_ids``, or ``None``.
 
-        Call this once: it finishes the transfer that ``start_id_exchange`` started.
+        Call this method only once, because it finishes the transfer that ``start_id_exchange``
+        started.
         """
         return None
 
@@ -187,11 +188,13 @@ class Group(ABC, Generic[BatchT]):
     def mark_early(self, batch: BatchT) -> None:
         """If the plan has ``early_rows``, find the rows that no batch with a pending update uses.
 
-        Call this after ``receive_ids`` of this batch and all earlier batches.
+        Call this method after ``receive_ids`` of this batch and all earlier batches.
         """
 
     def send_early(self, batch: BatchT) -> None:
-        """Start sending the rows that ``mark_early`` found; call it before the next ``update``."""
+        """Start sending the rows that ``mark_early`` found; call this method before the next
+        ``update``.
+        """
 
     def send_late(self) -> None:
         """With ``late_gradients``, start sending the gradients that ``send_grads`` of the last
@@ -199,11 +202,13 @@ class Group(ABC, Generic[BatchT]):
         """
 
     def settle(self) -> None:
-        """Receive and apply late gradients; every rank must call this. ``update`` does so first."""
+        """Receive and apply late gradients, as ``update`` does first. Every rank must call this
+        method.
+        """
 
     @property
     def is_settled(self) -> bool:
-        """Return False if rows of the last updated batch have late gradients."""
+        """Return False if the last updated batch has late gradients that are not yet applied."""
         return True
 
     @abstractmethod
@@ -220,7 +225,9 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def receive_grads(self, batch: BatchT) -> None:
-        """Collect the gradients for ``update``. Several batches can be collected before it."""
+        """Collect the gradients for ``update``. Several batches can be collected before an
+        update.
+        """
 
     @abstractmethod
     def update(self, step: int) -> None:
@@ -231,7 +238,8 @@ class Group(ABC, Generic[BatchT]):
         self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
-        """Return the sum of squared gradients, with duplicates of a row summed first: 0-d float64.
+        """Return the sum of squared gradients, after adding up the gradients of each row: 0-d
+        float64.
 
         The results of all ranks can be summed, because replicated rows are counted only on the
         first rank.

@@ -1,7 +1,7 @@
 """Provides fixed-size buffers for rows, so that the host need not know the number of rows.
 
-The buffer size between two ranks depends only on the batch size. Unused positions contain the
-address of a row of zeros, which follows the stored rows. The device detects batches that do not
+The size of the buffer between two ranks depends only on the batch size. Unused positions contain
+the address of a row of zeros, which follows the stored rows. The device detects batches that do not
 fit: each rank sends the number of rows that it needs, and all ranks compute the maximum.
 """
 
@@ -29,7 +29,9 @@ class Slots:
     size: int
 
     def spread(self, lookup: Lookup, grads: Tensor) -> Tensor:
-        """Sum each row's gradients at its position in [size, width]; other positions are zero."""
+        """Return [size, width]: the sum of each row's gradients at the row's position, and zeros
+        elsewhere.
+        """
         _, sums = lookup.spread_gradients(grads)
         out = sums.new_zeros(self.size, sums.shape[1])
         return out.index_copy_(0, self.of_rows, sums)
@@ -45,7 +47,7 @@ class Capacity:
         self._stored = max(stack.num_rows(rank) for rank in plan.world.ranks)
 
     def most(self, batch_size: int) -> int:
-        """Return how many rows a rank can request from another at most, in a batch of
+        """Return the maximum number of rows that a rank can request from another in a batch of
         ``batch_size``.
         """
         return max(1, min(-(-batch_size // self._size) * self._lookups, self._stored))
