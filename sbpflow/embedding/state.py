@@ -2,8 +2,8 @@
 
 ``tables/T`` contains the rows of table T, and ``tables/T/STATE`` its optimizer state. Each tensor
 has a full shape, and each rank stores rectangles of it. For a growing table, the tensor contains
-only the shared row and the rows of keys, in the order of the addresses of the keys in
-``vocabularies/F/keys``.
+only the shared row and the rows of the keys in ``vocabularies/F/keys``, in the order of the keys'
+addresses.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,8 +105,8 @@ KEY_TENSORS = {
 
 
 def read_values(values: Values) -> Tensor:
-    """Return a tensor unchanged, or read the rows of a store. Split large values into chunks
-    first.
+    """Return a tensor unchanged, or read the rows of a store. The caller should split large values
+    into chunks first.
     """
     return values if isinstance(values, Tensor) else values.read()
 

@@ -186,8 +186,9 @@ class _Write:
 class _Writes:
     """The writes that servers have not confirmed, oldest first, and the first failure.
 
-    A confirmed write stays until all older writes are confirmed. Otherwise, a read could find the
-    same row in an older write, which another server has yet to confirm, and return its older value.
+    A confirmed write stays until all older writes are confirmed. If it were removed earlier, a read
+    could find one of its rows in an older write, which another server has yet to confirm, and
+    return an outdated value.
     """
 
     def __init__(self) -> None:
@@ -275,7 +276,8 @@ class _Writer:
 
 
 class RemoteRecords:
-    """A ``RecordStore`` on ``servers``, whose records have the words of ``like`` [any, words].
+    """A ``RecordStore`` on ``servers``, whose records have the dtype and length of those in
+    ``like`` [any, words].
 
     ``store`` is the number of this store on this rank.
     """

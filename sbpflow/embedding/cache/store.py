@@ -52,8 +52,8 @@ class CachedStore:
         self.counts = self._mover.counts
         self._thread = threading.Thread(target=self._mover.run, name="row mover", daemon=True)
         self._thread.start()
-        # By argument of ``read_ahead``: a lookup in a block of rows, the block, and a function that
-        # waits for the block.
+        # For each argument of ``read_ahead``: a lookup in a block of rows, the block, and a
+        # function that waits for the block.
         self._ahead: WeakKeyDictionary[Lookup, tuple[Lookup, Tensor, Callable[[], None]]]
         self._ahead = WeakKeyDictionary()
         weakref.finalize(self, _end, self._mover.tasks, self._thread)

@@ -8,7 +8,7 @@
     announce           notify the stores of the rows that a training batch needs
     mark_early         optionally, find the rows whose values are final before the lookup
     send_early         send these rows, one batch ahead
-    send_late          start sending the gradients of the previous batch that could wait
+    send_late          start sending the late gradients of the previous batch
     lookup             read the rows and start sending vectors
     gather_outputs     receive the vectors of this rank's samples
     send_grads         start sending gradients

@@ -1,8 +1,8 @@
-"""Finds the rows of a batch that can be sent during another step.
+"""Finds the rows and gradients of a batch that can be sent during another step.
 
-A row is early if no batch with a pending update uses it. Its value cannot change before the lookup
-of this batch, so it is sent one batch ahead. A gradient is late if the next batch does not use its
-row. It is sent and applied during the next step. Only the rank that stores a row knows which
+A row is early if no batch with a pending update uses it: its value cannot change before the lookup,
+so the row is sent one batch ahead. A gradient is late if the next batch does not use its row: the
+gradient is sent and applied during the next step. Only the rank that stores a row knows which
 batches use the row, so that rank first sends one bit per requested row (``flags``).
 """
 

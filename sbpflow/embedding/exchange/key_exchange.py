@@ -32,7 +32,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The facts, other than its keys, on which the decisions for a batch depend."""
+    """The facts on which the decisions for a batch depend, in addition to its keys."""
 
     batch_size: int
     training: bool

@@ -1,7 +1,8 @@
 """Repeats the id exchange of batches whose rows do not fit in the fixed-size buffers of ``padded``.
 
 All ranks get the same counts, so either all ranks repeat the exchange or none does. The exchange is
-repeated before any row is read. It then uses the exact sizes, for which the host must wait.
+repeated before any row is read. The repeated exchange uses exact sizes, for which the host must
+wait.
 """
 
 import logging

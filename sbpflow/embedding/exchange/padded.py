@@ -29,8 +29,8 @@ class Slots:
     size: int
 
     def spread(self, lookup: Lookup, grads: Tensor) -> Tensor:
-        """Return [size, width]: the sum of each row's gradients at the row's position, and zeros
-        elsewhere.
+        """Return a tensor [size, width] with the sum of each row's gradients at the row's position,
+        and zeros elsewhere.
         """
         _, sums = lookup.spread_gradients(grads)
         out = sums.new_zeros(self.size, sums.shape[1])

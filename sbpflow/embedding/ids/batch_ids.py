@@ -44,7 +44,7 @@ class Lists:
     def take(self, places: Tensor, total: int | None = None) -> "Lists":
         """Return the lists at these places, in this order, for every sample.
 
-        ``total`` is the number of ids in these lists. Pass it if known; otherwise, the host waits
+        ``total`` is the number of ids in these lists. If ``total`` is not passed, the host waits
         for the device.
         """
         lengths = self.lengths.index_select(1, places)

@@ -1,4 +1,4 @@
-"""Defines loops over ids, compiled by numba: a single pass where torch makes ten.
+"""Defines loops over ids, compiled by numba, which make a single pass where torch makes ten.
 
 Import this module only if numba is installed. Results are identical to those of the torch code next
 to each call. Arrays must be C-contiguous.
@@ -9,7 +9,8 @@ import torch
 
 from sbpflow.runtime.compute.compiled import Array, compiled
 
-# With more row parts per table, a binary search is faster than comparing with every part.
+# With this many boundaries between row parts or more, a binary search is faster than comparing with
+# every boundary.
 _MOST_COMPARED = 32
 
 

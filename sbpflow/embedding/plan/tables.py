@@ -32,7 +32,7 @@ class FeatureConfig:
 
     If ``weighted``, each id has a weight that multiplies its row. If several tables use the
     feature, each id must be a valid row in all of them; the policies clamp and hash, which replace
-    ids, then require equal ``num_rows``.
+    ids, then require tables with equal ``num_rows``.
     """
 
     name: str
@@ -96,7 +96,7 @@ class TableConfig:
 
     @property
     def num_ids(self) -> int:
-        """Return the limit below which ids are valid, or ``ANY_ID`` if all 64-bit ids are."""
+        """Return the limit below which ids are valid, or ``ANY_ID`` if all 64-bit ids are valid."""
         return self.num_rows if self.growth is None else ANY_ID
 
     @property
@@ -126,9 +126,9 @@ class TableLayout:
 class OutputConfig:
     """An output of a collection, with layout S(0) over the batch.
 
-    An output combines one vector for each table and feature, in that order. ``concat`` gives
-    [batch, sum of dims]; ``sum`` adds the vectors, which must have equal dims, and gives [batch,
-    dim].
+    An output combines one vector for each feature of each table, in the order of ``tables`` and of
+    their features. ``concat`` gives [batch, sum of dims]; ``sum`` adds the vectors, which must have
+    equal dims, and gives [batch, dim].
     """
 
     name: str

@@ -58,8 +58,8 @@ class RowBlock:
     def mean_squares(self) -> Tensor:
         """Return the mean square of each row's gradient, [touched], over the table's full width.
 
-        Available only to optimizers with row state: for these, ranks that share a row sum their
-        squares.
+        Only optimizers with row state can use this value: for them, ranks that share a row sum
+        their squares.
         """
         if self.squares is None:
             raise RuntimeError(
@@ -73,7 +73,7 @@ class RowBlock:
         return self.state[name].index_select(0, self.rows)
 
     def put(self, name: str, values: Tensor) -> None:
-        """Store the rows' state."""
+        """Store the state ``name`` of the rows."""
         self.state[name].index_copy_(0, self.rows, values)
 
     def subtract(self, values: Tensor) -> None:
@@ -98,8 +98,8 @@ class SparseOptimizer(ABC):
     """Updates the rows that a batch touches. Its fields are the optimizer's configurable constants.
 
     A subclass declares its ``state`` and the ``kernels`` that support it, and implements ``step``
-    in torch. If it has a field ``weight_decay``, each touched row shrinks by the fraction lr *
-    weight_decay before the step (decoupled, as in AdamW). An out-of-range constant raises
+    in torch. If a subclass has a field ``weight_decay``, each touched row shrinks by the fraction
+    lr * weight_decay before the step (decoupled, as in AdamW). An out-of-range constant raises
     ConfigError.
     """
 
@@ -154,7 +154,7 @@ class SparseOptimizer(ABC):
         return self.has_row_state
 
     def state_shape(self, name: str, rows: int, width: int) -> tuple[int, ...]:
-        """Return the shape [rows] or [rows, width]."""
+        """Return the shape of the state ``name``: [rows] or [rows, width]."""
         return (rows,) if self.state[name] == "row" else (rows, width)
 
     @property

@@ -17,8 +17,8 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 class FbgemmStorage:
     """Stores float32 rows in one TBE table and updates them in its backward pass.
 
-    It supports only what ``choose.choose_kernel`` selects it for: optimizers and widths for which
-    TBE gives the same results as ``TorchStorage``.
+    The kernel supports only what ``choose.choose_kernel`` selects it for: optimizers and widths for
+    which TBE gives the same results as ``TorchStorage``.
     """
 
     name = "fbgemm"
@@ -37,7 +37,7 @@ class FbgemmStorage:
 
     @property
     def absent(self) -> None:
-        """Return ``None``, because TBE would train the row of such an address."""
+        """Return ``None``, because TBE would train the row at an address for absent rows."""
         return None
 
     @property

@@ -91,7 +91,7 @@ class StackShape:
         id_step = group.last_ids(batch_size)
         lists = 0 if id_step is None else len(id_step.groups[0])
         if id_step is not None and id_step.collective == "all_gather":
-            ids = whole * lists  # all ranks receive the rows requested by every rank
+            ids = whole * lists  # every rank receives the requests of all ranks
         return StackShape(
             rows=stack.num_rows(rank),
             width=stack.width(rank),
@@ -122,8 +122,8 @@ def _mean_skew(stack: TableBatch, rank: int, skew: Mapping[str, float]) -> float
 
 
 class Profile:
-    """Stores measured times by shape, in one file per kind of machine that several processes may
-    write.
+    """Stores measured times by shape. Each kind of machine has one file, which several processes
+    may write.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -226,7 +226,9 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
 
 
 def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
-    """Return the milliseconds of a run. On CUDA, measure device time: the host runs ahead."""
+    """Return the milliseconds of a run. On CUDA, measure device time, because the host runs
+    ahead.
+    """
     if device.type == "cpu":
         start = time.perf_counter()
         turn()

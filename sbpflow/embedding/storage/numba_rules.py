@@ -1,9 +1,9 @@
 """Defines the sparse optimizers as loops compiled by numba, one function per optimizer.
 
-The functions compute the same as ``SparseOptimizer.step`` with weight decay; the docstring of
-``compiled`` says when results are bit-equal. They update ``weights[at[j]]`` and the states of
-``rows[j]`` with ``grads[j]``. ``keep`` is the factor of weight decay, 1 - lr * weight_decay.
-Scalars have the dtype of the arrays.
+The functions compute the same results as ``SparseOptimizer.apply``; the docstring of ``compiled``
+says when results are bit-equal. A function updates ``weights[at[j]]`` and the states of ``rows[j]``
+with ``grads[j]``. ``keep`` is the factor of weight decay, 1 - lr * weight_decay. Scalars have the
+dtype of the arrays.
 """
 
 from collections.abc import Callable

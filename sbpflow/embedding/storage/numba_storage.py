@@ -26,17 +26,18 @@ from sbpflow.runtime.files.cache_dir import code_cache
 from sbpflow.runtime.random.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
-# Deduplication scans a bitmap of all possible addresses. If there are more than this many of them
-# per id of the batch, it uses a hash table instead.
+# Deduplication scans a bitmap of all possible addresses. If there are more than this many possible
+# addresses per id of the batch, deduplication uses a hash table instead.
 MOST_BITS_PER_ID = 512
 # Functions that convert a number to the scalar type of an array's elements.
 _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
-# Number of mantissa bits that float32 has in addition.
+# Number of mantissa bits that float32 has and the half-precision dtype does not.
 _DROPPED = {torch.bfloat16: 16, torch.float16: 13}
-# Merging takes time proportional to the number of lists, so it is used only up to this number.
+# Merging takes time proportional to the number of lists, so it is used only up to this number of
+# lists.
 MOST_MERGED = 4
 # To measure a copy, read this many rows from a block of this many elements.
 _MEASURED_ROWS, _MEASURED_ELEMENTS = 8192, 1 << 22
@@ -64,9 +65,9 @@ def _take_in_loop(block: Tensor, at: Tensor) -> Tensor:
 def _loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) -> bool:
     """Return True if the loop copies rows of this width faster than torch on this CPU.
 
-    Measuring takes a few milliseconds. It is necessary because CPUs differ: ``index_select`` was up
-    to three times faster than a loop without prefetch on an Intel Xeon, but takes three times as
-    long as the loop on an AMD EPYC. Both give the same bits, so ranks need not agree.
+    This is measured, in a few milliseconds, because CPUs differ: ``index_select`` was up to three
+    times faster than a loop without prefetch on an Intel Xeon, but took three times as long as the
+    loop on an AMD EPYC. Both methods give the same bits, so ranks need not agree.
     """
     rows = max(_MEASURED_ELEMENTS // max(width, 1), 1)
     block = torch.ones(rows, width, dtype=dtype)  # a block larger than the caches of a core
@@ -274,8 +275,8 @@ class NumbaStorage(TorchStorage):
 
 
 def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.dtype) -> float:
-    """Compile the loops of this optimizer, or load them from the cache; return the seconds it
-    took.
+    """Compile the loops of this optimizer, or load them from the cache; return the seconds that
+    this took.
     """
     from sbpflow.embedding.plan.tables import Shard, TableConfig
     from sbpflow.embedding.storage.rounding import RowNoise

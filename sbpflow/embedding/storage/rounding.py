@@ -19,7 +19,7 @@ COLUMNS_PER_WORD = 4
 
 
 class RowNoise:
-    """The random bits of a store's rows, numbered over its shards.
+    """The random bits for the rows of a store; rows are numbered over all shards of the store.
 
     Each table has a random stream of 64-bit words per step. The element (row, column) uses 16 bits
     of word row * ceil(dim / 4) + column // 4. In growing tables, the address of a row's key takes

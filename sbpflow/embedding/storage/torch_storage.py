@@ -117,8 +117,8 @@ class TorchStorage:
         lr: float,
         step: int,
     ) -> None:
-        """Take a step on the unique ``rows`` in ``slots``. ``squares`` are their mean squares,
-        needed only for row state.
+        """Take a step on the unique ``rows`` in ``slots``. ``squares`` are the mean squares of
+        their gradients, needed only for row state.
         """
         in_place = slots is rows
         rows = rows.to(torch.int64)
@@ -159,8 +159,8 @@ class TorchStorage:
         self.device_numbers.write(self.optimizer.numbers(lr, step))
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """Return the numbers of an update. If they are in device memory, set them, except during a
-        capture.
+        """Return the numbers of an update. If the numbers are in device memory, first set them,
+        except during a capture.
         """
         if self.device_numbers is None:
             return self.optimizer.numbers(lr, step)

@@ -62,7 +62,7 @@ class Arrays(NamedTuple):
 
 @compiled
 def address_of(key: int) -> Any:  # noqa: ANN401 (numba types)
-    """Return the address of a key, which is ``streams.mix`` of it."""
+    """Return the address of a key, computed as in ``streams.mix``."""
     return I64(mixed(U64(key)))
 
 
@@ -129,7 +129,7 @@ def value_at(slots: Array, new_slots: Array, place: int) -> int:
 
 @compiled
 def set_slot(slots: Array, new_slots: Array, place: int, address: int, value: int) -> None:
-    """Set the content of a place."""
+    """Set the address and the value at a place."""
     if place >= IN_NEW:
         new_slots[place - IN_NEW, ADDRESS], new_slots[place - IN_NEW, VALUE] = address, value
     else:
