@@ -102,7 +102,7 @@ class Boxing:
             raise SbpError(
                 f"the dense part requests {_describe(request)}, but the plan of this run expects "
                 f"{_describe(plan)} at this point; make the same conversions in every forward, "
-                "regardless of its values"
+                "whatever the values of the tensors"
             )
 
     def steps_of(

@@ -266,7 +266,9 @@ class EmbeddingCollection:
 
     def _check_settled(self) -> None:
         if not all(group.is_settled for group in self._groups):
-            raise RuntimeError("rows were read before their late gradients; call settle first")
+            raise RuntimeError(
+                "rows were read before their late gradients were applied; call settle first"
+            )
 
     def lookup(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""

@@ -139,7 +139,7 @@ class Mover:
         """See ``RowStore.release``."""
         if next(iter(self._flights)) != number:
             raise RuntimeError(
-                f"batch {number} is released before batch {next(iter(self._flights))}"
+                f"batch {number} was released before batch {next(iter(self._flights))}"
             )
         del self._flights[number]
         self.tasks.put((self._release, None))

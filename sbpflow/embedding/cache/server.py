@@ -158,7 +158,7 @@ class EmbeddingServer:
             if needed > self._memory_bytes:
                 return (
                     f"its rows need {needed / 1e9:.2f} GB, but its limit is "
-                    f"{self._memory_bytes / 1e9:.2f} GB; use more servers, or --memory-gb"
+                    f"{self._memory_bytes / 1e9:.2f} GB; use more servers, or a larger --memory-gb"
                 )
             word, length = words_of(p.record_bytes)
             # The operating system allocates each page on its first write.

@@ -105,7 +105,7 @@ class TwoLevelGroup(RowGroup):
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         raise NotImplementedError(
-            f"{self.plan.name}: this exchange has no fixed-size buffers to repeat"
+            f"{self.plan.name}: this exchange does not use fixed-size buffers"
         )
 
     def receive_ids(self, batch: RowsInFlight) -> None:

@@ -111,7 +111,9 @@ class UniqueGroup(RowGroup):
         step, early = self.step(batch, "vectors"), batch.early
         late = None if self._late is None else self._late.number
         if batch.number is not None and late is not None and batch.number != late + 1:
-            raise RuntimeError(f"{step.id}: rows are read before their late gradients; call settle")
+            raise RuntimeError(
+                f"{step.id}: late gradients of the previous batch are not applied yet; call settle"
+            )
         if early is None:
             rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
             rows = rows.to(self.plan.comm_dtype)

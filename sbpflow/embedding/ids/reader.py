@@ -117,7 +117,7 @@ class IdReader:
         expected = self._plan.ids.num_columns
         if matrix.ndim != 2 or matrix.shape[1] != expected or not _is_integer(matrix):
             raise DataError(
-                f"ids: {matrix.dtype}{list(matrix.shape)}; use int32 or int64 "
+                f"ids: got {matrix.dtype}{list(matrix.shape)}; use int32 or int64 "
                 f"[samples, {expected}], one column per id of {', '.join(self._by_name)}"
             )
         self._check_device("ids", matrix)
@@ -188,8 +188,8 @@ class IdReader:
         for tensor in tensors:
             if tensor is not None and tensor.device.type != self._device.type:
                 raise DataError(
-                    f"{name}: is on {tensor.device}, but the tables are on {self._device}; pass "
-                    f'.to("{self._device}")'
+                    f"{name}: got a tensor on {tensor.device}, but the tables are on "
+                    f'{self._device}; pass .to("{self._device}")'
                 )
 
     def _check_names(self, ids: Mapping[str, "Tensor | Bags"]) -> None:

@@ -110,7 +110,7 @@ class EmbeddingPlan:
         per_rank = -(-batch_size // self.world.size) * (sum(needs) - min(needs))
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
-            payloads.append(("ids/fwd/weights", self.dtype, "their weights"))
+            payloads.append(("ids/fwd/weights", self.dtype, "weights of ids in lists"))
         return tuple(
             ExchangeStep(
                 id=id,

@@ -42,8 +42,8 @@ class Eviction:
         Rate | None,
         Key(
             "results",
-            "Evict keys that have not occurred for this event time, in units of the set's "
-            "time column (microseconds for dates). By default, keys are not evicted for "
+            "Evict keys that have not occurred for this long, in event time and in units of "
+            "the set's time column (microseconds for dates). By default, keys are not evicted for "
             "this reason.",
         ),
     ] = None

@@ -56,7 +56,7 @@ class RowExchange(Exchange):
 
 
 def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
-    what = "the rows that others requested"
+    what = "rows requested by other ranks"
     step = group.row_step("fwd/vectors", "all_to_all", group.comm_dtype, per_rank, total, what)
     return Stage(purpose="vectors", steps=(step,))
 
@@ -68,9 +68,9 @@ def _early(group: GroupPlan, per_rank: int, total: int) -> Stages:
     size, dim = group.world.size, group.stacks[0].dim
     # The bits for each pair of ranks are padded to whole bytes.
     sizes = (per_rank // 8 + size - 1, total // 8 + size * (size - 1))
-    what = "one bit per row that others requested"
+    what = "one bit per row requested by other ranks"
     flags = group.row_step("fwd/flags", "all_to_all", torch.uint8, *sizes, what)
-    what = "the rows that the previous batch does not use"
+    what = "rows that the previous batch does not use"
     rows = (per_rank * dim, total * dim)
     vectors = group.row_step("fwd/early", "all_to_all", group.comm_dtype, *rows, what)
     return (
@@ -91,7 +91,7 @@ def _late(group: GroupPlan, per_rank: int, total: int, others: int) -> Stages:
     """
     size, dim = group.world.size, group.stacks[0].dim
     sizes = (others // 8 + size - 1, total // 8 + size * (size - 1))
-    what = "one bit per row that others requested"
+    what = "one bit per row requested by other ranks"
     flags = group.row_step("bwd/late flags", "all_to_all", torch.uint8, *sizes, what)
     dtype, what = group.grad_comm_dtype, "gradients of rows that the next batch does not use"
     rows = (per_rank * dim, total * dim)

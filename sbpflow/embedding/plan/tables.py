@@ -81,8 +81,8 @@ class TableConfig:
             )
         if self.growth is not None and self.growth.evict.max_rows != self.num_rows:
             raise ConfigError(
-                f"table {self.name}: got num_rows {self.num_rows}; use evict.max_rows, "
-                f"{self.growth.evict.max_rows}"
+                f"table {self.name}: got num_rows {self.num_rows}; it must equal "
+                f"evict.max_rows, {self.growth.evict.max_rows}"
             )
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(

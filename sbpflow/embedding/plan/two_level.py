@@ -96,7 +96,7 @@ class UniqueTwoLevel(Exchange):
             size = group.world.size
             return stage("counts", level, torch.int64, others, size * others, "row counts")
 
-        asked, back = "each host's unique rows", "the rows that others requested"
+        asked, back = "each host's unique rows", "rows requested by other ranks"
         return (
             counts(HOST, width),
             stage("ids", HOST, ids, own, rows, "each rank's unique rows"),

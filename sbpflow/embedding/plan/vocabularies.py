@@ -67,7 +67,7 @@ def key_steps(
     steps = [
         ("keys/counts", "all_to_all", told, told * world.size, f"numbers of unique keys{what}"),
         ("keys/fwd", "all_to_all", 16 * most, 16 * every, "unique keys and their counts"),
-        ("keys/rows", "all_to_all", 8 * every, 8 * every, "the rows of the keys"),
+        ("keys/rows", "all_to_all", 8 * every, 8 * every, "rows of the keys"),
     ]
     if not all(vocabulary.is_local for vocabulary in vocabularies):
         sent, sizes = 16 * every * (world.size - 1), 2 * counts

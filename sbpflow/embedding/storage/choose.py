@@ -76,11 +76,11 @@ def _fbgemm_fault(stack: StackFacts) -> str | None:
     if module == fbgemm_rules.__name__ and not hasattr(fbgemm_rules, function):
         return f"kernel fbgemm does not support {stack.optimizer.name}"
     if stack.dtype != torch.float32:
-        return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows here"
+        return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows"
     if stack.row_dtype in HALF_DTYPES:
         # On CPU, FBGEMM does not support bf16 rows. FBGEMM rounds fp16 rows to nearest, and is 5
         # times slower with fp16 rows.
-        return "FBGEMM does not round half-precision rows stochastically here"
+        return "FBGEMM does not round half-precision rows stochastically"
     if stack.optimizer.decay:
         return "FBGEMM ignores weight decay in some modes"
     if stack.width % 4:
@@ -99,7 +99,7 @@ def _triton_fault(stack: StackFacts) -> str | None:
     if stack.device_type != "cuda":
         return "Triton compiles only for GPUs"
     if stack.dtype != torch.float32:
-        return f"Triton does not support {str(stack.dtype).removeprefix('torch.')} arithmetic here"
+        return f"Triton does not support {str(stack.dtype).removeprefix('torch.')} arithmetic"
     return None
 
 
