@@ -1,7 +1,7 @@
 """Reuses the CPU buffers in which conversions pack and receive data.
 
-The page faults of a new buffer of several MiB cost about as much as filling it. On CUDA, buffers
-are not kept, because torch's allocator already caches memory.
+In a new buffer of several MiB, page faults take about as long as the copy into the buffer. On CUDA,
+buffers are not kept, because torch's allocator already caches memory.
 """
 
 import math

@@ -117,7 +117,7 @@ def slicer(inside: Box, shape: Shape) -> LocalFn:
 def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | int) -> LocalFn:
     """Return a function that copies the box ``inside`` of a part into a larger part.
 
-    The returned function takes a part of ``src_shape``. Its result has ``shape``, contains the copy
+    The returned function takes a part of ``src_shape``. The result has ``shape``, contains the copy
     in the box ``at``, and is ``fill`` elsewhere.
     """
     take_out, put_in = cutter(inside, src_shape), cutter(at, shape)

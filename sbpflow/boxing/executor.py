@@ -137,8 +137,8 @@ class Boxing:
 
         Return the new part, detached, or ``None`` outside the destination placement. The result may
         share memory with ``part``. With ``donate``, an all-reduce may overwrite ``part`` instead of
-        copying it. Raise SbpError if ``part`` does not have the shape and dtype that the first step
-        expects.
+        working on a copy. Raise SbpError if ``part`` does not have the shape and dtype that the
+        first step expects.
         """
         part = _without_history(part)
         for index, step in enumerate(steps):

@@ -162,8 +162,8 @@ class _Sources:
     """Finds the source cells that overlap a box without comparing every pair of cells.
 
     Along a dim, the boxes of a layout are either equal or disjoint. If the cells are sorted by
-    their starts along that dim, those that overlap a box are adjacent, and a binary search finds
-    them. The dim with the most splits is used.
+    their starts along that dim, the cells that overlap a box are adjacent, and a binary search
+    finds the first and the last. The dim with the most splits is used.
     """
 
     def __init__(self, cells: list[_Cell]) -> None:

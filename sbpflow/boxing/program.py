@@ -50,8 +50,8 @@ class Program:
     """``pack`` builds the send buffer from the part; ``unpack`` builds the result from received
     data.
 
-    * ``group`` is None if nothing is exchanged; then ``unpack`` gets the part itself. Otherwise,
-      ``unpack`` gets a buffer of ``receive_shape``.
+    * ``group`` is None if nothing is exchanged. In this case, ``unpack`` gets the part itself, else
+      a buffer of ``receive_shape``.
     * ``keeps_received`` means that the receive buffer becomes the result, so it must be a new
       tensor instead of a borrowed buffer.
     * ``sizes`` are the numbers of elements that an all-to-all receives from and sends to each rank
@@ -99,7 +99,7 @@ class Stays:
     pieces: tuple[tuple[LocalFn, Piece], ...]
 
     def place(self, out: Tensor, received: Tensor) -> Tensor:
-        """Copy the received pieces into ``out`` and return it."""
+        """Copy the received pieces into ``out`` and return ``out``."""
         if self.run is None:
             for put, piece in self.pieces:
                 put(out).copy_(piece.of(received))

@@ -114,8 +114,8 @@ class Facts:
     gradient_item: float = 4.0
     window: int = 1
     state: tuple[int, int] = (0, 0)
-    slot_share: float = 1.0  # share of rows that are on the device
-    # True if ranks that store different columns of a row share its state
+    slot_share: float = 1.0  # Share of rows that are on the device.
+    # True if ranks that store different columns of a row share its state.
     shares_state: bool = False
 
     @property

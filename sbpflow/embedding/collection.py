@@ -254,7 +254,7 @@ class EmbeddingCollection:
             group.send_late()
 
     def settle(self) -> None:
-        """Apply the late gradients of the last step; every rank must call this.
+        """Apply the late gradients of the last step; every rank must call this method.
 
         Before ``settle``, the rows still lack the late gradients, so ``stored``, ``stores``, and
         ``state`` raise RuntimeError.

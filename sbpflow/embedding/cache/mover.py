@@ -27,8 +27,8 @@ from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 from sbpflow.errors import ConfigError, TrainingError
 
 MakeRecords = Callable[[int, RecordLayout], RecordStore]
-AHEAD = 1  # number of batches admitted ahead of the current lookup
-AT_ONCE = 4096  # maximum number of rows read or written while the mover waits
+AHEAD = 1  # Number of batches admitted ahead of the current lookup.
+AT_ONCE = 4096  # Maximum number of rows read or written while the mover waits.
 
 _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set after a failure)
 
@@ -103,12 +103,12 @@ class Mover:
         self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._initial, self._ahead, self._key = request.initial, ahead, key
         self._name = name_tables(shard.table.name for shard in request.shards)
-        self._flights: dict[int, _Flight] = {}  # by the caller's number, in announcement order
-        # by the planner's number; used only by the mover's thread
+        self._flights: dict[int, _Flight] = {}  # By the caller's number, in announcement order.
+        # By the planner's number; used only by the mover's thread.
         self._by_batch: dict[int, _Flight] = {}
         self._demanded = -1  # the last batch that training has asked to admit
         self._lock = threading.Lock()
-        self._arriving: Admission | None = None  # the admission whose slots are not filled yet
+        self._arriving: Admission | None = None  # The admission whose slots are not filled yet.
         # Evicted rows that are not yet written to the records.
         self._leaving = np.empty(0, np.int64)
         self._leaving_records = self.layout.empty(0)

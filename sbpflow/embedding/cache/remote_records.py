@@ -46,8 +46,8 @@ from sbpflow.runtime.processes.store import first_line
 # Maximum number of read requests in flight per server. While a server sends an answer, it does not
 # read requests, so the requests must fit into the socket buffers: 3 requests take at most 48 KiB.
 READS_IN_FLIGHT = 3
-WRITES_IN_FLIGHT = 4  # maximum number of unconfirmed writes per store
-_PAUSE_S = 0.2  # pause between attempts to connect
+WRITES_IN_FLIGHT = 4  # Maximum number of unconfirmed writes per store.
+_PAUSE_S = 0.2  # Pause between attempts to connect.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,9 @@ class Servers:
     limit_s: float
 
     def begin(self) -> None:
-        """Begin the session on every server. One rank must do this before any rank connects."""
+        """Begin the session on every server. One rank must call this method before any rank
+        connects.
+        """
         for index in range(len(self.addresses)):
             self.connect(index, BEGIN).close()
 
@@ -177,8 +179,8 @@ def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
 class _Write:
     """One call of ``write``; ``records`` are ordered by server."""
 
-    rows: Array  # sorted
-    order: Array  # the position in ``records`` of each row
+    rows: Array  # Sorted.
+    order: Array  # The position in ``records`` of each row.
     records: Array
     unconfirmed: int  # number of servers that have not confirmed the write
 
@@ -186,9 +188,9 @@ class _Write:
 class _Writes:
     """The writes that servers have not confirmed, oldest first, and the first failure.
 
-    A confirmed write stays until all older writes are confirmed. If it were removed earlier, a read
-    could find one of its rows in an older write, which another server has yet to confirm, and
-    return an outdated value.
+    A confirmed write stays until all older writes are confirmed. If a confirmed write were removed
+    earlier, a read could find one of its rows in an older write, which another server has yet to
+    confirm, and return an outdated value.
     """
 
     def __init__(self) -> None:

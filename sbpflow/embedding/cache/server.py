@@ -73,8 +73,8 @@ class EmbeddingServer:
 
     def __init__(self, secret: bytes, memory_bytes: int) -> None:
         self._secret, self._memory_bytes = secret, memory_bytes
-        self._lock = threading.Lock()  # guards the sessions and their blocks
-        self._sessions: dict[bytes, _Session] = {}  # at most one, the current session
+        self._lock = threading.Lock()  # Guards the sessions and their blocks.
+        self._sessions: dict[bytes, _Session] = {}  # At most one, the current session.
         self._ended: set[bytes] = set()
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
@@ -98,7 +98,7 @@ class EmbeddingServer:
             threading.Thread(target=self._run, args=(sock, address[0]), daemon=True).start()
 
     def _run(self, sock: socket.socket, address: str) -> None:
-        """Serve one connection, and log why it ended unless the peer closed it."""
+        """Serve one connection, and log why the connection ended unless the peer closed it."""
         with contextlib.closing(sock):
             try:
                 self._serve(sock)

@@ -31,9 +31,9 @@ MAX_TEXT_BYTES = 1024
 MAX_RECORD_BYTES = 1 << 16
 MAX_ROW_NUMBER = 2**31 - 1
 
-BEGIN, OPEN = 1, 2  # purposes of a connection: begin a session, or move the records of a store
-READ, WRITE = 1, 2  # requests
-OK, REFUSED = 0, 1  # replies; in a REFUSED reply, the count is the length of an explanation
+BEGIN, OPEN = 1, 2  # Purposes of a connection: begin a session, or move the records of a store.
+READ, WRITE = 1, 2  # Requests.
+OK, REFUSED = 0, 1  # Replies; in a REFUSED reply, the count is the length of an explanation.
 
 # With this flag, Linux waits for more data before it sends a packet.
 _MORE: int = getattr(socket, "MSG_MORE", 0)
@@ -58,10 +58,10 @@ class Purpose:
 
     purpose: int
     session: bytes
-    name: str  # name of the rank and its machine, for messages
+    name: str  # Name of the rank and its machine, for messages.
     rank: int = 0
-    store: int = 0  # each store of a rank has a different number
-    num_rows: int = 0  # number of the store's rows on this server
+    store: int = 0  # Each store of a rank has a different number.
+    num_rows: int = 0  # Number of the store's rows on this server.
     record_bytes: int = 0
 
 

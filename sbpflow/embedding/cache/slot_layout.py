@@ -12,8 +12,8 @@ Array = np.ndarray[Any, Any]
 # PLACE its position in that batch's list, and NEXT the batch of its current or next use.
 SLOT, LAST, PLACE, NEXT = range(4)
 RECORD_BYTES = 16
-NEW, STORED = -1, -2  # values of SLOT for rows without a slot: never written, or in slower memory
-NEVER = 2**31 - 1  # value of NEXT for a row that no announced batch uses
+NEW, STORED = -1, -2  # Values of SLOT for rows without a slot: never written, or in slower memory.
+NEVER = 2**31 - 1  # Value of NEXT for a row that no announced batch uses.
 
 # Positions in the state: the number of free slots, the number of rows in admitted batches, and both
 # ends of the queue of rows without a next use.

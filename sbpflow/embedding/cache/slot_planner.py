@@ -57,14 +57,14 @@ class Admission:
 
     ``slots`` contains the slots of the ``stored`` rows, followed by those of the ``new`` rows,
     which were never evicted and still have their initial values. ``evicted`` contains the rows that
-    previously had the last ``len(evicted)`` of these slots. The arrays are valid until the next
-    admission.
+    previously had the last ``len(evicted)`` of these slots. The arrays are int32, and valid until
+    the next admission.
     """
 
-    stored: Array  # int32
-    new: Array  # int32
-    slots: Array  # int32
-    evicted: Array  # int32
+    stored: Array
+    new: Array
+    slots: Array
+    evicted: Array
 
     @property
     def stored_slots(self) -> Array:

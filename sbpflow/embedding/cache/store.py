@@ -93,7 +93,8 @@ class CachedStore:
         return self.kernel.pool(block, own.place(own.inverse()))
 
     def _peeked(self, lookup: Lookup) -> tuple[Lookup, Tensor, Array]:
-        """Return a lookup in a block of its unique rows, the block, and the rows to read into it.
+        """Return a lookup in a block of its unique rows, the block, and the rows to read into the
+        block.
 
         The address after the last row stands for an absent row, which reads as zeros.
         """

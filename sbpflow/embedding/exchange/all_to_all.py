@@ -1,6 +1,6 @@
 """Runs the transfers whose sizes depend on the batch: individual rows, and ids in lists.
 
-This is the only module outside ``boxing`` that calls a collective. OneFlow's distributed gather
+Of all modules outside ``boxing``, only this one calls a collective. OneFlow's distributed gather
 (its scheme 3) and EMBark's unique-based groups exchange rows in this way.
 """
 
@@ -67,9 +67,9 @@ class RowTransfer:
         """Start sending all of ``send`` to every other rank, and receiving ``into[r]`` rows from
         rank r.
 
-        This is an all-gather of parts with unequal lengths. The all-gather of c10d would need
-        padding, and an all-to-all would need a copy of ``send`` for every rank, so each pair of
-        ranks exchanges rows directly.
+        The transfer is an all-gather of parts with unequal lengths. The all-gather of c10d would
+        need padding, and an all-to-all would need a copy of ``send`` for every rank, so each pair
+        of ranks exchanges rows directly.
         """
         world = self._world
         if send.dtype != step.dtype:

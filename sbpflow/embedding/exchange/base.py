@@ -61,13 +61,13 @@ class GroupInFlight:
     batch_size: int  # number of samples in the global batch
     local: BatchIds
     number: int | None
-    lr_factor: float = 1.0  # factor of the learning rates, fixed at the lookup
+    lr_factor: float = 1.0  # Factor of the learning rates, fixed at the lookup.
     # Ids of the global batch, if this rank looks up ids of other ranks' samples.
     everywhere: BatchIds | None = None
     lookups: list[Lookup] = field(default_factory=list[Lookup])
     pending: Pending | None = None
-    rows: Tensor | None = None  # looked-up rows, until ``gather_outputs`` takes them
-    # result of ``Group.counts``, as host integers
+    rows: Tensor | None = None  # Looked-up rows, until ``gather_outputs`` takes them.
+    # Result of ``Group.counts``, as host integers.
     counts: list[int] = field(default_factory=list[int])
     round: int = 0  # current round of the id exchange
 

@@ -184,7 +184,7 @@ def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
     """Return (addresses, gradients) of the rows that any rank touched.
 
     ``table`` is [rows, width + 1]; its last column is the number of uses. If the kernel has an
-    ``absent`` address, return all rows, and use this address for the untouched ones.
+    ``absent`` address, return all rows, with this address in place of untouched rows.
     """
     counts, sums = table[:, -1], table[:, :-1]
     if absent is not None:

@@ -20,8 +20,8 @@ class Slots:
     """The positions of a batch's unique rows in the buffers.
 
     ``of_ids`` [n] int64 contains the position of each address. ``of_rows`` [n] int64 contains the
-    position of each unique row, padded by repeating the last one. ``size`` is the total number of
-    positions.
+    position of each unique row, padded by repeating the last position. ``size`` is the total number
+    of positions.
     """
 
     of_ids: Tensor
@@ -88,8 +88,9 @@ class Layout:
             empty = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(empty, empty, parts * room), send
         # The position of a row is its index among the unique rows minus the number of rows in
-        # preceding parts. Rows that do not fit all write to the last position. It does not matter
-        # which of them wins, because all ranks detect the overflow and repeat the exchange.
+        # preceding parts. Rows that do not fit all write to the last position. The row that is
+        # written last does not matter, because all ranks detect the overflow and repeat the
+        # exchange.
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

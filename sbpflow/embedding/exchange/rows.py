@@ -34,15 +34,15 @@ class RowsInFlight(GroupInFlight):
     are set only with fixed-size buffers.
     """
 
-    wanted: Lookup  # the lookup of the local samples
-    request_counts: Tensor | None = None  # [ranks] int64: rows requested from each rank
-    slots: Slots | None = None  # set only with fixed-size buffers
+    wanted: Lookup  # The lookup of the local samples.
+    request_counts: Tensor | None = None  # Rows requested from each rank, [ranks] int64.
+    slots: Slots | None = None  # Set only with fixed-size buffers.
     sent_addresses: Tensor | None = None
     most_requested: Tensor | None = None
     requested: list[int] = field(default_factory=list[int])
     incoming: list[int] = field(default_factory=list[int])
-    early: EarlyInFlight | None = None  # set by ``mark_early``
-    late: LateInFlight | None = None  # set by ``mark_early`` of the next batch
+    early: EarlyInFlight | None = None  # Set by ``mark_early``.
+    late: LateInFlight | None = None  # Set by ``mark_early`` of the next batch.
 
 
 class RowGroup(Group[RowsInFlight]):

@@ -1,8 +1,8 @@
 """Converts table ids to row addresses.
 
 ``LocalAddresses`` is for ranks that look up ids in their own shards. ``OwnerAddresses`` is for
-exchanges of individual rows; its addresses also identify the rank that owns the row. Both return a
-``Lookup``: addresses, the bags they form, and a weight per address for weighted sums.
+exchanges of individual rows; its addresses also identify the rank that owns the row. Both classes
+return a ``Lookup``: addresses, the bags that they form, and a weight per address for weighted sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -243,8 +243,8 @@ class OwnerAddresses:
         parts = _row_parts(stack, dict(zip(ranks, self.bases, strict=True)))
         most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
-        firsts: list[list[int]] = []  # by use: the first row of each part except the first part
-        steps: list[list[int]] = []  # by use: the change of the shift at each of these rows
+        firsts: list[list[int]] = []  # By use: the first row of each part except the first part.
+        steps: list[list[int]] = []  # By use: the change of the shift at each of these rows.
         shifts: list[int] = []
         for use in stack.uses:
             table_parts = parts[use.table.name]

@@ -26,9 +26,9 @@ class IdCheck:
     out-of-range id is therefore replaced by 0, and its error is kept in ``error`` until the step.
     """
 
-    error: DataError | None = None  # the error for the first bad id
-    flagged: list[AsyncScalarRead] = field(default_factory=list[AsyncScalarRead])  # CUDA only
-    replaced: Tensor | None = None  # [features] int64, set by the policies clamp and hash
+    error: DataError | None = None  # The error for the first bad id.
+    flagged: list[AsyncScalarRead] = field(default_factory=list[AsyncScalarRead])  # CUDA only.
+    replaced: Tensor | None = None  # Set by the policies clamp and hash, [features] int64.
 
     def fail(self, error: DataError) -> None:
         """Keep ``error`` unless an earlier error was kept."""

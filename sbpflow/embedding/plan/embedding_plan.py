@@ -87,9 +87,8 @@ class EmbeddingPlan:
     def id_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
         """Return the steps that send the id matrix to the ranks that look up ids of other ranks.
 
-        The conversion is S(0) -> B if these ranks need the same columns. Otherwise, it is S(0) ->
-        S(1) with the columns arranged by rank, so that each rank receives only the columns it
-        needs.
+        The conversion is S(0) -> B if these ranks need the same columns, else S(0) -> S(1) with the
+        columns arranged by rank, so that each rank receives only the columns that it needs.
         """
         return self._spread(batch_size, self.needed, self.ids_dtype, "ids/fwd")
 
@@ -129,8 +128,8 @@ class EmbeddingPlan:
         return key_steps(self.vocabularies, self.world, batch_size)
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return all id transfers of a training batch. They can run ahead, because none depends on
-        an update.
+        """Return all id transfers of a training batch. None of these transfers depends on an
+        update, so they can run ahead.
         """
         later = [
             step

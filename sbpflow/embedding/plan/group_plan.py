@@ -65,7 +65,7 @@ MAX_BATCH_SIZES = 64  # steps are cached for at most this many batch sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One transfer of a group, which every rank runs in these ``steps``.
+    """One transfer of a group; every rank runs the ``steps`` of the transfer.
 
     Counts and ids are sent ahead of the lookup. In each round after the first, ranks forward the
     ids that they received in the previous round.
@@ -115,15 +115,15 @@ class Exchange(ABC):
     name: ClassVar[str]
     runs: ClassVar[str]
     calls: ClassVar[tuple[str, ...]]
-    pools: ClassVar[bool] = False  # the vectors of a sample can be summed before they are sent
-    copies: ClassVar[bool] = False  # every rank stores and updates the whole table
-    even: ClassVar[bool] = False  # all ranks do the same work, and ``home`` counts all of it
-    looks_up_all: ClassVar[bool] = False  # owners look up the global batch and need all of its ids
-    adds_terms: ClassVar[bool] = False  # owners compute partial sums, which are then added
-    shares_lookups: ClassVar[bool] = False  # an owner looks up only the ids of rows that it stores
-    is_default: ClassVar[bool] = False  # the default if several exchanges accept a layout
-    dense_allreduce: ClassVar[bool] = False  # dense gradients of whole tables are all-reduced
-    sends_early: ClassVar[bool] = False  # groups can have ``early_rows``
+    pools: ClassVar[bool] = False  # The vectors of a sample can be summed before they are sent.
+    copies: ClassVar[bool] = False  # Every rank stores and updates the whole table.
+    even: ClassVar[bool] = False  # All ranks do the same work, and ``home`` counts all of it.
+    looks_up_all: ClassVar[bool] = False  # Owners look up the global batch and need all of its ids.
+    adds_terms: ClassVar[bool] = False  # Owners compute partial sums, which are then added.
+    shares_lookups: ClassVar[bool] = False  # An owner looks up only the ids of rows that it stores.
+    is_default: ClassVar[bool] = False  # The default if several exchanges accept a layout.
+    dense_allreduce: ClassVar[bool] = False  # Dense gradients of whole tables are all-reduced.
+    sends_early: ClassVar[bool] = False  # Groups can have ``early_rows``.
 
     @abstractmethod
     def accepts(self, layout: Layout, world_size: int) -> bool:
@@ -168,7 +168,7 @@ class Exchange(ABC):
         return {}
 
 
-ALONE = "alone"  # the exchange of every table in a world of one rank
+ALONE = "alone"  # The exchange of every table in a world of one rank.
 # All registered exchanges, in the order in which the planner tries them.
 EXCHANGES: list[Exchange] = []
 

@@ -22,8 +22,10 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # half-precision dtypes of rows and sent vectors
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
-ANY_ID = 2**63 - 1  # value of ``num_ids`` if every 64-bit id is valid
-INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as in OneFlow-Benchmark's wdl_train_eval.py at de4698a7
+ANY_ID = 2**63 - 1  # Value of ``num_ids`` if every 64-bit id is valid.
+# The default distribution is U(-0.05, 0.05), as in OneFlow-Benchmark's wdl_train_eval.py at
+# de4698a7.
+INITIAL_RANGE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,25 +32,25 @@ RowDecay = Annotated[
 class StepNumbers(NamedTuple):
     """The numbers of an optimizer that change from step to step.
 
-    They are Python numbers or, for CUDA graphs, 0-d tensors on the device, in the compute dtype
-    (``step`` is int64).
+    The numbers are Python numbers or, for CUDA graphs, 0-d tensors on the device, in the compute
+    dtype (``step`` is int64).
     """
 
-    rate: float | Tensor  # multiplies the step
-    decay: float | Tensor  # multiplies the weights before the step
-    step: int | Tensor  # training step within the job, starting at 1
-    correction: float | Tensor = 1.0  # another factor that changes from step to step (lazy Adam)
+    rate: float | Tensor  # Multiplies the step.
+    decay: float | Tensor  # Multiplies the weights before the step.
+    step: int | Tensor  # Training step within the job, starting at 1.
+    correction: float | Tensor = 1.0  # Another factor that changes from step to step (lazy Adam).
 
 
 @dataclass(slots=True, kw_only=True)
 class RowBlock:
     """The distinct rows of one step, with the columns that this rank stores."""
 
-    weights: Tensor  # [touched, width] in the compute dtype; changed in place
+    weights: Tensor  # In the compute dtype, [touched, width]; changed in place.
     # State of all slots; use ``take`` and ``put`` for the state of this block's rows.
     state: dict[str, Tensor]
-    rows: Tensor  # [touched] int64: the slots of the rows in ``state``
-    grads: Tensor  # [touched, width], summed over the batch
+    rows: Tensor  # Slots of the rows in ``state``, [touched] int64.
+    grads: Tensor  # Summed over the batch, [touched, width].
     numbers: StepNumbers
     squares: Tensor | None = None  # [touched], see ``mean_squares``
 
@@ -95,7 +95,8 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizer(ABC):
-    """Updates the rows that a batch touches. Its fields are the optimizer's configurable constants.
+    """Updates the rows that a batch touches. The dataclass fields are the optimizer's configurable
+    constants.
 
     A subclass declares its ``state`` and the ``kernels`` that support it, and implements ``step``
     in torch. If a subclass has a field ``weight_decay``, each touched row shrinks by the fraction
@@ -140,7 +141,7 @@ class SparseOptimizer(ABC):
 
     @property
     def decay(self) -> float:
-        """Return ``weight_decay``, or 0 if the optimizer does not have it."""
+        """Return ``weight_decay``, or 0 if the optimizer does not have this constant."""
         return getattr(self, "weight_decay", 0.0)
 
     @property

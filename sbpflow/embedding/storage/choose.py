@@ -158,7 +158,7 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
         storage=_triton_class,
     ),
 }
-"""The compiled kernels in the order that ``auto`` tries them."""
+"""The compiled kernels, in the order in which ``auto`` tries them."""
 
 KERNEL_NAMES: tuple[KernelName, ...] = ("torch", *COMPILED)
 

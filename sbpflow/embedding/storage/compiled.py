@@ -169,7 +169,8 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
             rows[slot] = addresses[i]
             count += 1
         inverse[i] = slot
-    # So far, rows are in order of first use. Sort them, and map the old indices to the new ones.
+    # So far, ``rows`` is in order of first use. Sort it, and map the old indices to the new
+    # indices.
     original = np.arange(count).astype(np.int32)
     _sort_by_digits(rows[:count], original)
     rank = np.empty(count, np.int32)

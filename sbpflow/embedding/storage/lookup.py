@@ -165,8 +165,8 @@ class Lookup:
         return bag.index_select(0, order)
 
     def runs(self) -> SortedSegments:
-        """Return the sorted addresses and their runs, without making the host wait. There must be
-        at least one address.
+        """Return the sorted addresses and their runs, without making the host wait. The lookup must
+        have at least one address.
         """
         if self._runs is None:
             self._runs = SortedSegments.of(self.addresses)

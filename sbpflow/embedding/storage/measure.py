@@ -41,11 +41,11 @@ from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, rea
 
 LOG = logging.getLogger(__name__)
 
-BAND = 0.05  # another kernel is chosen only if it saves more than this share of the time
-MOST_ELEMENTS = 1 << 25  # maximum size of the benchmark's table
+BAND = 0.05  # Another kernel is chosen only if it saves more than this share of the time.
+MOST_ELEMENTS = 1 << 25  # Maximum size of the benchmark's table.
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
-MOST_BYTES = 2**24  # maximum size of the cache file
-MOST_MS = 1e9  # a cached time above this is invalid
+MOST_BYTES = 2**24  # Maximum size of the cache file.
+MOST_MS = 1e9  # A cached time above this is invalid.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,9 +65,10 @@ def _take_in_loop(block: Tensor, at: Tensor) -> Tensor:
 def _loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) -> bool:
     """Return True if the loop copies rows of this width faster than torch on this CPU.
 
-    This is measured, in a few milliseconds, because CPUs differ: ``index_select`` was up to three
-    times faster than a loop without prefetch on an Intel Xeon, but took three times as long as the
-    loop on an AMD EPYC. Both methods give the same bits, so ranks need not agree.
+    A measurement, which takes a few milliseconds, is necessary because CPUs differ:
+    ``index_select`` was up to three times faster than a loop without prefetch on an Intel Xeon, but
+    took three times as long as the loop on an AMD EPYC. Both methods give the same bits, so ranks
+    need not agree.
     """
     rows = max(_MEASURED_ELEMENTS // max(width, 1), 1)
     block = torch.ones(rows, width, dtype=dtype)  # a block larger than the caches of a core
@@ -84,7 +85,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 class Indexer:
-    """Deduplicates addresses below ``num_addresses``. Its scratch memory is reused."""
+    """Deduplicates addresses below ``num_addresses``. Reuses its scratch memory."""
 
     def __init__(self, num_addresses: int) -> None:
         self._num_addresses = num_addresses

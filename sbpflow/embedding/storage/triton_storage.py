@@ -1,7 +1,7 @@
 """The Triton kernel: the operations of ``TorchStorage`` in few launches of fixed size.
 
-The kernel computes in float32. So far, it has not run on a GPU; tests in Triton's interpreter
-compare it with the torch kernel.
+The kernel computes in float32. So far, the kernel has not run on a GPU; tests compare it with the
+torch kernel in Triton's interpreter.
 """
 
 import math
