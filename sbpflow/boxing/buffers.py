@@ -1,6 +1,6 @@
 """Reuses the CPU buffers in which conversions pack and receive data.
 
-In a new buffer of several MiB, page faults take about as long as the copy into the buffer. On CUDA,
+In a new buffer of several MiB, page faults take about as long as a copy into the buffer. On CUDA,
 buffers are not kept, because torch's allocator already caches memory.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MAX_KEPT_BYTES = 256 * 1024 * 1024  # Maximum total size of free buffers.
-# Smaller buffers are not kept: malloc does not unmap their memory, so it returns it again quickly.
+# Smaller buffers are not kept, because malloc reuses their memory quickly without unmapping it.
 MIN_BYTES = 1024 * 1024
 
 
@@ -42,8 +42,8 @@ class Staging:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def push(self, buffers: list[Tensor]) -> None:
-        """Keep buffers for later use. If their total size exceeds the limit, drop the smallest
-        ones.
+        """Keep buffers for later use; if the total size exceeds the limit, drop the smallest
+        buffers.
         """
         with self._lock:
             self._free += buffers

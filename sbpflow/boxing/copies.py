@@ -143,8 +143,8 @@ def packer(pieces: list[Piece], shape: Shape) -> Pack:
     dim = _even_dim(pieces, shape)
     if dim is not None:
         # If the pieces divide one dim evenly, a strided view [piece, *shape of a piece] lists the
-        # pieces in order, so a single copy packs them all. Copying them one by one would take a
-        # torch call per piece, and for small parts a call costs more than copying the bytes.
+        # pieces in order, so a single copy packs them all. Copying the pieces one by one would take
+        # a torch call per piece, and for small parts a call costs more than copying the bytes.
         strides, length = _strides(shape), shape[dim] // len(pieces)
         view = (len(pieces), *shape[:dim], length, *shape[dim + 1 :])
         strides = (length * strides[dim], *strides)

@@ -183,7 +183,7 @@ class Boxing:
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
         """Start one step; return a function that waits for it and returns the new part."""
         world = self.world
-        if world.checked and step.groups:  # before creating groups, which needs all ranks
+        if world.checked and step.groups:  # check first, because creating groups needs all ranks
             self._check(step, part, channel)
         ready = self._ready.get((id(step), channel))
         program, link = ready or self._get_ready(step, channel)

@@ -50,12 +50,12 @@ class Program:
     """``pack`` builds the send buffer from the part; ``unpack`` builds the result from received
     data.
 
-    * ``group`` is None if nothing is exchanged. In this case, ``unpack`` gets the part itself, else
-      a buffer of ``receive_shape``.
+    * ``group`` is None if nothing is exchanged; ``unpack`` then gets the part itself instead of a
+      buffer of ``receive_shape``.
     * ``keeps_received`` means that the receive buffer becomes the result, so it must be a new
       tensor instead of a borrowed buffer.
     * ``sizes`` are the numbers of elements that an all-to-all receives from and sends to each rank
-      of the group; None if all numbers are equal.
+      of the group, or None if all numbers are equal.
     * ``comm_dtype`` is the dtype in which buffers are sent, or None to keep their dtype.
     * ``stays`` and ``add_own`` are set if the exchange leaves out the piece that this rank would
       send to itself. ``stays`` then copies that piece. If the piece is a term of a sum,

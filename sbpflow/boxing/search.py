@@ -95,8 +95,8 @@ def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator
 
 
 def _arrivals(dst: Layout, values: tuple[Sbp, ...]) -> Iterator[NdSbp]:
-    """Yield the layouts in which a tensor may arrive on another placement: ``dst`` itself, and
-    variants of it with S instead of B.
+    """Yield ``dst`` and variants of it with S instead of B, the layouts in which a tensor may
+    arrive on another placement.
     """
     options = [
         [sbp, *(v for v in values if isinstance(v, Split))] if isinstance(sbp, Broadcast) else [sbp]

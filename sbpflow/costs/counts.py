@@ -1,6 +1,6 @@
 """Counts the work of a table on each rank in rows, elements, and bytes; time is not considered.
 
-Exchanges compute the counts from ``Facts``: ``part`` counts the work of a shard on the rank that
+Exchanges compute the counts from ``Facts``. ``part`` counts the work of a shard on the rank that
 stores it, and ``home`` counts the work of a table on each rank for that rank's own samples. A rank
 adds up the counts of all tables. Work that several tables share (for a group, a stack, or a
 transfer) has a ``Key``, and a rank counts each distinct key once.
@@ -177,7 +177,7 @@ def vector_of(counts: Counts) -> Floats:
 
 
 def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Ints, Floats]:
-    """Return the counts of an evenly divided table: ``kinds``, ``kind``, and ``home``.
+    """Return the counts of an evenly divided table as (``kinds``, ``kind``, ``home``).
 
     ``kinds`` [K, F] contains the counts of the K distinct shard sizes, at most two per dimension.
     Shard s, in row-major order, has the counts ``kinds[kind[s]]``. ``home`` [F] applies to every

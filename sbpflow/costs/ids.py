@@ -29,8 +29,8 @@ _DRAWS = tuple(2.0 ** (n / 2) for n in range(1, 69))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdCurve:
-    """The number of distinct rows as a function of the number of lookups: ``draws[i]`` lookups
-    touch ``unique[i]`` rows. Both sequences are ascending.
+    """The number of distinct rows as a function of the number of lookups. According to the curve,
+    ``draws[i]`` lookups touch ``unique[i]`` rows. Both sequences are ascending.
 
     ``distinct`` is the number of rows that are ever looked up. Impossible curves raise ConfigError.
     """

@@ -242,8 +242,8 @@ class EmbeddingCollection:
             group.mark_early(part)
 
     def send_early(self, batch: EmbeddingsInFlight) -> None:
-        """Start sending the rows that ``mark_early`` found. Until ``lookup``, only updates change
-        rows.
+        """Start sending the rows that ``mark_early`` found. Between this move and ``lookup``, only
+        updates may change rows.
         """
         for group, part in self._parts(batch):
             group.send_early(part)

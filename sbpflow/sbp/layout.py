@@ -126,7 +126,7 @@ class Layout:
         return any(isinstance(sbp, Partial) and sbp.op != "sum" for sbp in self.nd_sbp)
 
     def dual(self) -> "Layout":
-        """Return the layout of the gradient: S stays S, B becomes P, and P becomes B."""
+        """Return the layout of the gradient, in which S stays S, B becomes P, and P becomes B."""
         return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))
 
 

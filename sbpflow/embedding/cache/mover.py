@@ -1,10 +1,10 @@
 """Plans the slots of a cached store and moves its rows in a background thread.
 
 The thread executes ``announce``, ``admit``, and ``release`` in the order of the calls. For each
-batch to admit, it copies evicted rows out of their slots, reads the missing rows, fills the slots,
-signals the training thread, and writes the evicted rows to the records. Since all this is done by
-one thread, an evicted row is always written before it is read again. Rows that were never written
-still have their initial values, which are computed instead of read.
+batch to admit, the thread copies evicted rows out of their slots, reads the missing rows, fills the
+slots, signals the training thread, and writes the evicted rows to the records. Since one thread
+does all this, an evicted row is always written before it is read again. Rows that were never
+written still have their initial values, which are computed instead of read.
 """
 
 import threading

@@ -71,7 +71,9 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 class RecordStore(Protocol):
-    """Keeps the records of all rows in slower memory. Several threads can call it at once."""
+    """Keeps the records of all rows in slower memory. Several threads can call its methods at
+    once.
+    """
 
     @property
     def num_bytes(self) -> int:

@@ -106,7 +106,8 @@ class SlotPlanner:
         # compiles the loop before training
         self._loops.compact(self.records, self._queue, self._state)
         self.num_announced = self.num_admitted = self.num_released = 0
-        # Last batch refused, number of releases at that time, slots needed.
+        # The last refused batch, the number of releases at that time, and the number of slots
+        # needed.
         self._refused = (-1, 0, 0)
 
     @property

@@ -1,19 +1,19 @@
-"""Defines the base class of groups. A group runs the moves of a batch in this order.
+"""Defines the base class of groups. A group runs the moves of a batch in this order:
 
-    start_id_exchange  compute addresses, deduplicate them, start the first transfer
-    exchange_ids       send the ids, now that the transfer sizes are known
-    next_round         in exchanges with several id rounds: receive ids, deduplicate and count the
-                       ids to forward; ``exchange_ids`` then runs again
-    receive_ids        receive the ids that this rank looks up; addresses are final
-    announce           notify the stores of the rows that a training batch needs
-    mark_early         optionally, find the rows whose values are final before the lookup
-    send_early         send these rows, one batch ahead
-    send_late          start sending the late gradients of the previous batch
-    lookup             read the rows and start sending vectors
-    gather_outputs     receive the vectors of this rank's samples
-    send_grads         start sending gradients
-    receive_grads      receive the gradients on the ranks that store the rows
-    update             take one optimizer step
+* ``start_id_exchange`` computes addresses, deduplicates them, and starts the first transfer.
+* ``exchange_ids`` sends the ids, whose numbers are now known.
+* ``next_round``, in exchanges with several id rounds, receives ids, and deduplicates and counts the
+  ids to forward; ``exchange_ids`` then runs again.
+* ``receive_ids`` receives the ids that this rank looks up. Addresses are final.
+* ``announce`` notifies the stores of the rows that a training batch needs.
+* ``mark_early``, which is optional, finds the rows whose values are final before the lookup.
+* ``send_early`` sends the rows that ``mark_early`` found, one batch ahead.
+* ``send_late`` starts sending the late gradients of the previous batch.
+* ``lookup`` reads the rows and starts sending vectors.
+* ``gather_outputs`` receives the vectors of this rank's samples.
+* ``send_grads`` starts sending gradients.
+* ``receive_grads`` receives the gradients on the ranks that store the rows.
+* ``update`` takes one optimizer step.
 
 Between two moves, the caller does other work, such as a move of another group; the transfers
 overlap with this work. The moves up to ``receive_ids`` depend only on ids, so they can run several
@@ -250,7 +250,7 @@ class Group(ABC, Generic[BatchT]):
             return total
         for (lookup, grads), (stack, store) in zip(merged, self.stores(), strict=True):
             # Growing tables need an order of summation that does not depend on row numbers, because
-            # these change when a run resumes.
+            # row numbers change when a run resumes.
             total += sum_of_squares(store.kernel, lookup, grads, in_order=stack.grows)
         return total
 

@@ -128,7 +128,7 @@ class AddressedGroup(Group[GroupInFlight]):
     def _width(self, member: Member) -> int:
         """Return the number of columns of a member in ``rows_of``.
 
-        ``view`` could not infer it for a batch without samples.
+        ``view`` could not infer this number for a batch without samples.
         """
         width = member.store.width
         return width if self.plan.pooled else width * member.addresses.num_uses
@@ -199,7 +199,7 @@ class BoxedGroup(AddressedGroup):
 
     Boxing sends the vectors and returns the gradients. With ``columns`` (tables on one rank, and
     S(1)), the vectors have layout S(1), uneven, with columns in rank order. With ``reduce`` (S(0)),
-    they are partial sums: layout P, or (P, S(1)) on a grid of ranks.
+    the vectors are partial sums: layout P, or (P, S(1)) on a grid of ranks.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:

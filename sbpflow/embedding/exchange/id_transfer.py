@@ -44,7 +44,7 @@ class IdTransfer:
 
 
 class IdsUnderWay:
-    """The id transfers of one batch. All ranks must start them in the same order."""
+    """The id transfers of one batch. All ranks must start the transfers in the same order."""
 
     def __init__(self, transfer: IdTransfer, ids: BatchIds, batch_size: int) -> None:
         self._transfer, self._ids, self._batch_size = transfer, ids, batch_size

@@ -28,10 +28,10 @@ class RowsInFlight(GroupInFlight):
     """The state of a batch in a group that exchanges rows.
 
     ``requested`` is the number of rows that this rank requests from each rank; ``incoming`` is the
-    number of rows that each rank requests from this rank. With fixed-size buffers, both equal the
-    buffer size; otherwise, they are set from ``counts``. ``sent_addresses`` (the addresses in the
-    buffers) and ``most_requested`` ([1] int64, the largest number of rows between any two ranks)
-    are set only with fixed-size buffers.
+    number of rows that each rank requests from this rank. With fixed-size buffers, both numbers
+    equal the buffer size; otherwise, they are set from ``counts``. ``sent_addresses`` (the
+    addresses in the buffers) and ``most_requested`` ([1] int64, the largest number of rows between
+    any two ranks) are set only with fixed-size buffers.
     """
 
     wanted: Lookup  # The lookup of the local samples.

@@ -379,7 +379,7 @@ class IdReader:
     def _by_loop(self, loops: ModuleType, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists | None:
         """Like ``_lists``, but in one compiled pass.
 
-        Return ``None`` if the input is invalid or needs conversion: ``_lists`` then converts it,
+        Return ``None`` if the input is invalid or needs conversion, so that ``_lists`` converts it,
         replaces ids, or reports the error.
         """
         plan, unused = self._plan, set(bags) - set(self._plan.ids.lists)

@@ -322,8 +322,8 @@ def _check_names(kind: str, names: list[str]) -> None:
 def _check_substitutes(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig], policy: OutOfRange
 ) -> None:
-    """Check that a replaced id is valid in all tables of its feature, because it is replaced only
-    once.
+    """Check that a replaced id is valid in all tables of its feature, because all tables get the
+    same id.
     """
     for feature in features:
         sharing = [table for table in tables if feature.name in table.features]

@@ -1,6 +1,6 @@
 """Describes tables that grow during training: when a key gets a row, and when a key loses its row.
 
-The key space has a fixed division into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets, and
+The key space is always divided into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets, and
 every bucket has an equal share of the rows. All keys without a row share row 0.
 """
 

@@ -255,9 +255,9 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
 def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
     """Return two non-empty shards that share an element, or ``None``.
 
-    Comparing all pairs of shards would take seconds for 1024 ranks. Instead, sweep over the rows
-    and keep the shards that cross the current row sorted by column: a new shard can then overlap
-    only its neighbors.
+    Comparing all pairs of shards would take seconds for 1024 ranks. Instead, this function sweeps
+    over the rows and keeps the shards that cross the current row sorted by column: a new shard can
+    then overlap only its neighbors.
     """
     stops = [(shard.row_stop, False, number) for number, shard in enumerate(shards)]
     starts = [(shard.row_start, True, number) for number, shard in enumerate(shards)]

@@ -58,8 +58,8 @@ class RowBlock:
     def mean_squares(self) -> Tensor:
         """Return the mean square of each row's gradient, [touched], over the table's full width.
 
-        Only optimizers with row state can use this value: for them, ranks that share a row sum
-        their squares.
+        Only optimizers with row state can use this value, because only they make ranks that share a
+        row sum their squares.
         """
         if self.squares is None:
             raise RuntimeError(
@@ -146,7 +146,9 @@ class SparseOptimizer(ABC):
 
     @property
     def has_row_state(self) -> bool:
-        """Return True if there is state per row. A step then gets the mean squares of its rows."""
+        """Return True if there is state per row, so that steps get the mean squares of their
+        rows.
+        """
         return "row" in self.state.values()
 
     @property

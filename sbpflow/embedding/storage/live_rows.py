@@ -116,8 +116,8 @@ class TrainedRows(SelectedRows):
     """A snapshot of which rows of a store have keys; the rows are numbered table by table.
 
     Within a table, the shared row comes first, if this rank stores it, followed by the live rows in
-    the order of their addresses. Sorting ten million rows takes a second or two, so they are sorted
-    only on first use; in a save, this happens in the writer thread.
+    the order of their addresses. Sorting ten million rows takes a second or two, so the rows are
+    sorted only on first use; in a save, the writer thread sorts them.
     """
 
     def __init__(self, store: RowStore, tables: Mapping[str, _TableRows]) -> None:

@@ -54,7 +54,7 @@ class StackShape:
 
     ``ids`` is the number of ids looked up, in bags of ``per_bag``. If unique rows are exchanged,
     requests come from ``lists`` ranks, and each rank first deduplicates ``home_ids`` ids;
-    otherwise, both are 0. ``skew`` describes how ids repeat (``costs.ids``).
+    otherwise, ``lists`` and ``home_ids`` are 0. ``skew`` describes how ids repeat (``costs.ids``).
     """
 
     rows: int
@@ -186,7 +186,9 @@ def _are_times(value: object) -> TypeGuard[dict[str, float]]:
 
 
 def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:
-    """Choose the fastest kernel, or ``unmeasured`` if it is within ``BAND`` of the fastest."""
+    """Choose the fastest kernel, or ``unmeasured`` if that kernel is within ``BAND`` of the
+    fastest.
+    """
     fastest = min(times_ms, key=times_ms.__getitem__)
     name = fastest
     if times_ms.get(unmeasured.name, float("inf")) <= (1.0 + BAND) * times_ms[fastest]:

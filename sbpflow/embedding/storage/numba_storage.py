@@ -65,7 +65,7 @@ def _take_in_loop(block: Tensor, at: Tensor) -> Tensor:
 def _loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) -> bool:
     """Return True if the loop copies rows of this width faster than torch on this CPU.
 
-    A measurement, which takes a few milliseconds, is necessary because CPUs differ:
+    A measurement, which takes a few milliseconds, is necessary because CPUs differ.
     ``index_select`` was up to three times faster than a loop without prefetch on an Intel Xeon, but
     took three times as long as the loop on an AMD EPYC. Both methods give the same bits, so ranks
     need not agree.
@@ -97,7 +97,8 @@ class Indexer:
         """Return the unique addresses, ascending, and the index of each address among them, [n]
         int32.
 
-        If the addresses are known to consist of ascending lists, ``lists`` are their lengths.
+        If the addresses are known to consist of ascending lists, ``lists`` are the lengths of these
+        lists.
         """
         array = addresses.contiguous().numpy()
         rows, inverse = np.empty_like(array), np.empty(array.size, np.int32)

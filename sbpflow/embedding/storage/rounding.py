@@ -23,7 +23,7 @@ class RowNoise:
 
     Each table has a random stream of 64-bit words per step. The element (row, column) uses 16 bits
     of word row * ceil(dim / 4) + column // 4. In growing tables, the address of a row's key takes
-    the place of its number: ``addresses_of`` maps ascending rows to these addresses.
+    the place of the row's number, and ``addresses_of`` maps ascending rows to these addresses.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class SortedSegments:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Return the index of each run, padded by repeating the last one: [n] int64."""
+        """Return the index of each run, padded by repeating the last index: [n] int64."""
         return torch.minimum(
             torch.arange(self.keys.numel(), device=self.keys.device), self.number[-1:]
         )

@@ -183,8 +183,8 @@ class TorchStorage:
         return round_randomly(weights, self.weights.dtype, noise)
 
     def _squares(self, grads: Tensor) -> Tensor | None:
-        """Return the mean square of each row over all ranks that share it, or ``None`` if there is
-        no row state.
+        """Return the mean square of each row's gradient over all ranks that share the row, or
+        ``None`` if there is no row state.
         """
         if not self.optimizer.has_row_state:
             return None

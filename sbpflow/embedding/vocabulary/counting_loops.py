@@ -41,7 +41,7 @@ def observe(
     sizes: Array,
     migrates: bool | None,
 ) -> None:
-    """Count the occurrences of ``keys`` [n], and write the row of each key that has one to ``out``.
+    """Count the occurrences of ``keys`` [n], and write the row of each key with a row to ``out``.
 
     ``counts`` is [n], or [0] if each key counts once. The numbers written to ``sizes`` are those of
     entries in ``log`` (the address of each key, and its value before this batch), new keys,

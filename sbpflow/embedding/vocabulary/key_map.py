@@ -3,8 +3,8 @@
 The address of a key is an invertible mix of its bits, so addresses are uniform whatever the keys
 are. Slots are in address order: the home slot of an address is proportional to the address, and
 linear probing moves a key only to later slots. A bucket of keys is therefore a range of slots, and
-the map can grow gradually: ``migrate`` moves a few slots at a time to a larger array. Deletion
-shifts later keys back instead of leaving tombstones, so lookups never slow down.
+the map can grow gradually. To grow, ``migrate`` moves a few slots at a time to a larger array.
+Deletion shifts later keys back instead of leaving tombstones, so lookups never slow down.
 
 A slot contains everything that a batch needs to know about a key: its address, the batch of its
 last use, and its row or count. A lookup therefore reads a single cache line.

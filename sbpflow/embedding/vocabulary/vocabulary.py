@@ -280,7 +280,8 @@ class Vocabulary:
         return VocabularyCopy(copies, self.num_trained, clock, self.totals)
 
     def load(self, saved: Saved, totals: Sequence[int] = ()) -> None:
-        """Replace the vocabulary. Keys get rows from the first one on, in order of their addresses.
+        """Replace the vocabulary. Keys get consecutive rows, starting with the first, in the order
+        of their addresses.
 
         ``totals`` are the sums over all owners so far, or empty.
         """
