@@ -14,10 +14,10 @@ from sbpflow.runtime.files.remote_path import AnyPath
 class CheckpointConfig:
     """Specifies when a run is saved, which checkpoints are kept, and where the run resumes.
 
-    ``resume: auto`` resumes from the newest valid checkpoint of an unfinished run in ``dir`` if all
-    keys that affect results are equal; otherwise, the run fails. ``never`` starts from the
-    beginning and moves existing checkpoints aside. A path resumes from the checkpoint at that path,
-    even if another run wrote it.
+    ``resume: auto`` resumes an unfinished run in ``dir`` from its newest valid checkpoint; the run
+    fails if any key that affects results has changed. ``never`` starts from the beginning and moves
+    existing checkpoints aside. A path resumes from the checkpoint at that path, even if another run
+    wrote it.
     """
 
     dir: Annotated[

@@ -158,7 +158,7 @@ def _growth_keys(rule: FieldRule) -> list[str]:
 
 
 def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
-    """Return the settings that patterns give for ``name``.
+    """Return the settings for ``name`` from all matching patterns.
 
     Later patterns override earlier ones, key by key.
     """

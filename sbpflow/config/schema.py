@@ -63,7 +63,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Selects the prepared set, and how to read it."""
+    """Configures which prepared set is read, and how."""
 
     path: Annotated[
         AnyPath | None,
@@ -126,7 +126,7 @@ class ModelGroup(Protocol):
 class TableChanges:
     """Modifies settings that earlier patterns or ``optimizer.sparse`` set.
 
-    For entries without ``name``.
+    Applies to entries without ``name``.
     """
 
     name: Literal["same"] = "same"
@@ -268,7 +268,7 @@ class OptimizerConfig:
             self.refuse_one_rate(self.of_tables.key)
 
     def refuse_one_rate(self, key: str) -> None:
-        """Raise ConfigError if ``key`` changes the learning rate of a rule with a fixed rate."""
+        """Raise ConfigError if ``key`` changes the rate of an optimizer whose rate is fixed."""
         by_table = {f"tables.{pattern}": chosen for pattern, chosen in self.tables.items()}
         for owner, chosen in {"sparse": self.sparse, **by_table}.items():
             if isinstance(chosen, SparseOptimizer) and chosen.one_rate:

@@ -184,7 +184,7 @@ class TableRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Sets the layouts of tables and dense parameters, number formats, and how steps run.
+    """Sets the layouts of tables and dense parameters, number formats, and the execution of steps.
 
     A scheme or a plan sets the layouts of all tables; ``tables`` overrides them by pattern.
     """

@@ -70,7 +70,7 @@ class PrometheusConfig:
 class LossConfig:
     """Modifies each row's loss in training; evaluations report the plain logloss.
 
-    The focal loss follows T.-Y. Lin et al., Focal loss for dense object detection, 2017.
+    The focal loss follows Lin et al., Focal loss for dense object detection, 2017.
     """
 
     positive_weight: Annotated[Rate, Key("results", "Weight of rows with label 1.")] = 1.0
