@@ -1,1 +1,1 @@
-"""Defines global tensors, their operators, and autograd. Each rank stores a part of the tensor."""
+"""Defines global tensors, of which each rank stores a part, their operators, and their autograd."""
