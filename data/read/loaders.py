@@ -1,4 +1,4 @@
-"""Open the loaders of a run, one for each split with rows."""
+"""Open the loaders of a run, one for each split that has rows."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ def open_loaders(
     device: torch.device,
     crosses: Sequence[HashedColumn] = (),
 ) -> dict[str, RowLoader]:
-    """Open the loaders by split; only ``train`` is shuffled or may drop its tail. Raises
-    ConfigError if train has no labels or less than one batch.
+    """Return the loaders by split. Only ``train`` is shuffled or may drop its tail. Raises
+    ConfigError if train has no labels or gives no batch.
     """
     if not manifest.labelled:
         raise ConfigError(
