@@ -83,7 +83,8 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         raise ConfigError(
             f"--{useless[0].replace('_', '-')}: no field has a vocabulary, because all have keys "
             "(--keys); remove the option, or name the fields with keys, such as --keys "
-            f"{options.keys[0]}. Training admits keys by model.fields.PATTERN.admit_count"
+            f"{options.keys[0]}. In training, model.fields.PATTERN.admit_count selects the keys "
+            "that get rows"
         )
     return prepare(options)
 

@@ -188,8 +188,8 @@ class _Run:
             return  # a copy is still running
         if task.attempts == _MAX_ATTEMPTS:
             raise DataError(
-                f"--engine {self._options.name}: a worker died in {_MAX_ATTEMPTS} attempts of one "
-                f"task ({type(reason).__name__}); check the memory of its machine, use fewer "
+                f"--engine {self._options.name}: workers died in all {_MAX_ATTEMPTS} attempts of "
+                f"one task ({type(reason).__name__}); check their memory, use fewer "
                 "--workers, and rerun this command to resume"
             ) from reason
         _LOG.warning("a worker died (%s); repeating its task", type(reason).__name__)
@@ -214,8 +214,8 @@ class _Run:
         minutes = self._options.wait_s / 60
         return DataError(
             f"--engine {self._options.name}: no task has finished for {minutes:g} minutes, and "
-            f"{len(self._waiting)} are waiting ({self._backend.state()}); check the workers, and "
-            "rerun this command to resume. --wait MINUTES sets this limit"
+            f"{len(self._waiting)} tasks are waiting ({self._backend.state()}); check the workers, "
+            "and rerun this command to resume. --wait MINUTES sets this limit"
         )
 
 

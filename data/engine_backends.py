@@ -186,7 +186,7 @@ class Ray:
 
     def state(self) -> str:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        return f"Ray has {len(nodes)} nodes, {self.num_workers()} tasks run at a time"
+        return f"Ray has {len(nodes)} nodes and runs {self.num_workers()} tasks at a time"
 
     def close(self) -> None:
         self._ray.shutdown()

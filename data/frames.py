@@ -45,7 +45,7 @@ def prepared_set(
         if "train" not in parts or set(parts) - set(SPLITS):
             raise ConfigError(
                 f"data: contains rows for {', '.join(map(str, parts)) or 'nothing'}; use train "
-                "and, as needed, val and test"
+                "and, if needed, val and test"
             )
         for part, rows in parts.items():
             words.append(input_of(rows, folder / f"{part}.arrow", f"data[{part!r}]"))

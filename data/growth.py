@@ -90,7 +90,7 @@ def _limits(entry: Mapping[str, Any]) -> str:
     evict, keys = entry["evict"], entry["train_keys"]
     count, forget = entry["admit_count"], entry["forget_after_samples"]
     parts = [f"a key gets a row after {count} occurrence{'s' * (count > 1)}"]
-    parts[0] += f" within {forget:,} samples each" if forget else ""
+    parts[0] += f", at most {forget:,} samples apart" if forget else ""
     parts.append(f"at most {evict['max_rows']:,} rows, then {evict['policy']} eviction")
     if evict["idle_samples"]:
         parts.append(f"eviction after {evict['idle_samples']:,} samples without use")

@@ -104,5 +104,5 @@ def encode_sample(rows: Sequence[Mapping[str, Any]], manifest: Manifest, folder:
         max_bad_fraction=0.0,
     )
     if encoded is None:
-        raise RuntimeError("the sample rows are encoded on one machine")
+        raise RuntimeError("encode returned no set of the sample rows")
     return encoded

@@ -119,8 +119,8 @@ def _known_values(
     if field not in schema.sparse or field not in vocabulary["fields"]:
         known = [name for name in schema.sparse if name in vocabulary["fields"]]
         raise ConfigError(
-            f"{field}: crosses, buckets, and hashed columns have no stored values; use a table of "
-            f"one of {', '.join(known) or 'no column here'}"
+            f"{field}: crosses, buckets, and hashed columns have no stored values; use the table "
+            f"of one of {', '.join(known) or 'no column here'}"
         )
     entry, rows = vocabulary["fields"][field], manifest.field(field).rows
     fetch_vocabularies(manifest)

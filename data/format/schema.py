@@ -261,14 +261,16 @@ class Schema:
                 "time and row_key may also be a dense or sparse column)"
             )
         if twice := [name for name in self.columns if self.columns.count(name) > 1]:
-            raise ConfigError(f"{key}: columns has {twice[0]!r} twice; name each column once")
+            raise ConfigError(f"{key}: columns lists {twice[0]!r} twice; name each column once")
         if unknown := [name for name in used if name not in self.columns]:
-            raise ConfigError(f"{key}: {unknown[0]!r} is not one of columns {list(self.columns)}")
+            raise ConfigError(
+                f"{key}: {unknown[0]!r} is not one of the columns {list(self.columns)}"
+            )
         fields = (*self.sparse, *(column.name for column in self.buckets))
         if invalid := [name for name in fields if not FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
-                f"{key}: sparse column {invalid[0]!r}: because it is used in file names and "
-                f"options, it {NAME_RULE}; rename the column in the table"
+                f"{key}: sparse column {invalid[0]!r}: a name is used in file names and "
+                f"options, so it {NAME_RULE}; rename the column in the table"
             )
         if patterns := [name for name in used if PATTERN.fullmatch(name)]:
             raise ConfigError(

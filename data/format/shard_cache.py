@@ -103,9 +103,9 @@ class ShardCache:
         need = sum(self._files[name].num_bytes for name in names)
         if need > self._limit.num_bytes:
             raise ConfigError(
-                f"data.cache.size: {self._limit.num_bytes / 1e9:g} GB, but every batch of a "
-                f"shuffled epoch reads from all {need / 1e9:.3g} GB of {split}; use at least "
-                f"data.cache.size='{need / 1e9 * 1.05:.3g} GB', or data.shuffle=none"
+                f"data.cache.size: {self._limit.num_bytes / 1e9:g} GB is too small, because every "
+                f"batch of a shuffled epoch has rows from all {need / 1e9:.3g} GB of {split}; use "
+                f"at least data.cache.size='{need / 1e9 * 1.05:.3g} GB', or data.shuffle=none"
             )
         pin = (self.folder / f"{split}{_PIN}").open("a", encoding="ascii")
         fcntl.flock(pin, fcntl.LOCK_SH)
@@ -169,7 +169,7 @@ class ShardCache:
                     return
                 if number == _TRIES:
                     raise DataError(
-                        f"{self.url / name}: differs from the manifest in {_TRIES} downloads; "
+                        f"{self.url / name}: all {_TRIES} downloads differ from the manifest; "
                         "prepare the set again"
                     )
         except (FileNotFoundError, StoreError) as error:
@@ -193,7 +193,7 @@ class ShardCache:
                 continue
             limit, folder = self._limit.num_bytes, self._limit.folder
             raise ConfigError(
-                f"data.cache.size: {limit / 1e9:g} GB in {folder} have no room for "
+                f"data.cache.size: {limit / 1e9:g} GB in {folder} has no room for another "
                 f"{num_bytes / 1e9:.3g} GB, because the other files there are in use; use, for "
                 f"example, data.cache.size='{(limit + excess) / 1e9 * 1.05:.3g} GB'"
             )

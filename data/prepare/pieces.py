@@ -72,8 +72,8 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
             is_text=not source.is_table,
         )
         raise DataError(
-            f"{source.path}: no column{'s' if len(absent) > 1 else ''} {shown}; it has {has}; "
-            f"{advice}"
+            f"{source.path}: no column{'s' if len(absent) > 1 else ''} {shown}; the columns "
+            f"are {has}; {advice}"
         )
     return columns
 

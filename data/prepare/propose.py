@@ -257,7 +257,8 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
 def _remark(column: ColumnFacts) -> str:
     """Return a remark if the proposed use of a column is doubtful, or ""."""
     if column.odd:
-        return f"; cells such as {column.odd!r:.40} are not numbers; clean them for dense"
+        problem = f"cells such as {column.odd!r:.40} are not numbers"
+        return f"; {problem}; clean them to use the column as dense"
     if column.kind != "integer" or column.distinct < _MIN_IDS or column.words & _ENTITY_WORDS:
         return ""
     low, high = (float(value) for value in (column.values.min(), column.values.max()))

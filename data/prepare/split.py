@@ -110,7 +110,7 @@ class SplitRule:
             place = self._pattern_of(file_name)
             return np.full(num_rows, SPLITS.index(place[0]) if place else 0, dtype=np.uint8)
         if self.kind == "date":
-            raise RuntimeError("rows that are split by date need of_times")
+            raise RuntimeError("of_piece cannot split by date; use of_times")
         raise unknown_value("--split", self.kind, SplitKind)
 
     def _pattern_of(self, file_name: str) -> tuple[str, str] | None:

@@ -26,8 +26,8 @@ def open_loaders(
     """
     if not manifest.labelled:
         raise ConfigError(
-            f"data.path: {manifest.path} has rows without labels for scoring only; train on a set "
-            "made by `sbpflow prepare`"
+            f"data.path: {manifest.path} has rows without labels, which can only be scored; train "
+            "on a set made by `sbpflow prepare`"
         )
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):

@@ -154,7 +154,9 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
                     keys[row, target], check = digest(text, start, at)
                     checks[row, target] = U32(check & U64(0xFFFFFFFF))
                 else:
-                    raise ValueError("a kind of cell must be one of the constants of this module")
+                    raise ValueError(
+                        "the kind of a cell must be one of the constants of this module"
+                    )
             at += 1
     return at == end
 

@@ -197,7 +197,7 @@ class Model:
     def _known(self, kind: str, name: str, values: Mapping[str, Any]) -> Any:
         if name not in values:
             known = ", ".join(list(values)[:8])
-            raise BundleError(f"{kind}: {name!r} is not in the bundle; it has {known}")
+            raise BundleError(f"{kind}: {name!r} is not in the bundle, which has {known}")
         return values[name]
 
     def check(self) -> None:

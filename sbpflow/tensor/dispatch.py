@@ -163,7 +163,9 @@ def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> 
     listed = range(x.ndim) if dims is None else whole_numbers(op, "dims", dims)
     chosen = sorted(checked_dim(x, dim, op) for dim in listed)
     if repeated := [a for a, b in pairwise(chosen) if a == b]:
-        raise SbpError(f"{op}: dims {list(listed)} has dim {repeated[0]} twice; list each once")
+        raise SbpError(
+            f"{op}: dims {list(listed)} contains dim {repeated[0]} twice; list each dim once"
+        )
     return chosen
 
 

@@ -77,7 +77,9 @@ class Result:
         """Return the lines to add to the end summary, by title."""
         best = self.best
         if self.best_step not in (None, self.steps):
-            best += f"; these results use its weights, and last_* those of step {self.steps}"
+            best += (
+                f"; these are the results of its weights, and last_* are those of step {self.steps}"
+            )
         lines = {"stopped": self.stopped, "best val": best, "overlap": self.overlap}
         return {title: line for title, line in lines.items() if line}
 

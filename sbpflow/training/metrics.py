@@ -204,7 +204,9 @@ def gauc(scores: Values, labels: Values, groups: Values) -> float:
     """
     mean = _gauc(scores, labels, groups)
     if mean is None:
-        raise MetricError("GAUC: no group has rows of both classes; no pairs to compare")
+        raise MetricError(
+            "GAUC: no group has rows of both classes, so there are no pairs to compare"
+        )
     return mean
 
 

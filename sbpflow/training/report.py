@@ -335,8 +335,8 @@ def describe_evaluation(evaluation: Evaluation) -> str:
         )
     parts.append(f"{evaluation.num_rows} rows")
     within = "".join(
-        f"\n  AUC within {part.column}: {_show(part.auc)}, mean over {part.num_rows:,} rows of "
-        "the values with both classes"
+        f"\n  AUC within {part.column}: {_show(part.auc)}, the mean over {part.num_rows:,} rows "
+        "whose values have both classes"
         for part in evaluation.slices
         if part.value is None
     )

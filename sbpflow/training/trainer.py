@@ -71,9 +71,7 @@ class _BatchInFlight(BatchInFlight):
 
     @property
     def started(self) -> EmbeddingsInFlight:
-        """Return the batch's embeddings; raise RuntimeError if ``start_id_exchange`` has not
-        run.
-        """
+        """Return the embeddings; raise RuntimeError before ``start_id_exchange`` has run."""
         if self.embeddings is None:
             raise RuntimeError("the id exchange of this batch has not started")
         return self.embeddings
@@ -82,17 +80,16 @@ class _BatchInFlight(BatchInFlight):
 class Trainer:
     """Trains a dense part and its embeddings; ``optimizer`` updates this rank's parameters.
 
-    * ``schedule``: the order of a step's moves; may change between steps.
-    * ``rate_factor``: maps a step to the factor of the learning rates; ``table_rate_factor`` does
-      the same for the tables (default: ``rate_factor``). The attribute ``rate_scale``, which may be
-      set between steps, multiplies both.
+    * ``schedule``: the order of a step's moves; this and ``lookahead`` may change between steps.
+    * ``rate_factor``, ``table_rate_factor`` (default: equal): map a step to the factors of the
+      dense and table learning rates. The attribute ``rate_scale``, which may be set between steps,
+      multiplies both.
     * ``clipper``: makes the clip move, if the schedule has one. ``loss``: modifies the row losses.
     * ``gradients``: the planned exchange of dense gradients and loss (``plan_gradients`` with a
       ``total``).
     * ``planned``: a batch size, and the only conversions that a forward pass of this size may make.
     * ``cuda_graph``: run batches of the planned size with a ``GraphedStep``.
-    * ``lookahead``: the number of announced batches whose ids are exchanged early; may change
-      between steps.
+    * ``lookahead``: the number of announced batches whose ids are exchanged early.
     """
 
     def __init__(
@@ -225,9 +222,7 @@ class Trainer:
         return loss.squeeze(0)
 
     def train_on(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
-        """Train on each batch and yield its loss, announcing the next ``lookahead`` batches before
-        each step.
-        """
+        """Train on each batch and yield its loss; announce the next ``lookahead`` batches early."""
         source = iter(batches)
         queue: deque[Batch] = deque()
         while True:
@@ -255,7 +250,7 @@ class Trainer:
 
     def settle(self) -> None:
         """Apply the late gradients of the last step, unless it failed. Every rank must call this
-        method before reading rows; ``step``, ``predict``, and ``drain`` call it themselves.
+        method before reading rows; ``step``, ``predict``, and ``drain`` do so.
         """
         if not self._failure:
             self._embeddings.settle()
@@ -291,9 +286,7 @@ class Trainer:
         return unless_done
 
     def _take(self, batches: list[Batch]) -> list[_BatchInFlight]:
-        """Remove announced batches from the window and return them; batches that were not announced
-        start without any moves made.
-        """
+        """Take batches from the window, or start them if they were not announced."""
         if not batches:
             raise SbpError("step: no batch has rows; pass at least one batch with rows")
         for group in self.embedding_plan.groups:
@@ -445,8 +438,7 @@ class Trainer:
 
     @torch.no_grad()
     def predict_all(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield each batch with its logits. While a batch is computed, the next batch's rows are
-        read.
+        """Yield each batch with its logits. The next batch's rows are read at the same time.
 
         Every rank must iterate over all batches, without training steps during the iteration.
         """
