@@ -96,7 +96,7 @@ class Engine:
     def __init__(self, options: EngineOptions, backend: Backend) -> None:
         self._options, self._backend = options, backend
         self.home: Home | None = None
-        """Requirements that each worker checks before its first task; None for no check"""
+        """The requirements that each worker checks before its first task, or None for no check"""
 
     @property
     def shares_memory(self) -> bool:
@@ -259,7 +259,8 @@ def _check_home(home: Home) -> None:
 def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]:
     """Start an engine, or connect to its cluster. Raises ConfigError on failure.
 
-    At most ``workers`` tasks run at a time; None means all CPUs of this machine or of the cluster.
+    At most ``workers`` tasks run at a time; by default, one for each CPU of this machine or of the
+    cluster.
     """
     options.check()
     backend = ENGINES[options.name](options.address, workers)

@@ -117,8 +117,8 @@ class _Feature:
     def score(self, bins: Bins, owners: Bins | None, labels: Bins, base: float) -> None:
         """Score rows by the mean label rate of their bins; count the scores by ``labels`` [rows].
 
-        ``owners`` [n] contains the row of each of ``bins`` [n]; None means that each row has one
-        bin. The score of rows without values is ``base``.
+        ``owners`` [n] contains the row of each of ``bins`` [n], or is None if each row has one bin.
+        The score of rows without values is ``base``.
         """
         scores = self._scores[bins]
         if owners is not None:

@@ -83,7 +83,7 @@ class ScoreBlocks:
     def is_encoded(self) -> bool:
         """Return whether an earlier launch encoded all rows.
 
-        If it did not, remove the incomplete set of encoded rows.
+        If some rows are not encoded, the incomplete set of encoded rows is removed.
         """
         if self._scoring.is_set:
             return True

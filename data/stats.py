@@ -58,7 +58,7 @@ class FieldStats:
     unique_ratio: dict[str, float]
     """Distinct ids per lookup, by global batch size, for batches no larger than train"""
     tail_exponent: float | None
-    """Negated slope of log lookups over log rank for rows with 5 or more lookups; None for fewer
+    """Negated slope of log lookups over log rank for rows with 5 or more lookups, or None for fewer
     than 3 such rows
     """
 
@@ -209,8 +209,8 @@ def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray
 
 
 class _KeyCounts:
-    """Counts keys. New keys are buffered, and merged when there are more of them than distinct keys
-    so far.
+    """Counts keys. New keys are buffered, and merged when there are more new keys than distinct
+    keys so far.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class _KeyCounts:
 def out_of_range(
     manifest: Manifest, field: Field, split: str, start: int, ids: NDArray[Any]
 ) -> DataError:
-    """Return the error for ids outside the field's table; ``ids`` are those of the rows from
+    """Return the error for ids outside the field's table. ``ids`` are the ids of the rows from
     ``start`` on.
     """
     place = tuple(np.argwhere((ids < 0) | (ids >= field.rows))[0])
@@ -252,8 +252,8 @@ def out_of_range(
 def compute_stats(
     manifest: Manifest, known: Mapping[str, Callable[[], NDArray[np.int64]]] | None = None
 ) -> list[FieldStats]:
-    """Compute the statistics of every table. A function in ``known`` returns a table's lookups if
-    they are already counted.
+    """Compute the statistics of every table. A function in ``known`` returns the lookups of a table
+    that are already counted.
 
     These functions are called one at a time, because the counts of all tables may not fit in
     memory.
@@ -275,7 +275,9 @@ def compute_stats(
 
 
 def load_stats(manifest: Manifest) -> list[FieldStats]:
-    """Return the statistics in the manifest. Raises DataError if they are missing or invalid."""
+    """Return the statistics in the manifest. Raises DataError if the statistics are missing or
+    invalid.
+    """
     raw = manifest.content.get("stats")
     if not raw:
         raise DataError(f"{manifest.path}: no statistics in the manifest; use --recount")

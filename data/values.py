@@ -90,7 +90,7 @@ class _KnownValues:
         return np.asarray(self.stored.ids)[places] - self.shift
 
     def decoded(self, places: slice | NDArray[np.int64]) -> NDArray[Any]:
-        """Return the values at ``places``, in the form in which they were given.
+        """Return the values at ``places`` in their original form.
 
         The strings of growing fields are not stored, so their keys are returned instead.
         """
@@ -167,8 +167,7 @@ def values_with_keys(
     """Return the ids, keys, and counts in train of all values, for each field that has keys in
     ``keyed``.
 
-    These fields must have vocabularies in ``fitted``. The missing value comes first, without a
-    count.
+    The fields must have vocabularies in ``fitted``. The missing value comes first, without a count.
     """
     stored = open_vocabularies(fitted)
     result: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}

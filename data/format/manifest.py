@@ -103,8 +103,8 @@ class Manifest:
     path: Path
     content: Mapping[str, Any]
     cache: "ShardCache | None" = dataclasses.field(default=None, compare=False, repr=False)
-    """Downloads the files of a set at a URL to ``path``, a folder of the cache on this host; None
-    for a local set
+    """Downloads the files of a set at a URL to ``path``, a folder of the cache on this host; not
+    used for a local set
     """
 
     @property
@@ -160,7 +160,7 @@ class Manifest:
 
     @property
     def weighted(self) -> bool:
-        """Return True if ids in lists have weights. Otherwise, every id has weight 1."""
+        """Return True if ids in lists have weights, and False if every id has weight 1."""
         return any(field.weighted for field in self.fields)
 
     @cached_property
@@ -241,8 +241,8 @@ class Manifest:
     def content_id(self) -> str:
         """Return a digest of all data that a run uses: rows, row order, splits and vocabularies.
 
-        The digest is computed only from the manifest, so older sets have one, too. It does not
-        depend on inputs, options, versions or shard boundaries. Text row keys enter the digest as
+        The digest is computed only from the manifest, so older sets have one, too. Inputs, options,
+        versions and shard boundaries do not affect the digest. Text row keys enter the digest as
         one concatenated text, without boundaries between keys.
         """
         return digest(

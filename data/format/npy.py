@@ -1,8 +1,8 @@
 """Write .npy files atomically, compare them with the manifest, and map them.
 
-This module writes the headers itself, because their padding differs between numpy versions. A
-file's bytes therefore depend only on its array, and a damaged header differs from the expected
-bytes.
+This module writes the headers itself, because the padding of headers differs between numpy
+versions. A file's bytes therefore depend only on its array, and a damaged header differs from the
+expected bytes.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Open a prepared set at a URL. Its files are downloaded on demand to a cache folder on this
+"""Open a prepared set at a URL, whose files are downloaded on demand to a cache folder on this
 host.
 """
 

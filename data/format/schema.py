@@ -94,8 +94,8 @@ class ListColumn:
     weights: str | None = None
     """Column with one weight per value, or None"""
     inline: str | None = None
-    """Separator of a value and its weight in the same cell, as in ``a:0.5|b:1``, or None. Instead,
-    Parquet lists may contain structs of a value and a weight
+    """Separator of a value and its weight in the same cell, as in ``a:0.5|b:1``, or None; lists in
+    Parquet may contain structs of a value and a weight
     """
 
     @property

@@ -205,7 +205,7 @@ def vocabulary_content(
     seed: int,
     ancestors: Sequence[Ancestor],
 ) -> dict[str, Any]:
-    """Return the ``vocabulary`` entry of the manifest. Its digest covers the ids but not the
+    """Return the ``vocabulary`` entry of the manifest, whose digest covers the ids but not the
     counts.
     """
     facts: list[Any] = [seed]

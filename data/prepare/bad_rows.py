@@ -196,8 +196,8 @@ def _columns_of_words(
 
 
 def _rule_for(cells: Sequence[str]) -> str:
-    """Return a label rule that gives ``cells`` both labels; for numbers, the rule splits them in
-    the middle.
+    """Return a label rule that gives ``cells`` both labels; for numbers, the rule is a comparison
+    with a number in the middle.
     """
     numbers = {float(cell): cell for cell in cells if re.fullmatch(NUMBER, cell)}
     if not numbers or not re.fullmatch(NUMBER, cells[0]):

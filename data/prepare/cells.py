@@ -40,7 +40,7 @@ LABELS = {
     for number, texts in enumerate(("0 0.0 false False FALSE", "1 1.0 true True TRUE"))
     for text in texts.split()
 }
-"""The accepted labels. They must match exactly: lines with the label " 1", "01" or "yes" are
+"""The accepted labels, which must match exactly: lines with the label " 1", "01" or "yes" are
 bad.
 """
 _SHOWN_LABELS = 5

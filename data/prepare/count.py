@@ -179,8 +179,8 @@ class _VocabularyJob:
 
 
 def _build(job: _VocabularyJob, *, options: PrepareOptions, work: Path) -> FilteredVocabulary:
-    """Assign ids to the counted values of a vocabulary, and save it. For ``encode``, nothing is
-    counted.
+    """Assign ids to the counted values of a vocabulary, and save the vocabulary. For ``encode``,
+    nothing is counted.
     """
     counted = NO_COUNTS
     if not options.is_encode:

@@ -140,9 +140,9 @@ def _sort_out(
 
 
 def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Yield each record and its number of lines. An unclosed quote would swallow all lines up to
-    the next quote. Therefore, if a record of several lines is invalid, its first line becomes a
-    record by itself, and the next line starts a new record.
+    """Yield each record and its number of lines. If a record of several lines is invalid, its first
+    line becomes a record by itself, and the next line starts a new record, because an unclosed
+    quote would otherwise swallow all lines up to the next quote.
     """
     lines = text.split(b"\n")[:-1]
     if quote is None or quote.encode() not in text:

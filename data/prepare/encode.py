@@ -103,9 +103,7 @@ def tables_of(encoding: Encoding) -> dict[str, "FieldIds | RawKeys"]:
 
 
 cached_tables = Cached(tables_of)
-"""The tables of the current run. They are cached, because building them takes seconds in each
-process
-"""
+"""The tables of the current run, cached because building them takes seconds in each process"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +305,7 @@ class _PieceEncoder:
         weights = np.ones(len(values), dtype=np.float32)
         for number, name in enumerate(names):
             table, own = self._lists[name], lengths[:, number]
-            # Each frame has the values of one field, which are interleaved with those of other
+            # Each frame has the values of one field, which are interleaved with the values of other
             # fields.
             shift = begin[:, number] - (np.cumsum(own) - own)
             place = np.arange(len(table)) + np.repeat(shift, own)

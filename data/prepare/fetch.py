@@ -1,4 +1,4 @@
-"""Download remote table files (Parquet, Arrow), because they are read from local files only.
+"""Download remote Parquet and Arrow files, because such files can be read only if they are local.
 
 The copies are in the work folder and are removed with it.
 """

@@ -14,8 +14,8 @@ from sbpflow.serving.cells import TRANSFORMS
 MAX_PIECES = 8192
 """Maximum number of pieces. Each piece becomes one shard per split.
 
-With the usual limit of 65,530 maps per process, a loader maps up to 8,191 shards of words. Reading
-from other shards is slower.
+With the usual limit of 65,530 maps per process, a loader maps up to 8,191 shards of words; reading
+from shards that are not mapped is slower.
 """
 _LARGEST_PIECE_BYTES = 128 << 20
 """Maximum bytes of text per piece, because a worker's memory grows with the size of a piece."""
@@ -38,13 +38,13 @@ class PrepareOptions:
     """Fields for which rows contain 64-bit keys instead of ids of a vocabulary"""
     seed: int = 7
     piece_bytes: int = 32 << 20
-    """Bytes of text per piece. ``sized_for`` doubles them, up to 128 MiB, until there are at most
+    """Bytes of text per piece, which ``sized_for`` doubles, up to 128 MiB, until there are at most
     ``MAX_PIECES`` pieces
     """
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int | None = 2
-    """Maximum number of concurrent tasks; None for all CPUs of the engine"""
+    """Maximum number of concurrent tasks, by default one for each CPU of the engine"""
     engine: EngineOptions = field(default_factory=EngineOptions)
     """Where tasks run; this does not affect the set"""
     like: InputPath | None = None

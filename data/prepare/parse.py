@@ -27,7 +27,7 @@ _MIN_COMPILED_BYTES = 1 << 22
 
 
 def parse_piece(text: bytes, schema: Schema) -> Piece:
-    """Parse a piece of whole lines. Its last line may lack a newline."""
+    """Parse a piece of whole lines, the last of which may lack a newline."""
     if text and not text.endswith(b"\n"):
         text += b"\n"
     if b"\r" in text:
@@ -184,7 +184,7 @@ def _fault(line: bytes, schema: Schema) -> tuple[str, str] | None:
     """Return why a line is bad, and its bad cell, or "" if no single cell is bad; return None for a
     good line.
 
-    This check is strict but slow.
+    The check of a single line is strict but slow.
     """
     if not line:
         return BLANK, ""

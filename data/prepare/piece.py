@@ -16,9 +16,7 @@ class BadLines:
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[tuple[int, str, str, str]] = field(default_factory=list)
-    """Number, reason, text and bad cell of the first few bad lines. The cell is "" if it is
-    unknown
-    """
+    """Number, reason, text and bad cell of the first few bad lines; the cell may be unknown ("")"""
 
     @property
     def total(self) -> int:

@@ -48,7 +48,7 @@ _UNUSABLE = {
     "date": "use of a date column, which can only be the time",
 }
 _MIN_IDS = 100
-"""Minimum number of distinct integers for the remark that they may be IDs"""
+"""Minimum number of distinct integers for the remark that the integers may be IDs"""
 _SKEW = 20
 """Minimum ratio of the 99% quantile to the median for which a logarithm is proposed"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
@@ -262,7 +262,7 @@ def _remark(column: ColumnFacts) -> str:
     if column.kind != "integer" or column.distinct < _MIN_IDS or column.words & _ENTITY_WORDS:
         return ""
     low, high = (float(value) for value in (column.values.min(), column.values.max()))
-    # If most integers of the range occur, they are likely to be IDs.
+    # If most integers of the range occur, the column is likely to contain IDs.
     is_dense = high - low < 2 * column.distinct
     return f"; for IDs, write {_name(column.name)}: integer under sparse" if is_dense else ""
 

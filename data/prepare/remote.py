@@ -23,7 +23,7 @@ def version(path: InputPath) -> tuple[object, ...]:
 
 
 def written(path: InputPath, *, again: bool = False) -> tuple[int, object]:
-    """Return the size and the time of the last write of a file. For a URL, they come from an
+    """Return the size and the time of the last write of a file. For a URL, both come from an
     earlier listing or, if ``again``, from a new request.
     """
     if isinstance(path, RemotePath):

@@ -85,8 +85,8 @@ class SplitRule:
             )
 
     def check_train(self, num_rows: int, num_train: int | None = None) -> None:
-        """Raise ConfigError if train gets none of ``num_rows`` rows. Only ``time`` splits do not
-        need ``num_train``.
+        """Raise ConfigError if train gets none of ``num_rows`` rows. ``num_train`` is needed unless
+        the split is by ``time``.
         """
         if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
             raise ConfigError(

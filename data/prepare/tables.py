@@ -57,8 +57,8 @@ def plain_types(frame: pl.DataFrame) -> pl.DataFrame:
 
 def _unreadable(path: Path, error: BaseException) -> BaseException:
     """Return a DataError for an error that a damaged file can cause, or else the error unchanged.
-    Some damage causes a panic in Polars' Rust code, which raises PanicException. This class derives
-    from BaseException and is not public, so it is recognized by name.
+    Some damage causes a panic in Polars' Rust code, which raises PanicException. PanicException
+    derives from BaseException and is not public, so it is recognized by name.
     """
     panicked = type(error).__name__ == "PanicException"
     if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):

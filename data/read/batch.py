@@ -44,7 +44,7 @@ class Batch:
     ``state_dict(batch.cursor)`` is the state of a run that has trained on the batch
     """
     weights: Tensor | None = None
-    """[b] float32 with mean 1 over train; None if the set has no sample weights"""
+    """[b] float32 with mean 1 over train, or None for a set without sample weights"""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The non-feature columns of the set: ``group``, ``time`` and ``row_key`` [b] int64 (a uint64
     group is stored as its bits), and ``labels`` [b, additional labels] float32

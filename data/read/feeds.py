@@ -42,9 +42,9 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        # This is a deque, whose operations are atomic, because leases may end in any thread at any
-        # time. The most recently returned memory is reused first, because writing to cached memory
-        # takes a fifth less time.
+        # The pool is a deque, whose operations are atomic, because leases may end in any thread at
+        # any time. The most recently returned memory is reused first, because writing to cached
+        # memory takes a fifth less time.
         self._free: deque[Words] = deque()
 
     def take(self, num_words: int) -> Words:
@@ -57,8 +57,8 @@ class Buffers:
             if memory.shape[0] >= num_words:
                 return self._lease(memory)[:num_words]
             self._free.appendleft(memory)
-        # Batches with lists vary in size. Because of the extra room, most of them fit into an old
-        # buffer.
+        # Batches with lists vary in size. Because of the extra room, most of these batches fit into
+        # an old buffer.
         return self._lease(np.empty(num_words + num_words // _SPARE_SHARE, np.int32))[:num_words]
 
     def _lease(self, memory: Words) -> Words:
@@ -145,8 +145,8 @@ def dali_feed(
 ) -> Iterator[BatchColumns]:
     """Yield the batches of each block, which passes through a DALI pipeline as one sample.
 
-    A DALI run involves three threads, so the consumer would wait for it about 1 ms in each step. To
-    avoid this delay, another thread runs the pipeline ahead.
+    A DALI run involves three threads, so the consumer would wait about 1 ms for the run in each
+    step. To avoid this delay, another thread runs the pipeline ahead.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
@@ -161,8 +161,8 @@ def dali_feed(
     sizes: deque[tuple[int, ...]] = deque()
     """The batch sizes of the blocks that are in the DALI pipeline"""
     source = [blocks]
-    """The iterator of blocks, which is removed at the end. Otherwise, it would live until garbage
-    collection, because DALI's operators form a reference cycle with ``next_block``
+    """The iterator of blocks, which is removed at the end, because it would otherwise live until
+    the garbage collection of the reference cycle of DALI's operators and ``next_block``
     """
     del blocks
 

@@ -250,8 +250,8 @@ class RowLoader:
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state``. Raises DataError if it was saved with other rows or another
-        split, seed, or shuffle.
+        """Continue from ``state``. Raises DataError if the state was saved with other rows or
+        another split, seed, or shuffle.
         """
         self._check_open("load_state_dict")
         wanted = self._identity()
@@ -294,7 +294,7 @@ def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
     """Return the backend that ``data.loader`` selects; for ``auto``, log the choice."""
     if wanted != "auto":
         return wanted
-    # find_spec does not load DALI. It only imports ``nvidia``, a namespace that CUDA's libraries
+    # find_spec does not load DALI, but only imports ``nvidia``, a namespace that CUDA's libraries
     # share.
     has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
     chosen: Backend = "dali" if has_dali else "memmap"
@@ -325,9 +325,10 @@ def open_loader(
     ``batch_size`` is the global batch size. With ``tail="keep"``, a short last batch is delivered,
     in which some ranks may get no rows. With ``tail="drop"``, a short last batch is dropped, and
     its number of rows is logged. ``crosses`` are computed from the set's columns, and come after
-    them in ``Batch.ids``. The order of rows is the same for both backends; ``auto`` selects DALI if
-    it is installed. At most ``max_maps`` files of each kind are mapped into memory; other files are
-    read on request. Raises ConfigError for an invalid argument, and DataError for a damaged set.
+    these columns in ``Batch.ids``. The order of rows is the same for both backends; ``auto``
+    selects DALI if it is installed. At most ``max_maps`` files of each kind are mapped into memory;
+    other files are read on request. Raises ConfigError for an invalid argument, and DataError for a
+    damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
     _check_integer("rank", rank, 0, world_size - 1)

@@ -38,8 +38,8 @@ _ROUTES = (
     "POST /score, POST /models/NAME/score, GET /health, GET /ready, GET /metrics, GET /v2, and the "
     "paths of the Open Inference Protocol below /v2"
 )
-_MAX_BEHIND = 64  # maximum number of requests queued for the shadow model
-_MAX_SHOWN = 100  # maximum number of characters of a value in an error message
+_MAX_BEHIND = 64  # Maximum number of requests queued for the shadow model.
+_MAX_SHOWN = 100  # Maximum number of characters of a value in an error message.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

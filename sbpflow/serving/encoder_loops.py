@@ -58,8 +58,8 @@ def _integer(text: Array, at: int, stop: int, most: int) -> tuple[Any, bool]:
 @compiled
 def _real(text: Array, at: int, stop: int, powers: Array) -> tuple[float, bool]:
     """Return text[at:stop] as a decimal number, and whether it is a number of at most 15 digits
-    times an exact power of ten. In this case, float64 represents both factors exactly, so their
-    product is rounded correctly.
+    times an exact power of ten. float64 represents both of these factors exactly, so their product
+    is rounded correctly.
     """
     negative = text[at] == _MINUS
     at += negative
@@ -420,7 +420,7 @@ class CompiledInput:
         if b"\r" in text or (raw.quote is not None and raw.quote.encode() in text):
             return None
         if not text.isascii() and isinstance(rows, bytes):
-            text_of(rows, raw.header)  # raises RowError if it is not UTF-8
+            text_of(rows, raw.header)  # raises RowError for text that is not UTF-8
         text = text if text.endswith(b"\n") else text + b"\n"
         first = text[: text.index(b"\n")]
         if raw.header:

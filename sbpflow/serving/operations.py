@@ -31,7 +31,7 @@ OPERATIONS = frozenset(
     "tril_indices triu triu_indices type_as unbind unfold unsqueeze upsample_nearest1d var "
     "var_mean view view_as where zeros zeros_like".split()
 )
-"""The torch operations that a dense part may use. None of them has side effects or draws random
+"""The torch operations that a dense part may use, none of which has side effects or draws random
 numbers.
 """
 

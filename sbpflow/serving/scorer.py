@@ -160,8 +160,7 @@ class Model:
 
         ``tables`` maps table names to (rows int64 [n], values [n, dim]), ``dense`` maps the names
         of weights to complete tensors, and ``vocabulary`` maps names to (keys, ids) or (keys, ids,
-        checks). This model does not change; the new model shares all unchanged values with this
-        one.
+        checks). The new model shares all unchanged values with this model, which does not change.
         """
         stores = list(self.stores)
         changed: dict[int, list[tuple[Tensor, Tensor]]] = {}

@@ -28,11 +28,11 @@ from sbpflow.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10  # low priority, so that requests go before the delta thread
-_SWITCH_S = 0.0005  # how long requests may wait for the delta thread; Python's default is 5 ms
+_NICENESS = 10  # Low priority, so that requests go before the delta thread.
+_SWITCH_S = 0.0005  # How long requests may wait for the delta thread; Python's default is 5 ms.
 _MAX_CONNECTIONS = 1024
-_KEEP_ALIVE_S = 75  # longer than proxies keep idle connections, so that the proxy closes them first
-_MAX_WAITING = 2048  # maximum number of connections that are not yet accepted
+_KEEP_ALIVE_S = 75  # Longer than proxies keep idle connections, so that a proxy closes first.
+_MAX_WAITING = 2048  # Maximum number of connections that are not yet accepted.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,9 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
 
 
 def asgi_app(folders: Mapping[str, Path], settings: Settings | None = None) -> App:
-    """Return an application for another ASGI server; it watches the folders of its models."""
+    """Return an application, for use in another ASGI server, that watches the folders of its
+    models.
+    """
     settings = settings or Settings()
     followers, metrics = _load(folders, settings, 1)
     return _make_app(0, followers, settings, metrics)
@@ -108,8 +110,8 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_MAX_WAITING)
-        # Connections inherit TCP_NODELAY. Without it, the response body would wait about 40 ms
-        # until the client acknowledges the headers.
+        # Connections inherit TCP_NODELAY. Without this option, the response body would wait about
+        # 40 ms until the client acknowledges the headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:

@@ -155,7 +155,7 @@ def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
 
 
 def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> list[int]:
-    """Return ``dims``, counted from the front and sorted; None means all dims.
+    """Return ``dims``, counted from the front and sorted, or all dims if ``dims`` is None.
 
     Raise SbpError for a dim that does not exist or is repeated.
     """

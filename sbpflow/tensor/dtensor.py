@@ -102,8 +102,8 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Return the lengths of the pieces of torch.chunk. If it makes fewer than ``parts`` pieces, the
-    remaining lengths are 0.
+    """Return the lengths of the pieces of torch.chunk. If there are fewer than ``parts`` pieces,
+    the remaining lengths are 0.
     """
     step = -(-size // parts)
     return tuple(max(0, min(step, size - step * part)) for part in range(parts))

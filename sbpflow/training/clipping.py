@@ -23,7 +23,7 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 from sbpflow.tensor.global_tensor import GlobalTensor
 
 CHANNEL = "dense"
-_EPSILON = 1e-6  # added to the norm before dividing by it, as in torch
+_EPSILON = 1e-6  # added to the norm before the limit is divided by the norm, as in torch
 
 
 def clip_steps(

@@ -55,9 +55,9 @@ class _Rows:
 
     boxing: Boxing
     options: ScoreOptions
-    scores: list[Tensor] = field(default_factory=list[Tensor])  # [rows, 2]: logits, labels
-    keys: list[Tensor] = field(default_factory=list[Tensor])  # [rows, group and slices] int64
-    kept: list[Tensor] = field(default_factory=list[Tensor])  # rows beyond exact_rows, on the host
+    scores: list[Tensor] = field(default_factory=list[Tensor])  # Logits and labels [rows, 2].
+    keys: list[Tensor] = field(default_factory=list[Tensor])  # Group and slices, [rows, columns].
+    kept: list[Tensor] = field(default_factory=list[Tensor])  # Rows beyond exact_rows, on the host.
     sizes: list[int] = field(default_factory=list[int])
     total: int = 0
     grouped: bool = False

@@ -33,7 +33,9 @@ _KEEP_BEST = "checkpoint.keep_best"
 
 
 class Reporter(Protocol):
-    """The interface for progress reports. Only rank 0's reporter displays and writes them."""
+    """The interface of an object that receives progress reports. Only the reporter of rank 0
+    displays and writes reports.
+    """
 
     def step(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
@@ -66,8 +68,8 @@ class Result:
     val: Evaluation | None
     test: Evaluation | None
     overlap: str
-    stopped: str = ""  # why the run ended early
-    best: str = ""  # best value of the watched metric on val, and its step
+    stopped: str = ""  # Why the run ended early.
+    best: str = ""  # Best value of the watched metric on val, and its step.
     best_step: int | None = None
     last_val: Evaluation | None = None
     last_test: Evaluation | None = None
@@ -257,8 +259,8 @@ def fit(
 def _with_best_weights(
     result: Result, best_step: int, checkpoints: Checkpoints, score: "_Scores"
 ) -> Result:
-    """Return ``result`` with the scores of the best weights; load these weights unless they are the
-    last.
+    """Load the best weights, unless the last weights are the best, and return ``result`` with the
+    best weights' scores.
     """
     if best_step == result.steps:
         return replace(result, best_step=best_step)

@@ -34,11 +34,11 @@ class CalibrationBin:
 class Evaluation:
     """The metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
 
-    * ``gauc``: the AUC within groups of rows; None unless some group has both classes.
+    * ``gauc``: the mean AUC within groups of rows, or None if no group has both classes.
     * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
       1.
-    * ``auc_error``: an upper bound of the error of an AUC from a histogram; None if the AUC is
-      exact.
+    * ``auc_error``: an upper bound of the error of an AUC from a histogram, or None for an exact
+      AUC.
 
     The metrics do not use sample weights.
     """

@@ -1,6 +1,6 @@
-"""Times the moves of a step on this rank, and traces some steps with the bytes they send. Times are
-measured on the host; on CUDA, a move may return before the device has finished its work. The trace
-also contains events measured on the device.
+"""Times the moves of a step on this rank, and traces some steps with the bytes that they send.
+Times are measured on the host; on CUDA, a move may return before the device has finished its work.
+The trace also contains events measured on the device.
 """
 
 import json
@@ -80,8 +80,8 @@ class StepProfiler:
 
     @staticmethod
     def of(steps: tuple[int, int] | None, folder: Path, world: World) -> "StepProfiler | None":
-        """Return a profiler for ``steps``, the value of ``train.profile``, or ``None`` if it is not
-        given.
+        """Return a profiler for ``steps``, the value of ``train.profile``, or ``None`` if ``steps``
+        is None.
         """
         return None if steps is None else StepProfiler(*steps, folder, world)
 

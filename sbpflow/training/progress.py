@@ -48,7 +48,7 @@ class Progress:
 
     def advance(self, step: int) -> None:
         """Record the end of step ``step``, counted from 1."""
-        if self._start is None:  # the first step is not timed: it compiles, allocates, connects
+        if self._start is None:  # the first step, which allocates memory and connects, is not timed
             self._start = (step, self._clock())
         if self._bar is not None:
             self._bar.update(1)

@@ -20,10 +20,11 @@ from sbpflow.training.metrics import Evaluation
 
 logger = logging.getLogger(__name__)
 
-_PERSISTS = 3  # number of consecutive windows before a warning
-_WINDOW_STEPS = 20  # minimum length of a window, because single steps vary
-_FACTOR = 1.2  # a rank is slow if its own time is this many times the median of the other ranks,
-_SHARE = 0.05  # and the difference is at least this share of a step
+_PERSISTS = 3  # Number of consecutive windows before a warning.
+_WINDOW_STEPS = 20  # Minimum length of a window, because single steps vary.
+# A rank is slow if its own time exceeds _FACTOR times the median of the other ranks, and the
+# difference exceeds the share _SHARE of a step.
+_FACTOR, _SHARE = 1.2, 0.05
 
 
 @dataclass(frozen=True, slots=True)

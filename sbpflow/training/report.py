@@ -136,8 +136,8 @@ def _finite(value: Value) -> Value:
 class Report:
     """A ``Reporter`` that writes to the log, metrics.jsonl, the trackers and the terminal.
 
-    Use it as a context manager. On ranks other than 0, its methods do nothing, so callers need not
-    check their rank.
+    A report is a context manager. On ranks other than 0, its methods do nothing, so callers need
+    not check their rank.
     """
 
     def __init__(

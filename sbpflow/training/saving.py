@@ -22,8 +22,8 @@ class Checkpoints(Protocol):
 
     @property
     def steps_of_before(self) -> int:
-        """Return the number of steps trained on earlier data sets; ``epoch`` does not count these
-        steps.
+        """Return the number of steps trained on earlier data sets, which ``epoch`` does not
+        count.
         """
         ...
 
@@ -46,7 +46,9 @@ class Checkpoints(Protocol):
         ...
 
     def is_due(self, step: int, *, last: bool, best: bool) -> bool:
-        """Return whether to save after ``step``; ``best`` means that it is the best step so far."""
+        """Return whether to save after ``step``. ``best`` means that ``step`` is the best step so
+        far.
+        """
         ...
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:

@@ -67,8 +67,8 @@ UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-# A schedule contains these moves only with early rows. The first two moves prepare the batch after
-# the trained batch, so they need the ids of two batches.
+# A schedule contains the following moves only with early rows. The first two moves prepare the
+# batch after the trained batch, so they need the ids of two batches.
 MARK_EARLY = Move("mark_early", "rows with final values found", starts=(FLAGS,))
 SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
 SEND_LATE = Move("send_late", "last batch's late gradients", starts=(LATE_GRADIENTS,))
@@ -76,7 +76,7 @@ OF_THE_NEXT = (MARK_EARLY, SEND_EARLY)
 EARLY = (*OF_THE_NEXT, SEND_LATE)
 EARLY_LOOKAHEAD = 2
 
-# These moves do not depend on trained values, so they may run in earlier steps.
+# The moves of ids do not depend on trained values, so they may run in earlier steps.
 OF_IDS = (START_ID_EXCHANGE, EXCHANGE_IDS, RECEIVE_IDS)
 OF_A_BATCH = (*OF_IDS, LOOKUP, GATHER_OUTPUTS, FORWARD, BACKWARD, SEND_GRADS, RECEIVE_GRADS)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
@@ -126,7 +126,7 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
     waits_for_clip = (move is UPDATE_DENSE and CLIP in moves) or (
         move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves
     )
-    waits_for_flags = move is SEND_GRADS and MARK_EARLY in moves  # which gradients are late
+    waits_for_flags = move is SEND_GRADS and MARK_EARLY in moves  # says which are late
     return (
         *_AFTER.get(move, ()),
         *((CLIP.name,) if waits_for_clip else ()),
@@ -136,7 +136,7 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
 
 @dataclass(slots=True, eq=False)
 class BatchInFlight:
-    """Tracks one batch during a step; ``done`` lists the moves already made for it."""
+    """Tracks one batch during a step; ``done`` lists the moves already made for the batch."""
 
     done: set[str] = field(default_factory=set[str], init=False)
 
@@ -149,10 +149,10 @@ class StepSchedule:
     """Runs ``each_batch`` for one batch after another, and then ``each_step`` once.
 
     A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
-    ``wait_at_once``, every transfer is waited for right after it starts. Moves of ``OF_IDS`` may
-    come before or after ``LOOKUP``; they prepare the batch that is ``distance`` batches after the
-    trained batch. A batch's three moves of ``OF_IDS`` may start in one step and end in the next.
-    Raises ValueError if a move would use a result before it exists.
+    ``wait_at_once``, the schedule waits for each transfer right after starting it. Moves of
+    ``OF_IDS`` may come before or after ``LOOKUP``; they prepare the batch that is ``distance``
+    batches after the trained batch. A batch's three moves of ``OF_IDS`` may start in one step and
+    end in the next. Raises ValueError if a move would use a result before it exists.
     """
 
     each_batch: tuple[Move, ...]
@@ -222,7 +222,7 @@ class StepSchedule:
         watch: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Make the moves of one step over ``batches``; ``window`` contains the announced batches
-        after them.
+        after ``batches``.
 
         Moves of ``OF_IDS`` are made for the trained batch and up to ``lookahead`` batches after it.
         ``of_batch`` and ``of_step`` map move names to functions that make the moves;
@@ -272,7 +272,7 @@ class StepSchedule:
         """
         moves = (*self.moves(lookahead), *self.each_step)
         during: list[tuple[Move, tuple[str, ...]]] = []
-        flying: list[tuple[int, str]] = []  # (distance of the batch, transfer)
+        flying: list[tuple[int, str]] = []  # Distance of the batch, and transfer.
         # Transfers still in flight at the end of one step are in flight at the start of the next
         # step, so two steps are simulated.
         for _ in range(2):

@@ -61,9 +61,9 @@ class _BatchInFlight(BatchInFlight):
     """A batch and the results of its moves, which later moves use."""
 
     batch: Batch
-    share: float = 1.0  # this batch's fraction of the step's rows
-    number: int = 0  # number of the batch within the step
-    begins_step: bool = True  # False if the previously announced batch belongs to the same step
+    share: float = 1.0  # This batch's fraction of the step's rows.
+    number: int = 0  # Number of the batch within the step.
+    begins_step: bool = True  # False if the previously announced batch is of the same step.
     embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
@@ -133,8 +133,8 @@ class Trainer:
             leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
         )
         self.gradients = GradientSync(leaves, plan=plan, boxing=boxing)
-        self._loss_terms: Tensor | None = None  # [1], this rank's part of the step's loss
-        self._loss: Tensor | None = None  # [1], the sum over all ranks
+        self._loss_terms: Tensor | None = None  # This rank's part of the step's loss [1].
+        self._loss: Tensor | None = None  # The step's loss [1], summed over all ranks.
         self._pending_gradients: PendingSync | None = None
         self._planned_size, self._conversions = planned or (None, ())
         groups = optimizer.param_groups if optimizer else []
@@ -286,7 +286,7 @@ class Trainer:
         return unless_done
 
     def _take(self, batches: list[Batch]) -> list[_BatchInFlight]:
-        """Take batches from the window, or start them if they were not announced."""
+        """Return the batches in flight: announced batches from the window, or else new ones."""
         if not batches:
             raise SbpError("step: no batch has rows; pass at least one batch with rows")
         for group in self.embedding_plan.groups:
