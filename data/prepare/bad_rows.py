@@ -25,7 +25,7 @@ _FIXES = {
     NOT_A_TIME: "write dates such as 2024-05-01 12:30:00, or their format as in "
     '`time: {NAME: "%d/%m/%Y"}`',
 }
-"""Advice by rule, for cells that break the rule"""
+"""Advice for cells that break a rule, by rule"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,8 @@ def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
 def _columns_of_words(
     examples: Sequence[tuple[int, str, str, str]], schema: Schema
 ) -> dict[str, list[str]]:
-    """Return the columns of numbers whose bad cells contain several different words, with some
-    words.
+    """Return the columns of numbers whose bad cells contain several different words, with some of
+    the words.
     """
     words: dict[str, list[str]] = {}
     for example in examples:

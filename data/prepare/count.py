@@ -86,7 +86,7 @@ class Group:
         return pl.concat(frames).select(columns)
 
     def numbers(self, names: Sequence[str]) -> Iterator[dict[str, Values]]:
-        """Yield the train values that are not missing of each piece, by column."""
+        """Yield, for each piece, the values in train that are not missing, by column."""
         for piece in self.pieces:
             frame = piece.rows().select(names).collect()
             yield {name: frame[name].drop_nulls().cast(pl.Float32).to_numpy() for name in names}

@@ -40,9 +40,9 @@ class FieldCounts:
     keys: Keys
     counts: NDArray[np.int64]
     checks: NDArray[np.uint32] | None
-    """Smallest check among the strings with each key"""
+    """The smallest check of the strings with the same key, by key"""
     most: NDArray[np.uint32] | None
-    """Largest check among the strings with each key"""
+    """The largest check of the strings with the same key, by key"""
     missing: int
 
     @property

@@ -140,7 +140,7 @@ def encode_all(
     finally:
         cached_tables.clear()
     for unfinished in folder.rglob("*.partial"):
-        unfinished.unlink()  # left by workers that died
+        unfinished.unlink()  # files that workers left when they died
     return records
 
 

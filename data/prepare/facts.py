@@ -44,7 +44,7 @@ class ColumnFacts:
     decimal: str = "."
     """Decimal separator of numbers in text"""
     forms: tuple[str, ...] = ()
-    """Formats of dates in text, if they differ from 2024-05-01. There are several if the dates are
+    """Formats of dates in text, if they differ from 2024-05-01; several formats if the dates are
     ambiguous
     """
     odd: str = ""

@@ -234,7 +234,7 @@ _cached_manifest = Cached(load_manifest)
 
 
 def _verify(job: tuple[str, Any], *, folder: Path) -> None:
-    """Verify a shard (split, index) or a vocabulary ("", name) of the set in ``folder``."""
+    """Verify the shard (split, index) or the vocabulary ("", name) of the set in ``folder``."""
     (split, which), manifest = job, _cached_manifest(folder)
     if split:
         verify_shard(manifest, manifest.shards(split)[which])

@@ -171,8 +171,8 @@ class _Reader:
     def pair(
         self, raw: Mapping[str, Any], key: str, kinds: Collection[str], default: str
     ) -> tuple[str, str] | None:
-        """Return the pair (NAME, KIND) of a name or ``{NAME: KIND}``, where KIND must be in
-        ``kinds``.
+        """Parse a column name, alone or with a kind as in ``{user: string}``; return the name and
+        the kind, which must be in ``kinds``.
         """
         value = raw.get(key)
         if value is None:

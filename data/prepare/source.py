@@ -56,7 +56,7 @@ with a skippable frame
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input file; ``order`` is its position among the inputs."""
+    """An input file. ``order`` is the position of the file among the inputs."""
 
     order: int
     path: InputPath

@@ -95,8 +95,8 @@ class SplitRule:
             )
 
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
-        """Return the splits of the rows of a piece, uint8 [num_rows]: 0 train, 1 val, 2 test. For
-        ``time``, all rows are 0 until their splits are decided.
+        """Return the splits of the rows of a piece, uint8 [num_rows]: 0 train, 1 val, 2 test. In a
+        split by ``time``, which is decided later, all rows are 0.
         """
         if self.kind == "ratio":
             draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num_rows) / 2.0**64

@@ -2,8 +2,8 @@
 
 World size, rank, batch size and backend do not affect the order, so a row cursor is the complete
 state of a read. Shuffling permutes runs of consecutive rows over the whole split. All runs have the
-same length, which depends on the kind of shuffling. The order is not stored;
-``data.read.permutation`` computes positions on request.
+same length, which depends on the kind of shuffling. The order is computed on request by
+``data.read.permutation``, instead of stored.
 """
 
 from collections.abc import Sequence
@@ -85,8 +85,8 @@ class RowOrder:
         return Runs(np.concatenate(firsts), np.concatenate(lengths))
 
     def runs(self, start: int, stop: int) -> Runs:
-        """Return the runs of the rows at positions [start, stop), in order. The first and last may
-        be cut.
+        """Return the runs of the rows at positions [start, stop), in order. The first run and the
+        last run may be cut.
         """
         if start >= stop:
             return Runs(np.empty(0, np.int64), np.empty(0, np.int64))

@@ -120,8 +120,8 @@ class RawRows:
 
 
 def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
-    """Return text or a list of lines as one string; raise RowError if it is not UTF-8. If there is
-    a ``header``, rows are counted after it.
+    """Return text or a list of lines as one string; raise RowError if it is not UTF-8. The number
+    of a row does not count the ``header``, if there is one.
     """
     if isinstance(rows, str):
         return rows

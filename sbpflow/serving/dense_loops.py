@@ -65,7 +65,7 @@ def run_steps(steps: Array, weights: Array, x: Array) -> None:
 
 
 class SingleRow:
-    """A program that computes the logit of one row; ``compile_row`` makes it from a model."""
+    """A program that computes the logit of one row of a model, made by ``compile_row``."""
 
     def __init__(
         self, spans: Sequence[_Span], dense: _Span, output: int, size: int, steps: Array,

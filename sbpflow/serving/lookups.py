@@ -58,8 +58,8 @@ class Gather:
     def __call__(
         self, store: Store, ids: Array, encoded: Encoded, policy: str
     ) -> tuple[Tensor, dict[tuple[str, int], Tensor]]:
-        """Return the vectors of fixed ids [n, ids, dim], and the vectors of ragged features by
-        (feature, first row of the table).
+        """Return the vectors [n, ids, dim] of features with a fixed number of ids, and the vectors
+        of ragged features by (feature, first row of the table).
         """
         if self._loops is not None and not self.ragged and store.arrays and ids.dtype == np.int32:
             base = store.arrays[0]

@@ -113,7 +113,7 @@ class ModelCounts:
 
 
 class Metrics:
-    """The counts of all workers. Create it before forking the workers."""
+    """The counts of all workers, in memory that must be allocated before the workers are forked."""
 
     def __init__(self, columns: Mapping[str, Sequence[str]], num_workers: int) -> None:
         self._columns = {"": (), **columns}  # "" stands for requests that name no known model

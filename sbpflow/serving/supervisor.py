@@ -34,9 +34,9 @@ class Supervisor:
     def run(self, grace_s: float) -> int:
         """Run until SIGTERM or SIGINT; return the exit code of the command.
 
-        Workers then get SIGTERM and finish the requests in flight; a worker that takes longer than
-        ``grace_s`` is killed. If a worker fails right after its start, the server stops and the
-        exit code is 1.
+        At the end, workers get SIGTERM and finish the requests in flight; a worker that takes
+        longer than ``grace_s`` is killed. If a worker fails right after its start, the server stops
+        and the exit code is 1.
         """
         # The command's signal watcher would interrupt a shutdown that takes more than two seconds.
         signal.set_wakeup_fd(-1)

@@ -1,1 +1,1 @@
-"""Defines global tensors, of which each rank stores a part, their operators, and their autograd."""
+"""Defines global tensors (each rank stores a part of a tensor), their operators, and autograd."""

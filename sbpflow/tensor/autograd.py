@@ -75,7 +75,7 @@ Adjoint = Callable[[Tensor], Tensor]
 
 
 def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
-    """Return ``adjoint(gradient)``; differentiating the result again raises SbpError."""
+    """Return ``adjoint(gradient)``. Differentiating the result raises SbpError."""
     # In a backward pass, grad mode is enabled only if the caller set create_graph.
     if gradient.requires_grad and torch.is_grad_enabled():
         return _Once.apply(gradient, adjoint, name)  # pyright: ignore[reportReturnType]

@@ -101,7 +101,7 @@ def plan_gradients(
 
 
 class GradientSync:
-    """Converts the gradients of a fixed list of parameters after each backward.
+    """Converts the gradients of a fixed list of parameters after each backward pass.
 
     ``plan`` is the result of ``plan_gradients`` for these parameters. Call ``run`` after each
     backward pass and before the optimizer step, to convert each ``part.grad`` to the layout of its

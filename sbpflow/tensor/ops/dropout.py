@@ -70,10 +70,9 @@ def _draw(
     """Return the part ``held`` of a random tensor of ``shape``, whose elements are 1 with
     probability ``share`` and otherwise 0.
 
-    The tensor does not use a single random stream, because torch's generator cannot skip ahead to a
-    part. Instead, the tensor is divided into at most 16 blocks of rows, and block n uses the seed
-    ``key(n)``. Each block that overlaps the part is sampled completely, and then the part is cut
-    out.
+    The tensor is divided into at most 16 blocks of rows, and block n uses the seed ``key(n)``. A
+    single random stream is not possible, because torch's generator cannot skip ahead to a part.
+    Each block that overlaps the part is sampled completely, and then the part is cut out.
     """
     if not held or not part.numel():
         return torch.empty_like(part)
@@ -89,9 +88,7 @@ def _draw(
 
 
 class _Counted(torch.autograd.Function):
-    """Applies dropout with a computed mask. The backward pass applies the same mask to the
-    gradient.
-    """
+    """Applies dropout with a computed mask, in the backward pass to the gradient."""
 
     @staticmethod
     def forward(
@@ -146,7 +143,8 @@ def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
 
 
 def _rows_in(shape: tuple[int, ...], held: Held) -> tuple[int, int, int] | None:
-    """Return the number of columns of the part and of the tensor, and the part's first flat index.
+    """Return the numbers of columns of the part and of the tensor, and the flat index of the part's
+    first element in the tensor.
 
     Return ``None`` if the part is not a rectangle of rows and columns.
     """

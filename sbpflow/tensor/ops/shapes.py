@@ -28,11 +28,11 @@ def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = Non
 
     ``S(i) -> S(j) where dim i begins dim j, B -> B, P -> P``
 
-    A split is kept if its dim is the first of the dims that are merged or divided. For example, [b,
-    f, d] split along b becomes [b, f * d] split along b, and split along f, it becomes split along
-    f * d in multiples of d. Any other split is converted first, and so are splits whose pieces
-    would not have whole lengths, and splits of one dim along two axes that explicit sizes cannot
-    express.
+    A split is kept if its dim is the first of the dims that are merged or divided. For example, if
+    [b, f, d] is reshaped to [b, f * d], a split along b stays, and a split along f becomes a split
+    of the second dim in multiples of d. Any other split is converted first, and so are splits whose
+    pieces would not have whole lengths, and splits of one dim along two axes that explicit sizes
+    cannot express.
     """
     check_tensors("reshape", x)
     full = _resolve(x.shape, whole_numbers("reshape", "shape", shape))
