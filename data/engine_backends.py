@@ -1,8 +1,8 @@
 """Run calls in threads, processes, Ray, or Dask; ``engine`` decides which calls to submit, and how
 often.
 
-Ray and Dask are imported only if they are used. A cluster that this module starts stops when this
-process ends.
+Ray and Dask are imported only if they are used. A cluster started by this module ends with this
+process.
 """
 
 import multiprocessing

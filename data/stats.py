@@ -103,8 +103,8 @@ def _bin_edges() -> NDArray[np.int64]:
 
 
 def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]:
-    """Return the number of samples of a batch from the middle of train, and its lookup counts by
-    field.
+    """Return the number of samples of a batch from the middle of train, and the batch's lookup
+    counts by field.
 
     The lookup counts of a field are those of all rows that the batch touches, in ascending order.
     """

@@ -92,7 +92,7 @@ class _KnownValues:
     def decoded(self, places: slice | NDArray[np.int64]) -> NDArray[Any]:
         """Return the values at ``places`` in their original form.
 
-        The strings of growing fields are not stored, so their keys are returned instead.
+        The strings of growing fields are not stored, so the keys are returned instead of strings.
         """
         is_hash = self.kind == "string" and self.shift > 0
         return _decoded(self.stored, "integer" if is_hash else self.kind, places)

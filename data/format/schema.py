@@ -64,7 +64,7 @@ class Field:
     crossed: tuple[str, ...] = ()
     """The two columns of a cross"""
     vocabulary: str = ""
-    """Name of a vocabulary shared with other fields; "" for the field's own vocabulary"""
+    """Name of a vocabulary shared with other fields, or "" for the field's own vocabulary"""
     keyed: bool = False
     """True if rows contain 64-bit keys instead of ids; the field then has no vocabulary, and
     ``rows`` is 0

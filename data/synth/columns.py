@@ -208,7 +208,7 @@ def _deal(owner_mass: Floats, mass: Floats) -> tuple[Ranks, Floats, Floats]:
     descending = np.argsort(-mass, kind="stable")
     frequent, rarest = np.split(descending, [len(mass) - len(owner_mass)])
     owner_of = np.empty(len(mass), dtype=np.int64)
-    owner_of[rarest] = np.arange(len(owner_mass))  # so that every owner gets at least one rank
+    owner_of[rarest] = np.arange(len(owner_mass))  # every owner gets at least one rank
     for rank in frequent:
         wanted, owner = lacking[0]
         owner_of[rank] = owner
