@@ -213,8 +213,8 @@ class _Run:
     def _stuck(self) -> DataError:
         minutes = self._options.wait_s / 60
         return DataError(
-            f"--engine {self._options.name}: no task has finished for {minutes:g} minutes, and "
-            f"{len(self._waiting)} tasks are waiting ({self._backend.state()}); check the workers, "
+            f"--engine {self._options.name}: no task has finished for {minutes:g} minutes "
+            f"(waiting tasks: {len(self._waiting)}; {self._backend.state()}); check the workers, "
             "and rerun this command to resume. --wait MINUTES sets this limit"
         )
 
