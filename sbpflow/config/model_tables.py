@@ -49,7 +49,7 @@ class FieldRule:
     admit_count: Annotated[
         Count | None,
         Example(3),
-        Key("results", "Number of occurrences after which a key gets a row. The default is 1."),
+        Key("results", "Number of occurrences at which a key gets a row. The default is 1."),
     ] = None
     forget_after_samples: Annotated[
         Count | None,

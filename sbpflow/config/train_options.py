@@ -38,12 +38,12 @@ class PlateauConfig:
     factor: Annotated[
         float,
         Range(above=0, below=1),
-        Key("results", "Factor by which learning rates are multiplied each time."),
+        Key("results", "Factor by which each reduction multiplies the learning rates."),
     ] = 0.1
     min_factor: Annotated[
         float,
         Range(above=0, high=1),
-        Key("results", "Lower bound of the product of these factors."),
+        Key("results", "Lower bound of the product of all reductions."),
     ] = 0.001
 
 
@@ -130,7 +130,7 @@ class ScheduleConfig:
     decay_start: Annotated[
         int,
         Range(low=0),
-        Key("results", "Step at which the decay starts, but not before the end of the warm-up."),
+        Key("results", "Step at which the decay starts; not before the end of the warm-up."),
     ] = 0
     decay_steps: Annotated[
         Count | None, Example(10000), Key("results", "Length of the decay in steps.")
