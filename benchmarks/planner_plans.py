@@ -132,7 +132,7 @@ def unfitted(profile: Profile) -> Profile:
 
 
 def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
-    """Return the plans of our search with one part of the search removed."""
+    """Return the plans that our search finds with one of its parts removed."""
     even = {
         table.name: from_histogram(
             [float(table.num_rows)], [1.0], task.lookups(table) / task.batch_size

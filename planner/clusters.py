@@ -1,4 +1,5 @@
-"""Builds profiles of machines that are not available, from published figures or with other links.
+"""Builds profiles of machines that cannot be measured here, from published figures or with other
+links.
 
 Every price in a profile of published figures is an assumption: bytes divided by a stated share of a
 bandwidth. A calibration copied from another machine (``planner.costs.profile.load``) uses measured
@@ -68,14 +69,14 @@ MACHINES: Mapping[str, Machine] = {
     ),
 }
 
-# The assumptions of ``link_of`` about Ethernet links between nodes.
+# Assumptions about Ethernet links between nodes, used by ``link_of``.
 ETHERNET_SHARE = 0.94  # the payload's share of the line rate, after TCP and Ethernet headers
 ETHERNET_CALL_MS = 0.2
 WITHIN_HOST_GB_PER_S = 2.0
 
 USABLE = 0.85  # share of a device's memory for tables; activations and the system use the rest
 _FLOAT = 4.0  # bytes
-# how often a radix sort, including run detection, reads and writes each 8-byte id
+# number of times that a radix sort, including run detection, reads and writes each 8-byte id
 _SORT_PASSES = 8.0
 
 
@@ -105,7 +106,9 @@ def profile_of(name: str | None) -> Profile:
 
 
 def memory_of(name: str | None) -> int | None:
-    """Return the bytes that a rank may use for tables, if ``--profile`` names a data sheet."""
+    """Return the bytes that a rank may use for tables, or None unless ``name`` is in
+    ``MACHINES``.
+    """
     machine = MACHINES.get(name or "")
     return None if machine is None else int(USABLE * machine.device_bytes)
 
