@@ -26,7 +26,8 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.errors import CheckpointError
 
-BLOCK = 64  # in bytes; small, so that small tensors have many blocks that begin within a row
+# Bytes; so few that even small tensors have many blocks, some of which begin within a row.
+BLOCK = 64
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def test_the_index_is_text_that_gives_an_equal_value(tmp_path):
 
 
 def reads_right_or_raises(path):
-    """Return whether reading raised an error; fail if it returned wrong values."""
+    """Return whether reading raised an error; fail if wrong values were read."""
     try:
         checkpoint = checked(path, run="r1")
         got = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
@@ -179,7 +180,8 @@ def test_truncated_missing_or_unrelated_files_are_never_loaded(tmp_path):
         good = file.read_bytes()
         for cut in (0, 1, len(good) // 2, len(good) - 1):
             file.write_bytes(good[:cut])
-            if name != "index.json" or cut != len(good) - 1:  # the last byte is the newline
+            # Without its last byte, a newline, the index is still valid.
+            if name != "index.json" or cut != len(good) - 1:
                 assert reads_right_or_raises(path), (name, cut)
         file.write_bytes(good + b"\0")
         assert reads_right_or_raises(path) or name == "index.json"

@@ -273,7 +273,7 @@ def test_the_facts_name_every_key(load):
     base = config_facts(load(""))
     assert base["optimizer.sparse.lr"] == "0.05"
     assert base["model.hidden"] == "[1024, 1024]"
-    assert "data.path" not in base  # None has the same meaning as a missing value
+    assert "data.path" not in base  # a key with the value None counts as missing
     for override in (
         "run.seed=8",
         "optimizer.tables.*.name=ftrl",

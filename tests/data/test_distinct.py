@@ -1,5 +1,5 @@
-"""Tests that counts do not depend on groups and ranges, and that dense hash tables find the same
-ids.
+"""Tests that counts do not depend on groups and ranges, and that hash tables find the same ids even
+if dense.
 """
 
 import numpy as np

@@ -1,5 +1,5 @@
-"""Tests splits with more shards than a process may map: equal batches, and a bounded number of
-maps.
+"""Tests splits with more shards than a process may map: batches are equal, and the number of maps
+is bounded.
 """
 
 import gc
@@ -35,7 +35,7 @@ COMBINATIONS = [
 
 @pytest.fixture
 def few_maps(monkeypatch):
-    """Simulate a system with a low limit of maps per process."""
+    """Simulate a system with a low limit on memory maps per process."""
     limit = "sbpflow.data.format.mapped_rows.map_count_limit"
     monkeypatch.setattr(limit, lambda: 4 * MAPS, raising=False)
 
@@ -48,7 +48,7 @@ def one_by_one(monkeypatch):
 
 def num_mapped(folder):
     """Return the number of this process's maps of files in ``folder``."""
-    gc.collect()  # a loader of an earlier test with this folder
+    gc.collect()  # an earlier test's loader may still map this folder
     return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(folder))
 
 

@@ -338,7 +338,7 @@ def test_columns_with_an_x_are_crossed_and_ambiguous_names_refused(tmp_path, cap
 
 
 class Stopped(BaseException):
-    """Raised to end a run as suddenly as a kill."""
+    """Raised to end a run abruptly, like a kill."""
 
 
 def _stop(*_, **__):
@@ -399,7 +399,7 @@ def test_a_stopped_run_resumes_and_produces_the_same_bytes(tmp_path, monkeypatch
      ("ids", 1, None, "assigns one id to two values"), ("keys", 3, 0, "do not ascend")],
 )  # fmt: skip
 def test_a_hand_made_vocabulary_is_refused(tmp_path, as_csv, capsys, array, place, value, message):
-    """The checksums and the fingerprint of the edited set are correct."""
+    """The edited set has correct checksums and a correct fingerprint."""
     shutil.copytree(as_csv.path, tmp_path / "set")
     path = tmp_path / "set" / "vocabulary" / f"shop.{array}.npy"
     values = np.load(path)

@@ -1,6 +1,6 @@
 """A slow reference for embedding training: one process, float64, row by row in NumPy, without
-sbpflow. It supports all bags, sums and means, weights, and shared tables; optimizers follow their
-papers and torch. State is per logical row.
+sbpflow. It supports bags of any length, sums and means, weights, and shared tables; optimizers
+follow their papers and torch. State is per logical row.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,4 @@
-"""Tests that a store's fixed-size form, whose ops do not depend on addresses, equals its plain
-form.
-"""
+"""Tests that a fixed-size store, whose ops do not depend on the addresses, equals a plain store."""
 
 import pytest
 import torch
@@ -36,7 +34,7 @@ def storages(name: str) -> list[TorchStorage]:
 
 @st.composite
 def batches(draw):
-    """Return (addresses, which of them are on this rank, offsets or None, weights or None)."""
+    """Return (addresses, a mask of those on this rank, offsets or None, weights or None)."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     count = draw(st.integers(0, 60))
     addresses = (torch.rand(count, generator=generator) ** 2 * ROWS).long()

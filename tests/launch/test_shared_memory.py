@@ -48,7 +48,7 @@ def exchange_at_random(world: World, seed: int) -> int:
         receives = {r: torch.empty_like(wanted) for r, wanted in expected.items()}
         waiting.append((pairs.pass_messages(sends, receives, link), receives, expected))
         for sent in sends.values():
-            sent.zero_()  # a message may change once it is sent
+            sent.zero_()  # a sent tensor may be overwritten
         while len(waiting) > 30:
             check(waiting.pop(rng.randrange(len(waiting))))
     for entry in waiting:
@@ -117,7 +117,9 @@ def test_a_message_of_one_element(sharing):
 
 
 def drop_messages(world: World) -> bool:
-    """Every second message is dropped without a wait, as those of batches that are not trained."""
+    """Every second message is dropped without a wait, like messages of batches that are not
+    trained.
+    """
     link, peer = world.link([0, 1], "dropped"), 1 - world.rank
     for number in range(3000):
         target = torch.empty(number % 3)

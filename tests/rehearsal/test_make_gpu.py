@@ -13,7 +13,7 @@ import pytest
 from benchmarks import gpu, gpu_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-# A CUDA machine has torch, numpy, yaml, tqdm, pytest, triton, and perhaps hypothesis.
+# What a CUDA machine has: torch, numpy, yaml, tqdm, pytest, triton, and perhaps hypothesis.
 ABSENT = (
     "nvidia",
     "fbgemm_gpu",
@@ -126,7 +126,7 @@ SMALL = ["data.batch_size=64", "model.hidden=[8, 8]", "model.embedding_dim=4"]
 
 
 def whole_programs(world, folder):
-    """Run the modules of ``make gpu`` by command line, with less work; return their records."""
+    """Run the modules of ``make gpu`` as commands, with less work; return their records."""
     from benchmarks import gpu_dlperf, gpu_kernels, gpu_mlp, gpu_trace, record
 
     def timed(work, **_):

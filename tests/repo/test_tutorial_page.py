@@ -27,7 +27,7 @@ def test_the_page_has_what_the_test_runs():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Follow the page in a folder, compare the outputs, and return the folder."""
+    """Follow the page's steps in a folder, compare the outputs, and return the folder."""
     folder = tmp_path_factory.mktemp("tutorial")
     PAGE.save_files(folder)
     for command, shown in PAGE.steps:

@@ -1,4 +1,4 @@
-"""Tests predictions that run as tasks on engines: files do not depend on workers, kills, or the
+"""Tests predictions that run as tasks on engines: the files do not depend on workers, kills, or the
 engine.
 """
 

@@ -139,8 +139,9 @@ def test_different_layouts_print_differently():
     ids=repr,
 )
 def test_a_layout_may_be_given_as_text(written, nd_sbp):
-    """Layouts given as a string, an sbp or a list equal the layout given as a tuple, and have the
-    same hash."""
+    """A layout given as a string, an sbp or a list equals the one given as a tuple, and has the
+    same hash.
+    """
     line = Placement.line("cpu", 2)
     layout = Layout(line, written)
     assert layout == Layout(line, nd_sbp)

@@ -29,8 +29,9 @@ def test_same_placement(ranks, line):
 
 
 def convert_apart(world, *case):
-    """Convert like ``convert_all``, but let every piece that stays on its rank bypass the
-    buffers."""
+    """Convert like ``convert_all``, but copy every piece that stays on its rank directly, without
+    buffers.
+    """
     usual, boxing_program.APART_BYTES = boxing_program.APART_BYTES, 0
     try:
         return convert_all(world, *case)
