@@ -1,4 +1,4 @@
-"""Simulated slow storage, and a store that fetches rows on demand, for ``cache_store``."""
+"""Simulates slow storage, and defines a store that fetches rows on demand, for ``cache_store``."""
 
 import time
 from collections.abc import Callable

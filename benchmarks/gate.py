@@ -169,7 +169,8 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
 
 def assert_isolated(root: Path) -> None:
     """Raise SystemExit if Python, started in a checkout, imports a package from elsewhere. An
-    editable installation adds another checkout to the path, but the current one must come first.
+    editable installation adds its own checkout to the path, but the measured checkout must come
+    first.
     """
     packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
     code = f"import {', '.join(packages)}\nfor m in ({', '.join(packages)},): print(m.__file__)"

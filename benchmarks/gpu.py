@@ -133,7 +133,7 @@ def run_parts(
         if part.after and not passed.get(part.after, True):
             why = f"skipped: {part.after} failed"
         if left < LEAST_S:
-            why = f"skipped: {limit_s:.0f} s are over"
+            why = f"skipped: the total limit of {limit_s:.0f} s has passed"
         start = time.monotonic()
         if not why:
             sys.stdout.write(f"== {part.name}\n")

@@ -50,7 +50,7 @@ MACHINES: Mapping[str, Machine] = {
         ),
         device_bytes=80 * 10**9,
         source="NVIDIA H100 SXM and DGX H100 data sheets: HBM3 3.35 TB/s, TF32 494 TFLOP/s dense, "
-        "NVLink 900 GB/s both ways, eight 400 Gbit/s adapters a node; latencies assumed",
+        "NVLink 900 GB/s both ways, eight 400 Gbit/s adapters per node; latencies assumed",
     ),
     "a100-dgx": Machine(
         memory_gb_per_s=2039.0,
@@ -65,7 +65,7 @@ MACHINES: Mapping[str, Machine] = {
         ),
         device_bytes=80 * 10**9,
         source="NVIDIA A100 80GB SXM and DGX A100 data sheets: HBM2e 2039 GB/s, TF32 156 TFLOP/s, "
-        "NVLink 600 GB/s both ways, eight 200 Gbit/s adapters a node; latencies assumed",
+        "NVLink 600 GB/s both ways, eight 200 Gbit/s adapters per node; latencies assumed",
     ),
 }
 
@@ -117,7 +117,7 @@ def described(name: str) -> Profile:
     """Return a profile of a machine in ``MACHINES``, computed only from published figures."""
     if name not in MACHINES:
         raise ConfigError(
-            f"planner: no machine {name!r}; use {', '.join(MACHINES)}, or --profile FILE"
+            f"planner: {name!r} is unknown; use {', '.join(MACHINES)}, or --profile FILE"
         )
     machine = MACHINES[name]
     byte = 1e-6 / (machine.memory_gb_per_s * machine.share)  # ms
@@ -185,7 +185,7 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
         within_call_ms=ETHERNET_CALL_MS,
         between_call_ms=ETHERNET_CALL_MS,
     )
-    return link, f"{name} a node at {ETHERNET_SHARE:.0%}, {ETHERNET_CALL_MS} ms a call"
+    return link, f"{name} per node at {ETHERNET_SHARE:.0%}, {ETHERNET_CALL_MS} ms per call"
 
 
 def crowded(profile: Profile, ranks_here: int) -> Profile:

@@ -58,7 +58,7 @@ class _Worker:
 
 
 class RankPool:
-    """Contains ``world_size`` processes that stay alive between calls."""
+    """A pool of ``world_size`` processes that stay alive between calls."""
 
     def __init__(self, world_size: int, folder: Path, device: str = "cpu") -> None:
         self.world_size = world_size

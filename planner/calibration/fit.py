@@ -60,8 +60,8 @@ def fit(
     samples = {record.sample for record in records}
     if len(samples) < LEAST_SAMPLES:
         raise DataError(
-            f"calibration: {len(samples)} measured samples; use {LEAST_SAMPLES} or more: calibrate "
-            "longer"
+            f"calibration: {len(samples)} measured samples; use {LEAST_SAMPLES} or more, with more "
+            "--seconds"
         )
     world_size = len(records[0].totals)
     work, transfers = fitted_prices(records)
@@ -115,7 +115,9 @@ def predicted_ms(prices: Floats, records: Sequence[Record]) -> Floats:
 
 
 def _busiest(totals: Floats, prices: Floats) -> Floats:
-    """Return the counts [n, 2, F] of the ranks with the most work and the longest transfers."""
+    """Return, for each of n plans, the counts [n, 2, F] of the ranks with the most work and the
+    longest transfers.
+    """
     busiest = (totals @ prices.T).argmax(axis=1)  # [n, 2]
     return np.take_along_axis(totals, busiest[:, :, None], axis=1)
 
@@ -179,10 +181,11 @@ def held_out_steps(
 
 
 def errors_of(records: Sequence[Record], predicted: Floats) -> dict[str, list[float]]:
-    """Return the errors of predicted step times: two over all steps, and the others per task. A
-    model can predict steps well and still choose badly. The regret is how much slower the plan with
-    the shortest predicted time is than the task's fastest plan. For comparison, the result includes
-    the regret of a random plan, and of choosing by the first round of measurements (the noise).
+    """Return error measures of predicted step times: two over all steps, and the others for each
+    task. A model can predict steps well and still choose badly. The regret is how much slower the
+    plan with the shortest predicted time is than the task's fastest plan. For comparison, the
+    result includes the regret of a random plan, and of choosing by the first round of measurements
+    (the noise).
     """
     residual = np.abs(np.log(predicted / [record.step_ms for record in records]))
     errors: dict[str, list[float]] = {

@@ -22,8 +22,8 @@ ROWS = torch.arange(40_000)
 
 
 def noise_of(num_rows: int, dim: int, *cut: int, seed: int = 1) -> RowNoise:
-    """Return the noise of a table, or of rows cut[0]:cut[1] and columns cut[2]:cut[3], after
-    another table.
+    """Return the rounding noise of a table or, with ``cut``, of its rows cut[0]:cut[1] and columns
+    cut[2]:cut[3], stored after the rows of another table.
     """
     table = TableConfig(name="t", features=("t",), num_rows=num_rows, dim=dim)
     row_start, row_stop, col_start, col_stop = cut or (0, num_rows, 0, dim)

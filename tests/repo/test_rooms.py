@@ -1,5 +1,5 @@
-"""Tests the rules for folders: which files call collectives, which names are public, and no
-references to models.
+"""Tests the rules for folders: which files call collectives, which names are public, and that
+nothing refers to models.
 """
 
 import ast

@@ -33,7 +33,7 @@ LABELS = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.floa
 
 
 def focal(logits: torch.Tensor, labels: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Compute equation 4 of the paper."""
+    """Compute the focal loss, equation 4 of the paper."""
     p = torch.sigmoid(logits)
     chance = torch.where(labels == 1, p, 1.0 - p)
     return -((1.0 - chance) ** gamma) * torch.log(chance)
