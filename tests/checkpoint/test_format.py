@@ -45,7 +45,7 @@ def values_of(shape, dtype, start):
     return (torch.arange(count, dtype=torch.float64) + start).reshape(shape).to(dtype)
 
 
-# name -> (shape, dtype, [(rank, place)]): uneven rows, a grid, an empty piece, no dims, no rows
+# name: (shape, dtype, [(rank, place)]), with uneven rows, a grid, an empty piece, no dims, no rows
 TENSORS = {
     "tables/a": ((9, 5), torch.float32, [(0, (0, 6, 0, 5)), (1, (6, 9, 0, 5))]),
     "tables/b": (
@@ -287,7 +287,8 @@ def test_the_newest_good_checkpoint_is_found(tmp_path, caplog):
     remove_checkpoint(tmp_path / "step-10")
     save(tmp_path, step=9, run="r3")
     assert [checkpoint.run for checkpoint in good_checkpoints(tmp_path)] == ["r3", "r1"]
-    (tmp_path / "step-2").rename(tmp_path / ".replaced-step-2")  # killed during the replacement
+    # This is what a kill during the replacement leaves.
+    (tmp_path / "step-2").rename(tmp_path / ".replaced-step-2")
     assert tidy(tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-9"]
     save(tmp_path / "x", step=2, run="r4").rename(tmp_path / ".replaced-step-2")

@@ -135,7 +135,7 @@ def test_relation_of_a_data_set_to_that_of_a_checkpoint():
     assert replace(facts, vocabulary_digest="v1", ancestors=()).relation(saved) == "grown"
     assert replace(facts, fingerprint="f1").relation(saved) == "same"
     assert replace(facts, content_id="c1").relation(saved) == "same"
-    del saved["content_id"]  # written by an earlier version
+    del saved["content_id"]  # as written by an earlier version
     assert replace(facts, fingerprint="f1").relation(saved) == "same"
     assert facts.relation(saved) == "grown"
     assert facts.relation({**saved, "vocabulary_digest": None}) == "other"

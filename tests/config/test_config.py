@@ -131,7 +131,7 @@ def test_an_optimizer_name_brings_its_own_settings(load):
     assert "optimizer.sparse.betas: sgd has no such setting (only lazy_adam)" in message
 
 
-# maps overrides to parts of the message: the key, the value or a near match, and a valid value
+# overrides: parts of the expected message (the key, the value or a near match, and a valid value)
 MISTAKES = {
     "train.epoch=3": ["train.epoch: unknown key", "did you mean train.epochs?"],
     "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],

@@ -198,7 +198,7 @@ def test_a_run_and_stats_give_the_same_message_for_a_missing_folder(tmp_path, ca
     assert main(["stats", str(path)]) == 2
     text = str(of_run.value)
     assert text == str(of_manifest.value)
-    expected = text.replace("data.path:", "DIR:", 1)  # the argument's name in the command
+    expected = text.replace("data.path:", "DIR:", 1)  # the command's name for this argument
     assert capsys.readouterr().err == f"error: {expected}\n"
     problem = "does not exist" if kind == "nothing" else "is not a folder"
     assert text.startswith(f"data.path: {path} {problem}; make a set with `sbpflow prepare")

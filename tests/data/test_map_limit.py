@@ -154,7 +154,7 @@ def test_ranges_of_rows_are_read_from_mapped_and_unmapped_files(tiny_shards):
     rows.read(20, 120, out)
     assert out[:, 3].tolist() == [10 * row for row in range(20, 120)]
     assert rows.view(30, 35) is not None
-    assert rows.view(35, 40) is None  # the first unmapped file
+    assert rows.view(35, 40) is None  # rows of the first unmapped file
 
 
 def test_pieces_grow_with_the_input():

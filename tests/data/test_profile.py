@@ -206,7 +206,7 @@ def test_ids_of_large_tables_share_bins(manifest, monkeypatch):
     assert of(profile, "city").missing["train"] == 0.05
 
 
-def test_an_empty_or_unlabelled_part_is_left_out(tmp_path, manifest, frame):
+def test_empty_and_unlabelled_splits_are_left_out_of_the_profile(tmp_path, manifest, frame):
     train = profile_set(prepared(tmp_path / "a", frame, "--split", "time:1,0,0"))
     assert of(train, "leak").auc is None
     assert not any(text.startswith("leakage") for text in concerns(train))

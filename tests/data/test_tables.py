@@ -115,7 +115,7 @@ def test_dense_values_are_transformed_with_constants_of_train(as_csv):
 def test_buckets_are_quantiles_of_train(as_csv):
     score = [row["score"] for row in good_rows("train")]
     words = all_words(as_csv, "train")
-    column = 1 + len(as_csv.dense) + 4  # city, shop, genre twice
+    column = 1 + len(as_csv.dense) + 4  # after city, shop, and genre (twice)
     bucket = words[:, column]
     assert set(bucket[[value is None for value in score]]) == {0}
     present = np.array([value is not None for value in score])

@@ -11,7 +11,7 @@ from torch import Tensor
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 
-Row = dict[str, Tensor]  # a row and its state by name
+Row = dict[str, Tensor]  # the tensors of a row and its state, by name
 
 
 @dataclass

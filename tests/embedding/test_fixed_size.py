@@ -93,7 +93,7 @@ def test_sorted_segments_have_the_length_of_the_batch(addresses):
     assert runs.stop.tolist() == [stops[number] for number in runs.number.tolist()]
 
 
-def test_known_count_gives_equal_unique_rows():
+def test_a_known_count_of_unique_rows_changes_no_result():
     addresses = torch.tensor([3, 1, 3, 7, 1, 1])
     plain, known = Lookup(addresses), Lookup(addresses)
     known.num_unique = 3

@@ -256,7 +256,7 @@ def test_rounding_depends_on_keys(ranks, alone, tmp_path, kernel):
     check_as_alone(ranks, alone, 3, case, tmp_path, atol=2e-2)
 
 
-def test_accumulated_batches(ranks, alone, tmp_path):
+def test_accumulated_batches_train_growing_tables_equally(ranks, alone, tmp_path):
     case = replace(CASE, accumulate=3, ahead=5)
     check_as_alone(ranks, alone, 2, case, tmp_path)
 

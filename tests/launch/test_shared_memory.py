@@ -30,7 +30,7 @@ def message(seed: int, size: int) -> torch.Tensor:
 
 def exchange_at_random(world: World, seed: int) -> int:
     """Send random messages on random channels, and wait for them in a random order."""
-    rng = random.Random(seed)  # equal on all ranks
+    rng = random.Random(seed)  # the same random numbers on all ranks
     others = [rank for rank in range(world.size) if rank != world.rank]
     links = [world.link(range(world.size), f"random {name}") for name in range(3)]
     waiting = []

@@ -53,7 +53,7 @@ def second_step(world, config, accumulate):
         to_device(batch.part(world.rank, world.size), world.device)
         for batch in make_batches(4 * accumulate, config.data.batch_size)
     ]
-    for batch in batches:  # the ids have bounds, as from a loader
+    for batch in batches:  # give the ids bounds, as a loader does
         batch.ids = BatchIds(batch.ids, None, columns)
     steps = [batches[n * accumulate : (n + 1) * accumulate] for n in range(4)]
     for batch in batches[: 3 * accumulate]:

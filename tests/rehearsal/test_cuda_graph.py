@@ -107,7 +107,7 @@ def test_replays_equal_eager_steps(rehearsed_ranks, optimizer):
 
 
 CAPTURED = ("adam", "rmsprop")
-TABLES = {  # optimizer of the deep tables, and row dtype
+TABLES = {  # optimizer of the deep tables: row dtype
     "sgd": None,
     "adagrad": "float16",
     "rowwise_adagrad": "bfloat16",
@@ -144,7 +144,7 @@ def test_rows_with_listeners_are_updated_eagerly(rehearsed_ranks):
     ((losses, weights, notified, on_main),) = rehearsed_ranks(1, both_ways_watched, config)
     assert losses
     assert weights
-    assert notified == 2  # the deep and the wide store
+    assert notified == 2  # one notification from the deep and one from the wide store
     assert on_main[3] < 20 < 100 < on_main[2]
 
 

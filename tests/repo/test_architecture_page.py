@@ -31,7 +31,7 @@ def defines(text: str, word: str) -> bool:
     return bool(re.search(rf"(def|class) {last}\b|^ *(self\.)?{last}\b[^\n]*( = |: )", text, re.M))
 
 
-def test_the_page_was_read():
+def test_the_page_has_paths_and_names_to_check():
     assert len(PATHS) >= 80
     assert len(NAMES) >= 80
     assert len(DECIDED) >= 60

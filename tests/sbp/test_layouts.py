@@ -169,7 +169,7 @@ def test_numbers_may_come_from_arrays():
     assert json.dumps(Placement.of("cpu", [np.int64(2)]).nested()) == "[2]"
 
 
-def test_dual():
+def test_duals_of_layouts():
     assert [dual(s) for s in (S0, B, P)] == [S0, P, B]
     assert Layout(Placement.of("cpu", [[0, 1]]), (B, S1)).dual().nd_sbp == (P, S1)
     with pytest.raises(SbpError, match=r"P\(max\) is not linear and has no dual"):

@@ -61,7 +61,7 @@ def _sum_of_dots(x):
     return _dots(x).sum(1, keepdim=True)
 
 
-# maps names to (op on global tensors, op on plain tensors, shapes); "ids" marks integer operands
+# name: (op on global tensors, op on plain tensors, shapes); "ids" marks integer operands.
 OPS = {
     "matmul": (ops.matmul, torch.matmul, [(5, 7), (7, 6)]),
     "linear": (ops.linear, F.linear, [(5, 7), (6, 7)]),

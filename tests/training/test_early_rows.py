@@ -266,7 +266,7 @@ def test_auto_depends_on_the_price():
         ({"size": 1}, "a single rank sends no rows"),
     ],
 )
-def test_true_is_refused_if_nothing_can_be_early(change, message):
+def test_early_rows_true_is_refused_if_no_rows_can_be_early(change, message):
     config = make_config(change.get("scheme", "3"), "sgd")
     config = replace(config, parallel=replace(config.parallel, overlap=change.get("overlap", True)))
     train = {"lookahead": change["lookahead"]} if "lookahead" in change else {}
@@ -280,7 +280,7 @@ def test_true_is_refused_if_nothing_can_be_early(change, message):
     assert not any(group.early_rows for group in auto.embeddings.groups)
 
 
-def test_false_and_auto_for_cached_tables_send_no_early_rows(tmp_path):
+def test_no_early_rows_with_false_or_with_auto_for_cached_tables(tmp_path):
     config = make_config("3", "sgd", dtype="float32", dim=16)
     assert {g.reason for g in planned(early_config(config, False), SLOW).early_rows} == {
         "train.early_rows is false"
@@ -304,7 +304,7 @@ def test_false_and_auto_for_cached_tables_send_no_early_rows(tmp_path):
         ({"clip": ClipConfig(norm=1.0, rows=True)}, "optimizer.clip.rows is true"),
     ],
 )
-def test_true_is_refused_if_no_gradient_can_be_late(change, message):
+def test_late_gradients_true_is_refused_if_no_gradient_can_be_late(change, message):
     config, clip = make_config("3", "sgd"), change.pop("clip", None)
     config = replace(config, optimizer=replace(config.optimizer, clip=clip))
     train = {"early_rows": True, **change}

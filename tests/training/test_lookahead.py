@@ -212,7 +212,7 @@ def test_explain_shows_the_window_and_its_memory():
     assert found[4] == [5 * each for each in found[0]]
 
 
-def test_the_key_accepts_a_number_or_auto():
+def test_the_lookahead_key_accepts_a_number_or_auto():
     from sbpflow.config.parse import build
 
     assert build(TrainConfig, {}, {}).lookahead == "auto"

@@ -133,7 +133,7 @@ def test_mlflow_has_one_run_with_each_step_once_after_interruptions(
 
 
 @needs_mlflow
-def test_a_second_run_in_the_folder_and_a_parent_run(client, synth_set, tmp_path):
+def test_runs_in_one_folder_are_separate_children_of_the_parent_run(client, synth_set, tmp_path):
     import mlflow
 
     folder = tmp_path / "twice"
