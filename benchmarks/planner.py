@@ -65,7 +65,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A task, priced with both models."""
+    """A task, priced with both cost models."""
 
     cost: TaskCost
     setting: Setting

@@ -1,8 +1,8 @@
 """Creates the plans for the planner benchmarks: our plans, ablations, and plans of other planners.
 
-The tasks are small enough for a small machine and consist of held-out tables of the pool with fewer
-rows and ids per sample. All planners use the same profile, and the learned planners are trained on
-the same random tasks, priced by this profile.
+The tasks fit a small machine: their tables are held-out tables of the pool with fewer rows and
+fewer ids per sample. All planners use the same profile, and the learned planners are trained on the
+same random tasks, priced by this profile.
 """
 
 from collections.abc import Callable, Sequence

@@ -26,7 +26,7 @@ from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task, dense_work
 from sbpflow.sbp.sbp import balanced_sizes
 
-# limit for all tables of a sample, each of which is allocated on every rank that stores it
+# maximum number of elements of a sample's tables, which every rank that stores them must allocate
 MOST_ELEMENTS = 1 << 24
 DIMS = (4, 8, 16, 32, 64)
 # widths of hidden layers; narrow layers do more reads and writes per multiply-add

@@ -26,7 +26,7 @@ LEAST_PLANS = 3  # rank correlations need at least this many plans of a task
 SHRINKAGE = 0.01
 DENSE_MS = vector_of(
     {"dense_macs": 2e-7, "dense_elements": 1e-6, "dense_parameters": 5e-6}
-)  # a default until it is measured
+)  # default until a calibration has measured the dense part
 _BYTES = SENT + vector_of({"dense_parameters": DENSE_BYTES})
 _CALLS = vector_of({**CALLS, "always": 1.0})
 _ALWAYS = vector_of({"always": 1.0})

@@ -47,7 +47,7 @@ def goal(state: State) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """The options of a table with the same number of shards, as arrays.
+    """A table's options that have the same number of shards, as arrays.
 
     ``shards`` [n, 3] contains the largest shard load of each option, and ``homes`` [n, 3] the load
     on every rank.

@@ -181,7 +181,7 @@ def test_checkpoints_without_their_run_file_are_not_moved_aside(synth_set, tmp_p
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "train.max_steps=6")
     message = str(caught.value)
-    del caught  # the frames of the traceback keep the lock
+    del caught  # frees the run's lock, which the traceback keeps alive
     assert "run.json" in message
     assert f"checkpoint.resume={step}" in message
     assert "checkpoint.resume=never" in message
@@ -195,7 +195,7 @@ def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeyp
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "run.seed=8", "optimizer.sparse.lr=0.5", "train.log_every=3")
     messages = str(caught.value)
-    del caught  # the frames of the traceback keep the lock
+    del caught  # frees the run's lock, which the traceback keeps alive
     assert "run.seed was 7 and is 8" in messages
     assert "optimizer.sparse.lr was 0.001 and is 0.5" in messages
     assert "log_every" not in messages
