@@ -70,9 +70,9 @@ class ModelOptions:
         Example("bf16"),
         Key(
             "results",
-            "Run linear layers and dot products in bfloat16, with float32 weights. This "
-            "does not affect the last linear layer, norms, the FM term, sums of logits, and"
-            " the loss.",
+            "Run linear layers and dot products in bfloat16, with float32 weights. The last "
+            "linear layer, norms, the FM term, sums of logits, and the loss still use "
+            "float32.",
         ),
     ] = None
     compile: Annotated[

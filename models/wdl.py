@@ -78,7 +78,13 @@ class WdlConfig(ModelOptions):
     """Configures Wide & Deep."""
 
     name: Literal["wdl"] = "wdl"
-    deep: Annotated[bool, Key("results", "Use the deep part as well as the wide part.")] = True
+    deep: Annotated[
+        bool,
+        Key(
+            "results",
+            "Whether the model has a deep part; without it, only the wide part is trained.",
+        ),
+    ] = True
     embedding_dim: EmbeddingDim = 16
     hidden: Hidden = (1024, 1024)
     dropout: Dropout = 0.5

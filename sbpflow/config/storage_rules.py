@@ -34,8 +34,8 @@ class StorageRule:
         Example("file"),
         Key(
             "execution",
-            "Where the rows are stored. host is the memory of the machine, if tables are on"
-            " a GPU. servers are separate processes (`sbpflow embedding-server`).",
+            "Where the rows are stored: on the device, in the host's memory (for tables on "
+            "a GPU), in a file, or on embedding servers (`sbpflow embedding-server`).",
         ),
     ]
     cache: Annotated[

@@ -306,7 +306,7 @@ def test_missing_values_of_pandas_are_missing(run):
 def test_errors_use_the_callers_names_for_rows_in_memory(run, tmp_path):
     new = rows(30)
     with pytest.raises(
-        DataError, match=r"^data: no column 'price'; it has user, item, city, click"
+        DataError, match=r"^data: no column 'price'; the columns are user, item, city, click"
     ):
         run.predict(new.drop(columns="price"))
     new["price"] = "$1,234.50"

@@ -150,7 +150,7 @@ def test_a_damaged_download_is_repeated_and_then_reported(remote, local, tmp_pat
     raw = (SET / name).read_bytes()
     (SET / name).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     manifest = load_manifest(SET, cache=options(tmp_path))
-    with pytest.raises(DataError, match=rf"{SET / name}: differs from the manifest in 3 downloads"):
+    with pytest.raises(DataError, match=rf"{SET / name}: all 3 downloads differ from the manifest"):
         rows_of(manifest)
     assert not [*tmp_path.glob("*/*.partial"), *tmp_path.glob("*/*.reserved")]
     (SET / name).unlink()

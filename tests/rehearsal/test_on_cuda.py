@@ -98,8 +98,8 @@ def ids_in_host_memory(world):
 
 def test_ids_in_host_memory_are_rejected_with_the_feature_name(rehearsed_ranks):
     ((whole, by_name),) = rehearsed_ranks(1, ids_in_host_memory)
-    assert re.fullmatch(r'ids: is on cpu,.*on cuda:0; pass .to\("cuda:0"\)', whole)
-    assert by_name.startswith("feature C1: ids: is on cpu")
+    assert re.fullmatch(r'ids: got a tensor on cpu,.*on cuda:0; pass .to\("cuda:0"\)', whole)
+    assert by_name.startswith("feature C1: ids: got a tensor on cpu")
 
 
 def bad_ids(world):

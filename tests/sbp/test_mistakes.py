@@ -74,20 +74,22 @@ def wrong(text, call):
         ),
         wrong("concat: dim 2 is out of range", lambda: ops.concat([dry(3, 5)], 2)),
         wrong(
-            "reduce_sum: dims [1, -1] has dim 1 twice; list each once",
+            "reduce_sum: dims [1, -1] contains dim 1 twice; list each dim once",
             lambda: ops.reduce_sum(dry(5, 7), [1, -1]),
         ),
         wrong(
             "reduce_sum: dim 2 is out of range for GlobalTensor(float32[5, 7] B@[0, 1]); use 0..1",
             lambda: ops.reduce_sum(dry(5, 7), [2]),
         ),
-        wrong("reduce_mean: dims [0, 0] has dim 0 twice", lambda: ops.reduce_mean(dry(5), [0, 0])),
+        wrong(
+            "reduce_mean: dims [0, 0] contains dim 0 twice", lambda: ops.reduce_mean(dry(5), [0, 0])
+        ),
         wrong(
             "reduce_mean: dim 1 is out of range for GlobalTensor(float32[5] B@[0, 1]); use 0",
             lambda: ops.reduce_mean(dry(5), [1]),
         ),
         wrong(
-            "reduce_max: dims [0, 1, 0] has dim 0 twice",
+            "reduce_max: dims [0, 1, 0] contains dim 0 twice",
             lambda: ops.reduce_max(dry(5, 7), [0, 1, 0]),
         ),
         wrong("reduce_max: dim -3 is out of range", lambda: ops.reduce_max(dry(5, 7), [-3])),

@@ -1,10 +1,11 @@
 """Keeps the records of a rank's stores on embedding servers.
 
-Row r of a store is on server r % n, at place r // n. Every server thus has an equal share of every
-table, even if a table assigns row numbers in the order of first use. Reads wait for the answers of
-all servers. Writes are copied, and sent by one thread per server; until the server has confirmed a
-write, reads take its rows from the copy. Reads and writes can therefore use separate connections,
-and both directions of a link, without a read ever missing an earlier write of the same row.
+With n servers, row r of a store is on server r % n, at place r // n. Every server thus has an equal
+share of every table, even if a table assigns row numbers in the order of first use. Reads wait for
+the answers of all servers. Writes are copied, and then sent by one thread per server. Until all
+servers have confirmed a write, reads take its rows from the copy. Reads and writes can therefore
+use separate connections, and both directions of a link, without a read ever missing an earlier
+write of the same row.
 """
 
 import contextlib
@@ -43,10 +44,10 @@ from sbpflow.errors import ConfigError, ServerLostError
 from sbpflow.runtime.processes.store import first_line
 
 # Maximum number of read requests in flight per server. While a server sends an answer, it does not
-# read requests, so these must fit into the socket buffers: 3 requests take at most 48 KiB.
+# read requests, so the requests must fit into the socket buffers: 3 requests take at most 48 KiB.
 READS_IN_FLIGHT = 3
-WRITES_IN_FLIGHT = 4  # maximum number of unconfirmed writes per store
-_PAUSE_S = 0.2  # pause between attempts to connect
+WRITES_IN_FLIGHT = 4  # Maximum number of unconfirmed writes per store.
+_PAUSE_S = 0.2  # Pause between attempts to connect.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,9 @@ class Servers:
     limit_s: float
 
     def begin(self) -> None:
-        """Begin the session on every server. One rank must do this before any rank connects."""
+        """Begin the session on every server. One rank must call this method before any rank
+        connects.
+        """
         for index in range(len(self.addresses)):
             self.connect(index, BEGIN).close()
 
@@ -139,7 +142,7 @@ class Servers:
             raise self.lost(index, error) from error
 
     def lost(self, index: int, error: BaseException) -> ServerLostError:
-        """Return the error for a connection that failed."""
+        """Return the error for a failed connection."""
         name = self.name(index)
         if isinstance(error, TimeoutError):
             return ServerLostError(
@@ -174,20 +177,20 @@ def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """The rows of one call of ``write``, ordered by server."""
+    """One call of ``write``; ``records`` are ordered by server."""
 
-    rows: Array  # sorted
-    order: Array  # position in ``records`` of each of ``rows``
+    rows: Array  # Sorted.
+    order: Array  # The position in ``records`` of each row.
     records: Array
-    unconfirmed: int  # number of servers that have not confirmed it
+    unconfirmed: int  # number of servers that have not confirmed the write
 
 
 class _Writes:
     """The writes that servers have not confirmed, oldest first, and the first failure.
 
-    A confirmed write stays until all older writes are confirmed. Otherwise, a read could take an
-    older value of a row from a write to several servers that only another server has yet to
-    confirm.
+    A confirmed write stays until all older writes are confirmed. If a confirmed write were removed
+    earlier, a read could find one of its rows in an older write, which another server has yet to
+    confirm, and return an outdated value.
     """
 
     def __init__(self) -> None:
@@ -196,7 +199,7 @@ class _Writes:
         self._failure: Exception | None = None
 
     def add(self, write: _Write) -> None:
-        """Add a write; wait as long as too many writes are unconfirmed."""
+        """Add a write; first wait while too many writes are unconfirmed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: len(self._writes) < WRITES_IN_FLIGHT or self._failure is not None
@@ -275,7 +278,8 @@ class _Writer:
 
 
 class RemoteRecords:
-    """A ``RecordStore`` on ``servers``, with records like those of ``like`` [any, words].
+    """A ``RecordStore`` on ``servers``, whose records have the dtype and length of those in
+    ``like`` [any, words].
 
     ``store`` is the number of this store on this rank.
     """
@@ -338,8 +342,8 @@ class RemoteRecords:
             start += part.size
 
     def _split(self, rows: Array) -> tuple[Array, list[Array]]:
-        """Return the order that sorts rows by server, and the local numbers of each server's
-        rows.
+        """Return the order that sorts rows by server, and for each server, the numbers of the rows
+        there.
         """
         # uint16, because numpy sorts 16-bit integers in linear time.
         where = (rows % self._num).astype(np.uint16)
@@ -348,10 +352,10 @@ class RemoteRecords:
         return order, np.split((rows[order] // self._num).astype("<i4"), ends[:-1])
 
     def _read_unconfirmed(self, rows: Array, out: Array) -> Array | None:
-        """Copy those rows that are in unconfirmed writes to ``out``; return the positions of the
-        others.
+        """Copy the rows that are in unconfirmed writes to ``out``; return the positions of the
+        other rows.
 
-        ``None`` means that all positions remain.
+        ``None`` stands for all positions.
         """
         left: Array | None = None
         for write in self._writes.newest_first():

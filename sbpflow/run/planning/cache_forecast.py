@@ -34,8 +34,8 @@ def cached_stacks(plan: RunPlan) -> Iterator[tuple[GroupPlan, TableBatch, RowSto
 
 
 def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
-    """Return the mean rows per step over the second half of ``batches``, by a stack's first table
-    and by rank.
+    """Return the mean numbers of rows per step over the second half of ``batches``, by the stack's
+    first table and by rank.
 
     ``batches`` are the ids of whole batches. The counts are ``unique``, ``fetched``, ``read``, and
     ``written``. Stacks with ragged features are omitted. Raises ConfigError if a cache is too small
@@ -63,8 +63,8 @@ def _dry_run(
     rank: int,
     matrices: list[Ids],
 ) -> Mapping[str, float]:
-    """Plan the slots of one rank. Early rows need the slots of the next batch as well, and late
-    gradients those of the previous batch.
+    """Plan the slots of one rank. Early rows also need slots for the next batch, and late gradients
+    need slots for the previous batch.
     """
     num_rows = stack.num_rows(rank)
     planner = SlotPlanner(num_rows, storage.num_slots(num_rows))

@@ -62,8 +62,8 @@ def start_ranks(
 
 
 def _exit_code(codes: Mapping[int, int]) -> int:
-    """Return one exit code for all failed ranks. A rank killed by signal n has code -n; ranks that
-    exited by themselves take precedence over killed ranks.
+    """Return one exit code for all failed ranks. A rank killed by signal n has code -n. The code of
+    a rank that exited by itself takes precedence.
     """
     exited = [code for code in codes.values() if code > 0]
     return exited[0] if exited else 128 - next(iter(codes.values()))
@@ -71,8 +71,8 @@ def _exit_code(codes: Mapping[int, int]) -> int:
 
 @contextmanager
 def _launcher_settings() -> Generator[None]:
-    """Within the context, set the environment and log levels that the ranks inherit. Signal
-    handlers are restored at the end, too, because the handlers of torch's launcher would raise
+    """Within the context, set the environment and log levels that the ranks inherit. The signal
+    handlers are also restored at the end, because those of torch's launcher would raise
     SignalException at every later Ctrl-C, for example in a notebook.
     """
     environment = dict(os.environ)
