@@ -1,4 +1,4 @@
-"""Define the common code of the models: options, specs, and dense parts made of layers.
+"""Define the code that all models share: options, specs, and dense parts made of layers.
 
 A model defines its embedding outputs, its parameters, and ``logits`` in terms of ``Layers``.
 """
@@ -143,9 +143,7 @@ class LayeredSpec(ABC):
 
     @property
     def half(self) -> torch.dtype | None:
-        """Return the compute dtype of linear layers, or None if the dtype is the same as for the
-        weights.
-        """
+        """Return the compute dtype of linear layers, or None to compute in the weights' dtype."""
         return None if self.options.autocast is None else HALF[self.options.autocast]
 
     def plain(self, *, seed: int = 0) -> nn.Module:

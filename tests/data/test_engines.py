@@ -122,7 +122,9 @@ def test_invalid_engines_are_refused(options, message):
 
 
 class FakeBackend:
-    """Completes calls as a test decides; ``answers`` maps items to lists of outcomes."""
+    """Completes calls with outcomes that the test chooses; ``answers`` maps items to lists of
+    outcomes.
+    """
 
     shares_memory, is_cluster, can_lose, lost = True, True, True, (ConnectionError,)
 

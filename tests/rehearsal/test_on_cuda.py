@@ -59,7 +59,7 @@ def test_adjacent_inputs_use_one_aligned_product(rehearsed_ranks):
 
 
 class Switch:
-    """The parts of a trainer that the overlap watch uses."""
+    """The trainer attributes that the overlap watch uses."""
 
     schedule = OVERLAPPED
 

@@ -1,8 +1,7 @@
-"""Tests user mistakes with ops and dtypes: every rank raises one message that explains the
-solution.
+"""Tests user mistakes with ops and dtypes: every rank raises one message that says what to do.
 
-All ranks see the same shapes, dims and dtypes, but a value (such as an out-of-range id) is visible
-only to the ranks that store this value.
+All ranks see the same shapes, dims and dtypes, but only the ranks that store a value (such as an
+out-of-range id) see it.
 """
 
 import re
@@ -368,7 +367,7 @@ BAD_IDS = {"too high": (3, 1, 7), "negative": (4, 0, -1), "first": (0, 0, 99)}
 
 
 def _look_up(world, table_sbp, ids_sbp, ranks, bad):
-    """Return this rank's error, if any, even if the rank has no ids."""
+    """Return this rank's error, if any; a rank without ids must raise it, too."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     row, column, value = bad
@@ -468,7 +467,9 @@ def _sizes_do_not_add_up(world):
 
 
 def test_sizes_are_checked_on_every_rank(ranks):
-    """Rank 2 must check the sizes, too: it has no part, and would wait in the next collective."""
+    """Rank 2 has no part, but must check the sizes, too, or it would wait in the next
+    collective.
+    """
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _sizes_do_not_add_up)
     assert len(caught.value.errors) == 3

@@ -27,8 +27,8 @@ from tests.training.wdl_case import (
     pieces_of,
 )
 
-# A schedule that sorts the next ids before anything else, and waits for gradients right after
-# sending them.
+# This schedule sorts the next ids before anything else, and waits for gradients right after sending
+# them.
 ANOTHER = StepSchedule(
     each_batch=(
         moves.START_ID_EXCHANGE,
@@ -83,8 +83,8 @@ def test_no_schedule_changes_a_bit(ranks, scheme):
 
 
 def order_of(schedule: StepSchedule, batches: int, window: int, lookahead: int = 1) -> list[str]:
-    """Return the moves of a step in order, with batch numbers, with ``window`` batches announced
-    after the step's batches.
+    """Return a step's moves in order, with their batch numbers, if ``window`` batches are announced
+    after the step's own.
     """
     made: list[str] = []
 
@@ -212,7 +212,7 @@ def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
 
 
 def fails_and_goes_on(world: World, config: Any) -> list[str]:
-    """Return the messages of a step that fails in the middle, and of the next step."""
+    """Return the error messages of a step that fails in the middle and of the next step."""
     job = make_job(world, config)
     good, bad = (b.part(world.rank, world.size) for b in make_batches(4, 30)[:2])
     messages = []
@@ -394,7 +394,7 @@ def test_orders_that_use_missing_results_are_refused(each_batch, each_step, mess
 
 
 class Switch:
-    """Provides the trainer attribute that the watch uses."""
+    """Has the one trainer attribute that the watch uses."""
 
     schedule = OVERLAPPED
 
