@@ -291,7 +291,7 @@ def misshapen_ahead(world: World, config: Any) -> str:
 
 def test_ids_that_cannot_be_sent_name_their_batch(ranks):
     (message,) = ranks(1, misshapen_ahead, make_config("3", "sgd"))
-    assert message.startswith("announced batch 1 after step 1: ids: torch.int32[30, 2]")
+    assert message.startswith("announced batch 1 after step 1: ids: got torch.int32[30, 2]")
 
 
 def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]:
