@@ -1,4 +1,5 @@
-"""Measures the server: CPU time per request, latency, and a long run with deltas and faults.
+"""Measures CPU time per request and latency of the server, and tests it in a long run with deltas
+and faults.
 
     python -m benchmarks.serving build --folder F [--rows 300000]
     python -m benchmarks.serving cost --folder F [G ..]
@@ -150,7 +151,7 @@ def hidden_of(folder: Path) -> list[int]:
 def cost(folders: Sequence[Path], seconds: float, results: Results) -> None:
     """Measure the CPU time of one worker per request, with one and with many connections.
 
-    Between the requests of a single connection, the worker waits, and the CPU's caches turn cold.
+    With a single connection, the worker waits between requests, and the CPU caches become cold.
     """
     with empty_application() as (port, pid):
         found = _mean_cpu(port, pid, [request("/", b"x" * 200)], seconds)
@@ -260,7 +261,9 @@ def _quantile(latency: np.ndarray, share: float) -> float:
 
 @contextmanager
 def _copy(folder: Path) -> Iterator[Chain]:
-    """Copy the bundle, share its large files, and yield the chain of the copy."""
+    """Copy the bundle with hard links to its large files, and yield the delta writer of the
+    copy.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         bundle = Path(scratch) / "step-50"
         bundle.mkdir()

@@ -1,6 +1,7 @@
-"""Submit tasks to threads, processes, Ray, or Dask; ``engine`` decides which tasks and how often.
+"""Run calls in threads, processes, Ray, or Dask; ``engine`` decides which calls to submit, and how
+often.
 
-Ray and Dask are imported only if they are used. A cluster that this module starts ends with this
+Ray and Dask are imported only if they are used. A cluster started by this module ends with this
 process.
 """
 
@@ -23,13 +24,13 @@ _THREADS = "POLARS_MAX_THREADS"
 
 
 class Backend(Protocol):
-    """Runs submitted calls; ``lost`` are the exceptions that mean that a call's worker died."""
+    """Runs submitted calls; an exception in ``lost`` means that the worker of a call has died."""
 
     lost: tuple[type[BaseException], ...]
     shares_memory: ClassVar[bool]
     is_cluster: ClassVar[bool]
     can_lose: ClassVar[bool]
-    """True if a worker can be lost, so that its call never returns"""
+    """True if workers run on a cluster, where a call may never return"""
 
     def __init__(self, address: str | None, workers: int | None) -> None: ...
 
@@ -42,11 +43,11 @@ class Backend(Protocol):
         ...
 
     def cancel(self, futures: "Sequence[Future[Any]]") -> None:
-        """Stop the calls, if possible."""
+        """Cancel the calls, if possible."""
         ...
 
     def state(self) -> str:
-        """Describe the workers for an error message."""
+        """Return a description of the workers for an error message."""
         ...
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class Threads(_Pool):
 
 
 class Processes(_Pool):
-    """Runs calls in processes; if a process dies, new processes are started."""
+    """Runs calls in processes, which are replaced if one of them dies."""
 
     shares_memory: ClassVar[bool] = False
     can_lose: ClassVar[bool] = True
@@ -118,11 +119,13 @@ class Processes(_Pool):
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in list((self._pool._processes or {}).values()):
-            process.terminate()  # any task that is still running belongs to a failed run
+            process.terminate()  # tasks that are still running belong to a failed run
 
 
 def _start_worker(threads: int) -> None:
-    """Limit the threads of Polars and torch, which are not loaded yet, and exit with the parent."""
+    """Limit the threads of Polars and torch, which are not loaded yet, and make this process exit
+    with its parent.
+    """
     os.environ |= {_THREADS: str(threads), "OMP_NUM_THREADS": str(threads)}
     parent = multiprocessing.parent_process()
 
@@ -183,7 +186,7 @@ class Ray:
 
     def state(self) -> str:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        return f"Ray has {len(nodes)} nodes, {self.num_workers()} tasks run at a time"
+        return f"Ray has {len(nodes)} nodes and runs {self.num_workers()} tasks at a time"
 
     def close(self) -> None:
         self._ray.shutdown()

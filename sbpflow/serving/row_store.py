@@ -1,4 +1,6 @@
-"""Reads the tensors of a bundle, and gathers table rows, including rows changed by deltas."""
+"""Reads the tensors of a bundle, and gathers table rows, including rows that deltas have
+changed.
+"""
 
 import json
 from collections.abc import Sequence
@@ -39,8 +41,8 @@ class Tensors:
             raise BundleError(f"{file}: has {len(self._bytes):,} bytes; export the bundle again")
 
     def array(self, *names: str) -> Array:
-        """Return an array, or several arrays that are adjacent in the file as one, concatenated by
-        rows.
+        """Return an array. Several names, which must be adjacent in the file, give one array with
+        the rows of all.
         """
         entries = [self.entries[name] for name in names]
         first, last = entries[0]["data_offsets"][0], entries[-1]["data_offsets"][1]
@@ -51,14 +53,14 @@ class Tensors:
         return flat.reshape(-1, *entries[0]["shape"][1:])
 
     def tensor(self, *names: str) -> Tensor:
-        """Return ``array`` as a tensor without copying."""
+        """Return the result of ``array`` as a tensor that shares its memory."""
         tensor = torch.from_numpy(self.array(*names))
         return tensor.view(torch.bfloat16) if self.entries[names[0]]["dtype"] == "BF16" else tensor
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize [n, dim] float32 to uint8 [n, dim], scale [n], and low [n]; the error is at most
-    half a step.
+    """Quantize rows [n, dim] float32 to uint8 [n, dim], with a scale [n] and a lowest value [n];
+    the error is at most half of the scale.
     """
     low, high = rows.aminmax(dim=1)
     scale = (high - low) / 255
@@ -68,7 +70,8 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Store:
-    """The rows of all tables with the same width and format, and the rows that deltas have changed.
+    """The rows of all tables with the same width and format, including rows that deltas have
+    changed.
 
     ``base`` is mapped from the bundle. Changed rows are read where they are, in ``pieces``: those
     of a delta are mapped from its file, so that the workers of a server share them. ``slots``,
@@ -94,7 +97,7 @@ class Store:
         """Return the rows, the slots (empty if no row was changed), and the first place and the
         address of each piece as arrays.
 
-        Returns None if rows are converted when they are read.
+        Returns None if rows must be converted when they are read.
         """
         if not self._is_read_as_stored():
             return None

@@ -22,7 +22,7 @@ def stores():
 
 
 def gathered(store, ids, policy="error"):
-    """Return the vectors by the loops, after comparing them with torch's."""
+    """Return the vectors that the loops gather, after comparing them with torch's."""
     encoded = Encoded(ids, np.empty((len(ids), 0), np.float32))
     found = [
         Gather(LOOKUPS, loops)(store, ids, encoded, policy)[0] for loops in (encoder_loops, None)

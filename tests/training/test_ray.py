@@ -39,7 +39,7 @@ def events(run: Path, event: str) -> list[dict]:
 def test_two_ray_workers_train_like_one_process(synth_set, tmp_path):
     run, expected = tmp_path / "run", tmp_path / "expected"
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    # Ray starts workers with niceness 15, so on a busy machine they would not get to train.
+    # Ray starts workers with niceness 15, so on a busy machine they would get hardly any CPU.
     env |= {"RAY_RESULTS": str(tmp_path / "ray"), "RAY_worker_niceness": "0"}
     process = subprocess.Popen(
         [sys.executable, str(EXAMPLE), "--workers=2", "--cpus=0.5", *words(synth_set, run)],
@@ -54,7 +54,7 @@ def test_two_ray_workers_train_like_one_process(synth_set, tmp_path):
         output = output_of(process, 300)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the processes of the local Ray
+            os.killpg(process.pid, signal.SIGKILL)  # kills all processes of the local Ray
     assert process.returncode == 0, output[-6000:]
     (final,) = events(run, "final")
     assert final["steps"] == STEPS
