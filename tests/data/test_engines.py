@@ -1,9 +1,12 @@
 """Tests that prepare makes the same bytes on every engine, even if workers die or get stuck."""
 
 import os
+import signal
+import threading
 import time
 from concurrent.futures import Future
 from functools import partial
+from multiprocessing import connection
 
 import pytest
 
@@ -201,6 +204,46 @@ def test_processes_return_errors_and_check_their_home(tmp_path):
         engine.home = Home((("sbpflow", "0.0.1"), *home.versions[1:]), home.mark, home.text)
         with pytest.raises(ConfigError, match=r"has sbpflow .*, but this process has 0\.0\.1"):
             list(engine.run(str, [1]))
+
+
+def dies_in_the_middle_of_its_result(item, dead):
+    if item == 1 and not dead.exists():
+        dead.touch()
+        send = connection.Connection._send
+
+        def send_half(self, buf):
+            send(self, buf[: len(buf) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        connection.Connection._send = send_half
+    return bytes([item]) * (1 << 20)
+
+
+def test_a_process_that_dies_in_the_middle_of_its_result_is_noticed_at_once(tmp_path, caplog):
+    function = partial(dies_in_the_middle_of_its_result, dead=tmp_path / "dead")
+    began = time.monotonic()
+    with open_engine(EngineOptions("processes", wait_s=120), 2) as engine:
+        results = list(engine.run(function, range(6)))
+    assert time.monotonic() - began < 60
+    assert results == [bytes([item]) * (1 << 20) for item in range(6)]
+    assert deaths(caplog) == 1, "the task of the dead process, and no other, is repeated"
+
+
+def returns_a_lock(item):
+    return threading.Lock()
+
+
+def fails_unexpectedly(item):
+    raise ValueError(item)
+
+
+def test_unexpected_errors_in_a_process_are_raised_with_their_traceback():
+    with open_engine(EngineOptions("processes", wait_s=120), 1) as engine:
+        with pytest.raises(RuntimeError, match=r"a result cannot be returned: .*lock"):
+            list(engine.run(returns_a_lock, [1]))
+        with pytest.raises(ValueError, match="7") as raised:
+            list(engine.run(fails_unexpectedly, [7]))
+    assert "in fails_unexpectedly" in raised.value.__notes__[0]
 
 
 def test_a_stuck_process_ends_with_a_message(monkeypatch):
