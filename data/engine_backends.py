@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.compute.malloc import KEEP_FREED_MEMORY, keep_freed_memory
 
 _CLOSE_S = 30
 _CONNECT_S = 60
@@ -182,6 +183,7 @@ class _Process:
 
 def _work(pipe: "Connection[Any, Any]", threads: int) -> None:
     """Run calls until the parent ends or kills this process."""
+    keep_freed_memory()
     # Polars and torch, whose threads this limits, are not loaded yet.
     os.environ |= {_THREADS: str(threads), "OMP_NUM_THREADS": str(threads)}
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a traceback
@@ -227,11 +229,14 @@ class Ray:
         if address is None:
             here = workers or os.cpu_count() or 1
             settings |= {"address": "local", "num_cpus": here, "include_dashboard": False}
-            threads = max(1, (os.cpu_count() or 1) // here)
+            # Workers inherit the environment. Ray would start them with a niceness of 15.
+            started = {**_worker_environment(here), "RAY_worker_niceness": "0"}
+            started["RAY_raylet_start_wait_time_s"] = "120"
         else:
-            threads = 1
-            settings |= {"address": address, "runtime_env": {"env_vars": {_THREADS: "1"}}}
-        with _environment({_THREADS: str(threads), "RAY_raylet_start_wait_time_s": "120"}):
+            started = {}
+            wanted = {_THREADS: "1", **KEEP_FREED_MEMORY}
+            settings |= {"address": address, "runtime_env": {"env_vars": wanted}}
+        with _environment(started):
             try:
                 self._ray.init(**settings)
             except Exception as error:
@@ -271,16 +276,22 @@ class Dask:
 
     def __init__(self, address: str | None, workers: int | None) -> None:
         distributed: Any = _required("distributed", "dask")
+        config: Any = _required("dask.config", "dask")
         self.lost = (distributed.scheduler.KilledWorker, distributed.client.FutureCancelledError)
         self._workers, self._cluster = workers, None
         try:
             if address is None:
                 here = workers or os.cpu_count() or 1
-                threads = max(1, (os.cpu_count() or 1) // here)
-                self._cluster: Any = distributed.LocalCluster(
-                    n_workers=here, threads_per_worker=1, dashboard_address=None,
-                    memory_limit=0, silence_logs="ERROR", env={_THREADS: str(threads)},
-                )  # fmt: skip
+                # By default, Dask's workers profile themselves every 10 ms and return freed memory.
+                settings = {
+                    "distributed.worker.profile.enabled": False,
+                    "distributed.nanny.pre-spawn-environ": _worker_environment(here),
+                }
+                with config.set(settings):
+                    self._cluster: Any = distributed.LocalCluster(
+                        n_workers=here, threads_per_worker=1, dashboard_address=None,
+                        memory_limit=0, silence_logs="ERROR",
+                    )  # fmt: skip
             target = address if self._cluster is None else self._cluster.scheduler_address
             self._client: Any = distributed.Client(target, timeout=_CONNECT_S)
         except Exception as error:
@@ -313,6 +324,12 @@ ENGINES: Mapping[str, type[Backend]] = {
     "ray": Ray,
     "dask": Dask,
 }
+
+
+def _worker_environment(workers: int) -> dict[str, str]:
+    """Return the environment of one of ``workers`` processes that share this machine."""
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
+    return {_THREADS: threads, "OMP_NUM_THREADS": threads, **KEEP_FREED_MEMORY}
 
 
 def _apply(function: Callable[..., Any], arguments: tuple[object, ...]) -> object:
