@@ -15,6 +15,7 @@ from sbpflow.data.engine import Engine, EngineOptions, Home, open_engine
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.compute.malloc import KEEP_FREED_MEMORY
 from tests.data.engine_runs import (
     PHASES,
     deaths,
@@ -59,6 +60,21 @@ def test_a_worker_of_a_cluster_killed_in_every_phase_does_not_change_the_set(
     assert {"_stage", "_count_group", "_encode"} <= set(killed)
     assert folder_bytes(tmp_path / "set") == clean
     assert os.listdir(tmp_path) == ["set"]
+
+
+def surroundings(item):
+    names = ("POLARS_MAX_THREADS", "MALLOC_TRIM_THRESHOLD_")
+    return *(os.environ.get(name) for name in names), os.nice(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ray", "dask"])
+def test_workers_started_here_share_the_cpus_and_keep_freed_memory(engine):
+    pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
+    number = os.cpu_count()
+    with open_engine(EngineOptions(engine, wait_s=120), number) as started:
+        found = set(started.run(surroundings, range(4)))
+    assert found == {("1", KEEP_FREED_MEMORY["MALLOC_TRIM_THRESHOLD_"], os.nice(0))}
 
 
 @pytest.mark.parametrize("split", ["ratio:0.6,0.2,0.2", "file:val=day_3*,test=day_4*"])
