@@ -1,6 +1,7 @@
 """Train Wide & Deep: torchrun --nproc-per-node N train_wdl.py --config CONFIG key=value ...
 
-This script is equivalent to ``sbpflow train`` on one rank; it also trains any other ``model.name``.
+Each process runs one rank, as ``torchrun -m sbpflow train`` does. ``model.name`` selects other
+models.
 """
 
 from collections.abc import Sequence

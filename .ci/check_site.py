@@ -12,14 +12,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# Browsers fetch these attributes automatically, and <link> for these values of rel.
+# Browsers load the addresses in these attributes, and in <link> with these values of rel.
 LOADED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "srcset")}
 LINK_KINDS = {"stylesheet", "icon", "preload", "preconnect", "dns-prefetch"}
 STYLE_URL = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""")
 
 
 class Page(HTMLParser):
-    """The loaded resources, links and link targets of a page."""
+    """Collects a page's loaded resources, links, and link targets."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Record the attributes of an element."""
+        """Record an element's resources, link and targets."""
         given = {name: value or "" for name, value in attrs}
         self.places |= {given[name] for name in ("id", "name") if name in given}
         self.loads += [given[name] for of, name in LOADED if of == tag and name in given]
@@ -46,7 +46,7 @@ def is_remote(address: str) -> bool:
 
 
 def faults(site: Path) -> list[str]:
-    """List the problems of the site."""
+    """Return the problems of the site, one line each."""
     found = [] if (site / "searchindex.js").is_file() else ["searchindex.js is missing"]
     for style in sorted(site.rglob("*.css")):
         for address in STYLE_URL.findall(style.read_text(encoding="utf-8")):

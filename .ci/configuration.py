@@ -62,7 +62,9 @@ class Row:
 
 @dataclasses.dataclass
 class Section:
-    """A table of keys, with the groups that have these keys and the docstring of their class."""
+    """A section of the page: groups of keys with the same rows, and the docstring of their
+    class.
+    """
 
     paths: list[str]
     condition: str
@@ -178,7 +180,7 @@ def is_mapping(hint: object) -> bool:
 
 
 def value_of(hint: object) -> str:
-    """Describe the possible values."""
+    """Describe the values that a type allows."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return _marked(value_of(args[0]), args[1:])

@@ -107,7 +107,7 @@ def layouts(theme: str) -> Canvas:
         for rank in LINE.ranks:
             colors = held(layout, rank)
             values = {at: full[at] for at in colors}
-            if sbp == "P":  # any terms with the right sum
+            if sbp == "P":  # any values with the right sum
                 first = {at: (5 * at[0] + 3 * at[1] + 2) % full[at] for at in full}
                 values = first if rank == 0 else {at: full[at] - first[at] for at in full}
             x = left + rank * (SIZE * cell + 30)
@@ -237,7 +237,7 @@ def transfers(plan: RunPlan) -> list[str]:
 
 
 def schedule(theme: str) -> Canvas:
-    """Draw the transfers in flight during each move of a training step."""
+    """Draw which transfers are in flight during each part of a training step."""
     plan = plan_of("parallel: {scheme: 3, device: cpu}\n", 2, {"C1": 1000})
     moves: list[dict[str, Any]] = describe(plan)["schedule"]
     names = list(dict.fromkeys(name for move in moves for name in move["under_way"]))
@@ -267,7 +267,7 @@ def schedule(theme: str) -> Canvas:
 
 
 def runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each run of true values."""
+    """Yield (start, end) of each run of consecutive true values."""
     start = None
     for place, flag in enumerate([*flags, False]):
         if flag and start is None:

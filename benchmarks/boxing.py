@@ -100,7 +100,7 @@ def _conversion(world: World, src: str, dst: str, size: str, repeats: int) -> di
     runner = Boxing(world)
     variants: dict[str, Variant] = {"ours": lambda: runner.run(steps, part)}
     variants |= _bare(world, steps, part)
-    if dst != "P":  # DTensor refuses to create partial sums
+    if dst != "P":  # DTensor cannot convert to partial sums
         variants["dtensor"] = _dtensor(layouts, part)
     for name in [name for name in variants if name in ("ours", "dtensor")]:
         _check(world, variants[name](), full, layouts[1], name)
@@ -131,7 +131,9 @@ def _plan(world: World, layouts: list[Layout], side: int) -> tuple[BoxingStep, .
 
 
 def _part(world: World, full: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return a rank's part without the code under test; for P, the first rank has the value."""
+    """Return a rank's part, computed without the code under test; for P, the first rank has the
+    value and the others have zeros.
+    """
     if str(layout.nd_sbp[0]) == "P":
         return full.clone() if world.rank == 0 else torch.zeros_like(full)
     return full[layout.part_slices(tuple(full.shape), world.rank)].contiguous()
@@ -252,7 +254,7 @@ def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
     values: list[float] = []
     try:
         for _ in range(30):
-            start = time.thread_time()  # CPU time, so that other processes do not count
+            start = time.thread_time()  # CPU time excludes other processes
             for _ in range(100):
                 runner.run(steps, part)
             values.append((time.thread_time() - start) * 1e4)

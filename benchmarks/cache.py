@@ -9,7 +9,8 @@
     python -m benchmarks.cache matrix     cached tables equal uncached ones, over 1, 2, 4 ranks
 
 Values are compared before timing. ``fetches``, ``store``, and ``servers`` use real rows, from
-``--input train.txt`` or the file named by SBPFLOW_CRITEO_ROWS; ``fetches`` also generates rows.
+``--input train.txt`` or the file that SBPFLOW_CRITEO_ROWS names; ``fetches`` also uses generated
+rows.
 """
 
 import argparse
@@ -43,7 +44,7 @@ KNOWN = (1, 4, 16, 64)
 
 @contextmanager
 def prepared(given: str | None) -> Iterator[Path | None]:
-    """Prepare the real rows, all in train and with an id for every value; return the folder."""
+    """Prepare the real rows, all as train rows and with one id per value; return the folder."""
     if given is None:
         yield None
         return

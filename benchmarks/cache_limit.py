@@ -1,9 +1,8 @@
 """Tests that a model of four times the memory limit trains on 2 ranks with a file store, and fails
-without one.
+without the store.
 
-The limit is RLIMIT_DATA, which covers the private memory of a process but not mapped files. The
-limit applies to each of the two ranks. The model takes four times the limit, so each rank stores
-twice the limit.
+The limit is RLIMIT_DATA, which covers the private memory of a process but not mapped files. Each of
+the two ranks has this limit and stores half of the model: twice the limit.
 """
 
 import json
@@ -24,7 +23,7 @@ DATA = resource.RLIMIT_DATA
 RANKS, STEPS, BATCH, DIM = 2, 30, 1024, 32
 LIMIT = 2 << 30
 ROW_BYTES = 3 * DIM * 4  # lazy Adam
-VOCABULARY = 0.7  # share of Criteo's vocabularies, which gives 24.2 million rows
+VOCABULARY = 0.7  # factor of Criteo's vocabularies; gives 24.2 million rows
 
 
 def _train(data: Path, folder: Path, *more: str) -> tuple[list[int], str]:

@@ -1,10 +1,9 @@
-"""Tests that cached tables give the same results as uncached tables.
-
-The cases cover schemes, kernels, optimizers, row formats, and 1, 2, and 4 ranks. A case trains 14
-steps with tables on the device, and again with caches that contain only some of the rows. Both runs
-accumulate gradients, predict between steps, and save a checkpoint while training continues. Then
-each run resumes from the other run's checkpoint. Losses, predictions, and all tensors of the three
-checkpoints must be equal bit for bit.
+"""Tests that cached tables give the same results as uncached tables. Cases cover schemes, kernels,
+optimizers, row formats, and 1, 2, and 4 ranks. A case trains 14 steps with tables on the device,
+and again with caches that contain only some of the rows. Both runs accumulate gradients, predict
+between steps, and save a checkpoint while training continues. Then each run resumes from the other
+run's checkpoint. Losses, predictions, and all tensors of the three checkpoints must be equal bit
+for bit.
 """
 
 import itertools
@@ -53,7 +52,7 @@ BY_KERNEL = {"torch": tuple(RULES), "numba": tuple(RULES), "fbgemm": ("sgd", "ad
 
 @dataclass(frozen=True)
 class Case:
-    """A job; ``lookahead`` batches are announced in advance."""
+    """A job that knows ``lookahead`` batches in advance."""
 
     size: int
     scheme: str
@@ -65,14 +64,14 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Return enough slots for the rows of a step's two batches. On 4 ranks, no rank owns more
-        than two thirds of them.
+        """Return enough slots for the rows of two batches. On 4 ranks, no rank owns more than two
+        thirds of these rows.
         """
         rows = 2 * BATCH * len(FIELDS.ids)
         return 2 * rows // 3 if self.size == 4 and self.scheme in ("2", "3") else rows
 
     def config(self) -> Config:
-        """Return the configuration without storage."""
+        """Return the job's configuration without a storage rule."""
         unique = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
         columns = self.scheme == "columns, unique"
         parallel = ParallelConfig(
@@ -187,7 +186,7 @@ def _saver(job: Job, folder: Path) -> Saver:
 
 
 def run_case(world: World, case: Case, folder: Path) -> dict[str, Any]:
-    """Return the differences on this rank and the number of rows that left the caches."""
+    """Return the names that differ on this rank and the number of evicted rows."""
     cached = CachedStores(folder / "scratch", case.slots)
     kinds: dict[str, StoreFactory] = {"device": device_store, "cached": cached}
     losses: dict[str, list[float]] = {}

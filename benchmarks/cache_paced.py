@@ -1,4 +1,4 @@
-"""Simulated slow storage, and a store that fetches rows on demand, for ``cache_store``."""
+"""Simulates slow storage, and defines a store that fetches rows on demand, for ``cache_store``."""
 
 import time
 from collections.abc import Callable
@@ -17,9 +17,9 @@ Array = np.ndarray[Any, Any]
 
 
 class PacedRecords:
-    """Simulates records behind a link: a call takes as long as its bytes need. If writes are
-    ``buffered``, a write returns when the previous write has been sent; otherwise it returns when
-    its own records have been sent. Written records can be read immediately.
+    """Simulates records behind a link: each call takes as long as the link needs for its bytes. If
+    writes are ``buffered``, a write returns when the previous write has been sent; otherwise it
+    returns when its own records have been sent. Written records can be read immediately.
     """
 
     def __init__(
@@ -42,7 +42,9 @@ class PacedRecords:
         _sleep_until(end)
 
     def write(self, rows: Array, records: Array) -> None:
-        """Write, and wait for this transfer or for the previous transfer."""
+        """Write the records, then wait until this transfer ends (if ``buffered``: until it
+        starts).
+        """
         self._inner.write(rows, records)
         start, end = self._reserve("write", rows.size)
         _sleep_until(start if self._buffered else end)
@@ -64,8 +66,9 @@ def _sleep_until(end: float) -> None:
 class DemandStore:
     """Fetches the rows of a batch when the batch is looked up, as a baseline.
 
-    If ``keeps``, the least recently used rows are evicted; otherwise every row is written back
-    after its batch. The records contain all initial values, as in stores that cannot compute them.
+    If ``keeps`` is true, rows stay until they are evicted as least recently used; otherwise every
+    row is written back after its batch. The records contain all initial values, as in stores that
+    cannot compute them.
     """
 
     is_in_place = False
@@ -106,7 +109,7 @@ class DemandStore:
 
     @property
     def listeners(self) -> list[RowListener]:
-        """Return the listeners of the kernel."""
+        """Return the kernel's row listeners."""
         return self.kernel.listeners
 
     def announce(self, number: int, addresses: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Compares the rows that cache policies of equal capacity fetch: MIN, LRU, LFU, Bagpipe, and ours.
+"""Compares how many rows cache policies of equal capacity fetch: MIN, LRU, LFU, Bagpipe, and ours.
 
-A trace is a list of batches, and each batch is an array of unique rows. All rows of a batch are in
-the cache while it is trained; the policies differ only in which rows they evict. Fetched rows that
-no earlier batch used have initial values, so they are not read.
+A trace is a list of batches, and each batch is an array of unique rows. While a batch is trained,
+all of its rows are cached; the policies differ only in which rows they evict. A row that no earlier
+batch used still has its initial values, so fetching it reads nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Trace = Sequence[Array]
 
 @dataclass(frozen=True, slots=True)
 class Fetches:
-    """Average numbers of rows per step over the trace."""
+    """Rows per step, averaged over the trace."""
 
     fetched: float
     read: float  # fetched rows that an earlier batch used
@@ -61,8 +61,8 @@ def lfu(trace: Trace, num_rows: int, capacity: int) -> Fetches:
 def _simulate(
     trace: Trace, num_rows: int, capacity: int, rank: Callable[[Array, Array, int], None]
 ) -> Fetches:
-    """Simulate a policy: ``rank`` updates the values of a batch's rows, and the idle rows with the
-    lowest values are evicted.
+    """Simulate a policy: ``rank`` updates the values of a batch's rows, and rows that the batch
+    does not use are evicted in ascending order of value.
     """
     cached, touched = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
     values = np.zeros(num_rows)
@@ -85,10 +85,10 @@ def _simulate(
 
 
 def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
-    """Return the fetches of Bagpipe's rule and the largest lookahead that fits.
+    """Return the fetches under Bagpipe's rule, and the largest lookahead that fits.
 
     With lookahead L, a row stays after its batch if one of the next L - 1 batches uses it again,
-    and otherwise leaves immediately. L therefore determines the size of the cache.
+    and otherwise leaves immediately. The size of the cache therefore follows from L.
     """
     previous = np.full(num_rows, -1, np.int64)
     since: list[Array] = []  # for each use: batches since the previous use, or 0
@@ -96,13 +96,14 @@ def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
         since.append(np.where(previous[rows] < 0, 0, number - previous[rows]))
         previous[rows] = number
     sizes = np.array([rows.size for rows in trace])
-    # For each gap between two uses, the number of cached rows that a batch does not use.
+    # held[gap, batch]: rows that stay cached during a batch that does not use them, by the gap
+    # between their two uses.
     held = np.zeros((len(trace) + 1, len(trace) + 1), np.int64)
     for number, gaps in enumerate(since):
         for gap, count in enumerate(np.bincount(gaps)):
             if gap > 1 and count:
                 held[gap, number - gap + 1 : number] += count
-    # for each number of batches that a row is kept without use
+    # needed[gap]: cache size if rows are kept between uses up to ``gap`` batches apart
     needed = (sizes + held[:, : len(trace)].cumsum(0)).max(1)
     longest = int(np.searchsorted(needed, capacity, side="right")) - 1
     longest = min(longest, len(trace) - 1)
@@ -117,9 +118,8 @@ def planned(
     """Run ``SlotPlanner`` with ``known`` batches announced in advance, of which ``ahead`` are
     admitted.
 
-    Also return how often early fetches did not fit. The rows to fetch and to read are computed
-    independently, from the trace and the evicted rows; raises SystemExit if the planner's rows
-    differ.
+    Also return how often an early fetch did not fit. Raises SystemExit if the planner's rows to
+    fetch or to read differ from those that follow from the trace and the evicted rows.
     """
     planner = SlotPlanner(num_rows, capacity)
     cached, touched = np.zeros(num_rows, bool), np.zeros(num_rows, bool)

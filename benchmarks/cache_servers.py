@@ -66,7 +66,7 @@ class CountedRecords:
 
 
 class RecordsOnServers:
-    """Creates records on servers."""
+    """Creates ``CountedRecords`` on embedding servers."""
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
@@ -128,7 +128,7 @@ def _measure_systems(rate: str, folder: Path, servers: RunningServers) -> None:
 
 
 def _measure_scaling(servers: RunningServers) -> None:
-    """Read random rows from one to all servers."""
+    """Read random rows from one server, from two, and so on up to all servers."""
     results = Results("cache_servers", "scaling")
     draw = np.random.default_rng(1)
     for count in range(1, len(servers.addresses) + 1):

@@ -2,10 +2,10 @@
 
 All systems must compute the same losses. ``evaluation`` compares evaluations with and without
 reading the rows of the next batch in advance. ``cpu`` compares CPU times with those of training
-without a cache, which also pauses in every step for as long as lookahead waits for rows, because a
-pause slows the computation after it. The rows are in a memory file. ``PacedRecords`` adds the time
-that a link would take, with full duplex, so that reads and writes do not slow each other down. A
-paced thread sleeps, so waits are exact even on a busy machine, but step times are not.
+without a cache. Because computation is slower after a pause, the run without a cache pauses in
+every step for as long as lookahead waits for rows. The rows are in a memory file. ``PacedRecords``
+adds the time that a full-duplex link would take; reads and writes do not slow each other down.
+Paced threads sleep, so their waits are exact even on a busy machine; step times are not.
 """
 
 import os
@@ -44,7 +44,7 @@ BATCH, CAPACITY, LOOKAHEAD = 1024, 22_000, 64
 WARM_UP, MEASURED = 25, 40
 EVALUATED = 40  # batches
 CPU_ROUNDS = 7
-UNDISTURBED = 1.03  # ratio of a step's time without waits to its CPU time
+UNDISTURBED = 1.03  # maximum ratio of a step's time without waits to its CPU time
 Array = np.ndarray[Any, Any]
 Batches = Sequence[Any]
 
@@ -69,11 +69,11 @@ class Measured:
     losses: list[float] = field(repr=False)
     step_ms: float
     cpu_ms: float  # of the process
-    training_cpu_ms: float  # the part of it in the training thread
-    mover_cpu_ms: float  # the part of it in the threads that move rows
+    training_cpu_ms: float  # the training thread's part of ``cpu_ms``
+    mover_cpu_ms: float  # the row-moving threads' part of ``cpu_ms``
     wait_ms: float
     fetched: float
-    read_ms: float  # time of the link per step
+    read_ms: float  # time that the link is busy per step
     write_ms: float
 
 
@@ -122,8 +122,8 @@ class Stores:
         return link
 
     def figures(self) -> tuple[float, float, float, float]:
-        """Return the totals so far: training waits in ms, fetched rows, and ms of the link in each
-        direction.
+        """Return the totals so far: the ms that training waited, the fetched rows, and the ms that
+        the link was busy in each direction.
         """
         waits = sum(s.counts.wait_s if isinstance(s, CachedStore) else s.wait_s for s in self.made)
         fetched = sum(
@@ -198,7 +198,7 @@ def _cpu_s() -> tuple[float, float, float]:
 
 
 def run(world: World, folder: Path, batches: Batches, fields: Fields, setup: Setup) -> Measured:
-    """Train with a setup."""
+    """Build a job for this setup and train it."""
     job, stores = make_job(world, fields, setup, folder)
     return train(job, stores, batches, WARM_UP, MEASURED, setup.pause_ms)
 

@@ -4,13 +4,13 @@ training.
     python -m benchmarks.checkpoints             tables and state of 4 GB, one rank
     python -m benchmarks.checkpoints --gb 0.5 during
 
-Writing and reading alternate with dd for the same number of bytes on the same disk. Both are
-synced, and files are dropped from the page cache before they are read. A quarter and half of the
+Writing and reading alternate with dd for the same number of bytes on the same disk. Both sync their
+writes, and files are dropped from the page cache before they are read. A quarter and half of the
 size are also measured; a line through the three times predicts the time for 40 GB.
 
 The effect on training is a median over several saves and has three parts: the time that steps lost
 during a save, as a share of the save's duration; the time that the training thread spent on the
-undo log; and the extra memory, by the save's own count and by the system's count (the peak resident
+undo log; and the additional memory, as the save counts it and as the system does (peak resident
 size).
 """
 
@@ -124,8 +124,8 @@ def bandwidth(job: Job, folder: Path, repeats: int) -> dict[str, float]:
 
 
 def saved_bytes(saver: Saver, step: int) -> int:
-    """Return the seconds that saving takes, and delete the checkpoint. The first save also assigns
-    the writers.
+    """Save and delete a checkpoint; return its size. The first save also decides which rank writes
+    which piece.
     """
     path = saver.save(step, {})
     size = open_checkpoint(path).num_bytes
@@ -144,7 +144,9 @@ def extrapolated(measured: list[dict[str, float]], gb: float) -> dict[str, float
 
 
 class During:
-    """Measures saves during training, each between steps without a save, because speed drifts."""
+    """Measures saves during training. Each save is compared with the steps before and after it,
+    because speed drifts.
+    """
 
     def __init__(self, job: Job, rows: int, folder: Path) -> None:
         self._job, self._rows, self._folder = job, rows, folder

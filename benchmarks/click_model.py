@@ -48,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """This rank's rows of a batch of ``batch_size``."""
+    """This rank's rows of a batch; ``batch_size`` counts the rows of all ranks."""
 
     labels: Tensor  # [b] float32
     dense: Tensor  # [b, num_dense] float32

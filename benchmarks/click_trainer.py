@@ -46,8 +46,8 @@ class ClickTrainer:
         model: str = "wdl",
         profile: str | None = None,
     ) -> None:
-        """Build the trainer: ``layout`` applies to all tables; ``auto`` plans from the calibration
-        ``profile``.
+        """Build the trainer: ``layout`` applies to all tables; with ``auto``, the planner chooses
+        layouts by the prices in ``profile``.
         """
         rules: dict[str, dict[str, TableRule]] = {
             "auto": {},
@@ -100,7 +100,7 @@ class ClickTrainer:
         self.world, self.width = world, shape.num_tables * shape.dim
 
     def plain(self, steps: int) -> list[float]:
-        """Return the losses over the whole batch, one per step."""
+        """Return one loss per step, over the batch's rows on all ranks."""
         losses = []
         for _ in range(steps):
             losses.append(self.job.trainer.step(self._batch(self._place)))

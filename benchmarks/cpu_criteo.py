@@ -1,5 +1,4 @@
-"""Trains on real Criteo rows, and measures the test AUC compared with plain PyTorch, and the
-float32 drift.
+"""Trains on real Criteo rows; compares the test AUC with plain PyTorch, and losses between layouts.
 
     python -m benchmarks.cpu_criteo --input train.txt.gz [--ranks 2] [--seeds 1 2 3]
 
@@ -36,7 +35,7 @@ def run(*words: str) -> str:
 
 
 def train(config: str, ranks: int, folder: Path, *words: str) -> list[Event]:
-    """Return the events of one run of train_wdl.py."""
+    """Run train_wdl.py once and return the run's events."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     run(*launch, "train_wdl.py", "--config", f"configs/{config}.yaml", f"run.dir={folder}", *words)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

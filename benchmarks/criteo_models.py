@@ -1,15 +1,15 @@
-"""Measures the test AUC of each model on real Criteo rows, compared with plain PyTorch and with
-bf16.
+"""Measures each model's test AUC on real Criteo rows, in float32 and bf16, and compares it with
+plain PyTorch.
 
     python -m benchmarks.criteo_models --input train.txt.gz [--models dlrm] [--seeds 1 2 3]
 
 Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports that it is skipped;
 --data accepts a prepared set (split by time 80/10/10). For each seed, train_wdl.py trains one epoch
 of configs/MODEL.yaml, with and without model.autocast: bf16. For comparison, the program trains the
-same model in benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), without using sbpflow's model
-or engine code. Both use the same rows in the same order and the same initial values, because on so
-few rows, results vary by 0.01 between seeds. Only the dropout masks differ. --worker runs the plain
-model.
+same model from benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which does not use sbpflow's
+model or engine code. Both trainings use the same rows in the same order and the same initial
+values, because on so few rows the AUC varies by 0.01 between seeds. Only the dropout masks differ.
+--worker runs the plain model.
 """
 
 import argparse
@@ -46,7 +46,7 @@ BATCH = 1024
 
 
 def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict[str, float]:
-    """Return the last event of one run of train_wdl.py."""
+    """Run train_wdl.py once and return the run's last event."""
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     config = ("--config", f"configs/{model}.yaml", f"run.dir={folder}", f"data.path={data}")
     run(*launch, "train_wdl.py", *config, "data.shuffle=rows", "train.progress=false", *words)

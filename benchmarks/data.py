@@ -46,9 +46,9 @@ class _Cost:
     wall_s: float
     cpu_s: float
     peak_memory_gb: float
-    """Includes pages of mapped files, which the system can reclaim at any time."""
+    """Includes pages of memory-mapped files, which the system can reclaim at any time."""
     peak_own_memory_gb: float
-    """Excludes pages of mapped files."""
+    """Excludes pages of memory-mapped files."""
 
 
 def _run(arguments: list[str]) -> _Cost:
@@ -87,7 +87,9 @@ def _load() -> float:
 
 
 def prepare(results: Results, scratch: Path, gigabytes: float, pandas_gigabytes: float) -> None:
-    """Measure MB of TSV per second and peak memory; also prepare a smaller file with pandas."""
+    """Measure the MB of TSV prepared per second and the peak memory; compare with pandas on a
+    smaller file.
+    """
     big = scratch / "big.tsv"
     rows = int(gigabytes * 1e9 / 243)
     if not big.exists():
@@ -135,8 +137,8 @@ def _prepare(source: Path, output: Path) -> _Cost:
 
 
 def vocabulary(results: Results, scratch: Path, values: int) -> None:
-    """Measure memory and time for one field with many distinct values, with an id for each
-    value.
+    """Measure memory and time for preparing a field with many distinct values, each of which gets
+    an id.
     """
     source, schema, output = (scratch / name for name in ("many.tsv", "many.yaml", "many-set"))
     if not source.exists():
@@ -152,7 +154,7 @@ def vocabulary(results: Results, scratch: Path, values: int) -> None:
 
 
 def _write_distinct(target: Path, values: int) -> None:
-    """Write one row for each of ``values`` keys, in scrambled order."""
+    """Write one row for each of ``values`` distinct keys, in scrambled order."""
     digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
     with target.open("wb") as file:
         for start in range(0, values, 1 << 20):
@@ -167,8 +169,8 @@ def _write_distinct(target: Path, values: int) -> None:
 
 
 def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
-    """Check that labels and dense values are bitwise equal, and that each field has equally many
-    distinct ids in train.
+    """Check that both sets have bitwise equal labels and dense values, and as many distinct ids per
+    field in train.
     """
     rows = SplitRows(manifest, "train")
     ours = np.empty((rows.num_rows, rows.num_words), dtype=np.int32)
@@ -236,8 +238,8 @@ def _remove(path: Path) -> None:
 
 
 def loader(results: Results, scratch: Path, rows: int) -> None:
-    """Measure the rows per second read into torch tensors with a warm page cache, and the share of
-    the ideal speed at 8 ms per step.
+    """Measure how many rows per second are read into torch tensors with a warm page cache, and the
+    speed of a loop with 8 ms steps as a share of the ideal.
     """
     folder = scratch / f"loader-{rows}"
     if not folder.exists():
@@ -301,7 +303,7 @@ def _one_loader(
 
 
 def main() -> None:
-    """Run the benchmark that the arguments name."""
+    """Run the benchmark that the first argument names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question", choices=("prepare", "vocabulary", "synth", "loader", "pandas"))
     parser.add_argument(

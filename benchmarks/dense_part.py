@@ -1,10 +1,11 @@
-"""Times only the dense part of each model on one CPU thread: float32, bf16, compiled, and both.
+"""Times only the dense part of each model on one CPU thread: in float32, in bf16, compiled, and
+compiled in bf16.
 
     python -m benchmarks.dense_part [--rows 4096]
 
-Forward and backward run alternately over random vectors of 26 fields of 16 columns and 13 dense
-fields; times are medians. The results show the speedup of model.autocast: bf16 and model.compile:
-true on this machine.
+The variants take turns on random inputs (26 fields x 16 columns, 13 dense fields); times are
+medians of forward plus backward. The results show the speedup of model.autocast: bf16 and
+model.compile: true on this machine.
 """
 
 import argparse

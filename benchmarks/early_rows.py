@@ -1,4 +1,4 @@
-"""Counts the rows that early rows and replicated hot rows take off the critical path.
+"""Counts how many row transfers leave the critical path through early rows and replicated hot rows.
 
     python -m benchmarks.early_rows [--input train.txt]
 
@@ -8,9 +8,9 @@ previous batch, and critical otherwise. ``predicted`` is the prediction of ``exp
 statistics of the set. Hot rows are the most frequent rows of the set; every rank stores them, and
 their gradients are all-reduced in every step, because nearly every batch uses them. Counts are rows
 sent by all ranks together, per batch. ``exposed`` counts the rows whose transfer cannot overlap
-other work: critical rows and gradients. ``deferred`` is what ``exposed`` would be if gradients of
-rows that the next batch does not use also arrived one batch late; the rows of the two previous
-batches would then be critical.
+other work: critical rows and gradients. ``deferred`` is ``exposed`` with late gradients: gradients
+of rows that the next batch does not use arrive one batch late, and rows that either of the two
+previous batches used are critical.
 
 Without --input, the program uses the file or prepared set in SBPFLOW_CRITEO_ROWS, or Zipf ids.
 """
@@ -64,7 +64,7 @@ def count(batches: Sequence[Array], hot: Array, size: int) -> dict[str, float]:
     names = ("early", "critical", "gradients", "hot", "deferred")
     totals: dict[str, float] = dict.fromkeys(names, 0.0)
     used, used_before = np.zeros(hot.size, bool), np.zeros(hot.size, bool)
-    remote = (size - 1) / size  # the share of requests that go to other ranks
+    remote = (size - 1) / size  # share of the requests that go to other ranks
     last: list[Array] = []  # the requests of the previous batch
     for place, batch in enumerate(batches):
         wanted = [np.unique(part) for part in np.array_split(batch, size)]

@@ -1,4 +1,5 @@
-"""Measures the engine alone, compared with its bare kernel, plain torch, and the bandwidth limit.
+"""Measures the engine without a dense part, compared with its bare kernel, plain torch, and the
+bandwidth limit.
 
     python -m benchmarks.engine kernel        one rank: bare FBGEMM, EmbeddingBag(sparse), the floor
     python -m benchmarks.engine vocabulary    3.2M to 102.4M rows: ms and bytes per row
@@ -48,7 +49,9 @@ SEED = 3
 
 
 def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Run the jobs alternately and return the ms of each; the first three rounds are warm-up."""
+    """Run the jobs alternately, and return the ms of each job; three more rounds come first as
+    warm-up.
+    """
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat in range(repeats + 3):
         for name, job in jobs.items():
@@ -61,7 +64,7 @@ def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list
 
 def halves(jobs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
     """Return the result of ``turns`` and the ms of "NAME, lookup" and "NAME, update"; each job
-    returns the time between lookup and update.
+    returns the clock time between its lookup and its update.
     """
     names = [f"{name}{part}" for name in jobs for part in ("", ", lookup", ", update")]
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -106,15 +109,13 @@ def collect(
     return EmbeddingCollection(plan, Boxing(world), seed=SEED, kernel=request)
 
 
-STEP = 1  # used as the step number of every update, on which these optimizers do not depend
+STEP = 1  # step number of every update; these optimizers ignore it
 
 
 def engine_step(
     collection: EmbeddingCollection, ids: Tensor, batch_size: int, grad: Tensor
 ) -> float:
-    """Run a lookup, and an update with a constant gradient; return the time between lookup and
-    update.
-    """
+    """Run a lookup, and an update with a constant gradient; return the time between them."""
     (output,) = collection.forward(ids, batch_size, training=True).values()
     middle = time.perf_counter()
     output.grad = grad
@@ -187,8 +188,8 @@ def kernel(results: Results, repeats: int) -> None:
 
 
 def _report_kernel(results: Results, times: dict[str, list[float]], ids: Tensor, dim: int) -> None:
-    """Report times and ratios, in total and by stage, and the lower limit: the time to move the
-    necessary bytes at copy bandwidth.
+    """Report times and ratios, in total and by stage, and the lower limit: the time that the
+    necessary bytes take at copy bandwidth.
     """
     lookups, width = ids.numel(), dim * 4
     unique = sum(len(column.unique()) for column in ids.t())
@@ -344,7 +345,7 @@ def _resident() -> int:
 
 def rows(results: Results, repeats: int) -> None:
     """Time the torch kernel on tables of two sizes. The kernel reads only a batch's rows, so a
-    larger table costs only additional cache misses.
+    larger table costs nothing but additional cache misses.
     """
     jobs: dict[str, Callable[[], object]] = {}
     generator = torch.Generator().manual_seed(0)

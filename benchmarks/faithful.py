@@ -1,4 +1,5 @@
-"""Tests whether generated rows are as learnable as stated: ``python -m benchmarks.faithful``.
+"""Tests whether models learn from generated rows as well as the manifest promises:
+``python -m benchmarks.faithful``.
 
 For each given vocabulary scale, the program trains Wide & Deep with train_wdl.py on 2,000,000
 generated rows. It reports the test AUC, the best possible AUC from the manifest, and the share of

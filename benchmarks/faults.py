@@ -1,4 +1,5 @@
-"""Tests that a run killed at random moments and restarted equals an uninterrupted run.
+"""Tests that a run that is killed at random moments and restarted gives the results of an
+uninterrupted run.
 
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
     python -m benchmarks.faults --kills 8       one of each kind
@@ -58,7 +59,7 @@ LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16), "servers": (2, 4, 16)
 # With servers, rows must leave the cache in every step: the train split uses 27% of the rows.
 SERVER_CACHES = ("10%", "14%", "18%")
 CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches need up to 20%
-# The limits are low: a key loses its row after two steps without use.
+# The limits are low, so a key loses its row after two steps without use.
 GROWING = (
     "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
     "evict: {max_rows: 65536, idle_samples: 400}}}"
@@ -182,7 +183,7 @@ def events(folder: Path) -> list[dict[str, object]]:
     lines = [line for line in file.read_text().splitlines() if line.endswith("}")]
     kept = ("event", "step", "loss", "auc", "logloss", "val_auc", "split", "steps")
     every = map(json.loads, lines)
-    # When the ranks' times are reported depends on the load.
+    # The step at which the ranks' times are reported depends on the machine's load.
     return [
         {k: event[k] for k in kept if k in event} for event in every if event["event"] != "ranks"
     ]
@@ -194,8 +195,8 @@ def steps_done(folder: Path) -> int:
 
 
 def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
-    """Wait for the moment; return whether the moment came before the ranks exited. Raise
-    RuntimeError after the limit.
+    """Wait for a moment; return whether the moment came before the ranks exited. Raise RuntimeError
+    if neither happens within the limit.
     """
     end = time.monotonic() + limit_s
     while not ready():
@@ -254,7 +255,7 @@ class Campaign:
         return step_of(checkpoints[0]) if checkpoints else 0
 
     def kill(self, kind: str) -> None:
-        """Start the run and kill it once; a run that ends first does not count."""
+        """Start the run and kill it once; a run that ends before the kill does not count."""
         before, saved = steps_done(self.folder), self.saved()
         if kind.endswith(("load", "read")) and not saved:
             # Without a checkpoint, there is nothing to load or read.
@@ -281,13 +282,15 @@ class Campaign:
         self.killed[kind] += 1
 
     def _check_lost(self, server: int, ranks: Ranks) -> None:
-        """Wait until the ranks have exited, and check that they name the server that was killed."""
+        """Wait until the ranks have exited; check that their message names the killed server."""
         codes = ranks.codes(END_S)
         name = f"embedding server {self.used.index(server)} of {len(self.used)} at "
-        # torch can print long reports about the end of its store after the message.
+        # After the message, torch may print long reports about its closed store.
         last = self.log.read_text()[self.logged :]
         if codes != [3] * self.size or f"error: {name}" not in last:
-            raise RuntimeError(f"{name}: was killed; exit codes {codes}:\n{last[-3000:]}")
+            raise RuntimeError(
+                f"no error names the killed {name}...; exit codes {codes}:\n{last[-3000:]}"
+            )
 
     def _came(self, kind: str, ranks: Ranks, before: int, resumptions: int) -> bool:
         """Wait for a moment of this kind; return whether the moment came while the ranks were
@@ -304,7 +307,7 @@ class Campaign:
                 return False
             time.sleep(self.chance.uniform(0.0, 0.1))
         else:
-            # The file contains old steps until the first new step truncates it.
+            # Until the first new step truncates the file, it contains steps of the previous start.
             target = before + self.chance.randint(1, STEPS // 4)
             if not wait(ranks, lambda: steps_done(self.folder) >= target, START_S):
                 return False
@@ -451,7 +454,7 @@ def main() -> None:
                 break
             if time.monotonic() - begin > args.limit_s:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
-            # A failed run is reported as failed, and repeated with kills at other moments.
+            # Record the failed run; it is repeated with kills at other moments.
             number = len(list(base.glob("run*.log")))
             outcome = one_run(base, number, args)
             with done.open("a") as file:

@@ -2,7 +2,7 @@
 
 For each column, the profile contains the measured masses of the first ranks, followed by decreasing
 power-law segments. The segments match the measured mass of the first 100 and 1000 ranks, and the
-measured numbers of distinct values and singletons at the measured sample size. The program writes
+numbers of distinct values and singletons in a sample of the measured size. The program writes
 ``data/synth/criteo_profile.json``.
 """
 

@@ -22,13 +22,13 @@ head divided by the cost of base in one round; the interval is the 95 % interval
 the logarithms of the ratios. A figure is slower if the interval is above 1 and the median is above
 1.02, because paths, environment, and memory addresses shift the times of identical code, and rounds
 do not average out these shifts (Mytkowicz et al., "Producing Wrong Data Without Doing Anything
-Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone would make a figure slower in every
-third gate. Slower rows are therefore measured again with as many rounds, and a row is reported only
-if it is slower both times.
+Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone would report a slower figure in one
+of three gates. Slower rows are therefore measured again with as many rounds, and a figure is
+reported only if it is slower both times.
 
-The exit status is 1 if a figure is slower, does different work, or fails, and 0 otherwise. If
-nothing is reported, the upper end of the interval is the largest slowdown that could have been
-missed; more ``--rounds`` reduce this limit.
+The exit status is 1 if a figure is slower, does different work, or fails, and 0 otherwise. For a
+figure that is not reported, the upper end of the interval limits the slowdown that may have been
+missed; more ``--rounds`` lower this limit.
 """
 
 import argparse
@@ -64,8 +64,8 @@ LINK = "1gbit"
 
 
 class Measured(NamedTuple):
-    """One run: the figures, whose names end in the unit, and numbers that must be the same for
-    equal work.
+    """One run: its figures, whose names end in their unit, and ``work``, numbers that both commits
+    must agree on.
     """
 
     figures: dict[str, float]
@@ -105,8 +105,8 @@ def judge(name: str, figure: str, base: Sequence[float], head: Sequence[float]) 
 
 
 def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdict]:
-    """Combine the verdicts with a second measurement of the rows that were slower. Figures measured
-    again get the second values, and count as slower only if they were slower both times.
+    """Combine the verdicts with a second measurement of the slower rows. Figures that were measured
+    again get their second values, and count as slower only if they were slower both times.
     """
     second = {(verdict.name, verdict.figure): verdict for verdict in again}
     verdicts: list[Verdict] = []
@@ -118,7 +118,9 @@ def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdic
 
 
 def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
-    """Describe the first number in which the work differs; return "" if it is equal."""
+    """Describe the first number in which the work of base and head differs; return "" if none
+    differs.
+    """
     shared = [key for key in base if key in head]
     if base and not shared:
         return f"no number in common: {', '.join(base)} and {', '.join(head)}"
@@ -167,7 +169,8 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
 
 def assert_isolated(root: Path) -> None:
     """Raise SystemExit if Python, started in a checkout, imports a package from elsewhere. An
-    editable installation adds another checkout to the path, but the current one must come first.
+    editable installation adds its own checkout to the path, but the measured checkout must come
+    first.
     """
     packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
     code = f"import {', '.join(packages)}\nfor m in ({', '.join(packages)},): print(m.__file__)"
@@ -180,7 +183,7 @@ def assert_isolated(root: Path) -> None:
 
 
 class Bench:
-    """Measures a checkout. The inputs are created once, by the code of the base."""
+    """Measures a checkout. The base's code creates all inputs once."""
 
     def __init__(self, scratch: Path, base: Path, *, quick: bool) -> None:
         self.scratch, self.base, self.quick = scratch, base, quick
@@ -250,8 +253,8 @@ class Bench:
 
     def _prepare(self, root: Path) -> Measured:
         source = self._synth("tsv", 50_000 if self.quick else 1_000_000, "--format", "tsv")
-        size = len(source.read_bytes()) / 1e6  # reading also loads the file into the page cache
-        os.sync()  # flushes the writes of the previous turn first
+        size = len(source.read_bytes()) / 1e6  # reading loads the file into the page cache
+        os.sync()  # first flush the writes of the previous turn
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             words = ("--input", str(source), "--output", f"{folder}/set", "--max-bad-fraction", "0")
             cost = _run(root, "-m", data_package(root), "prepare", *words)
@@ -309,8 +312,8 @@ def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) 
 
 
 def compare_work(bench: Bench, head: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the rows in which head does different work. This run also compiles kernels, fills
-    caches, and creates inputs.
+    """Return, by name, how the work of head differs in the rows where it differs. This run also
+    compiles kernels, fills caches, and creates inputs.
     """
     print("warm-up", file=sys.stderr)
     differences: dict[str, str] = {}

@@ -38,7 +38,7 @@ def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     if args.quick:
         shape = replace(shape, table_rows=20_000, rows_per_rank=1024, num_batches=4)
         steps, turns = 10, 2
-    # The name of the keyword for the precision of exchanges depends on the commit.
+    # The keyword for the exchange precision has different names in different commits.
     known = inspect.signature(ClickTrainer).parameters
     precision: dict[str, Any] = {"wire" if "wire" in known else "comm_dtype": "float32"}
     with World.start("cpu") as world:
@@ -61,8 +61,8 @@ def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def keep_freed_memory() -> None:
     """Keep freed memory in the process, as ``sbpflow train`` does, for both commits.
 
-    Otherwise, glibc adapts its limits to the first freed sizes, and the number of page faults per
-    step is a random value between 0 and 2,700 for a whole benchmark. This effect exceeds the
+    Otherwise, glibc adapts its limits to the sizes that are freed first, and each benchmark run
+    gets a random number of page faults per step, between 0 and 2,700. This effect exceeds the
     differences that the gate should detect.
     """
     mallopt = ctypes.CDLL(None).mallopt

@@ -1,7 +1,7 @@
 """Runs all tests and measurements that need a GPU: tests, NCCL, the DLPerf sweep, kernels, and a
 trace.
 
-Each part is a process with a time limit and runs even if other parts failed.
+Each part is a process with a time limit, and runs even if other parts failed.
 benchmarks/results/gpu.jsonl has a line for each part, and measurements are written to a file named
 after the part's module. If a package is missing, the part is skipped with a message.
 
@@ -30,7 +30,7 @@ NEEDED = {
     "tqdm": "pip install tqdm",
     "pytest": "pip install pytest",
 }
-# Optional packages, and the consequences of their absence.
+# Optional packages, and what is missing without them.
 USED = {
     "triton": "torch's slower kernels update the rows",
     "hypothesis": "the Triton kernels' tests are skipped",
@@ -43,13 +43,13 @@ USED = {
 
 @dataclass(frozen=True)
 class Part:
-    """A command, its time limit in seconds, and the packages that it needs."""
+    """A part: a command, its time limit in seconds, and the packages that it needs."""
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     needs: tuple[str, ...] = ()
-    after: str = ""  # name of a part; if it fails, this part is skipped
+    after: str = ""  # name of another part, whose failure skips this part
 
 
 def _pytest(*words: str) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ PARTS = (
     Part("kernel tests", _pytest(*KERNEL_TESTS), 90, ("triton", "hypothesis")),
     Part("mlp", ("-m", "benchmarks.gpu_mlp"), 60),
     Part("dlperf", ("-m", "benchmarks.gpu_dlperf"), 90),
-    # A separate part, because a failure during capture may leave the device unusable.
+    # The graph is a separate part, because a failure during capture may leave the device unusable.
     Part("dlperf graph", ("-m", "benchmarks.gpu_dlperf", "parallel.cuda_graph=true"), 90),
     Part("torchrec", ("-m", "benchmarks.gpu_torchrec"), 60, ("torchrec", "fbgemm_gpu")),
     Part("kernels", ("-m", "benchmarks.gpu_kernels"), 60),
@@ -92,8 +92,8 @@ def shortcomings() -> tuple[list[str], list[str]]:
 
 
 def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
-    """Return whether the part succeeded and, if not, the reason. All of its processes have ended
-    when this returns.
+    """Run the part until all of its processes have ended; return whether it succeeded and, if not,
+    the reason.
     """
     process = subprocess.Popen([sys.executable, *part.command], cwd=ROOT, start_new_session=True)
     try:
@@ -106,7 +106,7 @@ def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the part's session, including all ranks that it started."""
+    """Kill all processes of the part's session, including the ranks that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -133,7 +133,7 @@ def run_parts(
         if part.after and not passed.get(part.after, True):
             why = f"skipped: {part.after} failed"
         if left < LEAST_S:
-            why = f"skipped: {limit_s:.0f} s are over"
+            why = f"skipped: the total limit of {limit_s:.0f} s has passed"
         start = time.monotonic()
         if not why:
             sys.stdout.write(f"== {part.name}\n")

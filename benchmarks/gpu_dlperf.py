@@ -1,7 +1,7 @@
 """Runs DLPerf's vocabulary sweep on one GPU: ms per iteration and memory, from 3.2M rows up.
 
-The setting is OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on touched
-rows). The report states 56.6 to 57.0 ms on one V100-16GB for every size up to 51.2M rows; see
+The setting is that of OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on
+touched rows), which states 56.6 to 57.0 ms on one V100-16GB for every size up to 51.2M rows; see
 docs/benchmarks.md. The sweep doubles the size until memory is exhausted. The random batches are on
 the device, so only the step is timed; the ids are Zipf-like over whole tables.
 
@@ -41,8 +41,8 @@ class Rows:
 
 
 def fields_of(vocabulary: int) -> Fields:
-    """Return 26 deep tables and 2 wide tables, with ``vocabulary`` rows in each of the two
-    groups.
+    """Return the fields of 26 deep and 2 wide tables; the deep tables have ``vocabulary`` rows in
+    total, and so do the wide tables.
     """
     return Fields.of(
         [f"I{n}" for n in range(1, 14)],
@@ -61,8 +61,8 @@ def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields
 def batches(
     config: Config, fields: Fields, device: torch.device, *, rank: int = 0, size: int = 1
 ) -> Iterator[Rows]:
-    """Yield batches endlessly, cycling through a few prepared ones; exponent 4 gives a Zipf-like
-    concentration.
+    """Yield batches endlessly, cycling through a few prepared ones. Ids are uniform numbers to the
+    power of 4, a Zipf-like concentration.
 
     The batches contain the part of rank ``rank`` of ``size``. The ids are marked as checked, like
     the ids of a loader.

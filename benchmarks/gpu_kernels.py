@@ -42,7 +42,9 @@ def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, 
 
 
 def make_ids(count: int, rows: int, device: torch.device) -> Tensor:
-    """Generate ids; exponent 4 gives a Zipf-like concentration with thousands of equal ids."""
+    """Generate ids from uniform numbers to the power of 4: a Zipf-like concentration with thousands
+    of equal ids.
+    """
     generator = torch.Generator(device).manual_seed(1)
     uniform = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
     return (uniform**4 * rows).to(torch.int64)
@@ -61,7 +63,7 @@ def measure(
         storage.update(Lookup(addresses), grads, 0.01, 1)
         vectors = storage.lookup(Lookup(addresses))
         expected = vectors if expected is None else expected
-        # Thousands of float32 gradients are added in different orders.
+        # The kernels add thousands of float32 gradients in different orders.
         torch.testing.assert_close(vectors, expected, rtol=1e-3, atol=1e-3)
         del vectors
         access = Lookup(addresses)

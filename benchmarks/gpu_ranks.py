@@ -1,8 +1,8 @@
 """Runs several NCCL ranks, on one GPU if necessary: tests a small collective, then measures
 overlap.
 
-According to NCCL's documentation, two ranks on one device are not supported. Each rank gets its own
-host name, as in the tests, and the small collective shows whether NCCL accepts this setup. On one
+NCCL's documentation says that two ranks on one device are not supported. Each rank therefore gets
+its own host name, as in the tests, and the small collective shows whether NCCL accepts this. On one
 GPU, the overlap is measured with loopback traffic, not with a network.
 
     python -m benchmarks.gpu_ranks collective|overlap [--ranks N] [--rows N] [key=value ...]
@@ -37,7 +37,7 @@ WATCHED_STEPS = 60  # steps 11 to 50 are timed
 
 
 def collective(world: World) -> dict[str, object]:
-    """Run and check one all-reduce of four numbers."""
+    """Run one all-reduce of four numbers and check the result."""
     line = Placement.line("cuda", world.size)
     src, dst = Layout(line, (Partial(),)), Layout(line, (Broadcast(),))
     steps = plan_boxing(src, dst, (4,), torch.float32, id="small", backend="nccl")

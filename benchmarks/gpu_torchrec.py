@@ -30,11 +30,13 @@ from sbpflow.run.model.spec import Fields, IdField
 from sbpflow.runtime.ranks.world import World
 
 WIDE_COLUMNS = 4
-NUM_BATCHES = 8  # the number of batches that ``batches`` makes
+NUM_BATCHES = 8  # number of batches that ``batches`` prepares
 
 
 def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:
-    """Return a table for each field, without memory, which DistributedModelParallel allocates."""
+    """Return a table for each field, on the meta device; DistributedModelParallel allocates the
+    memory.
+    """
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     return EmbeddingBagCollection(
@@ -87,7 +89,8 @@ class WideAndDeep(nn.Module):
         wide = self.wide(batch.wide).values()[:, ::WIDE_COLUMNS].sum(1)
         logits = self.mlp(torch.cat([vectors, batch.dense], 1)).squeeze(1) + wide
         loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
-        return loss, (loss.detach(), logits.detach())  # the pipeline returns only the second value
+        # The pipeline returns only the second element.
+        return loss, (loss.detach(), logits.detach())
 
 
 def as_torchrec(rows: Rows, fields: Fields) -> _Batch:

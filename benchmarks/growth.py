@@ -1,4 +1,5 @@
-"""Measures tables that grow: the key map, the decisions of a batch, and whole training steps.
+"""Measures growing tables: the key map, a batch's admissions and evictions, and whole training
+steps.
 
     python -m benchmarks.growth map [--keys 10000000]
     python -m benchmarks.growth decisions
@@ -95,7 +96,8 @@ def measure_map(num_keys: int, results: Results) -> None:
     part.reserve(num_keys)
     insert_s = measure(lambda: undo_loops.load_rows(part.arrays, addresses, zeros, zeros))
     order = random.permutation(num_keys)[: 4 * 10**6]
-    found, out = keys[order], np.full(order.size, -1)  # so that their pages are mapped
+    # Filling the array maps its memory pages before timing.
+    found, out = keys[order], np.full(order.size, -1)
     hit_s = measure(lambda: counting_loops.find_all(part.arrays, found, out, None))
     if not (out == order + 1).all():
         raise RuntimeError("the map returned wrong rows")
@@ -172,7 +174,7 @@ def measure_decisions(world: World, results: Results) -> None:
 
 
 def measure_deltas(world: World, num_keys: int, results: Results) -> None:
-    """Save one full checkpoint and four deltas, and read the rows of each."""
+    """Save one full checkpoint and four deltas; time saving and reading each of them."""
     growth = Growth(evict=Eviction(max_rows=num_keys * 5 // 4))
     outputs = [
         OutputConfig(

@@ -1,12 +1,12 @@
-"""Tests whether models learn products of pairs of values in generated rows.
+"""Tests whether models learn interactions between pairs of columns in generated rows.
 
     python -m benchmarks.pair_effects [--models dlrm] [--seeds 1 2 3]
 
-In these rows, 60 % of the logit's variance comes from products of the vectors of two columns'
-values (data synth --products), which no sum over single columns can express. The program trains
-DCN-V2, DeepFM, DLRM, and Wide & Deep (with a weight per value of every column and without crosses)
-for one epoch. It reports the AUC of each seed, the mean, and the best possible AUC. The
-vocabularies are small, so that rare values do not dominate an epoch.
+In these rows, 60 % of the logit's variance comes from dot products between hidden vectors of two
+columns' values (data synth --products), which no sum over single columns can express. The program
+trains DCN-V2, DeepFM, DLRM, and Wide & Deep (with a weight per value of every column and without
+crosses) for one epoch. It reports the AUC of each seed, the mean, and the best possible AUC. The
+vocabularies are small, so that most values occur often enough to be learned in one epoch.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Trains the same CTR model in TorchRec, with TorchRec's plain and pipelined loops.
 
-TorchRec creates its own plan (EmbeddingShardingPlanner) and sends ids as int64, as in its batches.
-Install TorchRec with: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3 tensordict ...
+TorchRec makes its own plan (EmbeddingShardingPlanner) and sends ids as int64, as its batches
+contain them. Install TorchRec with: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3
+tensordict ...
 """
 
 import logging
@@ -116,7 +117,7 @@ class TorchRecPeer:
                 return [float(loss) for loss in losses]
 
     def dense_alone(self, steps: int) -> None:
-        """Run only the forward and backward of the dense part, for TorchRec's own models."""
+        """Run only the dense part's forward and backward passes; only for TorchRec's own models."""
         shape, batch = self._shape, self._batches[0]
         module = self._model.module.model
         vectors = torch.zeros(len(batch.labels), shape.num_tables, shape.dim, requires_grad=True)
@@ -173,7 +174,7 @@ def _update_in_backward(tables: nn.Module, shape: Shape) -> None:
 
 
 class _Public(nn.Module):
-    """One of TorchRec's models, with a loss."""
+    """Wraps one of TorchRec's models and adds a loss."""
 
     def __init__(self, shape: Shape, seed: int, bound: float, model: str) -> None:
         super().__init__()

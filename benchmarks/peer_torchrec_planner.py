@@ -2,10 +2,10 @@
 
 Table-wise sharding becomes a whole table, column-wise sharding becomes S(1) on the ranks of the
 shards, row-wise sharding becomes S(0) with ``reduce`` on all ranks, and data-parallel becomes a
-copy. TorchRec's planner sorts by PERF, which gives better plans than the default order. The inputs
-are the pooling factors, the device, and the memory of a rank. Bandwidths are set so that TorchRec's
-formulas agree with a profile's prices of whole tables, because the default bandwidths describe a
-GPU.
+copy. TorchRec's planner sorts tables by PERF, which gives better plans than its default order. The
+inputs are the pooling factors, the device, and the memory of a rank. Bandwidths are set so that
+TorchRec's formulas agree with a profile's prices of whole tables, because the default bandwidths
+describe a GPU.
 """
 
 from typing import Any
@@ -76,7 +76,9 @@ def machine(setting: Setting) -> dict[str, Any]:
 
 
 def _bandwidths(setting: Setting) -> tuple[float, float]:
-    """Compute the bytes per ms of memory and link from the prices of whole tables."""
+    """Derive the bandwidths of memory and link, in bytes per ms, from the prices of whole
+    tables.
+    """
     batch = setting.task.batch_size
     read = 4.0 * batch * float((setting.dims * setting.pooling).sum())
     sent = 4.0 * batch * float(setting.dims.sum())
@@ -97,7 +99,8 @@ def _move(setting: Setting, table: int, sharding: Any) -> Move:  # noqa: ANN401
     else:
         shape = WHOLE
     number = option_number(options, shape)
-    while number is None and len(ranks) > 1:  # not an even split: use the next narrower split
+    # If TorchRec's split is uneven, use the next narrower even split.
+    while number is None and len(ranks) > 1:
         ranks = ranks[: len(ranks) // 2] if len(ranks) & (len(ranks) - 1) == 0 else ranks[:-1]
         shape = Shape("S(1)", "columns", (1, len(ranks))) if len(ranks) > 1 else WHOLE
         number = option_number(options, shape)

@@ -29,7 +29,7 @@ def hidden_layers(
 
 
 def named_layers(name: str, layers: nn.Sequential) -> dict[str, tuple[Tensor, float]]:
-    """Return the parameters of an MLP in the format of ``PlainModel.named``."""
+    """Return an MLP's parameters in the format of ``PlainModel.named``."""
     found: dict[str, tuple[Tensor, float]] = {}
     index = -1
     for layer in layers:
@@ -43,7 +43,7 @@ def named_layers(name: str, layers: nn.Sequential) -> dict[str, tuple[Tensor, fl
 
 
 def named_linear(name: str, linear: nn.Linear) -> dict[str, tuple[Tensor, float]]:
-    """Return the weight and bias in the format of ``PlainModel.named``."""
+    """Return a linear layer's weight and bias in the format of ``PlainModel.named``."""
     bound = (6 / (linear.in_features + linear.out_features)) ** 0.5
     found = {f"{name}.weight": (linear.weight, bound)}
     return found if linear.bias is None else found | {f"{name}.bias": (linear.bias, 0.0)}
@@ -61,7 +61,9 @@ def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) 
 
 
 class PlainModel(nn.Module):
-    """Vector tables ``deep`` and, in some models, weight tables ``wide`` and dense fields."""
+    """Base class of the models: vector tables ``deep`` and, in some models, weight tables ``wide``
+    and vectors of dense fields.
+    """
 
     def __init__(self, rows: Sequence[int], num_dense: int, dim: int, sparse: bool) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class PlainModel(nn.Module):
 
 
 class PlainWide(PlainModel):
-    """Implements Wide & Deep as in FuxiCTR: a first-order term and an MLP over all vectors."""
+    """Computes Wide & Deep as in FuxiCTR: a first-order term plus an MLP over all vectors."""
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],
@@ -136,7 +138,7 @@ class PlainWide(PlainModel):
 
 
 class PlainDeepFm(PlainWide):
-    """Computes the sum of a first-order term, an MLP, and the products of all pairs."""
+    """Computes DeepFM: a first-order term plus the dot products of all pairs plus an MLP."""
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         vectors = self.with_numbers(dense, ids)
@@ -173,7 +175,9 @@ class PlainDlrm(PlainModel):
 
 
 class PlainDcn(PlainModel):
-    """Combines full-rank crosses with an MLP, or a bottom MLP with crosses of rank ``rank``."""
+    """Computes DCN-V2: full-rank crosses in parallel with an MLP, or a bottom MLP and crosses of
+    rank ``rank`` before a top MLP.
+    """
 
     def __init__(
         self, rows: Sequence[int], num_dense: int, dim: int, hidden: Sequence[int],

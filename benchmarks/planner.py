@@ -5,11 +5,11 @@
     python -m benchmarks.planner speed [--profile FILE]
     python -m benchmarks.planner calibration [--profile FILE] [--link 1gbit]
 
-``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners use a
-model fitted to one half of a calibration's measurements (every other sample of the journal), and a
-model fitted to the other half prices the plans. With ``--profile``, one model does both, which
-favors planners that search with it. For each task, the report contains the best greedy plan, every
-planner, the bound, and, for 10 tables, the optimum of a stated space.
+``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners search
+with a cost model fitted to every other sample of a calibration's journal, and a cost model fitted
+to the other samples prices their plans. With ``--profile``, one model does both, which favors
+planners that search with it. For each task, the report lists the best greedy plan, every planner's
+plan, the lower bound, and, for 10 tables, the optimum of a stated set of plans.
 
 ``steps`` runs plans alternately on 2 ranks (``benchmarks/planner_steps.py``).
 """
@@ -50,13 +50,13 @@ CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # t
 # maximum number of tables for these planners, which otherwise take minutes per task
 SLOW = {"neuroshard": 100, "torchrec": 100}
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
-MEASURED = 4  # numbers of our plans and of random plans; the judge scores the best plan
+MEASURED = 4  # number of our best plans, and of random plans, from which the judge takes the best
 BATCH = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The model that the planners use, and the model that judges their plans."""
+    """The cost model that the planners use (``seen``), and the one that judges their plans."""
 
     seen: Profile
     judge: Profile
@@ -65,7 +65,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A task, priced with both models."""
+    """A task, priced with both cost models."""
 
     cost: TaskCost
     setting: Setting
@@ -155,7 +155,7 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     narrow = problem_of(case.cost, table_wise)
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
-    # Search with the judge's own prices to get the best known plan, which gaps and bounds refer to.
+    # Search with the judge's own prices for the best known plan, the reference of gaps and bounds.
     own = search(judge.problem, seed=1, given={"auto": ours.assignment})
     limit = bound(judge.problem, own.priced.ms)
     facts: dict[str, object] = {"bound_ms": limit.ms}
@@ -194,8 +194,8 @@ def _optimum(judge: Setting) -> dict[str, object]:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Report paired differences from our planner (in logarithms), 95 % intervals, closed gaps, and
-    success rates.
+    """Report paired differences (in logarithms) from our planner, with 95 % intervals; closed gaps;
+    and success rates.
     """
     found: dict[str, object] = {"tasks": len(rows)}
     names = list(rows[0]["ms"])

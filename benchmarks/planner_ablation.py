@@ -50,8 +50,8 @@ MODELS = {
 
 
 def compare(records: Sequence[Record], others: dict[str, Floats]) -> dict[str, dict[str, object]]:
-    """Return each model's errors; ``over`` is its regret minus that of the fit that calibrations
-    use.
+    """Return each cost model's errors; ``over`` is a model's regret minus that of the fit that
+    calibrations use.
     """
     steps = {name: held_out_steps(records, prices) for name, prices in MODELS.items()} | others
     errors = {name: errors_of(records, ms) for name, ms in steps.items()}

@@ -44,7 +44,9 @@ def enumerated(
 
 
 class _Places:
-    """All moves of all tables, numbered, with the loads that each move adds to the ranks."""
+    """All moves of all tables, numbered across tables, with the loads that each move adds to the
+    ranks.
+    """
 
     def __init__(self, problem: Problem, numbers: tuple[tuple[int, ...], ...]) -> None:
         self.problem = problem

@@ -1,8 +1,8 @@
 """Creates the plans for the planner benchmarks: our plans, ablations, and plans of other planners.
 
-The tasks are small enough for a small machine and consist of held-out tables of the pool with fewer
-rows and ids per sample. All planners use the same profile, and the learned planners are trained on
-the same random tasks, priced by this profile.
+The tasks fit a small machine: their tables are held-out tables of the pool with fewer rows and
+fewer ids per sample. All planners use the same profile, and the learned planners are trained on the
+same random tasks, priced by this profile.
 """
 
 from collections.abc import Callable, Sequence
@@ -132,7 +132,7 @@ def unfitted(profile: Profile) -> Profile:
 
 
 def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
-    """Return the plans of our search with one part of the search removed."""
+    """Return the plans that our search finds with one of its parts removed."""
     even = {
         table.name: from_histogram(
             [float(table.num_rows)], [1.0], task.lookups(table) / task.batch_size

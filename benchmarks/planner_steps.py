@@ -1,11 +1,12 @@
 """Measures plans of different planners on this machine's ranks.
 
 On 2 ranks or more, all plans of a task run alternately, and each round gives the difference between
-every plan and our plan. A plan runs until its 95 % interval is narrower than 3 % or farther from 0
-than it is wide, or until the time is up. An interval containing 0 means no significant difference.
+every plan and our plan. A plan runs until the 95 % interval of its difference is narrower than 3 %
+or farther from 0 than it is wide, or until the time limit. An interval containing 0 means no
+significant difference.
 
-If a planner may measure several plans, half of the rounds select the plan, and the other half give
-the reported results.
+If a planner may measure several plans, half of the rounds select one plan, and the other half give
+its reported result.
 """
 
 import argparse
@@ -70,8 +71,8 @@ class Case:
 
 
 def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """Return the cases of (tables, ranks, task number), read from ``--plans`` if the file contains
-    the cases.
+    """Return the cases of (tables, ranks, task number); plan only those that are not in the file
+    ``--plans``.
     """
     path = Path(args.plans) if args.plans else None
     known: dict[str, Any] = {}
@@ -188,8 +189,8 @@ def compared(case: Case, times: Mapping[str, Sequence[float]]) -> dict[str, Any]
     and the slowdown in ms based on our median.
 
     ``times`` [name] contains the rounds of a plan; plans that dropped out have fewer rounds than
-    our plan. A selection among plans uses every other round, and the remaining rounds give the
-    reported results.
+    our plan. If one of several plans is selected, every other round selects it, and the remaining
+    rounds give its reported result.
     """
     of = {name: names[0] for names in case.distinct().values() for name in names}
     every = {name: list(times[of[name]]) for name in case.plans}
@@ -224,12 +225,12 @@ def compared(case: Case, times: Mapping[str, Sequence[float]]) -> dict[str, Any]
 
 
 def _choosing(ms: Sequence[float]) -> list[float]:
-    """Return the rounds that select one of several plans."""
+    """Return every other round: those that select one of several plans."""
     return list(ms[0::2])
 
 
 def _reported(ms: Sequence[float]) -> list[float]:
-    """Return the rounds that are reported."""
+    """Return the other rounds: those that give the reported result."""
     return list(ms[1::2])
 
 
@@ -268,8 +269,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Return how much of the gap between each task's best greedy plan and its fastest plan is
-    closed, in logarithms. The fastest of many noisy medians is slightly too fast, so the share is
-    slightly too low. Returns None if the greedy plans are as fast as the fastest plans.
+    closed, in logarithms. The fastest of many noisy medians underestimates the true time, so the
+    share is slightly too low. Returns None if the greedy plans are as fast as the fastest plans.
     """
     ours = possible = 0.0
     for row in rows:

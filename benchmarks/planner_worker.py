@@ -1,7 +1,7 @@
-"""Runs one rank of a comparison of plans, with alternating steps. Tasks and their plans are read
-from a file, and rank 0 writes the times of every plan. Each round uses a different order, because
-the state of the caches depends on the previous plan. A plan runs until the difference from the
-first plan is significant.
+"""Runs one rank of a comparison of plans that take turns. Tasks and their plans are read from a
+file, and rank 0 writes the times of every plan. Each round uses a different order, because the
+state of the caches depends on the previous plan. A plan runs until the difference from the first
+plan is significant.
 """
 
 import argparse
@@ -94,8 +94,8 @@ def _timed(world: World, trainer: Trainer, batches: Sequence[Rows]) -> float:
 def _still_racing(
     boxing: Boxing, times: list[list[float]], racing: list[int], stop: float
 ) -> list[int]:
-    """Return the first plan and the plans whose difference from it is not settled, or no plans if
-    the time is up. Rank 0 decides for all ranks.
+    """Return the plans to keep running: the first, and those whose difference from it is not
+    settled; none after the time limit. Rank 0 decides for all ranks.
     """
     left = [place for place in racing if place == 0 or not settled(times[place], times[0])]
     text = json.dumps([] if time.monotonic() > stop else left)

@@ -50,9 +50,9 @@ def provenance() -> dict[str, Any]:
 class Results:
     """Prints each line and appends it to a file.
 
-    The first added line replaces the file or, with ``benchmark``, only the lines of that benchmark,
-    so that a module's benchmarks can run separately. If not ``recorded`` (because the sizes differ
-    from those on record), lines are only printed.
+    The first added line replaces the old file. With ``benchmark``, it replaces only that
+    benchmark's lines, so that a module's benchmarks can run separately. If ``recorded`` is false (a
+    run with other sizes than those on record), lines are only printed.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Saves under one layout and world size, loads under other layouts, and compares losses and state.
+"""Saves under one layout and world size, loads under another, and compares losses and state.
 
     python -m benchmarks.reshard             every pair of layouts, each optimizer, also rows of
                                              bfloat16, Wide & Deep and a torch module
@@ -50,7 +50,7 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 
 BATCH, SEED = 30, 7
-LOOKAHEAD = 4  # number of batches in flight during a save, which must not affect the saved state
+LOOKAHEAD = 4  # number of batches in flight during a save; they must not affect the saved state
 # Sizes that are not divisible by 2 or 4; C4 has fewer rows than there are ranks.
 FIELDS = Fields.of(("I1", "I2"), {"C1": 37, "C2": 11, "C3": 53, "C4": 3}, {"C1xC2": 71})
 SPARSE = {
@@ -66,7 +66,7 @@ BOUND = 1e-10
 
 @dataclass(frozen=True)
 class Lying:
-    """A job's layout and its number of ranks."""
+    """A job's layout and number of ranks."""
 
     size: int
     scheme: str
@@ -133,7 +133,9 @@ class Case:
 
 
 class Net(nn.Module):
-    """A dense part in plain torch, without dropout, whose masks would differ between ranks."""
+    """A dense part in plain torch. It has no dropout, because dropout masks would differ between
+    ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NetConfig:
-    """Configures the module as the model of a run."""
+    """Configures ``Dense`` as the model of a run."""
 
     name: str = "net"
 
@@ -175,7 +177,7 @@ class Rows:
 
 
 def make_rows(step: int, rank: int, size: int) -> Rows:
-    """Return the batch of a step (counted from 1), independent of previous calls."""
+    """Return the batch of a step (counted from 1); it depends only on the step."""
     generator = torch.Generator().manual_seed(step)
     rows = BATCH - 7 if step % 5 == 0 else BATCH
     counts = [field.rows for field in FIELDS.ids]

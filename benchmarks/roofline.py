@@ -2,7 +2,7 @@
 
     python -m benchmarks.roofline [--hidden 64] [--repeats 7]
 
-The worker measures the rates of the machine: the fastest matrix product, random row reads with and
+The worker measures this machine's rates: the fastest matrix product, random row reads with and
 without prefetch, memory bandwidth, deduplication, and messages between the two ranks. These rates
 and the counts of the batches give the limit: the time of a step without Python, waits, or overhead
 per operation. Rates and steps are measured in turns in the same processes, with one thread per
@@ -45,7 +45,7 @@ def cpu_ms(call: Callable[[], object], calls: int) -> float:
 def make_rates(
     shape: Shape, addresses: Tensor, world: World
 ) -> dict[str, tuple[Callable[[], object], int, float]]:
-    """Return, for each rate, a call, the number of calls, and the amount of work of one call."""
+    """Return, for each rate, a function, how often to call it, and the work of one call."""
     from sbpflow.boxing import pairs
     from sbpflow.embedding.storage import compiled
     from sbpflow.embedding.storage.numba_storage import Indexer
@@ -85,7 +85,7 @@ def make_rates(
 
 
 def limit_ms(rates: dict[str, float], counts: dict[str, float], shape: Shape) -> dict[str, float]:
-    """Return how long each kind of work in a step takes on one rank, at the measured rates."""
+    """Return how many ms each kind of work in a step takes on one rank at the measured rates."""
     row_mb = 4e-6 * shape.dim
     vectors_mb = counts["lookups"] * row_mb
     peak = max(rates["square_gflop_per_s"], rates["tall_gflop_per_s"])

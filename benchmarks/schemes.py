@@ -1,4 +1,5 @@
-"""Compares ``scheme: auto`` with plans that give all tables the same layout, without a dense part.
+"""Compares ``scheme: auto`` with plans that give all tables the same layout; steps have no dense
+part.
 
     python -m benchmarks.schemes [--tasks dcnv2 even random0 ..] [--link 1gbit] [--all]
 
@@ -42,7 +43,7 @@ GB_PER_S = {None: Link().gb_per_s, "1gbit": 0.12}
 
 
 def task(name: str) -> Shape:
-    """Return tables and features by task name; the number in the name seeds random tables."""
+    """Return the tables and features of a named task; the number in a name seeds random tables."""
     if not name.startswith(("even", "random")):
         return make_shape(name)
     if name == "even":

@@ -43,8 +43,8 @@ class RunningServers(NamedTuple):
 
 
 class ServerProcesses:
-    """Controls the servers at ``addresses``; ``prefixes`` are commands that run a command on a
-    server's host.
+    """Controls the servers at ``addresses``; ``prefixes`` are command prefixes that run a command
+    on a server's host.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ServerProcesses:
 
     @property
     def running(self) -> "RunningServers":
-        """Return a description of the servers for other processes."""
+        """Return what other processes need to use the servers."""
         pids = [process.pid for process in self._processes.values()]
         return RunningServers(self.addresses, str(self.secret_file), pids)
 

@@ -1,4 +1,5 @@
-"""Measures the server: CPU time per request, latency, and a long run with deltas and faults.
+"""Measures the server: Measures the server's CPU time per request and its latency, and tests it in
+a long run with deltas and faults.
 
     python -m benchmarks.serving build --folder F [--rows 300000]
     python -m benchmarks.serving cost --folder F
@@ -8,7 +9,7 @@
 
 ``build`` generates rows, trains Wide & Deep for some steps, and exports the bundle ``F/model``.
 ``cost`` divides the CPU time of a worker (/proc) by its requests. ``latency`` runs wrk, which must
-be installed, and compares the server with an ASGI application that only returns a fixed answer.
+be installed, and compares the server with an empty ASGI application, which returns a fixed answer.
 ``delta`` compares the latencies before and during the application of a delta. ``soak`` sends valid
 and malformed requests while deltas arrive (including a damaged delta) and a worker is killed; every
 response must match exactly one version.
@@ -143,7 +144,7 @@ def _mean_cpu(
 def cost(folder: Path, seconds: float, results: Results) -> None:
     """Measure the CPU time of one worker per request, with one and with many connections.
 
-    Between the requests of a single connection, the worker waits, and the CPU's caches turn cold.
+    With a single connection, the worker waits between requests, and the CPU caches become cold.
     """
     with empty_application() as (port, pid):
         found = _mean_cpu(port, pid, [request("/", b"x" * 200)], seconds)
@@ -247,7 +248,9 @@ def _quantile(latency: np.ndarray, share: float) -> float:
 
 @contextmanager
 def _copy(folder: Path) -> Iterator[Chain]:
-    """Copy the bundle, share its large files, and yield the chain of the copy."""
+    """Copy the bundle with hard links to its large files, and yield the delta writer of the
+    copy.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         bundle = Path(scratch) / "step-50"
         bundle.mkdir()

@@ -22,7 +22,7 @@ _RECEIVED = 1 << 16
 
 @dataclass
 class Answers:
-    """The answers of a load.
+    """The answers that the server sent during a load.
 
     ``bodies`` counts the answers by (request, version header, status, body). For each answer,
     ``latency`` contains the seconds, ``at`` the end time (``time.time``), and ``request`` the
@@ -146,7 +146,7 @@ class _Client:
         except BlockingIOError:
             sent = 0
         except OSError:
-            sent = len(connection.unsent)  # a read detects an early answer or a closed connection
+            sent = len(connection.unsent)  # reading detects an early answer or a closed connection
         connection.unsent = connection.unsent[sent:]
         writing = selectors.EVENT_WRITE if connection.unsent else 0
         self._select(connection, selectors.EVENT_READ | writing)
@@ -161,8 +161,8 @@ class _Client:
         except OSError:
             part = b""
         connection.received += part
-        # A response that arrives early counts once the request is sent, so that the next request
-        # can follow.
+        # A response that arrives before the whole request is sent counts only afterwards, so that
+        # the next request can follow.
         if not connection.unsent or not part:
             self._complete(connection, closed=not part)
 

@@ -96,8 +96,8 @@ def serving(*words: object, workers: int = 1, **environment: str) -> Iterator[Se
 
 
 class Chain:
-    """Writes deltas of a bundle; ``model`` is the model that servers must have after the last
-    delta.
+    """Writes deltas of a bundle; ``model`` is the model that servers must have loaded after the
+    last delta.
     """
 
     def __init__(self, bundle: Path, model: Model) -> None:

@@ -1,12 +1,12 @@
-"""Measures the cost of each engine stage and the gain from each design choice.
+"""Measures what each engine stage costs and what each design choice gains.
 
     python -m benchmarks.stages [--shape dcnv2|t180|t510] [--link 1gbit]
 
 The runs follow the order of EMBark's paper: (1) serial with every table S(0) and reduce, (2) with
 overlap, (3) with a layout per table (small tables copied, other tables whole), and (4) with unique
 rows for tables with few ids per sample. For comparison, two runs use whole tables and the plan of
-``scheme: auto``. Further runs with unique rows omit one stage each, to measure its share of the
-step. An omitted stage returns zeros, so only the times of these runs are meaningful.
+``scheme: auto``. Further runs with unique rows omit one stage each to measure that stage's share of
+the step. An omitted stage returns zeros, so only the times of such a run are meaningful.
 """
 
 import argparse
@@ -114,8 +114,8 @@ def make_layouts(shape: Shape, stage: int, size: int) -> dict[str, TableLayout]:
 def planned_layouts(
     shape: Shape, name: str, size: int, gb_per_s: float | None
 ) -> dict[str, TableLayout]:
-    """Return layouts with whole tables, or the plan of ``scheme: auto`` for the given id
-    frequencies.
+    """Return layouts in which all tables are whole, or the plan of ``scheme: auto`` for the given
+    id frequencies.
     """
     tables, features = shape
     shapes = {table.name: table.shape for table in tables}
@@ -168,7 +168,7 @@ def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
 
 
 class Deep(LayeredPart):
-    """The deep part over the tables; without it, the loss uses the means of the vectors."""
+    """The deep part over the tables; if ``left_out``, the logits are the means of the vectors."""
 
     left_out = False
 
@@ -260,7 +260,7 @@ def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
 
 
 def leave_out(loop: Loop) -> None:
-    """Make transfers on the channels in ``loop.skip`` return zeros."""
+    """Replace transfers on the channels in ``loop.skip`` by zeros."""
     real_start, real_rows, real_update = Boxing.start, RowTransfer.start, loop.tables.update
 
     def start(
@@ -311,7 +311,7 @@ def work(args: argparse.Namespace) -> None:
         losses = {name: loop.run(4) for name, loop in loops.items()}
         first = losses[STAGES[0]]
         for name, loss in losses.items():
-            # these runs include all stages, so their losses must agree
+            # these runs omit no stage, so their losses must agree
             torch.testing.assert_close(loss, first, rtol=1e-4, atol=1e-6, msg=name)
         last = loops[STAGES[-1]]
         leave_out(last)

@@ -50,7 +50,7 @@ def far_rows(shape: Shape, hosts: int, width: int, step: int) -> tuple[float, fl
 
 
 def sent_bytes() -> int:
-    """Return the bytes that this host has sent to the other host."""
+    """Return the bytes that this host's interface to the other host has sent."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
@@ -88,7 +88,8 @@ def work(args: argparse.Namespace) -> None:
         flat_bytes, two_bytes = (statistics.median(wire[layout]) for layout in LAYOUTS)
         rows = [far_rows(SHAPE, 2, 2, step) for step in range(SHAPE.num_batches)]
         expected = [ROW_BYTES * float(np.mean(side)) for side in zip(*rows, strict=True)]
-        # In the ring that sums the dense gradients, one rank of a host sends to the other host.
+        # In the ring that sums the dense gradients, only one rank of each host sends to the other
+        # host.
         parameters = trainers["unique"].job.model.parameters.values()
         dense = 2 * (RANKS - 1) / RANKS * 4 * sum(p.part.numel() for p in parameters)
         Results("two_level", link).add(

@@ -2,14 +2,14 @@
 
     python -m benchmarks.vs_torchrec [--ranks 2] [--link 1gbit] [--wire float32 bfloat16]
 
-Losses are compared first. Then the two systems run alternately, and medians are reported. TorchRec
-creates its own plan, and the faster of its plain and pipelined loops counts. ``--link`` puts each
-rank into its own network namespace, connected by a link of that rate (2 ranks, needs root).
-``--shape`` and ``--hot`` select other tables, widths, and numbers of ids. ``--ddp`` also times
-plain torch: EmbeddingBag(sparse=True) in DistributedDataParallel, and the same model in one process
-with a thread per rank, which trains the global batches while the other ranks wait. ``--model dlrm``
-and ``dcnv2`` train TorchRec's own models and also time only the dense part, because this time is
-common to both systems and dilutes the ratio.
+First the losses are compared. Then the two systems run alternately, and medians are reported.
+TorchRec makes its own plan, and the faster of its two loops (plain, pipelined) counts. ``--link``
+puts each rank into its own network namespace, connected by a link of that rate (2 ranks, needs
+root). ``--shape`` and ``--hot`` select other tables, widths, and numbers of ids. ``--ddp`` also
+times plain torch: EmbeddingBag(sparse=True) in DistributedDataParallel, and the same model in one
+process with a thread per rank, which trains the global batches while the other ranks wait.
+``--model dlrm`` and ``dcnv2`` train TorchRec's own models and also time only the dense part,
+because this time is common to both systems and dilutes the ratio.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def work(args: argparse.Namespace) -> None:
     from sbpflow.embedding.plan.tables import INITIAL_RANGE
 
     torch.set_num_threads(1)
-    # With 214 ids per sample, the learning rate for one id per field would make the loss jump.
+    # With 214 ids per sample, the learning rate for one id per field makes the loss diverge.
     shape = SHAPES[args.shape]
     if args.hot != "one":
         shape = replace(shape, hotness=HOTNESS[args.hot], lr=0.005, num_batches=8)
@@ -107,7 +107,7 @@ def work(args: argparse.Namespace) -> None:
 def _in_turns(
     world: World, loops: Mapping[str, Callable[[int], object]], steps: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return a step's wall-clock ms and this process's CPU ms for each repeat, after a warm-up."""
+    """Return, for each repeat after a warm-up, a step's wall-clock ms and this process's CPU ms."""
     times: dict[str, list[float]] = {name: [] for name in loops}
     cpu: dict[str, list[float]] = {name: [] for name in loops}
     for repeat in range(repeats + 1):
@@ -123,7 +123,7 @@ def _in_turns(
 
 
 def _check_losses(plain: list[float], mine: list[float], wire: str) -> None:
-    """Stop if the losses of plain torch and of sbpflow differ."""
+    """Raise SystemExit if the losses of plain torch and of sbpflow differ."""
     if max(abs(a - b) for a, b in zip(plain, mine, strict=True)) > LOSS_TOLERANCE[wire]:
         raise SystemExit(f"losses differ: plain torch {plain}, sbpflow {mine}")
 
@@ -136,7 +136,7 @@ def _mean_over_ranks(losses: list[float]) -> list[float]:
 
 def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
     """Start the ranks for one precision and report the results."""
-    load = round(os.getloadavg()[0], 1)  # number of runnable processes in the last minute
+    load = round(os.getloadavg()[0], 1)  # mean number of runnable processes in the last minute
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "times.json"
         words = ["--wire", wire, "--steps", str(args.steps), "--repeats", str(args.repeats)]
@@ -185,7 +185,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         against=faster,
         times_faster=round(statistics.median(pairs), 2),
         spread=[round(pairs[0], 2), round(pairs[-1], 2)],
-        # Without the dense part, a step consists of tables, transfers, and updates.
+        # What remains of a step without the dense part: lookups, transfers, and updates.
         times_faster_beside_the_dense_part=round(
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
         ),

@@ -1,5 +1,5 @@
-"""Prepare or generate a data set, and feed its rows to ranks. DALI, Polars, and torch are imported
-on first use, so commands that do not read batches start without torch.
+"""Prepare or generate a data set, and read its rows on all ranks. DALI, Polars, and torch are
+imported on first use, so that commands that do not read batches start without torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,6 @@
-"""Command line of the data plane: schema, prepare, encode, synth, stats, verify."""
+"""Define the commands that make and check data sets: schema, prepare, encode, synth, stats,
+verify.
+"""
 
 import argparse
 import errno
@@ -27,15 +29,15 @@ from sbpflow.runtime.processes.launch import ArgumentParser, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
-"""Peak disk use in bytes per byte of input (1.4 for text)"""
+"""Peak disk use in bytes per byte of input, by suffix; other suffixes are text and need 1.4"""
 
 _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
     *("keep_strings", "keys"),
 )
-"""Options of prepare that ``--like`` takes from its set"""
+"""Options of prepare whose values come from the set of ``--like``, if there is one"""
 _OF_VOCABULARIES = ("min_count", "spare", "keep_strings", "grow")
-"""Options of prepare that only affect fields with a vocabulary"""
+"""Options of prepare that affect only fields with a vocabulary"""
 
 
 def _prepare(args: argparse.Namespace) -> Manifest | None:
@@ -81,13 +83,16 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
         raise ConfigError(
             f"--{useless[0].replace('_', '-')}: no field has a vocabulary, because all have keys "
             "(--keys); remove the option, or name the fields with keys, such as --keys "
-            f"{options.keys[0]}. Training admits keys by model.fields.PATTERN.admit_count"
+            f"{options.keys[0]}. In training, model.fields.PATTERN.admit_count selects the keys "
+            "that get rows"
         )
     return prepare(options)
 
 
 def _schema_of(args: argparse.Namespace) -> Schema:
-    """Return the schema that the options select: a file, a proposal, or Criteo's schema."""
+    """Return the schema that the options select: from a file, from the proposal, or Criteo's
+    schema.
+    """
     if args.schema == Path("auto"):
         from sbpflow.data.prepare.propose import propose
 
@@ -217,7 +222,9 @@ def _add_synth(synth: argparse.ArgumentParser) -> None:
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of all commands; ``run`` in the parsed arguments runs the command."""
+    """Return the parser of all commands; the parsed arguments contain ``run``, which runs the
+    command.
+    """
     parser = ArgumentParser(prog="sbpflow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
@@ -296,7 +303,9 @@ def _summary(manifest: Manifest) -> str:
 
 
 def _errno(error: OSError) -> int:
-    """Return the OS error number, or 0 if unknown. Polars reports it only in the message."""
+    """Return the OS error number, or 0 if it is unknown. Polars reports the number only in the
+    message.
+    """
     match = re.search(r"\(os error (\d+)\)", str(error))
     return error.errno or (int(match[1]) if match else 0)
 
@@ -306,7 +315,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _disk_space(args: argparse.Namespace, number: int) -> str:
-    """Return a note with the needed and the free space if the disk is full, or else ""."""
+    """Return a note on the needed and the free disk space if the disk is full, or else ""."""
     output: AnyPath | None = getattr(args, "output", None)
     if not isinstance(output, Path) or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
@@ -323,12 +332,12 @@ def _disk_space(args: argparse.Namespace, number: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command, and return its exit status (2 for user errors)."""
+    """Run one command; return its exit status (2 for user errors)."""
     return until_nobody_reads(partial(_main, argv))
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> Manifest | None:
-    """Run a command. If the output is a URL, the set is first made in a local folder."""
+    """Run a command; if the output is a URL, first make the set in a local folder."""
     if not isinstance(getattr(args, "output", None), RemotePath):
         return args.run(args)
     from sbpflow.data.remote_output import make_remote
@@ -352,7 +361,7 @@ def _main(argv: list[str] | None) -> int:
         keep_freed_memory()
     try:
         manifest = _run(args, sys.argv[1:] if argv is None else argv)
-    except BrokenPipeError:  # Let until_nobody_reads handle this OSError.
+    except BrokenPipeError:  # not a disk error; until_nobody_reads ends the command
         raise
     except (ConfigError, DataError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)

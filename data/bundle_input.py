@@ -1,6 +1,6 @@
-"""Writes a set's raw row format and vocabularies for an exported bundle.
+"""Write the raw row format and the vocabularies of a set for an exported bundle.
 
-``sbpflow.serving.encoder`` reads both.
+``sbpflow.serving.encoder`` reads the format and the vocabularies.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +23,10 @@ from sbpflow.serving.cells import CHECK_BYTES, KEY_BYTES, hash_salt, hashed_key_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedKeys:
-    """The keys of growing fields that share rows; ``read`` returns int64 [num_keys] by id from 2.
+    """The keys of growing fields that share rows; ``read`` returns the keys int64 [num_keys] in the
+    order of their ids, which start at 2.
 
-    In bundles, these keys have ids like the values of a vocabulary.
+    A bundle maps these keys to ids like the values of a vocabulary.
     """
 
     fields: tuple[str, ...]
@@ -94,7 +95,7 @@ def _field(
     column = schema.list_column(name)
     keyed, vocabulary = entry.get("keyed", False), vocabularies.get(name)
     salt = hash_salt(options.seed, schema.vocabulary(name)) if entry.get("hashed") else None
-    if keyed and vocabulary is None:  # no table has rows for these keys, so all get id 2
+    if keyed and vocabulary is None:  # no table has rows for these keys, so all keys get id 2
         salt = 0
     return {
         "name": name,
@@ -121,7 +122,9 @@ def _field(
 
 
 def _hashes() -> dict[str, Any]:
-    """Return the definitions of the hashes, with samples for checking other implementations."""
+    """Return the definitions of the hashes, with samples that other implementations can be tested
+    on.
+    """
     keys = np.array([0, 7, 2**64 - 1], dtype=np.uint64)
     return {
         "string": {
@@ -143,7 +146,9 @@ def _hashes() -> dict[str, Any]:
 
 
 def _places(manifest: Manifest, growing: Growing) -> tuple[dict[str, Any], int, int]:
-    """Return each vocabulary's position in the arrays, and the numbers of slots and checks."""
+    """Return the position of each vocabulary in the arrays, and the total numbers of slots and
+    checks.
+    """
     options, known = like_options(manifest), open_vocabularies(manifest)
     places: dict[str, Any] = {}
     slots, checks = 0, 0
@@ -174,7 +179,7 @@ def _places(manifest: Manifest, growing: Growing) -> tuple[dict[str, Any], int, 
 
 
 def write_vocabularies(manifest: Manifest, growing: Growing, file: Path) -> None:
-    """Write the hash tables of all vocabularies, one at a time to save memory."""
+    """Write the hash tables of all vocabularies to ``file``, one at a time to save memory."""
     options, known = like_options(manifest), open_vocabularies(manifest)
     places, slots, checks = _places(manifest, growing)
     arrays = {"keys": ("U64", [slots]), "ids": ("I32", [slots]), "checks": ("U32", [checks])}

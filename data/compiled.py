@@ -8,7 +8,7 @@ from types import ModuleType
 def find_loops(size: int, least: int) -> ModuleType | None:
     """Return ``data.loops``, or None if numba is not installed or ``size`` is below ``least``.
 
-    Loading numba takes half a second, which a small task would not save.
+    Loading numba takes half a second, which is more than a small task would save.
     """
     if (size < least and "numba" not in sys.modules) or find_spec("numba") is None:
         return None

@@ -1,4 +1,6 @@
-"""Warn about likely mistakes in a profiled set: leakage, constants, drift and label shift."""
+"""Warn about likely mistakes in a profiled set, such as leakage, constants, drift and label
+shift.
+"""
 
 from collections.abc import Iterator
 from math import sqrt

@@ -1,7 +1,7 @@
 """Run one function on many items: in threads, in processes, or as tasks of a Ray or Dask cluster.
 
-A task may run twice, even at the same time, because workers can die, be slow, or lose their
-connection and return. Tasks therefore write files under unique names and rename them, write a
+A task may run twice, even at the same time, because workers can die, be slow, or lose and regain
+their connection. Tasks must therefore write files under unique names and rename them, write a
 record last, and always write the same bytes. Results are in the order of the items.
 """
 
@@ -32,8 +32,8 @@ _POLL_S = 1.0
 _MAX_ATTEMPTS = 5
 _SLOW_S = 10.0
 _SLOW_RATIO = 4.0
-"""A task is repeated on an idle worker after ``_SLOW_S`` and this many times the median time of a
-task
+"""An idle worker repeats a task that has run for ``_SLOW_S`` seconds and for this many times the
+median duration of a task
 """
 _END_S = 60.0
 
@@ -42,7 +42,7 @@ _END_S = 60.0
 class EngineOptions:
     """The engine to use.
 
-    ``address`` is the address of a running cluster, or None to start workers here.
+    ``address`` is the address of a running cluster, or None to start workers on this machine.
     """
 
     name: str = "threads"
@@ -64,7 +64,9 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """What every worker must have: equal versions, and access to a file that all machines share."""
+    """Requirements for every worker: equal package versions, and access to the file ``mark`` in a
+    folder that all machines share.
+    """
 
     versions: tuple[tuple[str, str], ...]
     mark: Path
@@ -72,7 +74,7 @@ class Home:
 
     @staticmethod
     def of(mark: Path) -> "Home":
-        """Return this process's versions, and the content of the file ``mark``."""
+        """Return a ``Home`` with this process's versions and the content of the file ``mark``."""
         return Home(_versions(), mark.absolute(), mark.read_text(encoding="utf-8"))
 
 
@@ -89,16 +91,16 @@ class _Task:
 
 
 class Engine:
-    """Runs tasks on a backend, and repeats lost and slow tasks. Use ``open_engine``."""
+    """Runs tasks on a backend, and repeats lost and slow tasks. ``open_engine`` makes an engine."""
 
     def __init__(self, options: EngineOptions, backend: Backend) -> None:
         self._options, self._backend = options, backend
         self.home: Home | None = None
-        """Requirements that workers are checked for before their first task; None for no check"""
+        """The requirements that each worker checks before its first task, or None for no check"""
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether tasks share this process's memory, so that items and results are not
+        """Return whether tasks run in this process's memory, so that items and results are not
         copied.
         """
         return self._backend.shares_memory
@@ -112,7 +114,8 @@ class Engine:
         """Yield ``function(item)`` for every item, in the order of the items.
 
         Functions and items must be picklable unless ``shares_memory``. Raises the first error of a
-        task, or DataError if workers die repeatedly or no task finishes within the limit.
+        task, or DataError if workers die repeatedly or no task finishes within
+        ``EngineOptions.wait_s``.
         """
         return _Run(self._backend, self._options, self.home, function).results(items)
 
@@ -165,7 +168,7 @@ class _Run:
     def _finish(self, future: "Future[Any]") -> None:
         task = self._waiting.pop(future, None)
         if task is None:
-            return  # a copy of this task finished in the meantime
+            return  # a copy of this task has already finished
         try:
             result, error = future.result()
         except self._backend.lost as reason:
@@ -185,16 +188,16 @@ class _Run:
             return  # a copy is still running
         if task.attempts == _MAX_ATTEMPTS:
             raise DataError(
-                f"--engine {self._options.name}: a worker died in {_MAX_ATTEMPTS} attempts of one "
-                f"task ({type(reason).__name__}); check the memory of its machine, use fewer "
+                f"--engine {self._options.name}: workers died in all {_MAX_ATTEMPTS} attempts of "
+                f"one task ({type(reason).__name__}); check their memory, use fewer "
                 "--workers, and rerun this command to resume"
             ) from reason
         _LOG.warning("a worker died (%s); repeating its task", type(reason).__name__)
         self._submit(_Task(task.index, task.item, time.monotonic(), task.attempts + 1))
 
     def _repeat_slow(self) -> None:
-        """If a worker is idle, run a copy of the slowest task, provided that the others were much
-        faster.
+        """If a worker of a cluster is idle, run a copy of the longest-running task, provided that
+        finished tasks were much faster.
         """
         if not self._backend.is_cluster or len(self._waiting) >= self._workers:
             return
@@ -210,14 +213,14 @@ class _Run:
     def _stuck(self) -> DataError:
         minutes = self._options.wait_s / 60
         return DataError(
-            f"--engine {self._options.name}: no task has finished for {minutes:g} minutes, and "
-            f"{len(self._waiting)} are waiting ({self._backend.state()}); check the workers, and "
-            "rerun this command to resume. --wait MINUTES sets this limit"
+            f"--engine {self._options.name}: no task has finished for {minutes:g} minutes "
+            f"(waiting tasks: {len(self._waiting)}; {self._backend.state()}); check the workers, "
+            "and rerun this command to resume. --wait MINUTES sets this limit"
         )
 
 
 def _call(home: Home | None, function: Function, item: object) -> tuple[object, Exception | None]:
-    """Run a task in a worker; return its result, or an error that the user can fix."""
+    """Run a task in a worker; return its result, or an error that the user can correct."""
     try:
         if home is not None:
             _check_home(home)
@@ -228,7 +231,9 @@ def _call(home: Home | None, function: Function, item: object) -> tuple[object, 
 
 @lru_cache(maxsize=4)
 def _check_home(home: Home) -> None:
-    """Raise ConfigError if this worker has different versions or does not see the shared file."""
+    """Raise ConfigError if this worker has other package versions or does not see the shared
+    file.
+    """
     here = os.uname().nodename
     for (name, wanted), (_, present) in zip(home.versions, _versions(), strict=True):
         if wanted != present:
@@ -252,9 +257,10 @@ def _check_home(home: Home) -> None:
 
 @contextmanager
 def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]:
-    """Start the engine, or connect to its cluster. Raises ConfigError on failure.
+    """Start an engine, or connect to its cluster. Raises ConfigError on failure.
 
-    At most ``workers`` tasks run at a time; None means all CPUs of this machine or of the cluster.
+    At most ``workers`` tasks run at a time; by default, one for each CPU of this machine or of the
+    cluster.
     """
     options.check()
     backend = ENGINES[options.name](options.address, workers)
@@ -265,8 +271,8 @@ def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]
 
 
 def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> None:
-    """Add the options of an engine to a command; ``default`` is the engine that needs no other
-    process.
+    """Add the options that select an engine to a command; ``default`` is the engine that starts no
+    other process.
     """
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="number of concurrent tasks (default: all CPUs)")
@@ -280,21 +286,21 @@ def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> Non
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
-    """Return the engine that a command's options select."""
+    """Return the engine options that a command's arguments select."""
     return EngineOptions(args.engine, args.address, 60.0 * args.wait)
 
 
 class Cached(Generic[Item, Result]):
-    """A cache of the last value of an expensive function, shared by all threads of a worker
-    process.
-    """
+    """Caches the last value of an expensive function for all threads of a worker process."""
 
     def __init__(self, function: Callable[[Item], Result]) -> None:
         self._function, self._lock = function, threading.Lock()
         self._last: tuple[Item, Result] | None = None
 
     def __call__(self, key: Item) -> Result:
-        """Return the value for ``key``, computing it only if the key has changed."""
+        """Return the value for ``key``, which is computed only if ``key`` differs from the last
+        key.
+        """
         with self._lock:
             if self._last is None or self._last[0] != key:
                 self._last = None  # free the old value first
@@ -302,6 +308,6 @@ class Cached(Generic[Item, Result]):
             return self._last[1]
 
     def clear(self) -> None:
-        """Drop the value."""
+        """Drop the cached value."""
         with self._lock:
             self._last = None

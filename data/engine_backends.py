@@ -1,6 +1,7 @@
-"""Submit tasks to threads, processes, Ray, or Dask; ``engine`` decides which tasks and how often.
+"""Run calls in threads, processes, Ray, or Dask; ``engine`` decides which calls to submit, and how
+often.
 
-Ray and Dask are imported only if they are used. A cluster that this module starts ends with this
+Ray and Dask are imported only if they are used. A cluster started by this module ends with this
 process.
 """
 
@@ -26,13 +27,13 @@ _THREADS = "POLARS_MAX_THREADS"
 
 
 class Backend(Protocol):
-    """Runs submitted calls; ``lost`` are the exceptions that mean that a call's worker died."""
+    """Runs submitted calls; an exception in ``lost`` means that the worker of a call has died."""
 
     lost: tuple[type[BaseException], ...]
     shares_memory: ClassVar[bool]
     is_cluster: ClassVar[bool]
     can_lose: ClassVar[bool]
-    """True if a worker can be lost, so that its call never returns"""
+    """True if workers run on a cluster, where a call may never return"""
 
     def __init__(self, address: str | None, workers: int | None) -> None: ...
 
@@ -45,11 +46,11 @@ class Backend(Protocol):
         ...
 
     def cancel(self, futures: "Sequence[Future[Any]]") -> None:
-        """Stop the calls, if possible."""
+        """Cancel the calls, if possible."""
         ...
 
     def state(self) -> str:
-        """Describe the workers for an error message."""
+        """Return a description of the workers for an error message."""
         ...
 
     def close(self) -> None:
@@ -261,7 +262,7 @@ class Ray:
 
     def state(self) -> str:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        return f"Ray has {len(nodes)} nodes, {self.num_workers()} tasks run at a time"
+        return f"Ray has {len(nodes)} nodes and runs {self.num_workers()} tasks at a time"
 
     def close(self) -> None:
         self._ray.shutdown()

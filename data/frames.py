@@ -1,4 +1,6 @@
-"""Accepts tables in memory (pandas, Polars, and Arrow), and returns results of the same kind."""
+"""Accept tables in memory (pandas, Polars, and Arrow), and return results as the same kind of
+table.
+"""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -27,7 +29,9 @@ def prepared_set(
     schema: str | Path | Mapping[str, Any] | None,
     options: Mapping[str, object],
 ) -> Path:
-    """Return the prepared set ``data``, or prepare the rows of ``data`` in ``folder``."""
+    """Return the path of the prepared set ``data``, or prepare the rows of ``data`` in
+    ``folder``.
+    """
     if isinstance(data, str | Path):
         path = input_path(str(data))
         if isinstance(path, Path) and (path / MANIFEST).is_file():
@@ -41,7 +45,7 @@ def prepared_set(
         if "train" not in parts or set(parts) - set(SPLITS):
             raise ConfigError(
                 f"data: contains rows for {', '.join(map(str, parts)) or 'nothing'}; use train "
-                "and, as needed, val and test"
+                "and, if needed, val and test"
             )
         for part, rows in parts.items():
             words.append(input_of(rows, folder / f"{part}.arrow", f"data[{part!r}]"))
@@ -66,8 +70,8 @@ def prepared_set(
 
 @contextmanager
 def named_rows(folder: Path) -> Generator[None]:
-    """In error messages, replace the paths of files in ``folder`` by the caller's names for the
-    rows.
+    """In error messages, replace the paths of files in ``folder`` by the names that the caller uses
+    for the rows.
     """
     try:
         yield
@@ -80,7 +84,7 @@ def named_rows(folder: Path) -> Generator[None]:
 
 
 def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
-    """Return the path of the rows; write rows in memory to ``file`` first."""
+    """Return the path of the rows; rows in memory are first written to ``file``."""
     if isinstance(data, str | Path):
         return str(data)
     if isinstance(data, pl.DataFrame):
@@ -107,8 +111,9 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
 
 
 def like(frame: pl.DataFrame, data: "Frame | str | Path") -> Frame:
-    """Return ``frame`` as the same kind of table as ``data``; for pandas, with the index of
-    ``data``."""
+    """Return ``frame`` as the same kind of table as ``data``; a pandas result has the index of
+    ``data``.
+    """
     package = type(data).__module__.partition(".")[0]
     if package == "pyarrow":
         return frame.to_arrow()

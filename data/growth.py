@@ -1,5 +1,5 @@
-"""Measure how evenly a grown vocabulary loads the parts of a row-split table. Also compare the row
-limits of growing tables with the keys of a set.
+"""Measure how evenly lookups of a grown vocabulary are spread over the parts of a row-split table,
+and compare the row limits of growing tables with the number of keys in a set.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,11 @@ from sbpflow.data.stats import load_stats
 
 
 def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the new values and part loads of each row-split table with a grown vocabulary.
+    """Return the number of new values and the balance of each row-split table with a grown
+    vocabulary.
 
     ``tables`` comes from ``run.explain.describe``. ``max_over_mean`` is the ratio of the maximum to
-    the mean of the parts' train lookups, and 1 means even.
+    the mean number of train lookups of the parts; 1 means perfect balance.
     """
     grown = {entry["name"]: entry["grown"] for entry in manifest.content["fields"]
              if entry.get("grown", {}).get("values")}  # fmt: skip
@@ -59,10 +60,11 @@ def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def growing_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the limits of each growing table, and the number of its keys in train.
+    """Return the limits of each growing table, and the number of its keys in train
+    (``train_keys``).
 
-    ``tables`` comes from ``run.explain.describe``. For encoded rows, which lack statistics,
-    ``train_keys`` is None.
+    ``tables`` comes from ``run.explain.describe``. ``train_keys`` is None for encoded rows, which
+    have no statistics.
     """
     stats = load_stats(manifest) if manifest.content.get("stats") else []
     keys = {field.name: field.distinct for field in stats}
@@ -88,7 +90,7 @@ def _limits(entry: Mapping[str, Any]) -> str:
     evict, keys = entry["evict"], entry["train_keys"]
     count, forget = entry["admit_count"], entry["forget_after_samples"]
     parts = [f"a key gets a row after {count} occurrence{'s' * (count > 1)}"]
-    parts[0] += f" within {forget:,} samples each" if forget else ""
+    parts[0] += f", at most {forget:,} samples apart" if forget else ""
     parts.append(f"at most {evict['max_rows']:,} rows, then {evict['policy']} eviction")
     if evict["idle_samples"]:
         parts.append(f"eviction after {evict['idle_samples']:,} samples without use")

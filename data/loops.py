@@ -1,8 +1,8 @@
-"""Process text and keys in single passes, compiled by numba; Polars and numpy would need several
-passes.
+"""Parse text and look up keys in single passes compiled by numba, where Polars and numpy would need
+several passes.
 
-This module is imported only if numba is installed. Every loop gives the same results as the Python
-code that it replaces. All loops release the GIL.
+This module is imported only if numba is installed. Every loop gives the same results as the code
+that it replaces, and releases the GIL.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ _HEX_DIGITS, _MAX_DIGITS = 8, 9
 """Integers with up to this many digits always fit into 32 bits"""
 
 NIBBLES = np.full(256, 255, dtype=np.uint8)
-"""Values of hex digits by byte; 255 for other bytes"""
+"""The value of each byte as a hex digit; 255 for other bytes"""
 for _number in range(16):
     NIBBLES[ord(f"{_number:x}")] = NIBBLES[ord(f"{_number:X}")] = _number
 
@@ -34,11 +34,12 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
     keys: Array,
     has_key: Array,
 ) -> bool:
-    """Parse lines of labels, integers and eight-digit hex values into columns.
+    """Parse lines of labels, integers and hex values of eight digits into columns.
 
     Returns False, with undefined outputs, if a cell is invalid or the number of lines or cells is
-    wrong. Shapes are ``kinds`` [columns], ``labels`` [rows], ``integers`` [integer columns, rows],
-    and ``keys`` [hex columns, rows]. ``has_integer`` and ``has_key`` are False for empty cells.
+    wrong. The shapes are ``kinds`` [columns], ``labels`` [rows], ``integers`` [integer columns,
+    rows], and ``keys`` [hex columns, rows]. ``has_integer`` and ``has_key`` are False for empty
+    cells.
     """
     at, end, columns = 0, text.size, kinds.size
     for row in range(labels.size):
@@ -96,11 +97,11 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
 def look_up_narrow(
     entries: Array, keys: Array, factor: np.uint64, unknown: int, ids: Array
 ) -> None:
-    """Look up 32-bit ``keys`` [n], and write ``ids`` [n].
+    """Look up 32-bit ``keys`` [n] in the slots ``entries``, and write ``ids`` [n].
 
     The high half of a slot contains the key, and the low half contains the id. An empty slot
-    contains key 0 and the id ``unknown``. A key's first slot is the high half of the key's product
-    with ``factor``, scaled to the number of slots.
+    contains key 0 and the id ``unknown``. A key's first slot is the high half of key * ``factor``,
+    scaled to the number of slots.
     """
     capacity = U64(entries.size)
     for k in range(keys.size):
@@ -119,8 +120,9 @@ def look_up_narrow(
 def look_up_wide(
     slots: Array, slot_ids: Array, keys: Array, factor: np.uint64, unknown: int, ids: Array
 ) -> None:
-    """Look up 64-bit keys as in ``look_up_narrow``, with the keys in ``slots`` and the ids in
-    ``slot_ids``."""
+    """Look up 64-bit ``keys`` like ``look_up_narrow``; ``slots`` contains the keys of the slots,
+    and ``slot_ids`` their ids.
+    """
     capacity = U64(slots.size)
     for k in range(keys.size):
         key = keys[k]

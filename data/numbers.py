@@ -1,4 +1,4 @@
-"""Check the ranges of numeric options, and parse values by column."""
+"""Check the ranges of numeric options, and parse options with values by column."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -28,7 +28,7 @@ def by_column(
 ) -> tuple[tuple[str, Value], ...]:
     """Parse ``C1=3,C20=12`` or, with ``takes_one``, a single number for all ``columns``.
 
-    Raises ConfigError for any other format, an unknown column, or a column with two values.
+    Raises ConfigError for any other text, an unknown column, or a column with two values.
     """
     try:
         if takes_one and "=" not in text:
@@ -46,6 +46,8 @@ def by_column(
 
 
 def epoch_unit(low: float, high: float) -> float | None:
-    """Return the units per second if the range looks like times since 1970 (1998 to 2039)."""
+    """Return the number of time units per second if the range from ``low`` to ``high`` looks like
+    times since 1970 (years 1998 to 2039), or else None.
+    """
     units = (1.0, 1e3, 1e6)
     return next((unit for unit in units if 9e8 * unit <= low and high <= 2.2e9 * unit), None)

@@ -1,4 +1,4 @@
-"""Plot table statistics: the distribution of lookups, and how often ids repeat."""
+"""Plot statistics of tables: the distribution of lookups over rows, and how often ids repeat."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from sbpflow.errors import ConfigError
 
 
 def write_png(stats: Sequence[FieldStats], path: Path) -> None:
-    """Write two heat maps with matplotlib: tables by frequency bin, and tables by batch size."""
+    """Draw two heat maps with matplotlib: tables by frequency bin, and tables by batch size."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

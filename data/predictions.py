@@ -2,8 +2,9 @@
 
 ``score_blocks`` writes a folder of files instead.
 
-The first column is the row key or, if rows have no keys, the row's number among valid rows
-(``row``). ``score`` is the predicted click probability; ``label`` exists if the rows have labels.
+The first column of the file is the row key or, if rows have no keys, the row's number among valid
+rows (``row``). ``score`` is the predicted click probability; ``label`` exists if the rows have
+labels.
 """
 
 import hashlib
@@ -44,12 +45,12 @@ _WRITERS: Mapping[str, Callable[["pl.DataFrame", Path], object]] = {
 
 
 class Scoring:
-    """The rows to score and the output for the scores; every rank creates an equal instance.
+    """The rows to score and the output for their scores. Every rank creates an equal instance.
 
-    ``inputs`` are raw rows, or the folder of one prepared set, whose ``split`` is scored. ``like``
-    is the run's set with the vocabularies. ``output`` is a file, for which only rank 0 calls
-    ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raises ConfigError for a
-    missing local input, a prepared set whose ids may have a different meaning, or an unknown
+    ``inputs`` are files of raw rows, or the folder of one prepared set, whose ``split`` is scored.
+    ``like`` is the run's set, which has the vocabularies. ``output`` is a file, for which only rank
+    0 calls ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raises ConfigError
+    for a missing local input, a prepared set whose ids may have another meaning, or an unknown
     suffix.
     """
 
@@ -85,7 +86,7 @@ class Scoring:
         return f"{redacted(' '.join(self._inputs))} ({self.split})"
 
     def open(self) -> None:
-        """Check that the output can be written, before any row is scored."""
+        """Check, before any row is scored, that the output can be written."""
         path = self.output
         if path.exists() and not self.overwrite and not self.is_folder:
             raise ConfigError(f"--output {path} already exists; use --overwrite to replace it")
@@ -126,8 +127,8 @@ class Scoring:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_small(self, max_rows: int) -> bool:
-        """Return whether there are at most ``max_rows`` rows or the input is a small file of raw
-        rows.
+        """Return whether the prepared set has at most ``max_rows`` rows to score, or the raw rows
+        are in a small file.
         """
         if self.is_set:
             return self.manifest().splits[self.split] <= max_rows
@@ -150,12 +151,12 @@ class Scoring:
         return manifest
 
     def write(self, scores: NDArray[np.float32], labels: NDArray[np.float32]) -> None:
-        """Add scores and labels [n] of the next rows to memory (8 bytes per row)."""
+        """Keep the scores and labels [n] of the next rows in memory (8 bytes per row)."""
         self._scores.append(scores)
         self._labels.append(labels)
 
     def close(self) -> None:
-        """Write the file atomically, and remove the encoded rows."""
+        """Write the output file atomically, and remove the encoded rows."""
         manifest = self.manifest()
         num_rows = manifest.splits[self.split]
         scores = np.concatenate(self._scores)
@@ -189,7 +190,7 @@ def scored_rows(
     scores: NDArray[np.float32],
     labels: NDArray[np.float32],
 ) -> "pl.DataFrame":
-    """Return rows [start, stop) of the output."""
+    """Return rows [start, stop) of the output, with their keys, scores and labels."""
     import polars as pl
 
     columns = row_keys(manifest, split, start, stop)
@@ -200,7 +201,8 @@ def scored_rows(
 
 
 def check_ids(manifest: Manifest, like: Manifest) -> None:
-    """Raise ConfigError if the ids of ``manifest`` may have a different meaning in ``like``.
+    """Raise ConfigError if ids of the set ``manifest`` may have another meaning in the set
+    ``like``.
 
     Ids have the same meaning if the vocabularies are equal, or if the vocabulary of ``like`` grew
     from the vocabulary of ``manifest``.
@@ -219,7 +221,7 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
 
 
 def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str, pl.Series]":
-    """Return {name: values} of the key column of rows [start, stop): row keys, or row numbers
+    """Return the key column of rows [start, stop) as {name: values}: row keys, or row numbers
     (``row``).
     """
     import polars as pl
@@ -240,7 +242,7 @@ def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str
 
 
 def _texts(manifest: Manifest, split: str, start: int, stop: int) -> list[str]:
-    """Return the text keys of rows [start, stop) from the concatenated keys of each shard."""
+    """Return the text keys of rows [start, stop), cut from the concatenated keys of each shard."""
     keys: list[str] = []
     shards = manifest.shards(split)
     starts = [0, *accumulate(shard.rows for shard in shards)]

@@ -1,7 +1,8 @@
 """Profile the splits of a set: labels, times, missing and unknown values, drift, and leakage.
 
-One pass over train counts each feature in bins. A second pass, over val and test, compares their
-counts with train. The memory depends on the number of features, not on the number of rows.
+One pass over train counts each feature in bins. A second pass, over val and test, compares the
+counts of these splits with train. The memory depends on the number of features, not on the number
+of rows.
 """
 
 from collections.abc import Iterator
@@ -29,15 +30,17 @@ QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 _BLOCK_ROWS = 1 << 16
 _DENSE_BINS = 1 << 16
 _FLOAT32 = 2.0**-23
-"""Relative resolution of the stored values"""
+"""Relative precision of the stored float32 values"""
 _MAX_ID_BINS = 1 << 18
-"""Maximum number of bins; in larger tables, ids other than missing and rare share bins"""
+"""Maximum number of bins per field; in larger tables, ids other than missing and rare share bins"""
 _SCORES = 1 << 12
 _TOP_IDS = 18
 _REST = NUM_RESERVED_IDS + _TOP_IDS
 _DECILES = 10
 _MIN_SHARE = 1e-4
-"""Lower bound for group shares in the population stability index, which needs shares above 0"""
+"""Lower bound for the shares of groups in the population stability index, which are divided and
+must not be 0
+"""
 
 Bins = NDArray[np.int64]
 
@@ -49,14 +52,14 @@ class SplitProfile:
     rows: int = 0
     label_rate: float | None = None
     times: tuple[int, int] | None = None
-    """First and last time"""
+    """First and last time, or None"""
     rows_by_time: list[int] = field(default_factory=list)
     positives_by_time: list[int] = field(default_factory=list)
 
 
 @dataclass
 class FeatureProfile:
-    """One field or dense column; mappings are by split, and shares are fractions."""
+    """The profile of one field or dense column. Mappings are by split; shares are fractions."""
 
     name: str
     missing: dict[str, float] = field(default_factory=dict)
@@ -68,7 +71,7 @@ class FeatureProfile:
     psi: dict[str, float] = field(default_factory=dict)
     """Population stability index of val and test against train"""
     auc: float | None = None
-    """AUC on val and test, scored by each value's label rate in train; None if undefined"""
+    """AUC on val and test of the label rate in train of each row's value; None if undefined"""
     is_constant: bool = False
     """True if all values in train are equal"""
 
@@ -87,7 +90,7 @@ class Profile:
 
 
 class _Feature:
-    """Counts one feature in bins: one per id, or ascending bins of dense values."""
+    """Counts the values of one feature in bins: bins of ids, or ascending bins of dense values."""
 
     def __init__(self, name: str, num_bins: int, *, dense: bool) -> None:
         self.profile = FeatureProfile(name)
@@ -101,11 +104,11 @@ class _Feature:
         self._hits = np.zeros((2, _SCORES), dtype=np.int64)
 
     def count(self, bins: Bins, labels: Bins) -> None:
-        """Count ``bins`` [n] of rows with ``labels`` [n] (0 or 1)."""
+        """Count values in ``bins`` [n], which belong to rows with ``labels`` [n] (0 or 1)."""
         np.add.at(self._counts.reshape(-1), labels * self._counts.shape[1] + bins, 1)
 
     def summarize(self, values: NDArray[np.float32]) -> None:
-        """Add dense ``values`` [n] to the moments, min and max of the current split."""
+        """Add dense ``values`` [n] to the sums, min and max of the current split."""
         exact = values.astype(np.float64)
         self._sums += exact.sum(), (exact * exact).sum()
         low, high = self._range
@@ -114,8 +117,8 @@ class _Feature:
     def score(self, bins: Bins, owners: Bins | None, labels: Bins, base: float) -> None:
         """Score rows by the mean label rate of their bins; count the scores by ``labels`` [rows].
 
-        ``owners`` [n] contains the row of each of ``bins`` [n]; None means one bin per row. The
-        score of rows without values is ``base``.
+        ``owners`` [n] contains the row of each of ``bins`` [n], or is None if each row has one bin.
+        The score of rows without values is ``base``.
         """
         scores = self._scores[bins]
         if owners is not None:
@@ -126,7 +129,7 @@ class _Feature:
         np.add.at(self._hits.reshape(-1), labels * _SCORES + scores, 1)
 
     def end_split(self, split: str, base: float) -> None:
-        """Store the shares of the split, compare them with train, and reset the counts."""
+        """Store the shares of the split, compare them with those of train, and reset the counts."""
         profile, counts = self.profile, self._counts.sum(axis=0)
         total = max(int(counts.sum()), 1)
         if self.is_dense:
@@ -162,20 +165,20 @@ class _Feature:
         low, high = self._range
         quantiles = np.clip(values_of_order(keys), low, high).tolist()
         std = max(square - mean * mean, 0.0) ** 0.5
-        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # sum of standardized values
+        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # else, rounding errors
         summary = {"mean": mean, "std": std, "min": low}
         names = (f"p{round(100 * part)}" for part in QUANTILES)
         return {**summary, **dict(zip(names, quantiles, strict=True)), "max": high}
 
     def finish(self) -> FeatureProfile:
-        """Compute the AUC from the counted scores, and return the profile."""
+        """Compute the AUC from the counted scores; return the profile."""
         self.profile.auc = _auc(*self._hits)
         return self.profile
 
 
 def _bins_of(values: NDArray[np.float32]) -> Bins:
-    """Return the upper 16 bits of the ordered integers as bins, whose relative width is at most
-    1/128.
+    """Return the bin of each value: the upper 16 bits of its ordered integer. The relative width of
+    a bin is at most 1/128.
     """
     return ordered(values) >> 16
 
@@ -199,7 +202,9 @@ def _deciles(counts: Bins) -> Bins:
 
 
 def _top_ids(counts: Bins) -> Bins:
-    """Return the groups: missing, rare, one group per frequent id, and a group of all other ids."""
+    """Return the group of each bin: missing, rare, one group per frequent id, and a group of all
+    others.
+    """
     groups = np.full(len(counts), _REST)
     groups[:NUM_RESERVED_IDS] = range(NUM_RESERVED_IDS)
     top = np.argsort(-counts[NUM_RESERVED_IDS:], kind="stable")[:_TOP_IDS] + NUM_RESERVED_IDS
@@ -260,7 +265,7 @@ def profile_set(manifest: Manifest) -> Profile:
 
 
 class _Block:
-    """The interface for reading consecutive rows of a split."""
+    """Consecutive rows of a split."""
 
     def __init__(self, manifest: Manifest, rows: RowFiles, split: str, start: int) -> None:
         stop = min(start + _BLOCK_ROWS, rows.num_rows)
@@ -274,7 +279,9 @@ class _Block:
         self.times = rows.part("time", start, stop) if has_time else None
 
     def count(self, fields: list[_Feature], dense: list[_Feature], base: float | None) -> None:
-        """Count all features; with ``base``, the label rate of train, also score the rows."""
+        """Count all features of these rows; if ``base``, the label rate of train, is given, also
+        score the rows.
+        """
         for place, feature in enumerate(dense):
             values = np.ascontiguousarray(self._words[:, 1 + place]).view(np.float32)
             feature.summarize(values)
@@ -303,7 +310,9 @@ class _Block:
 
 
 def _time_edges(manifest: Manifest, files: dict[str, RowFiles]) -> list[int]:
-    """Return the edges of equally wide time buckets from the first to the last time."""
+    """Return the edges of time buckets of equal width, from the first to the last time of all
+    splits.
+    """
     if "time" not in manifest.part_types:
         return []
     times = [time for rows in files.values() for time in _extreme_times(rows)]

@@ -18,7 +18,7 @@ _NO_CONCERNS = "No warnings."
 
 
 def profile_text(manifest: Manifest, profile: Profile) -> str:
-    """Return the tables and warnings as text."""
+    """Return the tables and warnings of a profile as text."""
     tables = [_splits(manifest, profile), _times(manifest, profile), _fields(profile)]
     tables.append(_dense(profile))
     blocks = [_aligned(*table) for table in tables if table[1]]
@@ -44,7 +44,7 @@ def profile_page(manifest: Manifest, profile: Profile) -> str:
 
 
 def profile_picture(manifest: Manifest, profile: Profile) -> str:
-    """Return the charts of the page as one SVG file."""
+    """Return the charts of ``profile_page`` as one SVG file."""
     return picture(str(manifest.path), _charts(manifest, profile))
 
 
@@ -86,7 +86,7 @@ def _splits(manifest: Manifest, profile: Profile) -> Table:
 
 
 def _times(manifest: Manifest, profile: Profile) -> Table:
-    """Return the row counts and label rates, each for a group of four time buckets."""
+    """Return a table of row counts and label rates, with one row per four time buckets."""
     names, edges, size = _present(profile), profile.time_edges, 4
     header = ["rows from", *names, "label 1"]
     rows: list[list[str]] = []
@@ -136,7 +136,9 @@ def _with_comparison(
     features: Sequence[FeatureProfile],
     cells: Callable[[FeatureProfile], list[str]],
 ) -> Table:
-    """Return a table of features with columns for drift and single-feature AUC."""
+    """Return a table with the given columns of each feature, followed by drift and single-feature
+    AUC.
+    """
     compared = [name for name in _present(profile) if name != "train"]
     header = [*header, *(f"PSI {name}" for name in compared), "AUC alone"]
     rows = [
@@ -205,7 +207,9 @@ def _time_charts(manifest: Manifest, profile: Profile) -> list[str]:
 
 
 def _unit(manifest: Manifest, profile: Profile) -> float | None:
-    """Return the time units per second, or None for numbers that are not times since 1970."""
+    """Return the number of time units per second, or None if the numbers are not times since
+    1970.
+    """
     if not profile.time_edges:
         return None
     if manifest.content["schema"]["time"][1] != "integer":

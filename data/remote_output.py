@@ -1,7 +1,7 @@
-"""Make a prepared set at a URL: prepare it in a local folder, and then upload it.
+"""Make a prepared set at a URL: make the set in a local folder, and then upload it.
 
-The local folder's name depends only on the URL, so repeating the command resumes a killed run or
-upload. The folder is removed at the end.
+The local folder's name depends only on the URL, so that repeating the command resumes a killed run
+or upload. The folder is removed at the end.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ def make_remote(
 ) -> Manifest:
     """Make the set at ``url`` and return its manifest.
 
-    ``make`` makes the set in a local folder. ``words`` are the command's arguments: an upload is
-    only resumed if arguments and inputs are the same. Raises ConfigError if a set already exists at
-    the URL, unless ``overwrite``.
+    ``make`` makes the set in a local folder. ``words`` are the arguments of the command; an upload
+    is resumed only if the arguments and the inputs are the same. Raises ConfigError if a set
+    already exists at the URL, unless ``overwrite``.
     """
     if (url / MANIFEST).exists() and not overwrite:
         raise ConfigError(f"--output {url}: a set already exists; use --overwrite to replace it")
@@ -71,7 +71,9 @@ def make_remote(
 def _uploaded(
     local: Path, journal: Path, words: Sequence[str], inputs: Sequence[InputPath]
 ) -> list[str] | None:
-    """Return the uploaded files of a complete local set, or None if there is no such set."""
+    """Return the files of a complete local set that are already uploaded, or None if there is no
+    complete local set.
+    """
     try:
         lines = journal.read_text(encoding="ascii").splitlines()
         manifest = load_manifest(local, "--output")

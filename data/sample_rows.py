@@ -1,6 +1,6 @@
-"""Makes a few raw rows in the format of a set, and encodes them as ``sbpflow encode`` does. A
-bundle stores these rows with their scores, so that its scorer can check itself. The rows contain
-known, unknown, and missing values. The values come from the vocabularies, not from input rows.
+"""Make a few raw rows in the format of a set, and encode them as ``sbpflow encode`` does. A bundle
+stores these rows with their scores, so that its scorer can check itself. The rows contain known,
+unknown, and missing values. Known values come from the vocabularies, not from input rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,8 +56,8 @@ def sample_rows(manifest: Manifest, growing: Growing) -> list[dict[str, Any]]:
 
 
 def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]:
-    """Return, as strings, some known values from across the vocabulary, an unknown value, and a
-    missing value.
+    """Return some known values from all parts of the vocabulary, an unknown value, and a missing
+    value, as strings.
     """
     texts: list[str] = []
     count = 0 if vocabulary is None else len(vocabulary.keys)
@@ -77,8 +77,8 @@ def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]
 
 
 def _cells(schema: Schema, name: str, values: list[str], number: int) -> dict[str, Any]:
-    """Return a sparse column's cell in row ``number`` and, if the column has weights, the weights'
-    cell.
+    """Return the cell of a sparse column in row ``number`` and, if weights are in another column,
+    the cell of that column.
     """
     column = schema.list_column(name)
     if column is None:
@@ -94,7 +94,7 @@ def _cells(schema: Schema, name: str, values: list[str], number: int) -> dict[st
 
 
 def encode_sample(rows: Sequence[Mapping[str, Any]], manifest: Manifest, folder: Path) -> Manifest:
-    """Encode the rows like ``sbpflow encode`` into a set in ``folder``."""
+    """Encode the rows, as ``sbpflow encode`` does, into a set in ``folder``."""
     pl.DataFrame(list(rows), infer_schema_length=None).write_ipc(folder / "sample.arrow")
     encoded = encode(
         [folder / "sample.arrow"],
@@ -104,5 +104,5 @@ def encode_sample(rows: Sequence[Mapping[str, Any]], manifest: Manifest, folder:
         max_bad_fraction=0.0,
     )
     if encoded is None:
-        raise RuntimeError("the sample rows are encoded on one machine")
+        raise RuntimeError("encode returned no set of the sample rows")
     return encoded

@@ -1,7 +1,8 @@
-"""Write scores to a folder, one Parquet file per block of rows, so that a killed run can be
-resumed. A block is finished once its record exists, which contains the file's size and CRC32. The
-folder's mark identifies the rows and weights, so that blocks of another prediction are never
-reused. The index is written last, and then the records, the mark, and the encoded rows are removed.
+"""Write scores to a folder, with one Parquet file per block of rows, so that a killed run can be
+resumed. A block is finished once its record exists, which contains the size and CRC32 of the
+block's file. The folder's mark identifies the rows and weights, so that blocks of another
+prediction are never reused. At the end, the index is written, and then the records, the mark, and
+the encoded rows are removed.
 """
 
 import logging
@@ -27,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Block(NamedTuple):
-    """A block: rows [start, stop) of the split."""
+    """A block of rows [start, stop) of the split."""
 
     number: int
     start: int
@@ -35,9 +36,9 @@ class Block(NamedTuple):
 
 
 class ScoreBlocks:
-    """Manages the files of the folder ``scoring.output``, one per block of ``block_rows`` rows.
+    """Writes the files of the folder ``scoring.output``, one for each block of ``block_rows`` rows.
 
-    ``weights`` identifies the trained values and the settings that affect scores.
+    ``weights`` is a text that identifies the trained weights and the settings that affect scores.
     """
 
     def __init__(self, scoring: Scoring, block_rows: int, weights: str) -> None:
@@ -46,18 +47,20 @@ class ScoreBlocks:
 
     @property
     def mark(self) -> Path:
-        """Return the file that identifies the rows and weights of an unfinished prediction."""
+        """Return the path of the file that identifies the rows and weights of an unfinished
+        prediction.
+        """
         return self._folder / _MARK
 
     def open(self, rows: str) -> None:
         """Create the folder, or resume an unfinished prediction with the same ``rows`` and weights.
-        Raises ConfigError if the folder contains anything else, unless overwriting is allowed.
+        Raises ConfigError if the folder contains anything else and must not be overwritten.
         """
         folder, overwrite = self._folder, self._scoring.overwrite
         plan = {"plan": f"{rows} {self._plan}"}
         mark = read_record(self.mark, ("plan",))
         if read_record(folder / INDEX, _INDEX_KEYS) is not None:
-            self._clean()  # an earlier launch may have been killed before this cleanup
+            self._clean()  # an earlier launch may have been killed before it removed these files
             if not overwrite:
                 raise ConfigError(
                     f"--output {folder} already exists; use --overwrite to replace it"
@@ -80,7 +83,7 @@ class ScoreBlocks:
     def is_encoded(self) -> bool:
         """Return whether an earlier launch encoded all rows.
 
-        If not, remove its incomplete set of encoded rows.
+        If some rows are not encoded, the incomplete set of encoded rows is removed.
         """
         if self._scoring.is_set:
             return True
@@ -145,7 +148,7 @@ class ScoreBlocks:
             raise ConfigError(f"--output {path} cannot be written ({error})") from error
 
     def finish(self, manifest: Manifest, blocks: Sequence[Block], run: str, step: int) -> None:
-        """Write the index, and remove everything else except the files of the blocks."""
+        """Write the index, and remove everything except the index and the files of the blocks."""
         records = [require_record(self._record(block), _KEYS) for block in blocks]
         num_rows = sum(record["rows"] for record in records)
         files = [{key: record[key] for key in _KEYS[1:-1]} for record in records]

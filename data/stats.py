@@ -1,8 +1,8 @@
-"""Compute statistics of each table's train lookups for planners and caches.
+"""Compute statistics of the lookups of each table in train, for planners and caches.
 
 The 17 frequency bins are DreamShard's table features (tools/gen_dlrm_data.py at 73128ed): rows are
-grouped by their number of lookups in one batch of 65,536 samples. The top masses determine how much
-a row cache helps, and the unique ratios determine the cost of the ``unique`` exchange.
+grouped by their number of lookups in one batch of 65,536 samples. ``top_mass`` shows how much a
+cache of rows would help; ``unique_ratio`` determines the cost of the ``unique`` exchange.
 """
 
 import math
@@ -31,7 +31,8 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FieldStats:
-    """The lookup statistics of one table in train; masses and ratios are fractions of the lookups.
+    """The statistics of the lookups of one table in train. Masses and ratios are fractions of the
+    lookups.
 
     For a field with keys, ``rows`` is 0.
     """
@@ -45,17 +46,21 @@ class FieldStats:
     distinct: int
     top_mass: dict[str, float]
     bins_samples: int
-    """Number of samples in the batch used for the bins: 65,536, or all samples of a smaller train
-    split
+    """Number of samples in the batch that is used for the bins: 65,536, or all samples of a smaller
+    train split
     """
     bins_rows: list[int]
-    """Number of rows by lookups in the batch: 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, and more"""
+    """Number of rows by number of lookups in the batch: 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, and
+    more
+    """
     bins_lookups: list[int]
-    """Number of lookups in the batch by bin"""
+    """Number of lookups in the batch, by bin"""
     unique_ratio: dict[str, float]
-    """Distinct ids per lookup by global batch size up to the size of train"""
+    """Distinct ids per lookup, by global batch size, for batches no larger than train"""
     tail_exponent: float | None
-    """Slope of log lookups over log rank for rows with 5 or more lookups; None for under 3 rows"""
+    """Negated slope of log lookups over log rank for rows with 5 or more lookups, or None for fewer
+    than 3 such rows
+    """
 
 
 def field_stats(
@@ -65,7 +70,7 @@ def field_stats(
     batch: NDArray[np.int64],
     batch_samples: int,
 ) -> FieldStats:
-    """Compute the statistics of one table from ``counts`` int64, as in ``count_lookups``.
+    """Compute the statistics of one table from its ``counts`` int64, a result of ``count_lookups``.
 
     ``batch`` [touched rows] int64 contains the ascending lookup counts of the rows that one batch
     touches.
@@ -98,9 +103,10 @@ def _bin_edges() -> NDArray[np.int64]:
 
 
 def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]:
-    """Return the sample count of a batch from the middle of train, and its lookup counts by field.
+    """Return the number of samples of a batch from the middle of train, and the batch's lookup
+    counts by field.
 
-    For each field, these are the ascending lookup counts of all touched rows.
+    The lookup counts of a field are those of all rows that the batch touches, in ascending order.
     """
     rows = RowFiles(manifest, "train")
     size = min(BIN_SAMPLES, rows.num_rows)
@@ -113,7 +119,9 @@ def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]
 
 
 def tail_exponent(falling: NDArray[np.int64]) -> float | None:
-    """Fit the slope of log count over log rank at logarithmically spaced ranks."""
+    """Fit the negated slope of log count over log rank to descending counts, at logarithmically
+    spaced ranks.
+    """
     usable = len(falling) - int(np.searchsorted(falling[::-1], _MIN_TAIL_COUNT))
     if usable < 3:
         return None
@@ -125,8 +133,9 @@ def tail_exponent(falling: NDArray[np.int64]) -> float | None:
 
 
 def unique_ratios(manifest: Manifest) -> dict[str, dict[int, float]]:
-    """Return the distinct ids per lookup by field and batch size, averaged over batches spread
-    across train."""
+    """Return the distinct ids per lookup by field and batch size, averaged over several batches of
+    train.
+    """
     rows = RowFiles(manifest, "train")
     ratios: dict[str, dict[int, float]] = {field.name: {} for field in manifest.fields}
     for size in (size for size in BATCH_SIZES if size <= rows.num_rows):
@@ -152,7 +161,9 @@ def ids_in(
     keys: NDArray[np.int64] | None,
     of_lists: tuple[NDArray[Any], NDArray[Any]] | None,
 ) -> Iterator[NDArray[Any]]:
-    """Yield each field's ids in ``words``, ``keys``, and the lengths and values of lists."""
+    """Yield the ids of each field, taken from ``words``, ``keys``, or the lengths and values of
+    lists.
+    """
     lists: Iterator[NDArray[Any]] = iter(()) if of_lists is None else list_ids(*of_lists)
     column, key_column = 1 + len(manifest.dense), 0
     for field in manifest.fields:
@@ -167,7 +178,9 @@ def ids_in(
 
 
 def list_ids(lengths: NDArray[Any], values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Yield each list column's ids from ``lengths`` [rows, lists] and the values of all lists."""
+    """Yield the ids of each list column, given ``lengths`` [rows, lists] and the values of all
+    lists.
+    """
     owner = np.repeat(np.tile(np.arange(lengths.shape[1]), len(lengths)), lengths.reshape(-1))
     for number in range(lengths.shape[1]):
         yield values[owner == number]
@@ -176,7 +189,8 @@ def list_ids(lengths: NDArray[Any], values: NDArray[Any]) -> Iterator[NDArray[An
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
     """Count the lookups per table row of the named fields in one pass over the train part.
 
-    For a field with keys, the counts are for missing values, for 0, and for each other key.
+    For a field with keys, the counts are those of missing values, 0 for rare values, and those of
+    each key.
     """
     counts = {f.name: np.zeros(f.rows, dtype=np.int64) for f in manifest.fields if f.name in names}
     keyed = {f.name: _KeyCounts() for f in manifest.fields if f.keyed and f.name in names}
@@ -195,7 +209,9 @@ def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray
 
 
 class _KeyCounts:
-    """Counts keys. New keys are merged once there are as many of them as distinct keys so far."""
+    """Counts keys. New keys are buffered, and merged when there are more new keys than distinct
+    keys so far.
+    """
 
     def __init__(self) -> None:
         self._runs = [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))]
@@ -222,7 +238,9 @@ class _KeyCounts:
 def out_of_range(
     manifest: Manifest, field: Field, split: str, start: int, ids: NDArray[Any]
 ) -> DataError:
-    """Return the error for ids outside the field's table, in rows that begin at ``start``."""
+    """Return the error for ids outside the field's table. ``ids`` are the ids of the rows from
+    ``start`` on.
+    """
     place = tuple(np.argwhere((ids < 0) | (ids >= field.rows))[0])
     where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
     return DataError(
@@ -234,9 +252,11 @@ def out_of_range(
 def compute_stats(
     manifest: Manifest, known: Mapping[str, Callable[[], NDArray[np.int64]]] | None = None
 ) -> list[FieldStats]:
-    """Compute the statistics of every table; functions in ``known`` return already counted lookups.
+    """Compute the statistics of every table. A function in ``known`` returns the lookups of a table
+    that are already counted.
 
-    The functions are called one at a time, because the counts of all tables may not fit in memory.
+    These functions are called one at a time, because the counts of all tables may not fit in
+    memory.
     """
     known = known or {}
     counts = count_lookups(manifest, [f.name for f in manifest.fields if f.name not in known])
@@ -255,7 +275,9 @@ def compute_stats(
 
 
 def load_stats(manifest: Manifest) -> list[FieldStats]:
-    """Return the manifest's statistics. Raises DataError if they are missing or invalid."""
+    """Return the statistics in the manifest. Raises DataError if the statistics are missing or
+    invalid.
+    """
     raw = manifest.content.get("stats")
     if not raw:
         raise DataError(f"{manifest.path}: no statistics in the manifest; use --recount")
@@ -272,7 +294,7 @@ def load_stats(manifest: Manifest) -> list[FieldStats]:
 
 
 def _check_stats(entry: FieldStats, field: Field) -> None:
-    """Raise TypeError, ValueError or KeyError for unusable statistics."""
+    """Raise TypeError, ValueError or KeyError if the statistics of a field are invalid."""
     if (entry.name, entry.rows, entry.hot) != (field.name, field.rows, field.hot):
         raise ValueError(f"{entry.name!r} instead of {field.name!r}")
     numbers = [entry.lookups, entry.missing, entry.rare, entry.distinct, entry.tail_exponent or 0]
@@ -288,7 +310,7 @@ def _check_stats(entry: FieldStats, field: Field) -> None:
 
 
 def stats_json(stats: Sequence[FieldStats]) -> list[dict[str, object]]:
-    """Return the statistics in the form of the manifest and the planner."""
+    """Return the statistics as JSON, in the form that the manifest and the planner use."""
     return [asdict(field) for field in stats]
 
 

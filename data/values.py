@@ -1,5 +1,5 @@
-"""Finds the values of a field and their rows in its tables. The rows are the ids of a vocabulary
-or, for a growing field, the rows of the keys in a checkpoint.
+"""Find the values of a field and their rows in its tables. The rows are the ids of a vocabulary or,
+for a growing field, the rows of the keys in a checkpoint.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,12 +34,12 @@ def values_and_rows(
     given: pl.Series | None,
     saved_keys: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Return the values [n] of ``field`` that have their own rows, and the rows int32 [n].
+    """Return the values [n] of ``field`` that have their own rows, and these rows int32 [n].
 
     The values are the distinct values of ``given``, or all values in the order of the vocabulary.
-    Strings must be given unless the set keeps them, because a vocabulary has only hashes of
+    Strings must be given unless the set stores them, because a vocabulary has only hashes of
     strings. A growing field needs ``saved_keys`` [n], the keys of rows 1 to n; if all values are
-    requested, strings are returned as keys. Raises ConfigError.
+    requested, strings are returned as keys. Raises ConfigError if the values are not known.
     """
     known = _known_values(manifest, field, saved_keys)
     if given is None:
@@ -64,8 +64,8 @@ def value_blocks(
 ) -> Iterator[tuple[NDArray[Any], NDArray[np.int32]]]:
     """Yield all values and rows of ``values_and_rows`` in blocks, by ascending row.
 
-    The rows of a block are at most ``block_rows`` apart. Sorting by row needs 8 bytes per value;
-    strings are read block by block.
+    A block contains the values in ``block_rows`` consecutive rows. Sorting by row needs 8 bytes per
+    value; strings are read block by block.
     """
     known = _known_values(manifest, field, saved_keys)
     stored = known.stored
@@ -80,7 +80,7 @@ def value_blocks(
 
 @dataclass(frozen=True, slots=True)
 class _KnownValues:
-    """The values of a field with their ids; rows are ids minus ``shift``."""
+    """The values of a field with their ids. The row of a value is its id minus ``shift``."""
 
     stored: Vocabulary
     kind: Kind
@@ -90,9 +90,9 @@ class _KnownValues:
         return np.asarray(self.stored.ids)[places] - self.shift
 
     def decoded(self, places: slice | NDArray[np.int64]) -> NDArray[Any]:
-        """Return the values.
+        """Return the values at ``places`` in their original form.
 
-        Growing fields do not store strings, so their strings are returned as keys.
+        The strings of growing fields are not stored, so the keys are returned instead of strings.
         """
         is_hash = self.kind == "string" and self.shift > 0
         return _decoded(self.stored, "integer" if is_hash else self.kind, places)
@@ -119,8 +119,8 @@ def _known_values(
     if field not in schema.sparse or field not in vocabulary["fields"]:
         known = [name for name in schema.sparse if name in vocabulary["fields"]]
         raise ConfigError(
-            f"{field}: crosses, buckets, and hashed columns have no stored values; use a table of "
-            f"one of {', '.join(known) or 'no column here'}"
+            f"{field}: crosses, buckets, and hashed columns have no stored values; use the table "
+            f"of one of {', '.join(known) or 'no column here'}"
         )
     entry, rows = vocabulary["fields"][field], manifest.field(field).rows
     fetch_vocabularies(manifest)
@@ -142,14 +142,14 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
                 'prepare the set with --keep-strings (in sbpflow.fit, prepare={"keep_strings": '
                 "True})"
             )
-        # a fixed-width dtype would pad all strings to the longest
+        # not a fixed-width dtype, which would pad all strings to the longest
         return np.array(strings, dtype=object)
     raise unknown_value("kind", kind, Kind)
 
 
 def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> torch.Tensor:
-    """Return the int64 keys of values that are written as in the input. In crosses and generated
-    sets, the values themselves are keys. Raises ConfigError for an invalid value.
+    """Return the int64 keys of values that are written as in the input. Values of crosses and of
+    generated sets are written as keys. Raises ConfigError for an invalid value.
     """
     schema = schema_from(manifest.content["schema"]) if manifest.content.get("schema") else None
     cells = pl.Series(field, [value for value in values if value], dtype=pl.String)
@@ -164,9 +164,10 @@ def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> tor
 def values_with_keys(
     fitted: Manifest, keyed: Manifest
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return ids, keys, and counts in train of the values of all fields with keys in ``keyed``.
+    """Return the ids, keys, and counts in train of all values, for each field that has keys in
+    ``keyed``.
 
-    The fields have vocabularies in ``fitted``. The missing value comes first, without a count.
+    The fields must have vocabularies in ``fitted``. The missing value comes first, without a count.
     """
     stored = open_vocabularies(fitted)
     result: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}

@@ -16,7 +16,7 @@ BATCH = 512  # global batch size
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows of a batch."""
+    """One rank's rows of a batch."""
 
     labels: Tensor  # [rows] float32
     dense: Tensor  # [rows, 1] float32
@@ -56,7 +56,9 @@ class OwnModel:
     dim: int = 8
 
     def spec(self, fields: sbpflow.Fields) -> sbpflow.TorchModel:
-        """Return one table per field and the module that uses the vectors."""
+        """Return one table per field, and the module that computes logits from the tables'
+        vectors.
+        """
         output = sbpflow.embedding_output("fields", fields.sparse, dim=self.dim)
         width = output.width + len(fields.dense)
         return sbpflow.TorchModel(outputs=(output,), make=lambda: Net(width))

@@ -3,8 +3,8 @@
     pip install 'ray[serve]' 'sbpflow[serve]'
     SBPFLOW_BUNDLE=out/model serve run examples.ray_serve:app
 
-Every replica maps the bundle and follows its deltas, so the folder must be on all machines. Ray
-routes requests, and restarts and scales replicas. Each replica serves its own /metrics.
+Every replica memory-maps the bundle and loads its deltas, so the folder must exist on all machines.
+Ray routes requests, and restarts and scales replicas. Each replica serves its own /metrics.
 """
 
 import os
@@ -17,7 +17,7 @@ from sbpflow.serving.server import asgi_app
 
 
 def build() -> App:
-    """Load the bundle in the replica, because the application cannot be pickled."""
+    """Load the bundle inside the replica, because the loaded application cannot be pickled."""
     return asgi_app({"model": Path(os.environ["SBPFLOW_BUNDLE"])})
 
 

@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 
 
 def overrides(trial: optuna.Trial) -> list[str]:
-    """Return the values to try. Edit this list for your model."""
+    """Return the ``key=value`` overrides of one trial. Edit this list for your model."""
     return [
         f"optimizer.sparse.lr={trial.suggest_float('sparse_lr', 1e-3, 0.3, log=True)}",
         f"optimizer.dense.lr={trial.suggest_float('dense_lr', 1e-4, 1e-2, log=True)}",
@@ -71,7 +71,7 @@ def events(file: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, A
 
 
 def main() -> None:
-    """Run trials until the study has the requested number."""
+    """Run trials until the study contains the requested number."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--trials", type=int, default=20, help="total number of trials")
@@ -86,7 +86,7 @@ def main() -> None:
         direction="maximize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    for trial in study.get_trials(states=[TrialState.RUNNING]):  # trials of a killed search
+    for trial in study.get_trials(states=[TrialState.RUNNING]):  # of a killed search
         study.tell(trial.number, state=TrialState.FAIL)
         study.enqueue_trial(trial.params)
     ended = len(study.get_trials(states=[TrialState.COMPLETE, TrialState.PRUNED]))

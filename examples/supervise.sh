@@ -1,11 +1,11 @@
 #!/bin/sh
 # Restart a job until it succeeds: supervise.sh torchrun ... train_wdl.py --config ...
 #
-# torchrun cannot survive the loss of the rendezvous host or a link that is down for longer than the
-# timeouts. Run this script on every machine; the job resumes from the last checkpoint. The script
-# forwards Ctrl-C and SIGTERM to the job and then ends. Environment variables:
-#   RESTARTS=20  give up after this many restarts in a row that last less than SHORT_S
-#   SHORT_S=60   a restart that lasts this many seconds resets the count
+# torchrun fails if the rendezvous host is lost, or if a link is down for longer than the timeouts. Run
+# this script on every machine; the job then resumes from the last checkpoint. The script forwards
+# Ctrl-C and SIGTERM to the job, and ends with the job. Environment variables:
+#   RESTARTS=20  give up after this many consecutive restarts that last less than SHORT_S
+#   SHORT_S=60   a restart that lasts at least this many seconds resets the count
 #   WAIT_S=5     seconds between an exit and the next start
 #   STUCK_S=60   kill torchrun this many seconds after its ranks have ended: torchrun may wait
 #                forever for a lost store

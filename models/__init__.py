@@ -1,1 +1,1 @@
-"""The models and their configurations, one module per model; ``registry`` lists the models."""
+"""Provide the models and their configurations, one module per model; ``registry`` lists them."""

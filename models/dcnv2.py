@@ -3,8 +3,8 @@
 The model follows Wang et al., DCN V2, WWW 2021, and offers the two structures with published
 results. With ``structure: parallel`` (FuxiCTR's DCNv2 at 0245987), the cross layers and the MLP are
 parallel and share a final linear layer. With ``structure: stacked`` (TorchRec's DLRM_DCN in
-MLPerf), the cross layers come before the MLP. W is a full matrix or the product of two matrices of
-rank r.
+MLPerf), the cross layers come before the MLP. Each W is a full matrix or the product of two
+matrices of rank r.
 """
 
 from collections.abc import Mapping
@@ -152,7 +152,7 @@ class DcnV2Spec(LayeredSpec):
     def _inputs(self, layers: Layers[T], deep: T, dense: T) -> T:
         """Return the concatenated inputs of the cross layers in the weights' dtype: [b, n].
 
-        The vector of the bottom MLP comes first, as in MLPerf. The vectors or values of dense
+        If there is a bottom MLP, its output comes first, as in MLPerf; vectors or values of dense
         fields come last.
         """
         concat = layers.functions.concat

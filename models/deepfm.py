@@ -1,9 +1,10 @@
 """Define DeepFM: a first-order term, pairs of vectors, and an MLP over the same vectors.
 
-logit = sum of a weight per value + sum over pairs of <v_i, v_j> + MLP(v_1 .. v_F), as in Guo et
-al., DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987. For a dense field, a weight and a vector
-are multiplied by the field's value. Only the MLP has biases. TorchRec's FactorizationMachine
-differs: it sums over all columns of all vectors, which also pairs different dimensions.
+logit = sum of one weight per field value + sum over pairs of <v_i, v_j> + MLP(v_1 .. v_F), as in
+Guo et al., DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987. A dense field has one weight and
+one vector, both multiplied by the field's value. Only the MLP has biases. TorchRec's
+FactorizationMachine differs: it also multiplies different dimensions with each other, because it
+sums over all columns of all vectors.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ class DeepFmConfig(ModelOptions):
     def spec(self, fields: Fields) -> "DeepFmSpec":
         """Return the model's shapes for these fields.
 
-        Raises ConfigError if there is no pair of fields.
+        Raises ConfigError without a sparse field and another field.
         """
         numbers, dim = len(fields.dense), self.embedding_dim
         count = len(fields.sparse) + numbers

@@ -1,4 +1,4 @@
-"""Define the common code of the models: options, specs, and dense parts made of layers.
+"""Define the code that all models share: options, specs, and dense parts made of layers.
 
 A model defines its embedding outputs, its parameters, and ``logits`` in terms of ``Layers``.
 """
@@ -70,9 +70,9 @@ class ModelOptions:
         Example("bf16"),
         Key(
             "results",
-            "Run linear layers and dot products in bfloat16, with float32 weights. This "
-            "does not affect the last linear layer, norms, the FM term, sums of logits, and"
-            " the loss.",
+            "Run linear layers and dot products in bfloat16, with float32 weights. The last "
+            "linear layer, norms, the FM term, sums of logits, and the loss still use "
+            "float32.",
         ),
     ] = None
     compile: Annotated[
@@ -143,9 +143,7 @@ class LayeredSpec(ABC):
 
     @property
     def half(self) -> torch.dtype | None:
-        """Return the compute dtype of linear layers, or None if the dtype is the same as for the
-        weights.
-        """
+        """Return the compute dtype of linear layers, or None to compute in the weights' dtype."""
         return None if self.options.autocast is None else HALF[self.options.autocast]
 
     def plain(self, *, seed: int = 0) -> nn.Module:

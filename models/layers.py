@@ -1,8 +1,8 @@
-"""Define the layers of the models, with the same code for global tensors and plain tensors.
+"""Define the layers of the models; the same code runs on global tensors and on plain tensors.
 
 ``Layers`` calls ``Functions``: the ops of ``sbpflow.tensor``, or the functions of ``models.plain``
-for one process. Shapes (``MlpShape``) list the parameters and buffers of the layers under the same
-names.
+for one process. Shape classes such as ``MlpShape`` list the layers' parameters and buffers under
+the same names.
 """
 
 import math
@@ -73,7 +73,7 @@ def linear_specs(
 
 
 def vector_specs(num_fields: int, dim: int) -> dict[str, ParameterSpec]:
-    """Return the spec of one vector per dense field for ``Layers.numeric_vectors``, if there are
+    """Return the spec of the dense fields' vectors for ``Layers.numeric_vectors``; empty without
     dense fields.
     """
     shape = (num_fields, dim)
@@ -127,9 +127,8 @@ class MlpShape:
 class Layers(Generic[T]):
     """Runs layers on one batch, with parameters and buffers looked up by name.
 
-    ``half`` is the compute dtype of linear layers, or None to compute in the weights' dtype.
-    Weights keep their dtype, and ``whole`` layers compute in that dtype. ``seed`` is the dropout
-    seed.
+    ``half`` is the compute dtype of linear layers, or None to compute in the weights' dtype. The
+    weights keep their own dtype, in which ``whole`` layers compute. ``seed`` is the dropout seed.
     """
 
     functions: Functions[T]
@@ -154,7 +153,9 @@ class Layers(Generic[T]):
         )
 
     def mlp(self, shape: MlpShape, inputs: Sequence[T]) -> T:
-        """Apply an MLP, [b, widths] -> [b, shape.width]; the last layer is a ``whole`` layer."""
+        """Apply an MLP, [b, widths] -> [b, shape.width]; the last linear layer is ``whole`` unless
+        a ReLU follows.
+        """
         f = self.functions
         for index in range(len(shape.hidden)):
             name = f"{shape.name}.{index}"
@@ -191,7 +192,7 @@ class Layers(Generic[T]):
         return total
 
     def narrow(self, x: T, id: str) -> T:
-        """Cast ``x`` to the compute dtype once for several linear layers."""
+        """Cast ``x`` to the compute dtype, so that several linear layers share one cast."""
         return x if self.half is None else self._cast(x, self.half, id)
 
     def widen(self, x: T, id: str) -> T:

@@ -18,7 +18,7 @@ from sbpflow.tensor.ops.interactions import pair_sum
 
 
 class PlainFunctions:
-    """``Functions`` for plain tensors; the functions ignore ``id``."""
+    """``Functions`` for plain tensors; ``id`` is ignored."""
 
     def add(self, a: Tensor, b: Tensor, *, id: str | None = None) -> Tensor:
         return a + b
@@ -98,7 +98,7 @@ class PlainFunctions:
 
 
 class Model(Protocol):
-    """The members of a spec that ``PlainModel`` uses."""
+    """What ``PlainModel`` needs of a ``ModelSpec``."""
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]: ...

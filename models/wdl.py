@@ -1,9 +1,9 @@
 """Define Wide & Deep for click-through rate prediction, on logical tensors.
 
 logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). The code does not depend on
-layouts, because ops insert the conversions. The architecture and initial values follow
-OneFlow-Benchmark, wdl_train_eval.py at de4698a7: no wide bias, ReLU and dropout after every hidden
-layer, glorot-uniform weights, zero biases, and tables U(-0.05, 0.05).
+layouts, because ops insert the conversions between layouts. The architecture and initial values
+follow OneFlow-Benchmark, wdl_train_eval.py at de4698a7: no wide bias, ReLU and dropout after every
+hidden layer, glorot-uniform weights, zero biases, and tables U(-0.05, 0.05).
 """
 
 from collections import Counter
@@ -78,7 +78,13 @@ class WdlConfig(ModelOptions):
     """Configures Wide & Deep."""
 
     name: Literal["wdl"] = "wdl"
-    deep: Annotated[bool, Key("results", "Use the deep part as well as the wide part.")] = True
+    deep: Annotated[
+        bool,
+        Key(
+            "results",
+            "Whether the model has a deep part; without it, only the wide part is trained.",
+        ),
+    ] = True
     embedding_dim: EmbeddingDim = 16
     hidden: Hidden = (1024, 1024)
     dropout: Dropout = 0.5
@@ -201,8 +207,8 @@ def _check_crosses(
 class WdlSpec(LayeredSpec):
     """The ``ModelSpec`` of a Wide & Deep model for given data fields.
 
-    ``mlp`` is the deep part, or None. ``vectors`` contains the specs of the dense fields' vectors,
-    if any. ``wide_numbers`` is the number of dense fields with a weight in the wide part.
+    ``mlp`` is the deep part, or None. ``vectors`` contains the specs of the dense fields' vectors;
+    it may be empty. ``wide_numbers`` is the number of dense fields with a weight in the wide part.
     """
 
     mlp: MlpShape | None

@@ -1,4 +1,5 @@
-"""Builds profiles of machines that are not available, from published figures or with other links.
+"""Builds profiles of machines that cannot be measured here, from published figures or with other
+links.
 
 Every price in a profile of published figures is an assumption: bytes divided by a stated share of a
 bandwidth. A calibration copied from another machine (``planner.costs.profile.load``) uses measured
@@ -49,7 +50,7 @@ MACHINES: Mapping[str, Machine] = {
         ),
         device_bytes=80 * 10**9,
         source="NVIDIA H100 SXM and DGX H100 data sheets: HBM3 3.35 TB/s, TF32 494 TFLOP/s dense, "
-        "NVLink 900 GB/s both ways, eight 400 Gbit/s adapters a node; latencies assumed",
+        "NVLink 900 GB/s both ways, eight 400 Gbit/s adapters per node; latencies assumed",
     ),
     "a100-dgx": Machine(
         memory_gb_per_s=2039.0,
@@ -64,18 +65,18 @@ MACHINES: Mapping[str, Machine] = {
         ),
         device_bytes=80 * 10**9,
         source="NVIDIA A100 80GB SXM and DGX A100 data sheets: HBM2e 2039 GB/s, TF32 156 TFLOP/s, "
-        "NVLink 600 GB/s both ways, eight 200 Gbit/s adapters a node; latencies assumed",
+        "NVLink 600 GB/s both ways, eight 200 Gbit/s adapters per node; latencies assumed",
     ),
 }
 
-# The assumptions of ``link_of`` about Ethernet links between nodes.
+# Assumptions about Ethernet links between nodes, used by ``link_of``.
 ETHERNET_SHARE = 0.94  # the payload's share of the line rate, after TCP and Ethernet headers
 ETHERNET_CALL_MS = 0.2
 WITHIN_HOST_GB_PER_S = 2.0
 
 USABLE = 0.85  # share of a device's memory for tables; activations and the system use the rest
 _FLOAT = 4.0  # bytes
-# how often a radix sort, including run detection, reads and writes each 8-byte id
+# number of times that a radix sort, including run detection, reads and writes each 8-byte id
 _SORT_PASSES = 8.0
 
 
@@ -105,7 +106,9 @@ def profile_of(name: str | None) -> Profile:
 
 
 def memory_of(name: str | None) -> int | None:
-    """Return the bytes that a rank may use for tables, if ``--profile`` names a data sheet."""
+    """Return the bytes that a rank may use for tables, or None unless ``name`` is in
+    ``MACHINES``.
+    """
     machine = MACHINES.get(name or "")
     return None if machine is None else int(USABLE * machine.device_bytes)
 
@@ -114,7 +117,7 @@ def described(name: str) -> Profile:
     """Return a profile of a machine in ``MACHINES``, computed only from published figures."""
     if name not in MACHINES:
         raise ConfigError(
-            f"planner: no machine {name!r}; use {', '.join(MACHINES)}, or --profile FILE"
+            f"planner: {name!r} is unknown; use {', '.join(MACHINES)}, or --profile FILE"
         )
     machine = MACHINES[name]
     byte = 1e-6 / (machine.memory_gb_per_s * machine.share)  # ms
@@ -182,7 +185,7 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
         within_call_ms=ETHERNET_CALL_MS,
         between_call_ms=ETHERNET_CALL_MS,
     )
-    return link, f"{name} a node at {ETHERNET_SHARE:.0%}, {ETHERNET_CALL_MS} ms a call"
+    return link, f"{name} per node at {ETHERNET_SHARE:.0%}, {ETHERNET_CALL_MS} ms per call"
 
 
 def crowded(profile: Profile, ranks_here: int) -> Profile:

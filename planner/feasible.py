@@ -1,4 +1,4 @@
-"""Checks that a plan fits in memory, or reports changes that would make one fit."""
+"""Checks that a plan fits in memory and, if none does, reports changes that would make one fit."""
 
 import math
 from dataclasses import replace

@@ -146,7 +146,7 @@ def plan_tables(
 
 
 def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
-    """Return the task of a run, read from any of its plans. Tables in ``parallel.tables`` are
+    """Return the task of a run, read from any plan for the run. Tables in ``parallel.tables`` are
     pinned.
     """
     tables, memory = plan.embeddings, plan.topology.memory_bytes

@@ -52,7 +52,9 @@ def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
 
 
 def _read(file: IO[str], task: Task) -> Plan | None:
-    """Return the task's cached plan, or None for a new file or, with a warning, a damaged one."""
+    """Return the task's cached plan, or None if the file is empty or damaged; log damage as a
+    warning.
+    """
     file.seek(0)
     try:
         text = file.read(MOST_CHARACTERS)
@@ -86,7 +88,7 @@ def _delete_oldest(folder: Path) -> None:
         with suppress(FileNotFoundError):  # another process may have deleted the file
             dated.append((path.stat().st_mtime, path))
     for _, old in sorted(dated)[:-MOST_PLANS]:
-        with suppress(OSError):  # another user may own the file, or it is not a regular file
+        with suppress(OSError):  # another user owns the file, or it is not a regular file
             old.unlink()
 
 

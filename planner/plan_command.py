@@ -131,7 +131,7 @@ def compare(argv: Sequence[str]) -> str:
 
 
 def _cost(args: Namespace) -> TaskCost:
-    """Return the prices of the task, and check all arguments before any search."""
+    """Check all arguments before any search, and return the task's prices."""
     if args.world_size < 1:
         raise ConfigError(f"--world-size: {args.world_size}; use 1 or more (for example, 4)")
     report, measure = getattr(args, "report", None), getattr(args, "measure", 0)
@@ -235,7 +235,7 @@ def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
 
 
 def _num_moved(plan: Assignment, other: Assignment) -> int:
-    """Return the number of tables whose shape or ranks differ."""
+    """Return the number of tables whose shape or ranks differ between two plans."""
     return sum(a != b for a, b in zip(plan, other, strict=True))
 
 

@@ -64,7 +64,7 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
 }
 MOST_FOR_EMBARK = 2000  # limit of tables x ranks, above which EMBark's 189 placements take seconds
 TRAINING_TASKS = 30
-TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables of a training task
+TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables in a training task
 # memory limits of the training tasks, relative to an evenly divided plan
 TRAINING_SLACKS = (None, 1.1, 1.25, 1.5, 2.0)
 
@@ -92,7 +92,9 @@ def planner_of(name: str) -> PlannerName:
 def make_plan(
     name: PlannerName, cost: TaskCost, *, seed: int = 0, insertions: int | None = None
 ) -> Planned:
-    """Create a plan for the task of ``cost``; if none fits, the plan with the smallest excess."""
+    """Create a plan for the task of ``cost``; if none fits, return the plan that exceeds the memory
+    least.
+    """
     start = time.perf_counter()
     problem = problem_of(cost)
     setting = Setting(cost.task, problem, seed)

@@ -62,7 +62,7 @@ def _table(args: Namespace) -> str:
     costs = [_cost(profile, tables, ranks, args) for ranks in sorted(args.ranks)]
     planner = planner_of(args.planner)
     lines = [
-        f"{'ranks':>6} {'step ms':>9} {'samples/s':>12} {'communication':>14} {'GB a rank':>10}"
+        f"{'ranks':>6} {'step ms':>9} {'samples/s':>12} {'communication':>14} {'GB per rank':>12}"
     ]
     for cost in costs:
         planned = make_plan(planner, cost, seed=args.seed)
@@ -72,7 +72,7 @@ def _table(args: Namespace) -> str:
         lines.append(
             f"{cost.task.world_size:>6} {planned.priced.ms:>9.3f} {samples_per_s:>12,.0f} "
             f"{100 * loads[:, 1].max() / planned.priced.ms:>13.0f}% "
-            f"{loads[:, BYTES].max() / 1e9:>10.2f}{fits}"
+            f"{loads[:, BYTES].max() / 1e9:>12.2f}{fits}"
         )
     about = {key: profile.about.get(key) for key in ("from", "cpu", "device", "taken")}
     lines += [f"{key}: {value}" for key, value in {**profile.sources, **about}.items() if value]

@@ -11,9 +11,9 @@ describes the dense part. ``macs_per_sample`` is the number of multiply-adds of 
 default is the number of parameters. ``elements_per_sample`` is the sum of the layers' inputs and
 outputs; the default assumes layers of width 256.
 
-For each table, one of three keys describes the frequency of the ids: ``zipf`` (the share of the
-k-th row is proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions by
-DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (ids of rows, in order).
+For each table, one of three keys describes the frequency of the ids: ``zipf`` (the k-th row's share
+of lookups is proportional to (k + q) ** -s), ``bins`` ({"rows": [17], "lookups": [17]}: fractions
+by DreamShard's frequency bins of a batch of 65,536 samples), or ``sample`` (ids of rows, in order).
 """
 
 import math

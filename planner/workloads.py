@@ -30,10 +30,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A random table: its rows, its active rows (those that are looked up), its ids per sample, and
-    the distribution of the ids.
-
-    The share of the k-th active row is proportional to (k + q) ** -s.
+    """A random table: its rows, the active rows among them (those that are looked up), its ids per
+    sample (``pooling``), and the distribution of the ids. The k-th active row's share of lookups is
+    proportional to (k + q) ** -s.
     """
 
     num_rows: int
@@ -75,7 +74,7 @@ def pool() -> tuple[Drawn, ...]:
 
 def _pooling(uniform: Floats, normal: Floats) -> Floats:
     """Return the mean ids per sample of each table: at most 1 for 38% of the tables, log-normal for
-    the others, and scaled to the total.
+    the others, and scaled to sum to the pool's total.
     """
     few = uniform[:, 0] < 0.382
     below_one = np.clip((0.02 + 0.98 * uniform[:, 1]) ** 2.277, 0.01, 1.0)

@@ -174,7 +174,7 @@ class Run:
         """Return the values [n] of a column and their embedding vectors [n, columns] in ``table``.
 
         By default, all values that have their own rows are returned; pass ``values`` to get only
-        these. For a column of strings, ``values`` is required unless the set was prepared with
+        those. For a column of strings, ``values`` is required unless the set was prepared with
         ``keep_strings``. A growing table returns all values that have a row. It stores integer keys
         of strings, so it returns those keys unless the strings are passed as ``values``.
         """

@@ -29,7 +29,7 @@ def _printable(text: str) -> str:
 
 
 class ConfigError(_OneLineError):
-    """A configuration key, a command-line value or the environment is invalid."""
+    """A configuration key, a command-line value, or the environment is invalid."""
 
 
 class SbpError(ValueError):
@@ -61,7 +61,7 @@ class StoreError(OSError):
 
 
 class ReplicaError(RuntimeError):
-    """Raised if replicas are not equal. This is a bug in the program."""
+    """Replicas of a tensor differ between ranks, which indicates a bug in the program."""
 
 
 class AbsentError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Defines fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
+"""Defines the fixtures of all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
 import os
 import signal
@@ -26,12 +26,12 @@ else:  # no deadline, because tests are slow on a busy machine
     settings.load_profile("suite")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs with SIGINT ignored, and the tests' processes would inherit
-    # this.
+    # A shell starts background jobs with SIGINT ignored, and processes started by tests would
+    # inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
-    # triton reads this at its first import; its kernels then run in Python on CPU tensors.
+    # Triton reads this variable at its first import; its kernels then run in Python on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -114,7 +114,7 @@ def rehearsed_ranks(
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Yield a folder, in memory if possible, because syncing each save to a disk would be slow."""
+    """Yield a folder, in memory if possible, because syncing every save to a disk would be slow."""
     shared = Path("/dev/shm")  # noqa: S108  (made unique below)
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         yield Path(folder)

@@ -96,8 +96,9 @@ def _changed(draw: random.Random, raw: bytes, change: Callable[[Any, Any], None]
 
 
 def _change_one(draw: random.Random, tree: Any, change: Callable[[Any, Any], None]) -> Any:
-    """Change a value at a random depth, so that upper levels are changed as often as lower
-    levels."""
+    """Change a value at a random depth; choosing among all values would hardly ever change the
+    upper levels.
+    """
     node, depth = tree, draw.randrange(1, 9)
     while True:
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))

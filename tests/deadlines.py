@@ -1,4 +1,6 @@
-"""Time limits that adapt to the load: the clock advances in proportion to the available CPU."""
+"""Defines time limits that adapt to the load: the clock slows down in proportion to the missing
+CPU.
+"""
 
 import os
 import subprocess
@@ -8,8 +10,7 @@ from typing import Any
 
 
 class Deadline:
-    """Counts the seconds that an idle machine would have taken. Call ``over`` often, because it
-    samples the load.
+    """Counts seconds as on an idle machine. Call ``over`` often, because it samples the load.
 
     The time since the last sample is multiplied by the share of a core that a process could use.
     """

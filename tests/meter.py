@@ -1,8 +1,8 @@
 """Records the traffic between ranks, independently of the code under test.
 
-The recorder is a dispatch mode below ``torch.distributed``. The mode sees all collectives that
-reach a process group, from any caller, and counts the bytes that this rank sends to other ranks.
-The recorder also sees messages in shared memory, and all-to-alls that consist of messages.
+The recorder is a dispatch mode below ``torch.distributed``. The mode sees every collective that
+reaches a process group, whoever calls it, and counts the bytes that this rank sends to other ranks.
+The recorder also sees messages in shared memory and all-to-alls that consist of messages.
 """
 
 import math
@@ -34,7 +34,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.calls = []
         self._patches = ExitStack()
-        self._parts = None  # the messages of an all-to-all, while it starts
+        self._parts = None  # the messages of an all-to-all that is being started
 
     def __enter__(self):
         def wrap(owner, name, record):

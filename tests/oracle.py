@@ -1,7 +1,6 @@
 """Computes the expected results of conversions without the code under test.
 
-The oracle only slices with Python ranges, fills, concatenates, and adds; it does not use plans or
-groups.
+It only slices with Python ranges, fills, concatenates, and adds, and uses neither plans nor groups.
 """
 
 import itertools
@@ -37,7 +36,7 @@ def coordinate(layout: Layout, rank: int):
 
 
 def extent(layout: Layout, shape, rank):
-    """Return (start, stop) per dim of a rank's part."""
+    """Return (start, stop) of a rank's part, for each dim."""
     box = [(0, size) for size in shape]
     for axis, (sbp, at) in enumerate(zip(layout.nd_sbp, coordinate(layout, rank), strict=True)):
         if isinstance(sbp, Split):
@@ -52,9 +51,8 @@ def cut(full, box):
 
 
 def shares(full, layout: Layout, seed=0):
-    """Return the parts of all ranks; P parts are random whole numbers whose sum is the value.
-
-    For P(max) and P(min) the value is their extremum, sometimes of several parts.
+    """Return the parts of all ranks; P parts are random whole numbers whose sum is the value. For
+    P(max) and P(min), the value is the extremum of the parts, which several parts may share.
     """
     draw = random.Random(seed)
     parts = {}
@@ -62,7 +60,7 @@ def shares(full, layout: Layout, seed=0):
     for rank in layout.placement.ranks:
         coord = coordinate(layout, rank)
         partial = [axis for axis, s in enumerate(layout.nd_sbp) if isinstance(s, Partial)]
-        # Ranks whose coordinates differ only along B axes have the same term.
+        # Ranks whose coordinates differ only along B axes have equal terms.
         key = tuple(
             -1 if isinstance(s, Broadcast) else at
             for s, at in zip(layout.nd_sbp, coord, strict=True)
@@ -74,7 +72,7 @@ def shares(full, layout: Layout, seed=0):
 
 
 def _term(full, layout, coord, partial, draw, terms):
-    """Return a random term for a P coordinate; the last coordinate gets the remainder."""
+    """Return a random term for a P coordinate; the last coordinate's term is the remainder."""
     last = all(coord[axis] == layout.placement.shape[axis] - 1 for axis in partial)
     if not partial:
         return full

@@ -1,6 +1,6 @@
 """Extracts a page's instructions: files to save, commands to run, and their output.
 
-A code block of a file begins with the line ``# NAME``. A block without a language contains
+A code block that is a file begins with the line ``# NAME``. A block without a language contains
 commands. A ``text`` block contains the end of the previous command's output.
 """
 

@@ -8,12 +8,14 @@ import pytest
 
 
 def quick(cases: Iterable[Any], keep: Callable[[int], bool]) -> list[Any]:
-    """Return the cases; case number n is slow unless ``keep(n)``."""
+    """Return the cases, with case number n marked slow unless ``keep(n)`` is true."""
     return [_param(case, slow=not keep(number)) for number, case in enumerate(cases)]
 
 
 def diagonal(*columns: Sequence[Any]) -> list[Any]:
-    """Return all combinations of values; the quick combinations have every value at least once."""
+    """Return all combinations of values; those that are not slow contain every value at least
+    once.
+    """
     kept = {
         tuple(number % len(column) for column in columns)
         for number in range(max(map(len, columns)))

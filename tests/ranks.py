@@ -1,4 +1,4 @@
-"""Persistent ranks for tests: one pool of gloo processes per world size, reused by all tests.
+"""Provides persistent ranks: one pool of gloo processes per world size, which all tests share.
 
 ``ranks(world_size, fn, *args)`` runs the module-level function ``fn(world, *args)`` on every rank
 and returns their return values in rank order. If a rank raises, dies or hangs, the pool is killed,
@@ -36,8 +36,8 @@ PRELOAD = [
     "tests.ranks",
     "tests.training.wdl_case",
 ]
-"""Modules that each rank would otherwise import; the server of forks skips missing packages"""
-TIMEOUT_S = 1200.0  # limit for a collective, in wall-clock time
+"""Modules that the fork server imports once for all ranks, skipping missing packages"""
+TIMEOUT_S = 1200.0  # wall-clock limit for a collective
 TASK_TIMEOUT_S = 120.0  # limit for one call of ``fn``
 GRACE_S = 3.0  # limit for the other ranks after a rank has failed
 
@@ -58,7 +58,7 @@ class _Worker:
 
 
 class RankPool:
-    """Contains ``world_size`` processes that stay alive between calls."""
+    """A pool of ``world_size`` processes that stay alive between calls."""
 
     def __init__(self, world_size: int, folder: Path, device: str = "cpu") -> None:
         self.world_size = world_size
@@ -70,8 +70,8 @@ class RankPool:
     def run(self, fn: Callable[..., Any], *args: Any, checked: bool = False) -> list[Any]:
         """Return the values of ``fn(world, *args)`` in rank order; raise RanksFailed if one failed.
 
-        ``checked`` enables the world's checked mode, which synchronizes all ranks before each
-        transfer and therefore hides races.
+        ``checked`` enables the world's checked mode. This mode synchronizes all ranks before each
+        transfer, which hides races.
         """
         if not self._workers:
             self._start()
@@ -177,7 +177,7 @@ def _serve(
     sink = open(stderr, "w", buffering=1)
     os.dup2(sink.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, file=sink, all_threads=True)
-    # NCCL ranks can share a GPU only if each claims to be on a different host.
+    # NCCL ranks can share a GPU only if each claims to be on a host of its own.
     os.environ["NCCL_HOSTID"] = f"sbpflow-test-{rank}"
     import torch
 

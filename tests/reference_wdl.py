@@ -1,5 +1,5 @@
-"""Wide & Deep without sbpflow: one process, whole tables, plain autograd. It is the oracle for
-layouts and world sizes, and shares only the initial values with sbpflow. Lookups, gradients and all
+"""Implements Wide & Deep without sbpflow: one process, whole tables, plain autograd. This oracle
+for layouts and world sizes shares only the initial values with sbpflow. Lookups, gradients and all
 optimizer rules are implemented separately, over whole tables and a mask of touched rows.
 """
 
@@ -23,7 +23,9 @@ class SparseRule:
 
 @dataclass
 class ReferenceWdl:
-    """Maps table names to (feature column, [rows, dim] tensor) in ``wide`` and ``deep``."""
+    """The parameters; ``wide`` and ``deep`` map table names to (feature column, [rows, dim]
+    tensor).
+    """
 
     wide: dict[str, tuple[int, Tensor]]
     deep: dict[str, tuple[int, Tensor]]

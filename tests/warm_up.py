@@ -1,5 +1,4 @@
-"""Compiles the tables' kernels into the user's cache, so that not every rank compiles the
-kernels."""
+"""Compiles the tables' kernels into the user's cache, so that not every rank compiles them."""
 
 import torch
 

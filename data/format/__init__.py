@@ -1,1 +1,1 @@
-"""Read and write the file format of prepared sets: schema, manifest, shards and ids."""
+"""Read and write the files of prepared sets: schema, manifest, shards and vocabularies."""

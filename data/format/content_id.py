@@ -1,8 +1,9 @@
-"""Compute a digest of a set's rows that does not depend on inputs or shard boundaries.
+"""Compute a digest of a set's rows that does not depend on input files or shard boundaries.
 
-The digest is computed from the checksums of the files without reading rows. The crc32 of a
-concatenation follows from the crc32 and length of its parts (zlib's crc32_combine, here vectorized
-over the parts). The crc32 of an array follows from its file's crc32, because the header is known.
+The digest is computed from the checksums of the files, without reading rows. The crc32 of a
+concatenation follows from the crc32 and the length of each part (zlib's crc32_combine, here
+vectorized over the parts). The crc32 of an array follows from the crc32 of its file, because the
+header is known.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ Words = NDArray[np.uint32]
 _POLYNOMIAL = np.uint32(0xEDB88320)
 _ONE = np.uint32(1 << 31)
 _ORDER = (1 << 32) - 1
-"""The period of the powers of x modulo the polynomial, which is primitive."""
+"""The period of the powers of x modulo the polynomial, which is primitive"""
 
 
 def digest(facts: object) -> str:
@@ -32,7 +33,7 @@ def digest(facts: object) -> str:
 
 
 def rows_crc32(dtype: str, shapes: Sequence[tuple[int, ...]], crc32s: Sequence[int]) -> int:
-    """From the crc32 values of .npy files, compute the crc32 of the files' concatenated items."""
+    """Compute the crc32 of the concatenated items of .npy files from the crc32 of each file."""
     itemsize = np.dtype(dtype).itemsize
     sizes = np.array([itemsize * prod(shape) for shape in shapes], dtype=np.int64)
     heads = np.array([zlib.crc32(header(dtype, shape)) for shape in shapes], dtype=np.uint32)
@@ -47,7 +48,9 @@ def joined_crc32(crc32s: Words, sizes: NDArray[np.int64]) -> int:
 
 
 def _power(sizes: NDArray[np.int64]) -> Words:
-    """Return x to the power of 8 * ``sizes``, the factor that shifts a crc32 by ``sizes`` bytes."""
+    """Return x ** (8 * size) for each of ``sizes``: the factor that shifts a crc32 by that many
+    bytes.
+    """
     exponents = (sizes % _ORDER) * 8 % _ORDER
     powers = np.full(len(sizes), _ONE)
     for bit, factor in enumerate(_squares()):

@@ -1,9 +1,10 @@
 """Assign ids to values by a seeded permutation that balances the load over contiguous rows.
 
 In frequency order, the first half of a table would receive 95-99 % of all lookups. A random order
-is also unbalanced if one id is hot (missing, rare, or the top value). Therefore as few swaps as
-possible balance the halves, then the quarters and eighths. If one id receives more than half of the
-lookups, no order is balanced, and the half with this id gets the least frequent values.
+is also unbalanced if one id is hot (missing, rare, or the top value). After the permutation, as few
+swaps as possible therefore balance the loads of the halves, quarters and eighths of the rows. If
+one id receives more than half of the lookups, no order is balanced, and the half with this id gets
+the least frequent values.
 """
 
 from abc import ABC, abstractmethod
@@ -29,22 +30,22 @@ _MAX_SWAPS = 1 << 17
 _BLOCK = 1 << 16
 """Number of keys per lookup block, so that temporary arrays stay in the cache"""
 _LARGE = 1 << 20
-"""Tables with more keys are filled to two thirds, to save memory"""
+"""Tables with more keys than this are filled to two thirds, to save memory"""
 _INSERTED = 1 << 20
 """Number of keys per insertion block"""
 _MIN_COMPILED_KEYS = 1 << 16
-"""Minimum number of keys in a lookup for which loading numba pays off"""
+"""Minimum number of keys in a lookup for which the compiled loop saves time"""
 _HOT = 16
-"""Keys with more lookups than this should be found at the first probe"""
+"""Keys with at least this many lookups are inserted first, so that the first probe finds them"""
 
 
 def assign_ids(
     counts: Counts, reserved: tuple[int, int], seed: int, name: str
 ) -> NDArray[np.int32]:
-    """Assign ids from 2 up to values with ``counts`` [n] lookups.
+    """Return ids, from 2 on, of values with ``counts`` [n] lookups.
 
-    ``reserved`` has the numbers of lookups of ids 0 (missing) and 1 (rare). The result depends only
-    on the arguments.
+    ``reserved`` contains the numbers of lookups of ids 0 (missing) and 1 (rare). The result depends
+    only on the arguments.
     """
     key = [seed, *name.encode()]
     order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
@@ -63,7 +64,9 @@ def assign_ids(
 def _balance(
     value_at: NDArray[np.int32], load: Counts, start: int, stop: int, total: int, levels: int
 ) -> None:
-    """Swap values between the halves of rows [start, stop) until their loads are about equal."""
+    """Swap values between the halves of rows [start, stop) until both halves have about equal
+    loads; then balance each half in the same way.
+    """
     if levels == 0 or stop - start < 2 * NUM_RESERVED_IDS + 2:
         return
     middle = start + (stop - start + 1) // 2
@@ -97,7 +100,7 @@ def _swap(
 
 
 def _first_sorted(values: Counts, count: int) -> NDArray[np.int64]:
-    """Return the indices of the ``count`` smallest values, sorted by value."""
+    """Return the indices of the ``count`` smallest values, in ascending order of value."""
     if count < len(values):
         chosen = np.sort(np.argpartition(values, count)[:count])
     else:
@@ -106,7 +109,7 @@ def _first_sorted(values: Counts, count: int) -> NDArray[np.int64]:
 
 
 class Ids(Protocol):
-    """Maps the keys of a column to ids of its table."""
+    """Maps the keys of a column to ids, which are rows of its table."""
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
         """Return the ids [n] of ``keys`` [n]."""
@@ -114,7 +117,9 @@ class Ids(Protocol):
 
 
 class HashedIds:
-    """Hashes keys to ids from 2 up below ``num_rows`` without a vocabulary; values can collide."""
+    """Hashes keys to ids 2 to ``num_rows - 1`` without a vocabulary; different keys may get the
+    same id.
+    """
 
     def __init__(self, num_rows: int, seed: int, name: str) -> None:
         self._num_rows, self._salt = num_rows, hash_salt(seed, name)
@@ -125,9 +130,10 @@ class HashedIds:
 
 
 def capacity_of(num_keys: int) -> int:
-    """Return the number of slots for a table.
+    """Return the number of slots of an ``IdTable``.
 
-    A power of two leaves room, so collisions are rare; large tables use only 1.5 slots per key.
+    Small tables have a power of two of slots with room to spare, so that collisions are rare. Large
+    tables have only 1.5 slots per key.
     """
     if num_keys > _LARGE:
         return num_keys + num_keys // 2
@@ -135,10 +141,11 @@ def capacity_of(num_keys: int) -> int:
 
 
 class IdTable(ABC):
-    """An open-addressing table that maps keys to ids, and unknown keys to RARE_ID.
+    """An open-addressing hash table that maps keys to ids, and unknown keys to RARE_ID.
 
-    An empty slot contains key 0 and RARE_ID, the correct result for an unknown key 0. Keys with
-    many lookups (``counts``) are inserted first, so most lookups succeed at the first probe.
+    An empty slot contains key 0 and RARE_ID, so that an unknown key 0 gives the correct result.
+    Keys with many lookups (``counts``) are inserted first, so that most lookups succeed at the
+    first probe.
     """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
@@ -148,8 +155,8 @@ class IdTable(ABC):
             self._insert(keys, ids, chosen)
 
     def _insert(self, keys: Keys, ids: NDArray[np.int32], left: Slots) -> None:
-        # Write all keys whose slot is free in one operation. If several keys share a slot, one wins
-        # and the others try the next slot.
+        # Each pass writes all keys whose slot is free in one operation. If several keys have the
+        # same slot, one of them is stored and the others try the next slot.
         slots = self._slots(keys[left])
         while len(left):
             free = self._at(slots, keys[left])[0] == RARE_ID
@@ -159,23 +166,26 @@ class IdTable(ABC):
 
     @abstractmethod
     def _allocate(self, capacity: int) -> None:
-        """Make ``capacity`` empty slots."""
+        """Allocate ``capacity`` empty slots."""
 
     @abstractmethod
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """Fill slots. If several entries share a slot, any one of them is stored."""
+        """Write ``keys`` and ``ids`` to ``slots``. If several entries have the same slot, any one
+        of them is stored.
+        """
 
     @abstractmethod
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the ids in the slots, and whether each slot contains the given key."""
+        """Return the ids in ``slots``, and whether each slot contains its key of ``keys``."""
 
     @abstractmethod
     def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
-        """Run ``lookup`` in one compiled pass."""
+        """Write the ids of ``keys`` to ``ids`` in one compiled pass."""
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
-        # Fibonacci hashing scales the high half of the product with 2^64 / golden ratio to the
-        # capacity. If the capacity is a power of two, the result is the high bits.
+        # Fibonacci hashing multiplies a key by 2^64 / golden ratio, and scales the high half of the
+        # product to the capacity. If the capacity is a power of two, the slot consists of the
+        # highest bits.
         spread = keys.astype(np.uint64) * np.uint64(GAMMA)
         spread >>= np.uint64(32)
         spread *= np.uint64(self._capacity)
@@ -211,7 +221,9 @@ class IdTable(ABC):
 
 
 def _hottest_first(counts: Counts) -> Iterator[Slots]:
-    """Yield indices by descending count in growing groups, then the rest in blocks."""
+    """Yield groups of indices: first those of hot keys by descending count, in groups of growing
+    size, and then all others in blocks.
+    """
     hot = np.flatnonzero(counts >= _HOT)
     hot = hot[np.argsort(-counts[hot], kind="stable")]
     start, stop = 0, 16
@@ -223,8 +235,9 @@ def _hottest_first(counts: Counts) -> Iterator[Slots]:
 
 
 class NarrowIdTable(IdTable):
-    """A table for 32-bit keys that stores key and id in one word, so a lookup touches one cache
-    line."""
+    """A table for 32-bit keys that stores a key and its id in one 64-bit word, so that a probe
+    touches one cache line.
+    """
 
     def _allocate(self, capacity: int) -> None:
         self._entries = np.full(capacity, RARE_ID, dtype=np.uint64)
@@ -248,8 +261,8 @@ class WideIdTable(IdTable):
         self.ids = np.full(capacity, RARE_ID, dtype=np.int32)
 
     def _put(self, slots: Slots, keys: Keys, ids: NDArray[np.int32]) -> None:
-        # If several ids share a slot, numpy may store any of them, so store the key of the stored
-        # id.
+        # If several ids have the same slot, numpy may store any of them. The key must be that of
+        # the stored id.
         self.ids[slots] = ids
         is_inserted = self.ids[slots] == ids
         self.keys[slots[is_inserted]] = keys[is_inserted]

@@ -1,4 +1,4 @@
-"""Map the files with a split's id lists and non-feature columns, across all shards."""
+"""Read the id lists and non-feature columns of a split from the files of all shards."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from sbpflow.data.format.mapped_rows import (
 
 
 def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
-    """Open a part's files in all non-empty shards, and map the first ``limit`` of them."""
+    """Open the files of a part in all non-empty shards; map the first ``limit`` files."""
     kind, folder = manifest.part_types[name], manifest.path
     parts = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
     files = [
@@ -31,8 +31,9 @@ def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Ro
 
 
 class SplitPart(MappedRows):
-    """Reads a part with one entry per row of a split, such as ``lengths``, ``weight`` or
-    ``time``."""
+    """Reads a part of a split that has one entry per row, such as ``lengths``, ``weight`` or
+    ``time``.
+    """
 
     def __init__(self, manifest: Manifest, split: str, name: str, limit: int | None = None) -> None:
         kind = manifest.part_types[name]
@@ -43,10 +44,10 @@ class SplitPart(MappedRows):
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where the ids of row runs are stored; a run that crosses shards has several entries."""
+    """The locations of the ids of runs of rows. A run that crosses shards has several entries."""
 
     rows: tuple[Places, Places]
-    """First rows and lengths of the requested runs"""
+    """The first rows and the lengths of the requested runs"""
     maps: Places
     lows: Places
     highs: Places
@@ -58,11 +59,12 @@ class Extents:
 
 
 class SplitLists:
-    """Reads the concatenated id lists of one split, ordered by row and then by field, as in the
-    engine.
+    """Reads the concatenated id lists of one split. As in the embedding engine, lists are ordered
+    by row and then by field.
 
-    As in ``SplitRows``, row numbers count from the split's first row, and maps are copy-on-write.
-    The set must contain ragged fields. The first ``limit`` files of each part are mapped.
+    As in ``SplitRows``, row numbers count from the first row of the split, and maps are
+    copy-on-write. The set must contain ragged fields. The first ``limit`` files of each part are
+    mapped.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
@@ -98,7 +100,7 @@ class SplitLists:
         return Extents((firsts, lengths), maps, ends[0], ends[1])
 
     def _within_maps(self, firsts: Places, lengths: Places) -> tuple[Places, Places]:
-        """Return first rows and lengths of the runs, divided at shard boundaries."""
+        """Divide the runs at shard boundaries; return the first rows and lengths of the pieces."""
         pieces = [
             piece
             for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
@@ -114,9 +116,10 @@ class SplitLists:
         values: "NDArray[Any]",
         weights: NDArray[np.float32] | None,
     ) -> None:
-        """Copy lengths [rows, lists] and ids [n] and, if the set contains weights, weights [n].
+        """Copy the lengths [rows, lists], the ids [n] and, if the set contains weights, the weights
+        [n] of the requested runs to the given arrays.
 
-        ``values`` is int32, or int64 if the set contains keys.
+        ``values``, which receives the ids, is int32, or int64 if the set contains keys.
         """
         self.lengths.gather(*extents.rows, lengths)
         _copy(self._values, extents, values)

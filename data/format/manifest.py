@@ -1,11 +1,11 @@
 """Read and write the manifest of a prepared set, which describes the set's shards.
 
 A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 words [rows, 1 +
-dense + fixed ids]: label, dense values (both as float32 bit patterns), and the ids of fields with a
-fixed number of ids. Keys, lists and side columns (``data.format.parts``) are stored next to each
-shard, and ``vocabulary/`` contains the ids of values. The fingerprint is a digest of the whole
-manifest, including the checksums of all files, so it identifies one set of files. The content ID is
-a digest of the rows; it does not depend on inputs, versions or shards.
+dense + fixed ids]: the label and the dense values as float32 bit patterns, and the ids of fields
+with a fixed number of ids. Keys, lists and non-feature columns (``data.format.parts``) are stored
+in files next to each shard, and ``vocabulary/`` contains the ids of values. The fingerprint is a
+digest of the whole manifest, including the checksums of all files, so it identifies one set of
+files. The content ID is a digest of the data that does not depend on inputs, versions or shards.
 """
 
 import contextlib
@@ -42,13 +42,15 @@ if TYPE_CHECKING:
 FORMAT = "sbpflow-prepared"
 VERSION = 2
 KEYED_VERSION = 3
-"""Version of sets with keys, which older programs (version 2) cannot read"""
+"""Format version of sets with keys, which programs for version 2 cannot read"""
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """A file next to a shard. ``count`` is its length if the row count does not determine it."""
+    """A file next to a shard. ``count`` is the length of its array, if the number of rows does not
+    determine the length.
+    """
 
     file: str
     crc32: int
@@ -57,9 +59,9 @@ class ShardPart:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive rows of a split, stored as a file of words and optional parts.
+    """Consecutive rows of a split, stored as a file of words and the files of optional parts.
 
-    ``crc32`` is the checksum of the whole words file.
+    ``crc32`` is the checksum of the whole file of words.
     """
 
     file: str
@@ -72,7 +74,8 @@ class Shard:
 class Bayes:
     """The best possible AUC and logloss of each split of a generated set.
 
-    ``auc`` and ``logloss`` refer to ``split``, the first non-empty split of test, val and train.
+    ``auc`` and ``logloss`` are those of ``split``, the first split with rows among test, val and
+    train.
     """
 
     split: str
@@ -83,7 +86,9 @@ class Bayes:
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """Digest, and rows per field, of an earlier vocabulary whose ids this set keeps."""
+    """An earlier vocabulary whose ids this set keeps: its digest, and its number of rows per
+    field.
+    """
 
     digest: str
     rows: Mapping[str, int]
@@ -91,12 +96,16 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared set: ``content`` is the checked JSON, and the properties give access to it."""
+    """The manifest of a prepared set. ``content`` is the checked JSON; properties give access to
+    it.
+    """
 
     path: Path
     content: Mapping[str, Any]
     cache: "ShardCache | None" = dataclasses.field(default=None, compare=False, repr=False)
-    """Downloads the files of a set at a URL to ``path``, a folder of the cache on this host"""
+    """Downloads the files of a set at a URL to ``path``, a folder of the cache on this host; not
+    used for a local set
+    """
 
     @property
     def origin(self) -> AnyPath:
@@ -122,7 +131,9 @@ class Manifest:
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """Return every embedding table: sparse fields, bucketed dense columns, then crosses."""
+        """Return the fields, each of which has an embedding table: sparse, then bucketed dense,
+        then crosses.
+        """
         return tuple(
             Field(
                 entry["name"],
@@ -144,12 +155,12 @@ class Manifest:
 
     @property
     def lists(self) -> tuple[Field, ...]:
-        """Return the ragged fields in the order of a row's lists."""
+        """Return the ragged fields in the order of the lists of a row."""
         return tuple(field for field in self.fields if field.ragged)
 
     @property
     def weighted(self) -> bool:
-        """Return True if ids in lists have weights; without weights, the weight of an id is 1."""
+        """Return True if ids in lists have weights, and False if every id has weight 1."""
         return any(field.weighted for field in self.fields)
 
     @cached_property
@@ -161,18 +172,19 @@ class Manifest:
         )
 
     def side_column(self, role: Role) -> SideColumn | None:
-        """Return the column with this role, or the first additional label for labels."""
+        """Return the first non-feature column with this role, or None."""
         return next((column for column in self.side if column.role == role), None)
 
     @property
     def labelled(self) -> bool:
-        """Return True if rows have labels; the labels of unlabeled rows are NaN, and such rows can
-        only be scored."""
+        """Return True if rows have labels. The labels of unlabeled rows are NaN; such rows can only
+        be scored.
+        """
         return bool(self.content.get("labelled", True))
 
     @cached_property
     def part_types(self) -> Mapping[str, PartType]:
-        """Return the files that every shard has in addition to its words."""
+        """Return the parts that every shard has in addition to its words, by name."""
         length_type = self.content.get("length_type", LENGTH_TYPES[0])
         return part_types(
             len(self.lists),
@@ -222,17 +234,16 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest of the manifest; only identical files have equal digests."""
+        """Return a digest of the manifest. Sets with equal digests have identical files."""
         return cast("str", self.content["fingerprint"])
 
     @cached_property
     def content_id(self) -> str:
-        """Return a digest of all data that a run uses: the rows, their order, the splits and the
-        vocabularies.
+        """Return a digest of all data that a run uses: rows, row order, splits and vocabularies.
 
-        The digest is computed only from the manifest, so it exists for older sets, too. The digest
-        does not depend on inputs, options, versions or shard boundaries. Text row keys enter the
-        digest as one concatenated text, without boundaries between keys.
+        The digest is computed only from the manifest, so older sets have one, too. Inputs, options,
+        versions and shard boundaries do not affect the digest. Text row keys enter the digest as
+        one concatenated text, without boundaries between keys.
         """
         return digest(
             {
@@ -248,7 +259,7 @@ class Manifest:
         )
 
     def _rows_facts(self, split: str) -> dict[str, int]:
-        """Return a split's row count, and the crc32 of its words and of each part."""
+        """Return the number of rows of a split, and the crc32 of its words and of each part."""
         shards = self.shards(split)
         shapes = [(shard.rows, self.num_words) for shard in shards]
         facts = {
@@ -266,7 +277,7 @@ class Manifest:
 
     @property
     def bayes(self) -> Bayes | None:
-        """Return the known optimum of a generated set, or None for a set of real rows."""
+        """Return the best possible metrics of a generated set, or None for a set of real rows."""
         raw = self.content.get("bayes")
         if raw is None:
             return None
@@ -296,12 +307,14 @@ class Manifest:
 
 
 def _facts_of(field: Field) -> dict[str, Any]:
-    """Return the field as JSON; omit ``keyed`` if False, so that older content IDs remain valid."""
+    """Return the field as JSON. A False ``keyed`` is omitted, so that content IDs of older sets
+    stay valid.
+    """
     return {key: value for key, value in asdict(field).items() if key != "keyed" or value}
 
 
 def shard_from(entry: Mapping[str, Any]) -> Shard:
-    """Return a shard from its manifest entry or from a piece's record."""
+    """Return the shard that an entry of the manifest or of a piece's record describes."""
     parts = {name: ShardPart(**part) for name, part in entry.get("parts", {}).items()}
     return Shard(entry["file"], entry["rows"], entry["crc32"], parts)
 
@@ -323,7 +336,9 @@ def fingerprint_of(content: Mapping[str, Any]) -> str:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write ``manifest.json`` atomically, and add the format, version and fingerprint."""
+    """Write ``manifest.json`` atomically, with the format, version and fingerprint added to
+    ``content``.
+    """
     is_keyed = any(entry.get("keyed", False) for entry in content["fields"])
     full = {"format": FORMAT, "version": KEYED_VERSION if is_keyed else VERSION, **content}
     full["fingerprint"] = fingerprint_of(full)
@@ -337,8 +352,8 @@ def load_manifest(
 ) -> Manifest:
     """Read and check the manifest of the set at ``path``, a folder or URL.
 
-    ``key`` is the option or configuration key of ``path`` for messages. ``cache`` has the settings
-    for a set at a URL (``data.cache``). Raises DataError if the manifest is missing or invalid.
+    ``key`` is the option or configuration key that messages name. ``cache`` contains the settings
+    for sets at URLs (``data.cache``). Raises DataError if the manifest is missing or invalid.
     """
     try:
         folder = any_path(path)
@@ -361,7 +376,7 @@ def load_manifest(
 
 def check_unchanged(manifest: Manifest) -> None:
     """Raise DataError unless the folder still contains the set of ``manifest``. Shards are opened
-    by name, so without this check, rows of a set that replaced it could be read.
+    by name, so without this check, rows of another set that has replaced this set could be read.
     """
     file = manifest.path / MANIFEST
     try:
@@ -387,7 +402,9 @@ def check_unchanged(manifest: Manifest) -> None:
 
 
 class UnchangedSet:
-    """A cheaper ``check_unchanged`` that rereads the manifest only if its file has changed."""
+    """Does the same as ``check_unchanged``, but rereads the manifest only if its file has
+    changed.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -405,7 +422,7 @@ class UnchangedSet:
 
 
 def checked_content(file: AnyPath, raw: object) -> Mapping[str, Any]:
-    """Return the content of a manifest; raise DataError if it is not valid."""
+    """Return the content of a manifest's JSON ``raw``; raise DataError if it is not valid."""
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise DataError(f"{file} is not the manifest of a prepared set; {HOW_TO_MAKE_DATA}")
     content = cast("dict[str, Any]", raw)

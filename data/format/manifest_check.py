@@ -1,5 +1,5 @@
-"""Check the structure of a manifest's JSON, which readers rely on. A correct fingerprint does not
-prove that a manifest is valid, because anyone can compute one. Therefore every key is checked, and
+"""Check the structure of a manifest's JSON, on which readers rely. A correct fingerprint does not
+prove that a manifest is valid, because anyone can compute it. Therefore, every key is checked, and
 file names must not point outside the set's folder.
 """
 
@@ -38,7 +38,7 @@ _BAYES_KEYS = {"auc", "logloss", "ctr"}
 
 
 def check_content(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise DataError with the key, the value and the rule of the first invalid value."""
+    """Raise DataError for the first invalid value, naming its key, the value and the rule."""
     check = _Check(file)
     names = [check.name(f"dense[{i}]", e) for i, e in check.entries(content, "dense")]
     fields = check.entries(content, "fields")
@@ -117,8 +117,9 @@ class _Check:
         self.integer(f"{key}.hot", entry.get("hot", 1), 1, _MAX_HOT if ragged else _MAX_ROWS)
 
     def side(self, content: Mapping[str, Any]) -> list[str]:
-        """Check the non-feature columns; return the names of columns that must not also be
-        features."""
+        """Check the non-feature columns; return the names of those that must not also be
+        features.
+        """
         names: list[str] = []
         roles: list[str] = []
         for i, entry in self.entries({"side": content.get("side", [])}, "side"):
@@ -134,8 +135,9 @@ class _Check:
         return names
 
     def columns(self, content: Mapping[str, Any]) -> None:
-        """Check the properties of all rows: the presence of labels, the value ranges and the length
-        type."""
+        """Check the entries on all rows: whether they have labels, the ranges of values and the
+        type of list lengths.
+        """
         labelled = content.get("labelled", True)
         self.need(isinstance(labelled, bool), "labelled", labelled, "true or false")
         kind = content.get("length_type", LENGTH_TYPES[0])
@@ -215,7 +217,9 @@ class _Check:
 
 
 def _part_names(content: Mapping[str, Any]) -> set[str]:
-    """From checked fields and side columns, derive the parts that every shard must have."""
+    """Return the names of the parts that every shard must have, given checked fields and
+    non-feature columns.
+    """
     fields = content["fields"]
     lists = [entry for entry in fields if entry.get("ragged", False)]
     num_keys = sum(entry.get("keyed", False) and entry not in lists for entry in fields)

@@ -1,14 +1,13 @@
-"""Read rows of an array that is stored in several files, as ranges or as arbitrary runs.
+"""Read ranges or arbitrary runs of the rows of an array that is stored in several files.
 
-Linux limits a process to 65,530 maps by default (``vm.max_map_count``). Therefore, if a split has
-very many files, only the first ones are mapped, and rows of the others are read on request. A cache
-of maps would not have a higher hit rate, because an epoch visits every row once in random order,
-and a miss would cost a map and an unmap instead of one read.
-
-With thousands of shards, each batch contains about one run of 16 rows per shard, and a numpy call
-takes longer than copying such a run. Therefore all maps are addressed relative to the lowest one,
-through a single overlapping view in which a row begins at every item, so that one torch call copies
-a list of rows. The memory between the maps is not ours, so offsets must lie inside a map.
+By default, Linux limits a process to 65,530 maps (``vm.max_map_count``). Therefore, if a split has
+very many files, only the first files are mapped, and rows of the others are read on request. A
+cache of maps would not have a higher hit rate, because an epoch visits every row once in random
+order, and a miss would cost a map and an unmap instead of one read. With thousands of shards, each
+batch contains about one run of 16 rows per shard, and a numpy call takes longer than copying such a
+run. Therefore, all maps are addressed relative to the lowest map, through a single overlapping view
+in which a row begins at every item, so that one torch call copies a list of rows. The memory
+between the maps is not ours, so offsets must lie inside a map.
 """
 
 import bisect
@@ -33,14 +32,13 @@ Get = Callable[[Path], None]
 _CACHE_TRIES = 5
 
 _SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""By item size in bytes, a type whose rows torch can copy"""
+"""A type that torch can copy, by item size in bytes"""
 
 
 DEFAULT_MAP_COUNT = 65_530
 """Linux's default ``vm.max_map_count``, used if the system does not report its limit"""
 _LOADERS = 4
-"""The map limit is divided into this many shares: one per loader (train, val, test) and one spare
-"""
+"""Number of shares of the map limit: one for each loader (train, val, test), and one spare"""
 
 
 def map_count_limit() -> int:
@@ -60,7 +58,8 @@ class FileRows:
     """Reads rows of an unmapped file; each slice is read on request.
 
     ``check_set`` is called after each read, and raises an error if the set may have been replaced.
-    ``get`` is called before each read if the file is in a cache, which may have evicted it.
+    If the file is in a cache, ``get`` is called before each read, because the cache may have
+    evicted the file.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class FileRows:
             return self._read_cached(self._get, start, stop)
         try:
             return read_array(self._path, self._dtype, self._shape, start, stop)
-        finally:  # check even after an error, because a replaced set may be the cause
+        finally:  # checked even after an error, which a replaced set may have caused
             self._check_set()
 
     def _read_cached(self, get: Get, start: int, stop: int) -> Array:
         for _ in range(_CACHE_TRIES):
             get(self._path)
-            with contextlib.suppress(DataError):  # another process just removed the file
+            with contextlib.suppress(DataError):  # another process may have just removed the file
                 return read_array(self._path, self._dtype, self._shape, start, stop)
         raise DataError(
             f"{self._path}: was removed {_CACHE_TRIES} times before it could be read; use a larger "
@@ -109,7 +108,7 @@ def open_rows(
     get: Get | None = None,
 ) -> list[Rows]:
     """Map the first ``limit`` files (path, dtype, shape); other files are read on request. With
-    ``get``, no file is mapped; each is read after ``get`` has fetched it into a cache.
+    ``get``, no file is mapped; every read first calls ``get`` to fetch the file into the cache.
     """
     if get is not None:
         return [FileRows(*file, check_set, get) for file in files]
@@ -123,7 +122,9 @@ def mapped_of(rows: Sequence[Rows]) -> list[Array]:
 
 
 class MappedItems:
-    """Copies items of contiguous ``maps`` with one dtype; map i begins at item ``offsets[i]``."""
+    """Copies items of ``maps``, which are contiguous arrays of one dtype; map i begins at item
+    ``offsets[i]``.
+    """
 
     def __init__(self, maps: Sequence[Array]) -> None:
         self._maps = list(maps)  # keeps the mapped memory alive
@@ -137,8 +138,8 @@ class MappedItems:
         self._num_items = int((self.offsets + [items.size for items in maps]).max(initial=0))
 
     def copy(self, offsets: Places, out: Array, num_items: int) -> None:
-        """Copy ``num_items`` items from each of ``offsets`` into consecutive parts of ``out``."""
-        import torch  # torch is imported here because prepare and verify run without it
+        """Copy ``num_items`` items from each of ``offsets`` to consecutive parts of ``out``."""
+        import torch  # imported here, because prepare and verify run without torch
 
         if self._lowest is None:
             raise ValueError("copy: the maps are closed")
@@ -182,7 +183,9 @@ class MappedRows:
         return index, rows - self._first_rows[index]
 
     def view(self, start: int, stop: int) -> Array | None:
-        """Return a paged-in view of rows [start, stop), or None if they are not all in one map."""
+        """Return a view of rows [start, stop), paged into memory, or None if they are not all in
+        one map.
+        """
         index = bisect.bisect_right(self._starts, start) - 1
         if stop > self._starts[index + 1] or index >= self._num_mapped:
             return None
@@ -211,7 +214,9 @@ class MappedRows:
             done, index = done + end - first, index + 1
 
     def gather(self, firsts: Places, lengths: Places, out: Array) -> None:
-        """Copy ``lengths[i]`` rows starting at ``firsts[i]`` into ``out``, for each i in order."""
+        """Copy the runs of ``lengths[i]`` rows that start at ``firsts[i]`` into ``out``, one after
+        another.
+        """
         if len(firsts) == 1:
             self.read(int(firsts[0]), int(firsts[0] + lengths[0]), out)
         elif len(firsts):
@@ -224,7 +229,8 @@ class MappedRows:
         if self._num_mapped < len(self._maps):
             is_whole &= maps < self._num_mapped
         places = np.cumsum(lengths) - lengths
-        # Copy a run separately if the batch cuts it off, or if it crosses files or is not mapped.
+        # A run is copied separately if the batch cuts it off, if it crosses files, or if it is not
+        # mapped.
         cut = np.flatnonzero(~is_whole).tolist()
         for index in cut:
             first, rows, place = int(firsts[index]), int(lengths[index]), int(places[index])
@@ -238,5 +244,5 @@ class MappedRows:
                 self._items.copy(offsets[before + 1 : after], target, length * self._row_items)
 
     def close(self) -> None:
-        """Release the maps. A map stays until its last view is gone."""
+        """Release the maps. A map is unmapped when its last view is gone."""
         self._maps, self._items = [], MappedItems([])

@@ -9,9 +9,9 @@ from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
 
 def copy_metadata(manifest: Manifest, target: AnyPath) -> None:
-    """Copy manifest and vocabularies to ``target``, unless they already exist.
+    """Copy the manifest and the vocabularies to ``target``, unless ``target`` already has them.
 
-    A local folder appears atomically; in an object store, the manifest is written last.
+    A local folder is created atomically; in an object store, the manifest is written last.
     """
     raw = (manifest.path / MANIFEST).read_bytes()
     try:

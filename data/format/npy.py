@@ -1,7 +1,8 @@
-"""Write .npy files atomically, check them against the manifest, and map them.
+"""Write .npy files atomically, compare them with the manifest, and map them.
 
-This module writes the headers itself, because numpy's padding differs between versions. A file's
-bytes therefore depend only on its array, and damaged headers can be detected by comparison.
+This module writes the headers itself, because the padding of headers differs between numpy
+versions. A file's bytes therefore depend only on its array, and a damaged header differs from the
+expected bytes.
 """
 
 import os
@@ -30,15 +31,15 @@ def header(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def type_name(dtype: DTypeLike) -> str:
-    """Return the name of a dtype in headers, such as ``<i4`` or ``|u1``."""
+    """Return the name that headers use for a dtype, such as ``<i4`` or ``|u1``."""
     return np.dtype(dtype).newbyteorder("<").str
 
 
 def write_array(path: Path, array: "NDArray[Any]") -> int:
-    """Write ``array`` to ``path`` atomically, and return the crc32 of the file."""
+    """Write ``array`` to ``path`` atomically; return the crc32 of the file."""
     array = np.ascontiguousarray(array, dtype=type_name(array.dtype))
     head = header(array.dtype.str, array.shape)
-    # The name is unique, because two workers may write the file at the same time.
+    # The temporary name is unique, because two workers may write the file at the same time.
     partial = path.with_name(f"{path.name}.{uuid4().hex[:12]}.partial")
     data = array.reshape(-1).view(np.uint8).data if array.size else b""
     with partial.open("wb") as file:
@@ -58,7 +59,7 @@ def file_crc32(path: Path) -> int:
 
 
 def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise DataError if the header or the file size does not match this dtype and shape."""
+    """Raise DataError if the header or the size of the file does not match this dtype and shape."""
     try:
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
@@ -82,12 +83,12 @@ def check_file(path: Path, dtype: str, shape: tuple[int, ...], crc32: int) -> No
 
 
 def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
-    """Return a private map of a checked file; writing to the map does not change the file.
+    """Check a file and return a private map of it; writing to the map does not change the file.
 
-    torch maps the file, because each numpy map keeps a file descriptor open, and a set may have
-    more files than a process may open.
+    The map is made by torch, because each numpy map keeps a file descriptor open, and a set may
+    have more files than a process may open.
     """
-    import torch  # torch is imported here because prepare and verify run without it
+    import torch  # imported here, because prepare and verify run without torch
 
     check_array(path, dtype, shape)
     size = HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize
@@ -122,7 +123,7 @@ def open_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]"
     """Return a file as a read-only array.
 
     Large files are mapped, so that only pages in use are loaded. Small files are read, because each
-    numpy map uses up a file descriptor.
+    numpy map keeps a file descriptor open.
     """
     check_array(path, dtype, shape)
     if prod(shape) * np.dtype(dtype).itemsize < _MAPPED_BYTES:

@@ -1,7 +1,7 @@
 """Define the parts of a shard other than its words: keys, lists of ids, and non-feature columns.
 
-``words`` [rows, 1 + dense + fixed ids] int32 is the shard's own file. Each part is a separate file
-that exists only if the set contains such columns. Row i of a part belongs to row i of the words.
+The shard's own file contains ``words`` [rows, 1 + dense + fixed ids] int32. Each part is a separate
+file, which exists only if the set has such columns. Row i of a part belongs to row i of the words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,22 @@ ROLES: Mapping[Role, tuple[SideType, ...]] = {
     "row_key": ("int64", "string"),
     "label": ("float32",),
 }
-"""Roles of non-feature columns with the types of their values. Several columns may have the role
-``label`` (additional labels); each other role has at most one column."""
+"""The roles of non-feature columns, with the types of their values. Several columns may have the
+role ``label`` (additional labels); at most one column has each of the other roles.
+"""
 
 LENGTH_TYPES = ("|u1", "<u2")
 COUNTED_PARTS = ("values", "value_weights", "row_key_bytes")
-"""Parts with a length that does not depend on the number of rows"""
+"""Parts whose length does not depend on the number of rows"""
 PLACES_IN_SHARD = ("starts", "row_key_ends")
-"""Parts that are offsets from the start of their shard, so equal rows differ between shards"""
+"""Parts that contain offsets from the start of their shard, so that equal rows differ between
+shards
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SideColumn:
-    """A non-feature column; ``type`` is the type of its stored values."""
+    """A non-feature column. ``type`` is the type of its stored values."""
 
     name: str
     role: Role
@@ -43,10 +46,10 @@ class SideColumn:
 
 @dataclass(frozen=True, slots=True)
 class PartType:
-    """Dtype and shape of a shard's file, without the first dimension.
+    """The dtype of a part, and its shape without the first dimension.
 
-    The first dimension is the number of rows plus ``extra`` or, if ``counted``, the manifest's
-    ``count``.
+    The first dimension is the number of rows plus ``extra`` or, if ``counted``, the ``count`` in
+    the manifest.
     """
 
     dtype: str
@@ -71,7 +74,8 @@ def part_types(
 ) -> dict[str, PartType]:
     """Return every part of a set's shards, by name.
 
-    ``num_keys`` is the number of columns of keys. If ``keys_in_lists``, some lists contain keys.
+    ``num_keys`` is the number of columns of keys. ``keys_in_lists`` means that some lists contain
+    keys.
     """
     types: dict[str, PartType] = {}
     if num_keys:
@@ -117,6 +121,6 @@ def chosen_parts(parts: Parts, chosen: NDArray[np.bool_]) -> Parts:
 
 
 def starts_of(lengths: "NDArray[Any]") -> NDArray[np.int64]:
-    """Compute the offset of each row's values, [rows + 1], from ``lengths`` [rows, lists]."""
+    """Return the offsets [rows + 1] of the rows' values, given ``lengths`` [rows, lists]."""
     ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
     return np.concatenate([np.zeros(1, dtype=np.int64), ends])

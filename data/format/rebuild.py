@@ -1,4 +1,4 @@
-"""Reconstruct, from a manifest, the command that made a set in an earlier format."""
+"""Derive the command that made a set from its manifest, also for sets in earlier formats."""
 
 import shlex
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ def how_to_rebuild(folder: Path, content: Mapping[str, Any]) -> str:
     """Return the ``sbpflow prepare`` or ``synth`` command that made the set in ``folder``.
 
     Names that are not in the manifest (the input folder, a schema file) become placeholders in
-    capitals. A command is returned for any content, even for an invalid manifest.
+    capitals. Even an invalid manifest gives a command.
     """
     try:
         words = _synth(content) if content.get("source") == "synth" else _prepare(content)

@@ -1,5 +1,5 @@
-"""Open a prepared set at a URL, as a cache folder on this host whose files are downloaded on
-demand.
+"""Open a prepared set at a URL, whose files are downloaded on demand to a cache folder on this
+host.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def open_remote(url: RemotePath, key: str, options: "DataCache | None" = None) -> Manifest:
-    """Return the manifest of a set at a URL; its path is a folder of the cache.
+    """Return the manifest of the set at ``url``; the manifest's ``path`` is a folder of the cache.
 
-    Raises DataError if the manifest cannot be read, or is invalid.
+    Raises DataError if the manifest cannot be read or is invalid.
     """
     if options is None:
         from sbpflow.config.data_cache import DataCache

@@ -1,8 +1,8 @@
-"""Define the columns of a set: label, dense and sparse columns, and crosses of the wide part.
+"""Define the input columns of a set and their use, such as label, dense, sparse, group and time.
 
-This module does not read rows. ``CRITEO`` is the layout of both Criteo releases (Kaggle and 1TB),
-which are tab-separated without a header: label, integers I1..I13, and C1..C26 with eight hex
-digits. An empty cell is a missing value.
+``CRITEO`` is the schema of both Criteo releases (Kaggle and 1TB), which are tab-separated text
+without a header: the label, integers I1..I13, and categories C1..C26 of eight hex digits. An empty
+cell is a missing value.
 """
 
 import re
@@ -14,7 +14,7 @@ from sbpflow.errors import ConfigError
 Kind = Literal["hex", "string", "integer"]
 Beyond = Literal["error", "first", "last"]
 TimeKind = str
-"""``date``, ``integer``, or a format with directives of strptime, such as ``%d/%m/%Y``"""
+"""``date``, ``integer``, or a date format with directives of strptime, such as ``%d/%m/%Y``"""
 Compare = Literal["in", ">", ">=", "<", "<="]
 
 MISSING_ID = 0
@@ -28,7 +28,9 @@ CSV_SEPARATORS = (",", ";")
 """Separators of CSV files, whose cells may need quotes"""
 
 FIELD_NAME = re.compile(r"(?=.{1,100}$)\w[^\x00-\x1f\x7f/\\*?\[\]=,\"'`]*")
-"""Field names become parts of file names and options, and are matched by patterns"""
+"""The pattern of field names, which become parts of file names and options, and which patterns
+match
+"""
 NAME_RULE = (
     "must start with a letter, digit or '_', must not contain any of / \\ * ? [ ] = , \" ' `, and "
     "may have up to 100 characters"
@@ -37,32 +39,36 @@ PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 KINDS: tuple[Kind, ...] = ("hex", "string", "integer")
 BEYOND: tuple[Beyond, ...] = ("error", "first", "last")
 CHECK = "__check"
-"""Suffix of a staged column with the additional bits of string keys"""
+"""Suffix of a staged column with the check values of string keys"""
 GROUP, TIME, ROW_KEY = "__group", "__time", "__row_key"
-"""Names of staged copies of columns that may also be features"""
+"""Names of the staged copies of non-feature columns that may also be features"""
 _RESERVED = (SPLIT_COLUMN, GROUP, TIME, ROW_KEY)
 NUMBER = r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field with an embedding table; ``rows`` includes ids 0 (missing) and 1 (rare)."""
+    """A field with an embedding table. ``rows`` includes ids 0 (missing) and 1 (rare)."""
 
     name: str
     rows: int
     hot: int = 1
-    """Number of ids per row of data, or the maximum for a ragged field"""
+    """Number of ids per row of data; for a ragged field, the maximum"""
     ragged: bool = False
-    """Rows have 0 to ``hot`` ids, stored as lists rather than as columns of the words"""
+    """True if rows have 0 to ``hot`` ids, which are stored as lists instead of columns of the
+    words
+    """
     weighted: bool = False
-    """Every id of a ragged field has a weight"""
+    """True if every id of a ragged field has a weight"""
 
     crossed: tuple[str, ...] = ()
-    """Columns of a cross"""
+    """The two columns of a cross"""
     vocabulary: str = ""
-    """Name of a vocabulary shared with other fields; "" for the field's own vocabulary"""
+    """Name of a vocabulary shared with other fields, or "" for the field's own vocabulary"""
     keyed: bool = False
-    """Rows hold 64-bit keys instead of ids, so the field has no vocabulary and 0 ``rows``"""
+    """True if rows contain 64-bit keys instead of ids; the field then has no vocabulary, and
+    ``rows`` is 0
+    """
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -80,15 +86,17 @@ class ListColumn:
     most: int = 64
     """Maximum number of values per row, or the exact number of ids with ``fixed``"""
     fixed: bool = False
-    """Store ``most`` ids per row, padded with the missing id, instead of a list"""
+    """True to store ``most`` ids per row, padded with the missing id, instead of a list"""
     beyond: Beyond = "error"
     """What to do if a row has too many values: reject the line, or keep the first or last ``most``
+    values
     """
     weights: str | None = None
-    """Column with one weight per value"""
+    """Column with one weight per value, or None"""
     inline: str | None = None
-    """Separator of a value and its weight in the same cell, as in ``a:0.5|b:1``; Parquet lists may
-    contain structs of value and weight"""
+    """Separator of a value and its weight in the same cell, as in ``a:0.5|b:1``, or None; lists in
+    Parquet may contain structs of a value and a weight
+    """
 
     @property
     def weighted(self) -> bool:
@@ -102,7 +110,7 @@ class LabelRule:
 
     compare: Compare
     values: tuple[str, ...]
-    """Values for ``in``, or one number for a comparison"""
+    """The values for ``in``, or a single number for a comparison"""
 
     @property
     def numbers(self) -> list[float] | None:
@@ -116,14 +124,15 @@ class LabelRule:
 
 
 def comparison(text: str) -> LabelRule | None:
-    """Return the rule of a comparison such as ``>= 4``, or None for any other text."""
+    """Return the rule for a comparison such as ``>= 4``, or None for any other text."""
     match = re.fullmatch(rf" *(>=|<=|>|<) *({NUMBER}) *", text)
     return LabelRule(compare=cast("Compare", match[1]), values=(match[2],)) if match else None
 
 
 def is_wrong_comparison(text: str) -> bool:
     """Return True for text such as ``=> 15`` or ``>15 min``, which looks like a comparison but is
-    not one. ``>50K`` is False, because tables contain such values."""
+    not one. The result is False for ``>50K``, because tables contain such values.
+    """
     wrong_sign = re.match(rf" *(?:[=!]=?[<>]?|<>|<<|>>) *{NUMBER}", text)
     more_than_number = re.match(rf" *[<>]=? *{NUMBER}[ ,]+[^ ]", text)
     return bool(wrong_sign or more_than_number)
@@ -135,22 +144,24 @@ class DenseColumn:
 
     name: str
     whole: bool = False
-    """Require 32-bit integers instead of real numbers"""
+    """True to require 32-bit integers instead of real numbers"""
     transform: str | None = None
-    """Transform in ``sbpflow.serving.cells``, or None for the one that ``--dense`` selects"""
+    """Name of a transform in ``sbpflow.serving.cells``, or None for the transform that ``--dense``
+    selects
+    """
     clip: tuple[float, float] | None = None
-    """Lower and upper limit; values outside are clipped and counted"""
+    """Lower and upper limit; values outside the limits are clipped and counted"""
     buckets: int = 0
     """Number of quantile buckets if the column becomes an id field, else 0"""
     indicator: bool = False
-    """Add a dense column ``NAME_missing`` that is 1 where the value is missing"""
+    """True to add a dense column ``NAME_missing`` that is 1 where the value is missing"""
     decimal: str = "."
     """Decimal separator of numbers in text: a point or a comma"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
-    """The columns of a text or Parquet input, in file order, and their use."""
+    """The columns of a text, Parquet or Arrow input, in file order, and their use."""
 
     columns: tuple[str, ...]
     label: str
@@ -159,22 +170,24 @@ class Schema:
     kinds: tuple[Kind, ...]
     separator: str = "\t"
     header: bool = False
-    """Every text file starts with a line of column names, so the order of ``columns`` does not
-    matter
+    """True if every text file starts with a line of column names; the order of ``columns`` then
+    does not matter
     """
     quote: str | None = None
     """Quote character of text cells that contain separators or newlines, or None"""
     missing_values: tuple[str, ...] = ()
-    """Texts that stand for a missing cell, such as NA; an empty cell is always missing"""
+    """Texts that mean a missing cell, such as NA; an empty cell is always missing"""
     many: tuple[ListColumn, ...] = ()
     vocabularies: tuple[tuple[str, str], ...] = ()
-    """Pairs of a sparse column and its shared vocabulary"""
+    """Pairs of a sparse column and the name of its shared vocabulary"""
     numbers: tuple[DenseColumn, ...] = ()
-    """Dense columns that differ from the default (integers, transformed as ``--dense`` says)"""
+    """Options of dense columns that differ from the default (integers with the transform of
+    ``--dense``)
+    """
     label_rule: LabelRule | None = None
     """Values of the label column that mean 1, or None for a column of 0 and 1"""
     labels: tuple[str, ...] = ()
-    """Additional labels"""
+    """Columns of additional labels"""
     weight: str | None = None
     group: tuple[str, Kind] | None = None
     time: tuple[str, TimeKind] | None = None
@@ -182,7 +195,7 @@ class Schema:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if the fast text parser supports all columns of the schema."""
+        """Return True if the fast text parser (``data.prepare.parse``) supports the schema."""
         side = (self.labels, self.weight, self.group, self.time, self.row_key, self.label_rule)
         other = (self.header, self.quote, self.missing_values, self.many, *side)
         return not any(other) and all(self.dense_column(name).whole for name in self.dense)
@@ -203,12 +216,14 @@ class Schema:
 
     @property
     def shareable(self) -> tuple[str, ...]:
-        """Return the group, time and row key columns, which may also be features."""
+        """Return the group, time and row key columns, which are the non-feature columns that may
+        also be features.
+        """
         return tuple(pair[0] for pair in (self.group, self.time, self.row_key) if pair)
 
     @property
     def _exclusive(self) -> tuple[str, ...]:
-        """Return all uses of columns that may be used only once; duplicates are errors."""
+        """Return the columns of all uses that must not share a column."""
         weights = (column.weights for column in self.many if column.weights)
         weight = (self.weight,) if self.weight else ()
         return (self.label, *self.features, *weight, *self.labels, *weights)
@@ -229,11 +244,15 @@ class Schema:
         return self.kinds[self.sparse.index(name)]
 
     def vocabulary(self, name: str) -> str:
-        """Return the vocabulary name of field ``name``: a shared name, or the field's name."""
+        """Return the name of the vocabulary of field ``name``: a shared name, or the field's own
+        name.
+        """
         return dict(self.vocabularies).get(name, name)
 
     def check(self, key: str) -> None:
-        """Raise ConfigError unless names are unique, valid and listed in ``columns``."""
+        """Raise ConfigError if the schema is invalid, for example because a name is used twice or
+        is not in ``columns``.
+        """
         used, once = self.used, self._exclusive
         others = [name for name in self.shareable if name not in self.features]
         if repeated := [name for name in once if once.count(name) > 1 or name in others]:
@@ -242,14 +261,16 @@ class Schema:
                 "time and row_key may also be a dense or sparse column)"
             )
         if twice := [name for name in self.columns if self.columns.count(name) > 1]:
-            raise ConfigError(f"{key}: columns has {twice[0]!r} twice; name each column once")
+            raise ConfigError(f"{key}: columns lists {twice[0]!r} twice; name each column once")
         if unknown := [name for name in used if name not in self.columns]:
-            raise ConfigError(f"{key}: {unknown[0]!r} is not one of columns {list(self.columns)}")
+            raise ConfigError(
+                f"{key}: {unknown[0]!r} is not one of the columns {list(self.columns)}"
+            )
         fields = (*self.sparse, *(column.name for column in self.buckets))
         if invalid := [name for name in fields if not FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
-                f"{key}: sparse column {invalid[0]!r}: because it is used in file names and "
-                f"options, it {NAME_RULE}; rename the column in the table"
+                f"{key}: sparse column {invalid[0]!r}: a name is used in file names and "
+                f"options, so it {NAME_RULE}; rename the column in the table"
             )
         if patterns := [name for name in used if PATTERN.fullmatch(name)]:
             raise ConfigError(

@@ -1,9 +1,9 @@
-"""Keep files of sets at URLs on this host, within a size limit, for all ranks and runs.
+"""Keep copies of files of sets at URLs on this host, within a size limit, for all ranks and runs.
 
 ``DIR/FINGERPRINT/`` contains the manifest and some files of a set. A file appears there only when
 it is complete and its checksum is verified. File locks, which are released when their process ends,
-decide who downloads a file and who makes room. The least recently used files are removed first,
-except for splits that a process has mapped.
+decide which process downloads a file and which one makes room. The least recently used files are
+removed first, except for splits that a process has mapped.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ Result = TypeVar("Result")
 _PARTIAL, _RESERVED, _PIN = ".partial", ".reserved", ".pin"
 _NUM_LOCKS = 256
 _DOWNLOADS = 8
-_TRIES = 3  # maximum number of downloads of a file whose checksum does not match
+_TRIES = 3  # maximum number of downloads of a file if its checksum does not match
 _WAIT_S = 0.05
 _AHEAD = 4  # number of files of a split to download ahead of reading
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLimit:
-    """The cache folder on this host, and its maximum size."""
+    """The cache folder on this host, and the maximum size of its files."""
 
     folder: Path
     num_bytes: int
@@ -42,7 +42,7 @@ class CacheLimit:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a set, as its manifest describes it."""
+    """The manifest's facts about one file of a set."""
 
     crc32: int
     num_bytes: int
@@ -51,7 +51,7 @@ class RemoteFile:
 class ShardCache:
     """Downloads the files of one set.
 
-    ``files`` contains all of them, and ``order`` the files of each split.
+    ``files`` maps names to all files; ``order`` contains the names of each split's files, by shard.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class ShardCache:
 
     def get(self, path: Path) -> None:
         """Make sure that the file at ``path``, in ``folder``, exists, and start downloading the
-        next files. Raises DataError if the file cannot be downloaded, or ConfigError if there is no
-        room for it.
+        next files. Raises DataError if the file cannot be downloaded, and ConfigError if the cache
+        has no room for it.
         """
         name = str(path.relative_to(self.folder))
         self._get(name)
         self._fetch_ahead(self._next.get(name, ()))
 
     def get_all(self, names: Iterable[str]) -> None:
-        """Download files in parallel; files that other processes are downloading come last."""
+        """Download files in parallel. Files that other processes are downloading come last."""
         with ThreadPoolExecutor(_DOWNLOADS) as pool:
             waiting = [name for name, done in _each(pool, self._get_free, names) if not done]
             for _ in _each(pool, self._get, waiting):
@@ -103,9 +103,9 @@ class ShardCache:
         need = sum(self._files[name].num_bytes for name in names)
         if need > self._limit.num_bytes:
             raise ConfigError(
-                f"data.cache.size: {self._limit.num_bytes / 1e9:g} GB, but every batch of a "
-                f"shuffled epoch reads from all {need / 1e9:.3g} GB of {split}; use at least "
-                f"data.cache.size='{need / 1e9 * 1.05:.3g} GB', or data.shuffle=none"
+                f"data.cache.size: {self._limit.num_bytes / 1e9:g} GB is too small, because every "
+                f"batch of a shuffled epoch has rows from all {need / 1e9:.3g} GB of {split}; use "
+                f"at least data.cache.size='{need / 1e9 * 1.05:.3g} GB', or data.shuffle=none"
             )
         pin = (self.folder / f"{split}{_PIN}").open("a", encoding="ascii")
         fcntl.flock(pin, fcntl.LOCK_SH)
@@ -128,12 +128,12 @@ class ShardCache:
                     self._ahead[name] = self._pool.submit(self._try, name)
 
     def _try(self, name: str) -> None:
-        # If the error persists, reading the file will raise it.
+        # The error is ignored here; if it persists, ``get`` raises it when the file is read.
         with contextlib.suppress(DataError, ConfigError, OSError):
             self._get(name)
 
     def _get_free(self, name: str) -> bool:
-        """Download a file unless another process is downloading it."""
+        """Download a file unless another process is downloading it; return False in that case."""
         try:
             self._get(name, wait=False)
         except HeldError:
@@ -161,15 +161,15 @@ class ShardCache:
             for number in range(1, _TRIES + 1):
                 (self.url / name).download(partial)
                 if partial.stat().st_size == file.num_bytes and file_crc32(partial) == file.crc32:
-                    # Under the lock, a process that adds up sizes sees exactly one of the two
-                    # names.
+                    # Under the lock, other processes that add up sizes see either the reservation
+                    # or the file.
                     with hold(self._room, wait=True):
                         partial.replace(path)
                         reserved.unlink()
                     return
                 if number == _TRIES:
                     raise DataError(
-                        f"{self.url / name}: differs from the manifest in {_TRIES} downloads; "
+                        f"{self.url / name}: all {_TRIES} downloads differ from the manifest; "
                         "prepare the set again"
                     )
         except (FileNotFoundError, StoreError) as error:
@@ -180,9 +180,9 @@ class ShardCache:
             reserved.unlink(missing_ok=True)
 
     def _reserve(self, reserved: Path, num_bytes: int) -> None:
-        """Make room for a file by creating ``reserved`` with the file's size, which other processes
-        count. The download itself cannot serve as the reservation, because the store's client
-        truncates it first. Waits while other downloads need the room.
+        """Reserve room by creating the file ``reserved`` with ``num_bytes`` bytes, which other
+        processes count. The downloaded file cannot serve as the reservation, because the store's
+        client truncates it first. While other downloads need the room, this method waits.
         """
         while True:
             excess, waits = self._try_reserve(reserved, num_bytes)
@@ -193,16 +193,16 @@ class ShardCache:
                 continue
             limit, folder = self._limit.num_bytes, self._limit.folder
             raise ConfigError(
-                f"data.cache.size: {limit / 1e9:g} GB in {folder} have no room for "
+                f"data.cache.size: {limit / 1e9:g} GB in {folder} has no room for another "
                 f"{num_bytes / 1e9:.3g} GB, because the other files there are in use; use, for "
                 f"example, data.cache.size='{(limit + excess) / 1e9 * 1.05:.3g} GB'"
             )
 
     def _try_reserve(self, reserved: Path, num_bytes: int) -> tuple[int, bool]:
         """Remove files to make room; return how many bytes are still lacking, and whether downloads
-        need some of the room.
+        in progress occupy some of the room.
 
-        Downloads begin and end under the lock of the room, so both results are of one moment.
+        Downloads begin and end under the lock of the room, so the two results are consistent.
         """
         waits = False
         with hold(self._room, wait=True):
@@ -221,7 +221,9 @@ class ShardCache:
             return max(0, excess), waits
 
     def _remove(self, path: Path) -> bool:
-        """Remove a file of any set, unless it is mapped or being downloaded."""
+        """Remove a file of any set, unless it is mapped or being downloaded; return whether it was
+        removed.
+        """
         name = path.name.removesuffix(_RESERVED)
         partial = path.with_name(name + _PARTIAL)
         if path.suffix == _RESERVED:
@@ -253,7 +255,9 @@ def _each(
 
 
 def _files_in(folder: Path) -> Iterable[tuple[float, int, Path]]:
-    """Yield the time of last use, size, and path of the files and reservations of all sets."""
+    """Yield the time of last use, the size, and the path of each file and reservation of all
+    sets.
+    """
     for pattern in ("*/**/*.npy", f"*/**/*.npy{_RESERVED}"):
         for path in folder.glob(pattern):
             with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,6 @@
-"""Write shards atomically, map them into memory, and read them as ranges or rows."""
+"""Write shards atomically, and read ranges or single rows of them, mapped into memory if
+possible.
+"""
 
 import bisect
 from itertools import accumulate
@@ -19,8 +21,7 @@ _WORD = "<i4"
 
 
 def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = None) -> Shard:
-    """Write int32 ``words`` [rows, words] as ``folder/name``, and the shard's parts next to this
-    file.
+    """Write int32 ``words`` [rows, words] as ``folder/name``, and the parts next to this file.
 
     Readers never see an incomplete file. ``parts`` maps part names (``data.format.parts``) to
     arrays.
@@ -45,11 +46,11 @@ def shard_files(manifest: Manifest, shard: Shard) -> list[tuple[str, int, str, t
 
 
 class SplitRows(MappedRows):
-    """Reads the words of one split across its shards; row numbers count from the split's first row.
+    """Reads the words of one split across its shards. Row numbers count from the split's first row.
 
     Maps are copy-on-write, so writing to a view changes later reads of this object but not the
     file. Raises DataError if the set of ``manifest`` has been replaced. The first ``limit`` shards
-    are mapped (by default, the maximum for one split), and other shards are read on request.
+    (by default, ``max_maps()``) are mapped; other shards are read on request.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
@@ -60,7 +61,7 @@ class SplitRows(MappedRows):
                 UnchangedSet(manifest).check,
                 None if manifest.cache is None else manifest.cache.get,
             )
-        finally:  # check even after an error, because a replaced set may be the cause
+        finally:  # checked even after an error, which a replaced set may have caused
             check_unchanged(manifest)
         self.num_words = manifest.num_words
         super().__init__(maps, np.empty((0, self.num_words), dtype=np.int32))
@@ -76,7 +77,7 @@ def check_shards(manifest: Manifest, split: str) -> None:
 
 
 def _word_files(manifest: Manifest, split: str) -> list[tuple[Path, str, tuple[int, ...]]]:
-    """Return the path, dtype and shape of each non-empty shard."""
+    """Return the path, dtype and shape of the words of each non-empty shard."""
     return [
         (manifest.path / shard.file, _WORD, (shard.rows, manifest.num_words))
         for shard in manifest.shards(split)
@@ -109,7 +110,9 @@ class RowFiles:
         return np.concatenate([np.empty((0, self.num_words), dtype=np.int32), *pieces])
 
     def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", "NDArray[Any]"]:
-        """Return list lengths [stop - start, lists] and values [n] of rows [start, stop)."""
+        """Return the list lengths [stop - start, lists] and the ids in lists [n] of rows [start,
+        stop).
+        """
         types, path_of = self._manifest.part_types, self._manifest.file
         none = np.empty((0, len(self._manifest.lists)), dtype=types["lengths"].dtype)
         lengths: list[NDArray[Any]] = [none]
@@ -130,7 +133,7 @@ class RowFiles:
         return self.part("keys", start, stop) if "keys" in self._manifest.part_types else None
 
     def part(self, name: str, start: int, stop: int) -> "NDArray[Any]":
-        """Return rows [start, stop) of a part with one entry per row."""
+        """Return rows [start, stop) of the part ``name``, which must have one entry per row."""
         kind = self._manifest.part_types[name]
         pieces: list[NDArray[Any]] = [np.empty((0, *kind.tail), dtype=kind.dtype)]
         for shard, a, b in self._inside(start, stop):
@@ -139,8 +142,8 @@ class RowFiles:
         return np.concatenate(pieces)
 
     def _inside(self, start: int, stop: int) -> list[tuple[Shard, int, int]]:
-        """Return each shard with some of the rows [start, stop), and their start and stop within
-        the shard.
+        """Return each shard that contains some of the rows [start, stop), with the start and stop
+        of these rows within the shard.
         """
         ranges: list[tuple[Shard, int, int]] = []
         index = bisect.bisect_right(self._starts, start) - 1

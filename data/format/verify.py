@@ -1,4 +1,4 @@
-"""Verify the checksum of every file and the range of every value of a set."""
+"""Verify the checksum of every file of a set, and the range of every value."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +15,9 @@ from sbpflow.errors import DataError
 
 
 def verify_set(manifest: Manifest, workers: int) -> None:
-    """Compare every file with its checksum and with the manifest. Raises DataError for the first
-    file that differs, or the first row with an invalid label, dense value, or id. Values are also
-    checked, because a set edited by hand can have correct checksums.
+    """Compare every file with its checksum, and check every value. Raises DataError for the first
+    file that differs, or for the first row with an invalid label, dense value, or id. Values are
+    checked because a set edited by hand can have correct checksums.
     """
     shards = [(manifest, shard) for split in SPLITS for shard in manifest.shards(split)]
     with ThreadPoolExecutor(workers) as pool:
@@ -28,14 +28,16 @@ def verify_set(manifest: Manifest, workers: int) -> None:
 
 
 def verify_shard(manifest: Manifest, shard: Shard) -> None:
-    """Raise DataError if a file of a shard differs from its checksum, or a row is invalid."""
+    """Raise DataError if a file of a shard does not match its checksum, or if a row is invalid."""
     for file, crc32, dtype, shape in shard_files(manifest, shard):
         check_file(manifest.file(file), dtype, shape, crc32)
     check_rows(manifest, shard)
 
 
 def check_rows(manifest: Manifest, shard: Shard) -> None:
-    """Raise DataError for the first row of a shard with an invalid value."""
+    """Raise DataError for the first row of a shard with an invalid label, dense value, or fixed
+    id.
+    """
     path = manifest.file(shard.file)
     words = read_array(path, "<i4", (shard.rows, manifest.num_words), 0, shard.rows)
     labels, dense = words[:, 0].view(np.float32), words[:, 1 : 1 + len(manifest.dense)]
@@ -48,7 +50,7 @@ def check_rows(manifest: Manifest, shard: Shard) -> None:
         bad = ~np.isfinite(values) | (values < np.float32(low)) | (values > np.float32(high))
         _refuse(path, entry["name"], values, bad, f"finite, from {low:g} to {high:g}")
     column = 1 + len(manifest.dense)
-    fields = [field for field in manifest.fixed if not field.keyed]  # all keys are valid
+    fields = [field for field in manifest.fixed if not field.keyed]  # every key is valid
     limits = np.repeat([f.rows for f in fields], [f.hot for f in fields])
     all_ids = words[:, column:]
     in_range = not all_ids.size or bool(
@@ -75,8 +77,9 @@ def _refuse(
 
 
 def check_lists(manifest: Manifest, shard: Shard) -> None:
-    """Raise DataError if a shard's lengths, starts and values are inconsistent or an id is
-    invalid."""
+    """Raise DataError if the lengths, starts and values of a shard's lists are inconsistent, or if
+    an id in a list is invalid.
+    """
     types, folder = manifest.part_types, manifest.path
 
     def whole(name: str) -> "NDArray[Any]":

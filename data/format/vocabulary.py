@@ -1,10 +1,10 @@
 """Read and write the vocabularies of a set: each field's values, ids, and counts in train.
 
-A vocabulary is stored as arrays ``vocabulary/FIELD.{keys,ids,counts}.npy`` in key order for
-mapping, searching and merging. A key has 32 or 64 bits: hex values and integers are their own keys,
-and a string's key is a 64-bit blake2b hash. For strings, ``checks`` contains 32 more bits of the
-hash, to distinguish two strings with the same key. ``prepare --keep-strings`` also stores the
-strings as UTF-8 text (``string_bytes``) with the end of each value (``string_ends``).
+A vocabulary is stored as arrays ``vocabulary/FIELD.{keys,ids,counts}.npy`` in key order, so that
+they can be mapped, searched and merged. A key has 32 or 64 bits: hex values and integers are their
+own keys, and a string's key is a 64-bit blake2b hash. For strings, ``checks`` contains 32 more bits
+of the hash, to distinguish strings with the same key. ``prepare --keep-strings`` also stores the
+strings as UTF-8 text (``string_bytes``) with the end of each string (``string_ends``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ _ARRAYS = ("keys", *_TYPES)
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The values of one field in key order; ids without a value are spare."""
+    """The values of one vocabulary in key order. Ids without a value are spare."""
 
     name: str
     num_rows: int
@@ -55,8 +55,9 @@ class Vocabulary:
         return kind(self.keys, self.ids, self.counts)
 
     def strings(self, places: slice | NDArray[np.int64] = slice(None)) -> list[str] | None:
-        """Return the original strings at positions ``places`` of the key order, or None if strings
-        are not kept."""
+        """Return the original strings at the positions ``places`` in key order, or None if strings
+        are not stored.
+        """
         if self.string_ends is None or self.string_bytes is None:
             return None
         raw, ends = self.string_bytes, self.string_ends
@@ -67,14 +68,14 @@ class Vocabulary:
         return [raw[a:b].tobytes().decode() for a, b in spans]
 
     def with_strings(self, strings: Sequence[str]) -> "Vocabulary":
-        """Return this vocabulary with the original ``strings`` in key order."""
+        """Return this vocabulary with ``strings``, the original strings in key order."""
         raw = [text.encode() for text in strings]
         ends = np.cumsum([len(text) for text in raw], dtype=np.int64)
         text = np.frombuffer(b"".join(raw), dtype=np.uint8)
         return replace(self, string_ends=ends, string_bytes=text)
 
     def spare_ids(self) -> NDArray[np.int32]:
-        """Return the ids of the table that are not assigned to a value, in ascending order."""
+        """Return the ids that are not assigned to a value, in ascending order."""
         is_free = np.ones(self.num_rows, dtype=np.bool_)
         is_free[:NUM_RESERVED_IDS] = False
         is_free[self.ids] = False
@@ -82,7 +83,7 @@ class Vocabulary:
 
 
 def write_vocabulary(folder: Path, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Write the arrays to the set in ``folder``, and return their manifest entry."""
+    """Write the arrays of a vocabulary to the set in ``folder``; return its manifest entry."""
     entry: dict[str, Any] = {
         "values": len(vocabulary.keys),
         "key": type_name(vocabulary.keys.dtype),
@@ -128,7 +129,9 @@ def fetch_vocabularies(manifest: Manifest) -> None:
 
 
 def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, Any]) -> Vocabulary:
-    """Open a vocabulary of the set in ``folder`` by manifest entry; large arrays are mapped."""
+    """Open the vocabulary that ``entry`` of the manifest describes in the set in ``folder``; map
+    large arrays.
+    """
     arrays = {
         key: open_array(folder / part["file"], dtype, shape)
         for key, part, dtype, shape in array_files(entry)
@@ -137,7 +140,9 @@ def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, 
 
 
 def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int]]]:
-    """Return the name, file entry, dtype and shape of each array in a manifest entry."""
+    """Return the name, file entry, dtype and shape of each array that a vocabulary's manifest entry
+    lists.
+    """
     return [
         (key, part, _TYPES.get(key, entry["key"]), (part.get("count", entry["values"]),))
         for key in _ARRAYS
@@ -146,12 +151,14 @@ def array_files(entry: Mapping[str, Any]) -> list[tuple[str, Any, str, tuple[int
 
 
 def vocabulary_names(manifest: Manifest) -> list[str]:
-    """Return the fields with a vocabulary."""
+    """Return the names of the vocabularies."""
     return list((manifest.content.get("vocabulary") or {"fields": {}})["fields"])
 
 
 def verify_vocabulary(manifest: Manifest, name: str) -> None:
-    """Raise DataError if an array differs from its checksum or an id is not in the table."""
+    """Raise DataError if an array of a vocabulary does not match its checksum, or if keys or ids
+    are invalid.
+    """
     entry = manifest.content["vocabulary"]["fields"][name]
     for _, part, dtype, shape in array_files(entry):
         check_file(manifest.file(part["file"]), dtype, shape, part["crc32"])
@@ -159,7 +166,7 @@ def verify_vocabulary(manifest: Manifest, name: str) -> None:
 
 
 def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:
-    """Yield the named arrays of a vocabulary, one block of values at a time."""
+    """Yield blocks of consecutive values of the named arrays of a vocabulary."""
     files = {key: (folder / part["file"], dtype) for key, part, dtype, _ in array_files(entry)}
     total = entry["values"]
     for start in range(0, total, _BLOCK):
@@ -168,7 +175,7 @@ def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[lis
 
 
 def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) -> None:
-    """Raise DataError unless keys ascend and ids are unique rows of the table."""
+    """Raise DataError unless the keys ascend and the ids are unique rows of the table."""
     num_rows = manifest.field(name).rows
     is_assigned = np.zeros(num_rows, dtype=np.bool_)
     last = -1
@@ -198,7 +205,7 @@ def vocabulary_content(
     seed: int,
     ancestors: Sequence[Ancestor],
 ) -> dict[str, Any]:
-    """Return the ``vocabulary`` entry of the manifest, with a digest of the ids but not of the
+    """Return the ``vocabulary`` entry of the manifest, whose digest covers the ids but not the
     counts.
     """
     facts: list[Any] = [seed]

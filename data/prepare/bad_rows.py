@@ -25,33 +25,37 @@ _FIXES = {
     NOT_A_TIME: "write dates such as 2024-05-01 12:30:00, or their format as in "
     '`time: {NAME: "%d/%m/%Y"}`',
 }
-"""Advice for cells that break a rule"""
+"""Advice for cells that break a rule, by rule"""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPiece:
-    """A piece on disk: its rows, its source lines, and the counts of skipped lines."""
+    """A piece that is staged on disk: the path of its rows, its source lines, and its skipped
+    lines.
+    """
 
     path: Path
     file: InputPath
     num_rows: int
     num_train: int
-    """Number of rows assigned to train. A split by time is decided later and counts all rows."""
+    """Number of rows in train. For a split by time, which is decided later, this is the number of
+    all rows
+    """
     num_lines: int
     num_names: int
     """Number of header lines (0 or 1) before the rows"""
     bad: BadLines
     cut: Mapping[str, int]
-    """Number of values dropped by column because a row had more than the maximum"""
+    """Number of values dropped because a row had more than the maximum, by column"""
     num_positives: int
     label_cells: list[str]
-    """Some cells of the label column if the schema has a label rule or a label is bad"""
+    """Some cells of the label column, if the schema has a label rule or a label is bad"""
 
 
 def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: float = 0.0) -> None:
     """Raise DataError, with counts and the first bad lines, if too many lines are bad.
 
-    While files are still being read, at least the fraction ``early`` of bad lines is tolerated.
+    While files are still being read, a fraction of up to ``early`` bad lines is tolerated.
     """
     num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
     num_bad = sum(piece.bad.total for piece in staged)
@@ -77,7 +81,7 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
 
 
 def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
-    """Raise DataError if the schema's label rule gives all rows the same label."""
+    """Raise DataError if the label rule of the schema gives all rows the same label."""
     total = sum(piece.num_rows for piece in staged)
     positives = sum(piece.num_positives for piece in staged)
     if schema.label_rule is not None and positives in (0, total):
@@ -90,7 +94,7 @@ def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
 
 
 def bad_counts(staged: Sequence[StagedPiece]) -> dict[str, int]:
-    """Return the number of bad lines in all pieces by reason."""
+    """Return the number of bad lines in all pieces, by reason."""
     counts: Counter[str] = Counter()
     for piece in staged:
         counts.update(piece.bad.counts)
@@ -98,7 +102,9 @@ def bad_counts(staged: Sequence[StagedPiece]) -> dict[str, int]:
 
 
 def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
-    """Return the counts by reason, and the first bad lines with their files and line numbers."""
+    """Return lines of text with the counts by reason, and with the first bad lines and their line
+    numbers.
+    """
     messages = [f"{count} x {reason}" for reason, count in bad_counts(staged).items()]
     line_of_file: dict[InputPath, int] = {}
     for piece in staged:
@@ -111,7 +117,7 @@ def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
 
 
 def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]:
-    """Return hints about the schema that the first bad lines suggest, if any."""
+    """Return advice about the schema that follows from the first bad lines, if any."""
     schema = options.schema
     examples = [example for piece in staged for example in piece.bad.examples]
     text = next((line for _, reason, line, _ in examples if _WRONG_NUMBER in reason), None)
@@ -161,11 +167,13 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
 
 
 _MIN_WORDS = 3
-"""Minimum number of different words for the advice that a column contains strings"""
+"""Minimum number of different words in a column for the advice that the column contains strings"""
 
 
 def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
-    """Return the column of a bad line, and the rule in ``_FIXES`` that its cell breaks or ""."""
+    """Return the column of a bad line's cell, and the rule in ``_FIXES`` that the cell breaks, or
+    "".
+    """
     _, reason, _, _ = example
     rule = next((rule for rule in _FIXES if f" {rule}" in reason), "")
     return (reason.partition(f" {rule}")[0] if rule else ""), rule
@@ -174,7 +182,9 @@ def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
 def _columns_of_words(
     examples: Sequence[tuple[int, str, str, str]], schema: Schema
 ) -> dict[str, list[str]]:
-    """Return the columns of numbers whose bad cells contain several different words."""
+    """Return the columns of numbers whose bad cells contain several different words, with some of
+    the words.
+    """
     words: dict[str, list[str]] = {}
     for example in examples:
         name, rule = _misfit(example)
@@ -186,7 +196,9 @@ def _columns_of_words(
 
 
 def _rule_for(cells: Sequence[str]) -> str:
-    """Return a label rule that separates ``cells``: for numbers, from their middle."""
+    """Return a label rule that gives ``cells`` both labels; for numbers, the rule is a comparison
+    with a number in the middle.
+    """
     numbers = {float(cell): cell for cell in cells if re.fullmatch(NUMBER, cell)}
     if not numbers or not re.fullmatch(NUMBER, cells[0]):
         literal = json.dumps(cells[0])
@@ -195,7 +207,7 @@ def _rule_for(cells: Sequence[str]) -> str:
 
 
 def _cell_advice(example: tuple[int, str, str, str]) -> str:
-    """Return advice on a cell that does not fit its column, or ""."""
+    """Return advice on a cell that does not fit its column, or "" if there is none."""
     name, rule = _misfit(example)
     cell = example[3]
     if not rule or not cell:

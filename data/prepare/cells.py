@@ -1,8 +1,8 @@
-"""Convert cells to typed columns, with the same rules for text and Parquet, and count bad rows by
+"""Convert cells to typed columns, by the same rules for text and Parquet, and count bad rows by
 reason.
 
-The columns of the input frame are strings, or have the types of a Parquet file. A row is bad if any
-cell is present but does not fit its column. Values are never guessed.
+The columns of the input frame contain strings, or have the types of a Parquet file. A row is bad if
+a cell is not missing but does not fit its column. Values are never guessed.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,9 @@ LABELS = {
     for number, texts in enumerate(("0 0.0 false False FALSE", "1 1.0 true True TRUE"))
     for text in texts.split()
 }
-"""Labels must match exactly: lines with the label " 1", "01" or "yes" are bad."""
+"""The accepted labels, which must match exactly: lines with the label " 1", "01" or "yes" are
+bad.
+"""
 _SHOWN_LABELS = 5
 _NAN = f"{NAN_PATTERN[:4]}^{NAN_PATTERN[4:]}$"
 _INFINITE = f"{INFINITE_PATTERN[:4]}^{INFINITE_PATTERN[4:]}$"
@@ -49,7 +51,7 @@ _FULL_YEAR = "^ *[0-9]{4}-"
 NOT_A_NUMBER, NOT_A_TIME, NOT_A_KEY = "is not a number", "is not a time", "is not a row key"
 
 Faults = dict[tuple[str, str], pl.Series]
-"""For each column and rule, flags that mark the rows whose cell breaks the rule"""
+"""By column and rule, flags that mark the rows whose cell breaks the rule"""
 RawRow = Callable[[int], bytes]
 
 
@@ -61,7 +63,7 @@ def typed_piece(
     keep_strings: bool = False,
 ) -> Piece:
     """Return the good rows of ``frame`` as typed columns. ``frame`` contains the columns that the
-    schema uses. Without a label column, the rows are unlabeled. ``raw_row`` returns the original
+    schema uses; if it has no label column, the rows are unlabeled. ``raw_row`` returns the original
     text of a row for error messages.
     """
     absent = ["", *schema.missing_values]
@@ -88,7 +90,7 @@ def typed_piece(
         columns.append(keys := key_of(frame[name], kind))
         faults[name, f"is not {EXPECTED[kind]}"] = frame[name].is_not_null() & keys.is_null()
     columns += _side_columns(frame, schema, faults)
-    if not columns:  # needed for the row count if all columns are list columns
+    if not columns:  # without any column, the frame would not know its number of rows
         columns.append(pl.Series(SPLIT_COLUMN, np.zeros(len(frame), dtype=np.uint8)))
     strings = [n for n in schema.sparse if schema.kind(n) == "string" and n not in lists]
     cells = pl.DataFrame(columns)
@@ -107,7 +109,7 @@ def typed_piece(
 
 
 def _report(frame: pl.DataFrame, faults: Faults, raw_row: RawRow, bad: BadLines) -> pl.Series:
-    """Add the bad rows to ``bad``; return flags that mark them."""
+    """Add the bad rows to ``bad``; return flags that mark the bad rows."""
     is_bad = pl.repeat(False, len(frame), eager=True)
     for flags in faults.values():
         is_bad |= flags
@@ -150,9 +152,9 @@ def _without_faults(
 
 
 def _some_labels(cells: pl.Series, schema: Schema) -> list[str]:
-    """Return some different cells of the label column; for numbers, their quantiles.
+    """Return some distinct cells of the label column; for numbers, some of their quantiles.
 
-    Without a label rule, cells that are already labels are left out if there are others.
+    Without a label rule, cells that are labels are left out, unless all cells are labels.
     """
     labels = cells.drop_nulls().cast(pl.String)
     if schema.label_rule is None:
@@ -228,18 +230,19 @@ def _integer(cells: pl.Series) -> pl.Expr:
 
 
 def _real(cells: pl.Series, decimal: str = ".") -> tuple[pl.Series, pl.Series]:
-    """Return the cells as float32, with null for missing values and NaN, and flags that are True
-    for numbers."""
+    """Return the cells as float32, with null for missing values and NaN, and flags that mark
+    numbers.
+    """
     values, is_number = _numbers(cells, decimal)
     return values.cast(pl.Float32), is_number
 
 
 def _numbers(cells: pl.Series, decimal: str = ".") -> tuple[pl.Series, pl.Series]:
-    """Return the same values as ``_real``, as float64."""
+    """Return the same as ``_real``, but with float64 values."""
     if cells.dtype != pl.String:
         return cells.cast(pl.Float64), pl.repeat(True, len(cells), eager=True)
     cell = pl.col(cells.name)
-    if decimal == ",":  # 1.234,5 is not a number in either notation
+    if decimal == ",":  # 1.234,5 is rejected: digits cannot be grouped
         cell = cell.str.replace_all(".", "?", literal=True).str.replace(",", ".", literal=True)
     frame = cells.to_frame().select(
         number=cell.str.extract(f"^{REAL_PATTERN}$", 1).cast(pl.Float64, strict=False),
@@ -266,7 +269,7 @@ def _list(
 
 
 def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[pl.Series]:
-    """Return the non-feature columns. Only additional labels may have missing values."""
+    """Return the non-feature columns. Only additional labels may be missing."""
     columns: list[pl.Series] = []
     for name in schema.labels:
         if name in frame.columns:
@@ -309,7 +312,7 @@ def times(cells: pl.Series, kind: TimeKind) -> pl.Series:
     if cells.dtype == pl.String:
         cell = pl.col(cells.name).str.strip_suffix("Z")
         moments = [cell.str.to_datetime(form, strict=False, time_unit="us") for form in _TIMES]
-        # Years must have four digits, because Polars would parse 24-05-01 as a day in the year 24.
+        # Years must have four digits, because Polars would parse 24-05-01 as a date in the year 24.
         moment = pl.when(cell.str.contains(_FULL_YEAR)).then(pl.coalesce(moments))
         return cells.to_frame().select(moment.alias(cells.name)).to_series().cast(pl.Int64)
     if cells.dtype == pl.Date or isinstance(cells.dtype, pl.Datetime):

@@ -1,4 +1,4 @@
-"""Build the manifest of a new set, and copy options from the manifest of an existing set."""
+"""Build the manifest of a new set, and take options from the manifest of an existing set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -29,7 +29,7 @@ def manifest_content(
     fitted: Mapping[str, Any],
     like: Manifest | None,
 ) -> dict[str, Any]:
-    """Return the manifest's content, without vocabularies and statistics."""
+    """Return the content of the manifest, without the vocabularies and statistics."""
     schema = options.schema
     columns = columns_of(inputs[0], schema, options.is_encode)
     content = {
@@ -89,7 +89,9 @@ def _range(name: str, records: Sequence[Record]) -> dict[str, list[float]]:
 def _with_rare(
     entry: dict[str, Any], records: Sequence[Record], staged: Sequence[StagedPiece]
 ) -> dict[str, Any]:
-    """Add the numbers of rare-ID lookups and dropped values, summed over all splits."""
+    """Add to a field's entry the numbers of lookups of the rare id and of dropped values in all
+    splits.
+    """
     if entry["name"] in records[0]["rare"] and not entry.get("hashed"):
         entry = {**entry, "rare": sum(record["rare"][entry["name"]] for record in records)}
     cut = sum(piece.cut.get(entry["name"], 0) for piece in staged)
@@ -114,12 +116,14 @@ def _side(options: PrepareOptions, columns: Sequence[str]) -> list[dict[str, str
 
 
 def like_options(manifest: Manifest) -> PrepareOptions:
-    """Return the options of ``manifest`` that affect ids and values."""
+    """Return the options of the set ``manifest`` that affect ids and values."""
     return options_like(manifest, PrepareOptions(inputs=(), output=Path()))
 
 
 def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
-    """Return ``options`` with all options that affect ids and values taken from ``manifest``."""
+    """Return ``options`` with all options that affect ids and values replaced by those of
+    ``manifest``.
+    """
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""Build the vocabularies from counts of the train split, and fit constants on it. The work runs as
-tasks on an engine. Finished results are recorded, so a resumed run does not count twice. With
-``--like``, ids and constants come from an existing set; ``--grow`` adds ids.
+"""Build the vocabularies from the counts of values in train, and fit the constants of transforms on
+train. The work runs as tasks on an engine. Finished results are recorded, so that a resumed run
+does not count again. With ``--like``, ids and constants come from an existing set; ``--grow`` adds
+ids.
 """
 
 import shutil
@@ -35,21 +36,23 @@ from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_recor
 
 _GROUP_ROWS = (1 << 16, 1 << 20)
 _GROUPS = 8
-"""Groups have 1/8 of the train rows, within the limits ``_GROUP_ROWS``"""
+"""A group has about 1/8 of the train rows, within the limits ``_GROUP_ROWS``"""
 _VALUES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class TrainPiece:
-    """A piece with train rows; with a split by time, these are the first ``limit`` rows."""
+    """A piece with train rows. With a split by time, its first ``limit`` rows are the train
+    rows.
+    """
 
     path: Path
     num_rows: int
     limit: int | None
 
     def rows(self, path: Path | None = None, row: str = "") -> pl.LazyFrame:
-        """Return the train rows of the piece, or of ``path``, another of its files. If that file
-        has several entries per row, its column ``row`` has the row number.
+        """Return the train rows of the piece or, with ``path``, of another file of the piece. If
+        that file has several entries per row, its column ``row`` contains the row numbers.
         """
         frame = pl.scan_ipc(path or self.path)
         if self.limit is None:
@@ -59,18 +62,18 @@ class TrainPiece:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Consecutive pieces that one task counts."""
+    """A group of consecutive pieces that one task counts."""
 
     number: int
     pieces: tuple[TrainPiece, ...]
 
     @property
     def num_rows(self) -> int:
-        """Return the number of train rows."""
+        """Return the number of train rows in the group."""
         return sum(piece.num_rows for piece in self.pieces)
 
     def values(self, name: str, options: PrepareOptions) -> pl.LazyFrame:
-        """Return the ``key`` of every value of a field and, for strings, the ``check``."""
+        """Return the ``key`` of every value of a field in train and, for strings, the ``check``."""
         if options.schema.list_column(name) is not None:
             frames = [piece.rows(list_file(piece.path, name), "row") for piece in self.pieces]
             key, check = "key", "check"
@@ -83,14 +86,14 @@ class Group:
         return pl.concat(frames).select(columns)
 
     def numbers(self, names: Sequence[str]) -> Iterator[dict[str, Values]]:
-        """Yield the non-missing values of each piece by column."""
+        """Yield, for each piece, the values in train that are not missing, by column."""
         for piece in self.pieces:
             frame = piece.rows().select(names).collect()
             yield {name: frame[name].drop_nulls().cast(pl.Float32).to_numpy() for name in names}
 
 
 def train_groups(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[Group]:
-    """Divide the pieces with train rows into groups, which depend only on the pieces."""
+    """Divide the pieces with train rows into groups; the result depends only on the pieces."""
     pieces: list[TrainPiece] = []
     left, _ = options.split.bounds(sum(piece.num_rows for piece in staged))
     for piece in staged:
@@ -120,8 +123,9 @@ def build_vocabularies(
     like: Manifest | None,
     engine: Engine,
 ) -> dict[str, FilteredVocabulary]:
-    """Count the values of the fields in train, assign ids, and write them to ``work/set``. Raises
-    DamagedWork if files of an earlier run are damaged and the staged rows no longer exist.
+    """Count the values of the fields in train, assign ids, and write the vocabularies to
+    ``work/set``. Raises DamagedWork if files of an earlier run are damaged and the staged rows no
+    longer exist.
     """
     folder = work / "vocabulary"
     folder.mkdir(exist_ok=True)
@@ -149,7 +153,7 @@ def build_vocabularies(
 
 @dataclass(frozen=True, slots=True)
 class _Parent:
-    """A field's vocabulary in the set of ``like``, by name, because workers open it themselves."""
+    """The location of a field's vocabulary in the set of ``like``, from which workers open it."""
 
     folder: Path
     num_rows: int
@@ -169,13 +173,15 @@ class _VocabularyJob:
     name: str
     num_ranges: int
     padding: int
-    """Number of missing ids that pad fixed-width fields"""
+    """Number of missing ids that pad rows of fields with a fixed number of ids"""
     parent: _Parent | None
     strings: tuple[Path, ...]
 
 
 def _build(job: _VocabularyJob, *, options: PrepareOptions, work: Path) -> FilteredVocabulary:
-    """Assign ids to the counted values of a vocabulary; ``encode`` counts nothing."""
+    """Assign ids to the counted values of a vocabulary, and save the vocabulary. For ``encode``,
+    nothing is counted.
+    """
     counted = NO_COUNTS
     if not options.is_encode:
         counted = read_merged(job.name, job.num_ranges, work / "counts")
@@ -193,9 +199,9 @@ def _count(
     folder: Path,
     engine: Engine,
 ) -> dict[str, tuple[int, int]]:
-    """Count the train rows of each group, then merge the counts by ranges of keys.
+    """Count the values in the train rows of each group, and merge the counts by ranges of keys.
 
-    Return the number of ranges and of padding ids of each vocabulary.
+    Return the number of ranges and the number of padding ids of each vocabulary.
     """
     _check_present(staged, folder)
     folder.mkdir(exist_ok=True)
@@ -231,7 +237,9 @@ def _count_group(group: Group, *, options: PrepareOptions, folder: Path) -> dict
 
 
 def _strings_files(name: str, staged: Sequence[StagedPiece], options: PrepareOptions) -> list[Path]:
-    """Return the files with a vocabulary's strings, or an empty list if no strings are kept."""
+    """Return the files with the strings of a vocabulary, or an empty list if strings are not
+    stored.
+    """
     fields = options.counted[name]
     if not options.adds_strings or options.kind(fields[0]) != "string":
         return []
@@ -244,7 +252,9 @@ def _check_present(staged: Sequence[StagedPiece], folder: Path) -> None:
 
 
 def _padding(group: Group, options: PrepareOptions) -> dict[str, int]:
-    """Return, by vocabulary, the number of missing ids that pad fixed-width fields in a group."""
+    """Return, by vocabulary, the number of missing ids that pad rows of a group in fields with a
+    fixed number of ids.
+    """
     padding: dict[str, int] = {}
     for column in (column for column in options.schema.many if column.fixed):
         rows = pl.concat([piece.rows() for piece in group.pieces])
@@ -262,8 +272,9 @@ def fit_columns(
     like: Manifest | None,
     engine: Engine,
 ) -> dict[str, Any]:
-    """Return the constants of transforms and weights by column, fitted on train or copied from
-    ``like``."""
+    """Return the constants of transforms and weights by column, either fitted on train or copied
+    from ``like``.
+    """
     if like is not None:
         return dict(like.content["fitted"])
     weight = options.schema.weight
@@ -286,7 +297,7 @@ def fit_columns(
 
 
 def _fit_group(group: Group, *, fit: Fit) -> Fit:
-    """Add the values of a group to an empty copy of ``fit``, and return the copy."""
+    """Add the values of a group to an empty copy of ``fit``; return the copy."""
     fit = fit.empty()
     for values in group.numbers(fit.names):
         fit.add(values)

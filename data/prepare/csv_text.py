@@ -1,8 +1,8 @@
 """Parse text with column names, quotes or several values per cell.
 
-``data.prepare.parse`` parses all other text. This module finds records by strict rules, and the
-Polars reader splits records into cells. Inside quotes, a separator or newline is part of the cell,
-and a doubled quote means one quote.
+``data.prepare.parse`` parses all other text. This module finds records by strict rules, and Polars
+splits the records into cells. Inside quotes, a separator or newline is part of the cell, and a
+doubled quote means one quote.
 """
 
 import io
@@ -25,7 +25,7 @@ _MAX_LINES = 1000
 
 
 def split_cells(line: str, schema: Schema) -> list[str]:
-    """Return the cells of one record, such as the header; raise PolarsError for bad quotes."""
+    """Return the cells of one record, such as the header. Raises PolarsError for bad quotes."""
     if schema.quote is None or schema.quote not in line:
         return line.split(schema.separator)
     cells = pl.read_csv(
@@ -39,7 +39,9 @@ def split_cells(line: str, schema: Schema) -> list[str]:
 
 
 def count_byte(text: bytes, byte: str) -> int:
-    """Count a byte in cache-sized blocks, which is 10 times as fast as ``bytes.count``."""
+    """Return how often a byte occurs. Counting in cache-sized blocks is 10 times as fast as
+    ``bytes.count``.
+    """
     raw = np.frombuffer(text, dtype=np.uint8)
     step = 1 << 17
     starts = range(0, len(raw), step)
@@ -53,7 +55,7 @@ def parse_table(
     skip: int = 0,
     keep_strings: bool = False,
 ) -> Piece:
-    """Parse the records after ``skip`` header lines; ``columns`` are in file order."""
+    """Parse the records after ``skip`` header lines. ``columns`` are the columns in file order."""
     for _ in range(skip):
         text = text.partition(b"\n")[2]
     quoted = schema.quote is not None and schema.quote.encode() in text
@@ -84,7 +86,7 @@ def parse_table(
 
 
 def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> bool:
-    """Return True if every line is a record with the right number of cells."""
+    """Return True if every line is a record with ``num_columns`` cells."""
     if schema.quote is not None and schema.quote.encode() in text:
         return False
     if b"\r" in text or text.startswith(b"\n") or b"\n\n" in text:
@@ -93,7 +95,8 @@ def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> 
         return False
     if not is_utf8(text):
         return False
-    # Even if the total is correct, a line can have the wrong number of cells; Polars reports this.
+    # The total can be correct even if some lines have the wrong number of cells, which Polars
+    # reports.
     try:
         frame = _read(text, tuple(map(str, range(num_columns))), schema)
     except pl.exceptions.PolarsError:
@@ -137,9 +140,9 @@ def _sort_out(
 
 
 def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Yield each record and its number of lines. An unclosed quote would swallow all lines up to
-    the next quote. Therefore, if a record of several lines is invalid, its first line becomes a
-    record by itself, and the next line starts a new one.
+    """Yield each record and its number of lines. If a record of several lines is invalid, its first
+    line becomes a record by itself, and the next line starts a new record, because an unclosed
+    quote would otherwise swallow all lines up to the next quote.
     """
     lines = text.split(b"\n")[:-1]
     if quote is None or quote.encode() not in text:
@@ -160,7 +163,7 @@ def _records(text: bytes, fits: re.Pattern[str], quote: str | None) -> Iterator[
 
 
 def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema) -> str | None:
-    # at this point, a CR before a line feed can only be inside quotes
+    # here, a carriage return before a newline can only be inside quotes
     if "\r" in record.replace("\r\n", ""):
         return "stray carriage return"
     if schema.quote is None or schema.quote not in record:
@@ -183,7 +186,7 @@ def _record_pattern(num_columns: int, separator: str, quote: str | None) -> re.P
 
 
 def _cells(text: bytes, columns: tuple[str, ...], schema: Schema) -> pl.DataFrame:
-    """Return the used columns as strings."""
+    """Return the columns that the schema uses, as strings."""
     used = [name for name in schema.used if name in columns]
     if not text:
         return pl.DataFrame(schema=dict.fromkeys(used, pl.String))

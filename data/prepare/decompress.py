@@ -1,6 +1,6 @@
 """Read gzip, bzip2, xz and zstd files as streams of decompressed bytes.
 
-Truncated files raise an error, because the number of lost rows is unknown.
+A truncated file raises an error, because the number of lost rows is unknown.
 """
 
 import bz2
@@ -69,14 +69,14 @@ DECOMPRESS: Mapping[str, Callable[[IO[bytes]], Any]] = {
     ".xz": lzma.LZMAFile,
     ".zst": lambda raw: io.BufferedReader(_Zstd(raw), _READ_BYTES),
 }
-"""By file name suffix, the function that opens a stream of decompressed bytes"""
+"""The function that opens a stream of decompressed bytes, by file name suffix"""
 FORMAT_NAMES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 
 
 def decompressed(compressed: IO[bytes], suffix: str) -> IO[bytes]:
-    """Return a decompressed stream.
+    """Return a stream of the decompressed bytes of ``compressed``.
 
-    Raises EOFError for an empty file, even if the codec accepts empty files.
+    Raises EOFError for an empty file, even if its format allows empty files.
     """
     if not compressed.read(1):
         raise EOFError("empty file")
@@ -90,7 +90,7 @@ def decompress_errors(path: object, suffix: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # errors of bz2 have no errno
+        if isinstance(error, OSError) and error.errno is not None:  # bz2 errors have none
             raise
         raise DataError(
             f"{path}: the {FORMAT_NAMES[suffix]} file is truncated or damaged ({error}); get a "

@@ -1,7 +1,7 @@
-"""Count the occurrences of each value of a field in the train part, in bounded memory.
+"""Count the occurrences of each value of each field in train, in bounded memory.
 
-Each group of pieces is counted separately and written to one file, in key order. The counts of all
-groups are then merged by ranges of keys. Groups and ranges depend only on the rows.
+Each group of pieces is counted separately, and its counts are written to one file in key order. The
+counts of all groups are then merged by ranges of keys. Groups and ranges depend only on the rows.
 """
 
 import zlib
@@ -27,7 +27,7 @@ RANGE_VALUES = 1 << 22
 """Approximate maximum number of values to merge at a time"""
 _BLOCK = 1 << 20
 _SAMPLED = 1 << 14
-"""One key per this many values is recorded, from which the ranges are derived"""
+"""The ranges are derived from a sample of one key per this many values"""
 _COLUMNS: Mapping[str, str] = {"len": "<i8", "least": "<u4", "most": "<u4"}
 COUNTS_KEYS = ("fields", "padding")
 MERGED_KEYS = ("values", "missing", "key", "checked", "crc32")
@@ -35,14 +35,14 @@ MERGED_KEYS = ("values", "missing", "key", "checked", "crc32")
 
 @dataclass(frozen=True)
 class FieldCounts:
-    """The distinct values of a field in train, in key order."""
+    """The distinct values of a vocabulary in train, with their counts, in key order."""
 
     keys: Keys
     counts: NDArray[np.int64]
     checks: NDArray[np.uint32] | None
-    """Smallest check among the strings with each key"""
+    """The smallest check of the strings with the same key, by key"""
     most: NDArray[np.uint32] | None
-    """Largest check among the strings with each key"""
+    """The largest check of the strings with the same key, by key"""
     missing: int
 
     @property
@@ -60,7 +60,7 @@ NO_COUNTS = FieldCounts(np.empty(0, np.uint64), np.empty(0, np.int64), None, Non
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """The values of a vocabulary with low <= key < high; None means no bound."""
+    """The range low <= key < high of the values of a vocabulary. None means no bound."""
 
     name: str
     number: int
@@ -71,11 +71,13 @@ class KeyRange:
 def count_group(
     rows: Mapping[str, pl.LazyFrame], at_once: int, path: Path, padding: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Count the values of every field of a group, and return the record of the file ``path``.
+    """Count the values of every field of a group, write the counts to ``path``, and return their
+    record.
 
     ``rows`` maps each field to a frame with one row per value and the columns ``key`` (null if
-    missing) and ``check`` (strings only). ``at_once`` fields are counted together. The record also
-    contains ``padding``, the number of missing ids that pad fixed-width fields.
+    missing) and ``check`` (strings only). ``at_once`` fields are counted at a time. The record also
+    contains ``padding``, the number of missing ids that pad rows of fields with a fixed number of
+    ids.
     """
     fields: dict[str, Any] = {}
     partial, names = partial_of(path), list(rows)
@@ -95,7 +97,7 @@ def count_group(
 
 
 def record_of(path: Path) -> Path:
-    """Return the path of the record of a file of counts."""
+    """Return the path of the record that belongs to a file of counts."""
     return path.with_name(f"{path.name}.json")
 
 
@@ -111,7 +113,9 @@ def ranges_of(name: str, records: Iterable[Mapping[str, Any]]) -> list[KeyRange]
 
 
 def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[str, Any]:
-    """Add up the counts of a range of keys over all ``groups``; return the record of the result."""
+    """Add up the counts of a range of keys over the files of all ``groups``; return the record of
+    the result.
+    """
     path = folder / f"{keys.name}.range-{keys.number:06d}"
     record = read_record(record_of(path), MERGED_KEYS)
     if record is not None and path.is_file():
@@ -121,7 +125,7 @@ def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[st
     for group in groups:
         entry = require_record(record_of(group), COUNTS_KEYS)["fields"][keys.name]
         arrays = _mapped(group, entry)
-        if keys.number == 0:  # only one range verifies the whole file
+        if keys.number == 0:  # the checksum of the whole file is verified once, by the first range
             missing += entry["missing"]
             _check(arrays, entry, group)
         start, stop = _places(arrays["key"], keys)
@@ -137,7 +141,7 @@ def merge_range(keys: KeyRange, folder: Path, groups: Sequence[Path]) -> dict[st
 
 
 def read_merged(name: str, num_ranges: int, folder: Path) -> FieldCounts:
-    """Map the files of a vocabulary's ranges, and return its counts."""
+    """Map the files of a vocabulary's merged ranges; return its counts."""
     columns: dict[str, list[NDArray[Any]]] = {}
     missing = 0
     for number in range(num_ranges):
@@ -154,7 +158,7 @@ def read_merged(name: str, num_ranges: int, folder: Path) -> FieldCounts:
 
 
 def _write(file: IO[bytes], values: pl.DataFrame) -> dict[str, Any]:
-    """Write the columns one after another; return their entry for the record."""
+    """Write the columns to ``file`` one after another; return their entry for the record."""
     checksum = 0
     entry = {"key": values["key"].to_numpy().dtype.str, "checked": "least" in values.columns}
     for column in _columns(entry):
@@ -173,13 +177,13 @@ def _check(arrays: "Mapping[str, NDArray[Any]]", entry: Mapping[str, Any], path:
 
 
 def _columns(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the columns of a file in order, with their dtypes."""
+    """Return the names and dtypes of an entry's columns, in the order of the file."""
     columns = {"key": entry["key"], **_COLUMNS}
     return columns if entry["checked"] else {name: columns[name] for name in ("key", "len")}
 
 
 def _mapped(path: Path, entry: Mapping[str, Any]) -> "dict[str, NDArray[Any]]":
-    """Return the columns of a field in a file of counts."""
+    """Map the columns that an entry describes in a file of counts."""
     arrays: dict[str, NDArray[Any]] = {}
     at, number = entry.get("start", 0), entry["values"]
     try:
@@ -196,7 +200,7 @@ def _mapped(path: Path, entry: Mapping[str, Any]) -> "dict[str, NDArray[Any]]":
 
 
 def _places(keys: "NDArray[Any]", limits: KeyRange) -> tuple[int, int]:
-    """Return the start and stop of a range in ascending ``keys``."""
+    """Return the start and stop of a range of keys in ascending ``keys``."""
     kind = keys.dtype.type
     start = 0 if limits.low is None else int(np.searchsorted(keys, kind(limits.low)))
     stop = len(keys) if limits.high is None else int(np.searchsorted(keys, kind(limits.high)))

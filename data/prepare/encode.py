@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 
 class FieldIds:
-    """Maps the staged keys of a field to ids; for a string, the check must match, too."""
+    """Maps the staged keys of a field to ids. For strings, the check must match, too."""
 
     def __init__(self, table: Ids, vocabulary: Vocabulary | None = None) -> None:
         self._table = table
@@ -50,7 +50,9 @@ class FieldIds:
     def lookup(
         self, keys: Keys, missing: NDArray[np.bool_] | None, checks: NDArray[np.uint32] | None
     ) -> NDArray[np.int32]:
-        """Return the ids int32 [n] of ``keys`` uint64 [n], with MISSING_ID where ``missing``."""
+        """Return the ids int32 [n] of ``keys`` uint64 [n], or MISSING_ID where ``missing`` is
+        True.
+        """
         ids = self._table.lookup(keys)
         if self._checks is not None and checks is not None:
             np.copyto(ids, np.int32(RARE_ID), where=self._checks[ids] != checks)
@@ -65,7 +67,7 @@ class RawKeys:
     def lookup(
         self, keys: Keys, missing: NDArray[np.bool_] | None, checks: object
     ) -> NDArray[np.int64]:
-        """Return keys int64 [n] with the bits of ``keys`` [n], and MISSING_KEY if ``missing``."""
+        """Return the bits of ``keys`` [n] as int64, or MISSING_KEY where ``missing`` is True."""
         bits = keys.astype(np.uint64).view(np.int64)
         if missing is not None:
             np.copyto(bits, np.int64(MISSING_KEY), where=missing)
@@ -74,7 +76,9 @@ class RawKeys:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Settings that all pieces share. Within a folder, equal plans mean equal vocabularies."""
+    """Settings that all pieces share. ``work`` and ``plan`` determine the vocabularies and
+    options.
+    """
 
     work: Path
     plan: str
@@ -86,7 +90,7 @@ class Encoding:
 
 
 def tables_of(encoding: Encoding) -> dict[str, "FieldIds | RawKeys"]:
-    """For each field, return a table that maps staged keys to ids, or to keys in the set."""
+    """Return, by field, the table that maps staged keys to the ids or keys in the set."""
     options = encoding.options
     tables: dict[str, FieldIds | RawKeys] = dict.fromkeys(options.keys, RawKeys())
     for name, fields in options.counted.items():
@@ -99,7 +103,7 @@ def tables_of(encoding: Encoding) -> dict[str, "FieldIds | RawKeys"]:
 
 
 cached_tables = Cached(tables_of)
-"""The tables of the current run; cached, because each process needs seconds to build them"""
+"""The tables of the current run, cached because building them takes seconds in each process"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ def encode_all(
     engine: Engine,
     advance: Callable[[int], None],
 ) -> list[Record]:
-    """Write the shards of all pieces to ``work/set``; return the pieces' records.
+    """Write the shards of all pieces to ``work/set``; return the records of the pieces.
 
     A piece is complete once its record exists; its staged files are then removed.
     """
@@ -136,7 +140,7 @@ def encode_all(
     finally:
         cached_tables.clear()
     for unfinished in folder.rglob("*.partial"):
-        unfinished.unlink()  # left by workers that died
+        unfinished.unlink()  # files that workers left when they died
     return records
 
 
@@ -161,7 +165,9 @@ def _encode(job: _Job, *, encoding: Encoding) -> Record:
 def _write_splits(
     folder: Path, index: int, piece: "_PieceEncoder", split: NDArray[np.uint8]
 ) -> Record:
-    """Write the rows of each split as a shard; return the manifest entries by split."""
+    """Write a piece's rows of each split as a shard; return the manifest entries of the shards, by
+    split.
+    """
     shards: Record = {}
     for number, name in enumerate(SPLITS):
         chosen = split == number
@@ -174,7 +180,7 @@ def _write_splits(
 
 
 class _PieceEncoder:
-    """Encodes a staged piece as words, parts, and counts for the manifest."""
+    """Encodes a staged piece as words and parts, and counts values for the manifest."""
 
     def __init__(
         self,
@@ -189,7 +195,7 @@ class _PieceEncoder:
         self._lists = {name: pl.read_ipc(list_file(path, name)) for name in names}
         self.clamped: dict[str, int] = {}
         self.rare: dict[str, int] = {}
-        """Number of lookups by field of values that are rare or absent from train"""
+        """Number of lookups of values that are rare in train or absent from it, by field"""
         self.ranges: dict[str, tuple[float, float]] = {}
         """Smallest and largest value of each dense column"""
         self._keys: list[NDArray[np.int64]] = []
@@ -200,7 +206,7 @@ class _PieceEncoder:
     def splits(self, start: int, total: int) -> NDArray[np.uint8]:
         """Return each row's split, uint8 [rows].
 
-        ``start`` of all ``total`` rows come before this piece.
+        This piece comes after ``start`` of the ``total`` rows.
         """
         if self._options.split.kind != "time":
             return self._frame[SPLIT_COLUMN].to_numpy()
@@ -213,7 +219,7 @@ class _PieceEncoder:
         has_label = schema.label in frame.columns
         labels = frame[schema.label].to_numpy() if has_label else np.full(len(frame), np.nan)
         columns = [labels.astype(np.float32).view(np.int32)]
-        # Select all columns in one call, because each Polars call costs a round trip to its
+        # All columns are selected in one call, because each Polars call costs a round trip to its
         # threads.
         single = [n for n in options.fields if n in self._tables and n not in self._lists]
         checked = [n + CHECK for n in single if n + CHECK in frame.columns]
@@ -248,7 +254,9 @@ class _PieceEncoder:
     def _dense_columns(
         self, column: DenseColumn, values: NDArray[np.float32], mask: NDArray[np.bool_]
     ) -> list[NDArray[np.int32]]:
-        """Return the transformed column and, if configured, its missing-value indicator."""
+        """Return the transformed column and, if the schema asks for one, its missing-value
+        indicator.
+        """
         name, constants = column.name, self._fitted.get(column.name, {})
         floats, self.clamped[name] = transform(
             column.transform or "identity", column.clip, values, mask, constants
@@ -280,8 +288,9 @@ class _PieceEncoder:
         return self._ids(name, values["key"].fill_null(0).to_numpy(), missing, checks)
 
     def _list_parts(self) -> Parts:
-        """Return the lengths, starts, values and weights of ragged fields, ordered by row and then
-        by field."""
+        """Return the lengths, starts, values and weights of ragged fields. Values are ordered by
+        row and then by field.
+        """
         schema = self._options.schema
         ragged = {column.name for column in schema.many if not column.fixed}
         names = [name for name in self._options.fields if name in ragged]
@@ -296,7 +305,8 @@ class _PieceEncoder:
         weights = np.ones(len(values), dtype=np.float32)
         for number, name in enumerate(names):
             table, own = self._lists[name], lengths[:, number]
-            # Each frame has the values of one field; interleave them in row order.
+            # Each frame has the values of one field, which are interleaved with the values of other
+            # fields.
             shift = begin[:, number] - (np.cumsum(own) - own)
             place = np.arange(len(table)) + np.repeat(shift, own)
             values[place] = self._list_ids(name)
@@ -312,7 +322,7 @@ class _PieceEncoder:
         )
 
     def _side_parts(self) -> Parts:
-        """Return the non-feature columns as arrays to store next to the shard."""
+        """Return the non-feature columns as arrays, which are stored next to the shard."""
         frame, schema = self._frame, self._options.schema
         parts: Parts = {}
         if names := [name for name in schema.labels if name in frame.columns]:
@@ -342,8 +352,8 @@ class _PieceEncoder:
 def _matrix(
     values: pl.DataFrame, ids: "NDArray[Any]", num_rows: int, width: int
 ) -> "list[NDArray[Any]]":
-    """Return [num_rows, width] ids or keys of ``width`` columns; absent values become the missing
-    id or key.
+    """Return ``width`` columns [num_rows] of the ids or keys of a list column with a fixed number
+    of ids. Shorter lists are padded with the missing id or key.
     """
     rows = values["row"].to_numpy()
     lengths = np.bincount(rows, minlength=num_rows)
@@ -355,6 +365,6 @@ def _matrix(
 
 
 def length_type(options: PrepareOptions) -> str:
-    """Return the dtype of lengths: uint8 if no row can have more than 255 values."""
+    """Return the dtype of list lengths: the smaller one if no row can have more than 255 values."""
     most = max((column.most for column in options.schema.many if not column.fixed), default=0)
     return LENGTH_TYPES[most > np.iinfo(np.uint8).max]

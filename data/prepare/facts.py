@@ -1,4 +1,4 @@
-"""Describe the columns of a sample: their types, ranges, distinct values, and missing cells."""
+"""Find facts about the columns of a sample: type, range, distinct values, and missing cells."""
 
 import re
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ _MIN_LISTS = 0.2
 """Minimum fraction of cells with a separator in a text column of lists"""
 _SHOWN_CHARS = 24
 _MISSING = ("NA", "N/A", "n/a", "NULL", "Null", "null", "None", "?", "-", "--")
-"""Cells that mean missing if all other cells of the column are numbers or dates"""
+"""Texts that mean missing if all other cells of the column are numbers or dates"""
 _COMMA = r"^[+-]?[0-9]+(,[0-9]+)?$"
 _THOUSANDS = r"^[+-]?[0-9]{1,3}(,[0-9]{3})?$"
 _LIKE_NUMBER = r"^[(+-]? ?\p{Sc}? ?[0-9][0-9.,' ]* ?(%|\p{Sc})?\)?$"
-"""Numbers with currency symbols, percent signs, thousands separators, or parentheses"""
+"""Pattern of numbers with currency symbols, percent signs, thousands separators, or parentheses"""
 _DATES = ("%d/%m/%Y", "%m/%d/%Y", "%d.%m.%Y", "%d-%m-%Y", "%m-%d-%Y", "%Y/%m/%d")
 _TIMES = ("", " %H:%M", " %H:%M:%S")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnFacts:
-    """One column of a sample."""
+    """The facts about one column of a sample."""
 
     name: str
     kind: ColumnKind
@@ -44,18 +44,20 @@ class ColumnFacts:
     decimal: str = "."
     """Decimal separator of numbers in text"""
     forms: tuple[str, ...] = ()
-    """Formats of dates in text that differ from 2024-05-01; several if they are ambiguous"""
+    """Formats of dates in text, if they differ from 2024-05-01; several formats if the dates are
+    ambiguous
+    """
     odd: str = ""
-    """A cell that is not a number, if most cells of the text column look like numbers"""
+    """A cell that is not a plain number, if most cells of the text column look like numbers"""
 
     @property
     def words(self) -> set[str]:
-        """Return the lowercase words of the name, such as user and id for ``userId``."""
+        """Return the words of the name in lowercase, such as user and id for ``userId``."""
         return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", self.name)}
 
     @property
     def is_unique(self) -> bool:
-        """Return True if all rows have different values."""
+        """Return True if all of 20 or more rows have different values."""
         return self.missing == 0 and self.distinct == len(self.values) >= 20
 
     @property
@@ -64,7 +66,7 @@ class ColumnFacts:
         return self.values.is_sorted()
 
     def shown(self) -> str:
-        """Return a comment that describes the column."""
+        """Return the text of a comment that describes the column."""
         parts = [f"{self.distinct:,} values"]
         if self.kind in ("integer", "real"):
             form = ",d" if self.kind == "integer" else "g"
@@ -85,7 +87,7 @@ def _brief(value: object) -> str:
 
 
 def column_facts(frame: pl.DataFrame) -> list[ColumnFacts]:
-    """Return the facts of every column."""
+    """Return the facts about every column."""
     return [_facts(frame[name]) for name in frame.columns]
 
 
@@ -110,7 +112,7 @@ def _facts(cells: pl.Series) -> ColumnFacts:
 
 
 class _Kind(NamedTuple):
-    """The type and values of a column, with the same fields as ``ColumnFacts``."""
+    """The type and values of a column; ``ColumnFacts`` explains the fields."""
 
     kind: ColumnKind
     values: pl.Series
@@ -175,13 +177,13 @@ def _text_kind(texts: pl.Series) -> _Kind:
 def _fits(texts: pl.Series, form: str) -> bool:
     """Return whether all strings have the date format.
 
-    A few strings are checked first, to save time.
+    A few strings are checked before all others, to save time.
     """
     return all(times(part, form).null_count() == 0 for part in (texts.head(100), texts))
 
 
 def missing_texts(frame: pl.DataFrame) -> list[str]:
-    """Return the strings in columns of numbers or dates, such as NA, that mean missing."""
+    """Return the strings that mean missing, such as NA, in columns of numbers or dates."""
     found: dict[str, None] = {}
     for cells in frame.select(pl.col(pl.String)).get_columns():
         texts = cells.drop_nulls()
@@ -193,6 +195,6 @@ def missing_texts(frame: pl.DataFrame) -> list[str]:
 
 
 def of_words(columns: Sequence[ColumnFacts], words: str) -> list[ColumnFacts]:
-    """Return the columns with one of these words in their names."""
+    """Return the columns whose names contain one of these words."""
     wanted = set(words.split())
     return [column for column in columns if column.words & wanted]

@@ -1,6 +1,6 @@
-"""Download remote table files (Parquet, Arrow), because Polars reads local files.
+"""Download remote Parquet and Arrow files, because such files can be read only if they are local.
 
-The copies are in the work folder, and are removed with it.
+The copies are in the work folder and are removed with it.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from sbpflow.errors import DataError
 
 
 def fetch_table(source: Input, work: Path) -> Input:
-    """Return the input or, for a remote table file, a local copy; existing copies are reused."""
+    """Return ``source`` or, for a remote table file, a local copy. An existing copy is reused."""
     if not source.is_table or not isinstance(source.path, RemotePath):
         return source
     target = work / "fetched" / f"{source.order:05d}" / source.path.name

@@ -1,7 +1,7 @@
 """Fit constants on train: means, standard deviations, quantiles, and the scale of weights.
 
-Sums are exact, and every quantile is an input value. Constants therefore depend only on the rows,
-not on the division into pieces or the order of counting.
+Sums are exact, and every quantile is one of the values. Constants therefore depend only on the
+rows, not on their division into pieces or on the order of counting.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,16 @@ class Moments:
     count: int
     mean: float
     std: float
-    """1 if all values are equal (a standardized column is then 0 everywhere)"""
+    """Standard deviation, or 1 if all values are equal, so that a standardized column is then 0
+    everywhere
+    """
 
 
 class ExactSum:
     """Computes exact sums of float32 values and their squares.
 
-    A float32 is a 24-bit integer times a power of two, and the integers are summed by exponent. To
-    sum squares, each integer is split into halves, because float64 adds products of halves exactly.
+    A float32 is a 24-bit integer times a power of two; the integers are summed by exponent. To sum
+    squares, each integer is split into halves, because float64 sums products of halves exactly.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class ExactSum:
         self._first, self._second = Fraction(0), Fraction(0)
 
     def add(self, values: Values) -> None:
-        """Add finite ``values`` [n]."""
+        """Add ``values`` [n], which must be finite."""
         mantissas, exponents = np.frexp(values)
         whole = np.ldexp(mantissas, _MANTISSA_BITS + 1).astype(np.int64)
         place = exponents.astype(np.int64) + 200
@@ -79,8 +81,8 @@ class ExactSum:
 class Quantiles:
     """Finds the quantiles that divide values into ``buckets``, in two passes over the values. Each
     float32 is mapped to a 32-bit integer, which preserves the order. The first pass counts the
-    upper halves of the integers; the second counts the lower halves, only in bins that contain a
-    quantile.
+    upper halves of the integers. The second pass counts the lower halves, but only in bins that
+    contain a quantile.
     """
 
     def __init__(self, buckets: int) -> None:
@@ -90,7 +92,7 @@ class Quantiles:
         self._places: list[tuple[int, int]] = []
 
     def seek(self) -> None:
-        """Find the bins that contain quantiles; must be called between the two passes."""
+        """Find the bins that contain quantiles. Call this method between the two passes."""
         total = int(self._upper.sum())
         ends = np.cumsum(self._upper)
         for number in range(1, self._buckets):
@@ -101,20 +103,20 @@ class Quantiles:
                 self._lower.setdefault(upper, np.zeros(_BINS, dtype=np.int64))
 
     def empty(self) -> "Quantiles":
-        """Return a copy for the same pass without counts."""
+        """Return a copy without counts, for the same pass."""
         copy = Quantiles(self._buckets)
         copy._places = self._places
         copy._lower = {bin_: np.zeros_like(counts) for bin_, counts in self._lower.items()}
         return copy
 
     def merge(self, other: "Quantiles") -> None:
-        """Add the counts that another object collected in the same pass."""
+        """Add the counts that ``other`` has collected in the same pass."""
         self._upper += other._upper
         for bin_, counts in other._lower.items():
             self._lower[bin_] += counts
 
     def add(self, values: Values) -> None:
-        """Count ``values``; the second pass needs the same values in any order."""
+        """Count ``values``. The second pass must count the same values, in any order."""
         keys = ordered(values)
         upper = keys >> 16
         if not self._places:
@@ -130,13 +132,14 @@ class Quantiles:
             ends = np.cumsum(self._lower[upper])
             keys.append((upper << 16) | int(np.searchsorted(ends, rank, side="right")))
         values = values_of_order(np.array(keys, dtype=np.uint32))
-        # JSON cannot represent infinity. Infinite values still fall into the outermost buckets.
+        # Bounds are clipped, because JSON cannot represent infinity. Infinite values still fall
+        # into the outermost buckets.
         return [float(value) for value in np.unique(np.clip(values, -_LARGEST, _LARGEST))]
 
 
 def ordered(values: Values) -> NDArray[np.int64]:
-    """Map values to 32-bit integers of the same order, with -0 equal to 0. Flipping all bits of
-    negative floats, and the sign bit of the others, makes the bit patterns sort like the numbers.
+    """Map values to 32-bit integers of the same order, with -0 equal to 0. If all bits of negative
+    floats and the sign bits of other floats are flipped, the bit patterns sort like the numbers.
     """
     bits = (values + np.float32(0)).view(np.uint32)
     negative = bits >> np.uint32(31) != 0
@@ -144,21 +147,22 @@ def ordered(values: Values) -> NDArray[np.int64]:
 
 
 def values_of_order(keys: NDArray[np.uint32]) -> Values:
-    """Invert ``ordered``: return the values of its integers."""
+    """Return the values that ``ordered`` maps to ``keys``."""
     flipped = np.where(keys >> np.uint32(31) == 0, ~keys, keys & np.uint32(0x7FFF_FFFF))
     return flipped.astype(np.uint32).view(np.float32)
 
 
 def clipped(values: Values, column: DenseColumn) -> Values:
-    """Clip the values, including infinite ones, to the column's ``clip``."""
+    """Clip the values, including infinite values, to the limits ``clip`` of the column."""
     if column.clip is None:
         return values
     return np.clip(values, np.float32(column.clip[0]), np.float32(column.clip[1]))
 
 
 class Fit:
-    """Fits the constants of all columns. Parts of the rows can be added separately and merged. If a
-    column needs quantiles, all values must be added twice, with ``seek`` in between.
+    """Fits the constants of all columns. Parts of the rows can be added to separate objects and
+    merged. If a column needs quantiles, all values must be added twice, with a call of ``seek`` in
+    between.
     """
 
     def __init__(self, columns: Sequence[DenseColumn], weight: str | None) -> None:
@@ -172,18 +176,18 @@ class Fit:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the columns to add."""
+        """Return the names of the columns whose values must be added."""
         return list(dict.fromkeys([*self._by_name, *self._sums]))
 
     def empty(self) -> "Fit":
-        """Return an object for the same pass, without values."""
+        """Return a copy without values, for the same pass."""
         copy = Fit(self._columns, self._weight)
         copy._quantiles = {name: places.empty() for name, places in self._quantiles.items()}
         copy._is_second = self._is_second
         return copy
 
     def add(self, values: "dict[str, Values]") -> None:
-        """Add non-missing train values by column name."""
+        """Add train values that are not missing, by column name."""
         for name, total in () if self._is_second else self._sums.items():
             column = self._by_name.get(name)
             total.add(values[name] if column is None else clipped(values[name], column))

@@ -11,7 +11,9 @@ from sbpflow.serving.cells import KEY_PATTERNS, string_digest
 
 
 def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
-    """Return a text cell's key: uint32 for hex, int64 bits for integers, strings unchanged."""
+    """Return the key of a text cell: uint32 for hex, the bits of an int64 for integers, strings
+    unchanged.
+    """
     if kind == "hex":
         return cell.str.to_integer(base=16, dtype=pl.UInt32, strict=False)
     if kind == "integer":
@@ -22,8 +24,9 @@ def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
 
 
 def with_string_keys(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
-    """Replace string columns by their keys, and add columns ``NAME__check`` with 32 more digest
-    bits."""
+    """Replace string columns by their keys, and add columns ``NAME__check`` with 32 more bits of
+    the hash.
+    """
     columns: list[pl.Series] = []
     for name in names:
         keys, checks = string_keys(frame[name])
@@ -34,8 +37,8 @@ def with_string_keys(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
 def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
     """Return the key (uint64) and check (uint32) of each string, and null for null.
 
-    Key and check are the first 64 and the next 32 bits of a 96-bit blake2b hash, so they do not
-    depend on library versions.
+    The key is the first 64 bits, and the check the next 32 bits, of a 96-bit blake2b hash, so
+    neither depends on library versions.
     """
     distinct = cells.drop_nulls().unique()
     raw = np.frombuffer(
@@ -53,7 +56,9 @@ def string_keys(cells: pl.Series) -> tuple[pl.Series, pl.Series]:
 
 
 def key_of(cells: pl.Series, kind: Kind) -> pl.Series:
-    """Return the keys or strings of cells, with null for cells that do not fit ``kind``."""
+    """Return the keys of cells, or the strings of string cells, with null for cells that do not fit
+    ``kind``.
+    """
     return cells.to_frame().select(_key(cells, kind)).to_series().alias(cells.name)
 
 

@@ -1,7 +1,7 @@
 """Read cells with several values (``a|b|c`` in text, lists in Parquet) and optional weights.
 
 Text cannot distinguish an empty cell, an empty list, and a list with one empty element, so all
-three mean "no values". Any other empty element is a missing value.
+three mean an empty list. Any other empty element is a missing value.
 """
 
 import re
@@ -16,20 +16,22 @@ from sbpflow.errors import unknown_value
 
 
 class ListValues(NamedTuple):
-    """The values of a list column, and flags that mark the rows with each kind of error."""
+    """The values of a list column, and flags that mark the rows with each kind of fault."""
 
     values: pl.DataFrame
-    """``row`` uint32, ``key``, ``check`` and ``text`` for strings, ``weight`` for weighted lists"""
+    """Columns: ``row`` uint32 and ``key``; ``check`` and ``text`` for strings; ``weight`` for
+    weighted lists
+    """
     misfits: pl.Series
     too_long: pl.Series
     unpaired: pl.Series
     bad_weights: pl.Series
     num_cut: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-    """Values dropped from each row"""
+    """Number of values dropped from each row"""
 
 
 def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues:
-    """Return the values of ``column`` in row order; each row is cut to the maximum length."""
+    """Return the values of ``column`` in row order, with each row cut to the maximum length."""
     cells = _flat(frame[column.name], column.separator)
     if column.inline is not None:
         cells = _split_text(cells, column.inline)
@@ -55,7 +57,7 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
         values = weights["value"].cast(pl.Float64, strict=False).cast(pl.Float32)
         bad = ~values.is_finite().fill_null(False)
         bad_weights = _rows_of(weights["row"].filter(bad).to_numpy(), total)
-        if differ.any():  # Exclude bad rows, so that values and weights pair up.
+        if differ.any():  # Bad rows are excluded, so that all values and weights form pairs.
             keep = pl.Series(~differ[rows])
             columns = {name: column.filter(keep) for name, column in columns.items()}
             values = values.filter(pl.Series(~differ[weights["row"].to_numpy()]))

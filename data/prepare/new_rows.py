@@ -1,4 +1,6 @@
-"""Encode new rows, with or without labels, as test rows with the ids of an existing set."""
+"""Encode new rows, with or without labels, as the test split of a new set with the ids of an
+existing set.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,14 +31,14 @@ def encode(
     """Encode the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``,
     whose rows are not read.
 
-    Returns and raises the same as ``prepare``.
+    The return value and the errors are those of ``prepare``.
     """
     if output.resolve() == like.resolve():
         raise ConfigError(
             f"--output {output}: this is the set of --like, and new rows would replace it; choose "
             "another folder"
         )
-    # check the inputs first, so that a missing input is not blamed on ``like``
+    # inputs are checked first, so that an error in ``like`` does not hide a missing input
     check_exists(inputs)
     options = PrepareOptions(
         inputs=tuple(inputs),

@@ -12,13 +12,13 @@ from sbpflow.errors import ConfigError
 from sbpflow.serving.cells import TRANSFORMS
 
 MAX_PIECES = 8192
-"""Each piece becomes one shard per split.
+"""Maximum number of pieces. Each piece becomes one shard per split.
 
 With the usual limit of 65,530 maps per process, a loader maps up to 8,191 shards of words; reading
-from unmapped shards is slower.
+from shards that are not mapped is slower.
 """
 _LARGEST_PIECE_BYTES = 128 << 20
-"""Limits a worker's memory, which grows with the piece size."""
+"""Maximum bytes of text per piece, because a worker's memory grows with the size of a piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,40 +33,42 @@ class PrepareOptions:
     min_count: int = 2
     transform: str = "log3"
     hash_sizes: tuple[tuple[str, int], ...] = ()
-    """Number of table rows of each hashed field (hashed fields have no vocabulary)"""
+    """Number of table rows of each hashed field, which has no vocabulary"""
     keys: tuple[str, ...] = ()
-    """Fields whose rows hold 64-bit keys instead of ids of a vocabulary"""
+    """Fields for which rows contain 64-bit keys instead of ids of a vocabulary"""
     seed: int = 7
     piece_bytes: int = 32 << 20
-    """Bytes of text per piece; doubled, up to 128 MiB, until there are at most ``MAX_PIECES``
-    pieces
+    """Bytes of text per piece, which ``sized_for`` doubles, up to 128 MiB, until there are at most
+    ``MAX_PIECES`` pieces
     """
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int | None = 2
-    """Maximum number of concurrent tasks; None for all CPUs of the engine"""
+    """Maximum number of concurrent tasks, by default one for each CPU of the engine"""
     engine: EngineOptions = field(default_factory=EngineOptions)
-    """Where the tasks run, which does not affect the set"""
+    """Where tasks run; this does not affect the set"""
     like: InputPath | None = None
     """Existing set that provides the ids, transforms and constants of the new set"""
     grow: bool = False
-    """Assign new ids to values without an id in ``like``"""
+    """True to assign new ids to values without an id in ``like``"""
     spare: float = 0.0
     """Number of unused ids for later growth, as a fraction of the number of values"""
     keep_strings: bool = False
     """True to store the original string of every id of string columns"""
     is_encode: bool = False
-    """Make all rows test rows; test rows need no label"""
+    """True to make all rows test rows, which need no label"""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return the field names: sparse columns, bucketed dense columns, then crosses."""
+        """Return the names of the fields: sparse columns, bucketed dense columns, then crosses."""
         buckets = (number.name for number in self.schema.buckets)
         return (*self.schema.sparse, *buckets, *("x".join(pair) for pair in self.crosses))
 
     @property
     def numbers(self) -> tuple[DenseColumn, ...]:
-        """Return every dense column of the input, with the default transform filled in."""
+        """Return every dense column of the input. Columns without a transform get the default
+        transform.
+        """
         columns = (self.schema.dense_column(name) for name in self.schema.dense)
         return tuple(
             replace(c, transform=None if c.buckets else c.transform or self.transform)
@@ -89,16 +91,16 @@ class PrepareOptions:
 
     @property
     def adds_strings(self) -> bool:
-        """Return True if the strings in the input are stored."""
+        """Return True if the strings of the input are stored in the set."""
         return self.keep_strings and (self.like is None or self.grow)
 
     def kind(self, field_name: str) -> Kind | None:
-        """Return the kind of a field's values, or None for a cross or a bucketed column."""
+        """Return the kind of the values of a field, or None for a cross or a bucketed column."""
         names = self.schema.sparse
         return self.schema.kind(field_name) if field_name in names else None
 
     def sized_for(self, num_bytes: int) -> "PrepareOptions":
-        """Return the same options, with pieces large enough for ``num_bytes`` of text."""
+        """Return the options for ``num_bytes`` of text, with a suitable size of pieces."""
         size = self.piece_bytes
         while size * MAX_PIECES < num_bytes and size < _LARGEST_PIECE_BYTES:
             size *= 2
@@ -168,8 +170,8 @@ class PrepareOptions:
 
 
 def parse_keys(text: str, fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Parse field names such as ``C1,C2``, or ``*`` for all fields; return the names in the set's
-    order.
+    """Parse field names such as ``C1,C2``, or ``*`` for all fields; return the names in the order
+    of ``fields``.
     """
     if text == "*":
         return fields
@@ -180,6 +182,6 @@ def parse_keys(text: str, fields: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_hash_sizes(text: str, fields: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-    """Parse ``1000000`` (for every field) or ``C3=1000000,C12=500000``."""
+    """Parse ``1000000`` (the size for every field) or ``C3=1000000,C12=500000``."""
     example = "a number of table rows, or a list such as C3=1000000,C12=500000"
     return by_column("--hash-size", text, int, example, fields)

@@ -1,5 +1,5 @@
-"""Parse text lines to typed columns: fast, with Polars, for clean pieces, and line by line for
-others.
+"""Parse text lines to typed columns. Clean pieces are parsed fast, by Polars or a compiled loop;
+for other pieces, lines are first checked one by one.
 
 A piece consists of whole lines of the input. Bad lines are removed and counted by reason; values
 are never repaired or guessed. Hex categories become uint32 values, other categories become 64-bit
@@ -23,11 +23,11 @@ from sbpflow.serving.cells import EXPECTED, INTEGER_PATTERN, KEY_PATTERNS
 
 _BLOCK_LINES = 1000
 _MIN_COMPILED_BYTES = 1 << 22
-"""Minimum bytes of a piece for which loading numba saves time"""
+"""Minimum size of a piece, in bytes, for which the compiled loop saves time"""
 
 
 def parse_piece(text: bytes, schema: Schema) -> Piece:
-    """Parse whole lines; the last line may lack a newline."""
+    """Parse a piece of whole lines, the last of which may lack a newline."""
     if text and not text.endswith(b"\n"):
         text += b"\n"
     if b"\r" in text:
@@ -46,7 +46,9 @@ def parse_piece(text: bytes, schema: Schema) -> Piece:
 
 
 def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None:
-    """Parse integers and hex digits in one compiled pass. Return None for any other content."""
+    """Parse labels, integers and hex values in one compiled pass. Return None for any other
+    content.
+    """
     loops = find_loops(len(text), _MIN_COMPILED_BYTES)
     uses_all = len(schema.columns) == 1 + len(schema.dense) + len(schema.sparse)
     if loops is None or not uses_all or set(schema.kinds) != {"hex"}:
@@ -95,7 +97,8 @@ def _parse_clean(
         return None
     if not checked and not _dense_fits(text, schema):
         return None
-    # Evaluate all columns in one call, because each Polars call costs a round trip to its threads.
+    # All columns are evaluated in one call, because each Polars call costs a round trip to its
+    # threads.
     hexes = [n for n, kind in zip(schema.sparse, schema.kinds, strict=True) if kind == "hex"]
     checks = [pl.col(schema.label).is_in(tuple(LABELS)), pl.col(hexes).str.len_bytes() == 8]
     if not all(frame.select(check.all() for check in checks).row(0)):
@@ -107,19 +110,19 @@ def _parse_clean(
 
 
 def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
-    """Return whether the number of separators is correct and no byte needs the strict parser."""
+    """Return whether the number of separators is correct and no byte needs the strict check."""
     if count_byte(text, schema.separator) != num_lines * (len(schema.columns) - 1):
         return False
     if b"\r" in text:
-        return False  # Polars drops \r at the end of any cell
+        return False  # Polars would drop \r at the end of any cell
     if any(kind in KEY_PATTERNS for kind in schema.kinds) and b"+" in text:
-        return False  # to_integer would parse +1234567 as a number
+        return False  # to_integer would accept the hex cell +1234567 as a number
     return text.isascii() or is_utf8(text)
 
 
 def _dense_fits(text: bytes, schema: Schema) -> bool:
-    """Return whether no dense cell is blank or contains a tab, because Polars wrongly accepts such
-    cells. The cells are read as text only in the rare case that there is a blank, or a tab that is
+    """Return whether no dense cell contains blanks or tabs that Polars would wrongly accept. The
+    cells are read as text only in the rare case that the piece contains a blank, or a tab that is
     not a separator.
     """
     odd = [blank for blank in " \t" if blank != schema.separator and blank.encode() in text]
@@ -144,7 +147,9 @@ def _text_types(schema: Schema) -> dict[str, type[pl.DataType]]:
 
 
 def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
-    """Convert cells to uint8 labels, int32 dense values and keys; other cells become null."""
+    """Convert the columns to uint8 labels, int32 dense values, and keys, with null for missing
+    cells.
+    """
     label = pl.col(schema.label).replace_strict(LABELS, return_dtype=pl.UInt8)
     columns = [label, *(pl.col(name) for name in schema.dense)]
     columns += [
@@ -155,7 +160,9 @@ def _typed(frame: pl.DataFrame, schema: Schema) -> pl.DataFrame:
 
 
 def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
-    """Return the concatenated good lines, and the bad lines with the first reason for each line."""
+    """Return the concatenated good lines, and the bad lines, each with the first reason that
+    applies.
+    """
     bad = BadLines()
     good: list[bytes] = []
     for start in range(0, len(lines), _BLOCK_LINES):
@@ -174,9 +181,10 @@ def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
 
 
 def _fault(line: bytes, schema: Schema) -> tuple[str, str] | None:
-    """Return why a line is bad, and the bad cell or ""; return None for a good line.
+    """Return why a line is bad, and its bad cell, or "" if no single cell is bad; return None for a
+    good line.
 
-    The check is slow but strict.
+    The check of a single line is strict but slow.
     """
     if not line:
         return BLANK, ""

@@ -1,6 +1,6 @@
-"""Find the columns of a file, and read pieces of files that must be read in order.
+"""Find the columns of a file, and divide files that must be read from the beginning into pieces.
 
-``data.prepare.source`` locates piece k of a plain file by its offset. Compressed text must be read
+``data.prepare.source`` reads piece k of a plain file at its offset. Compressed text must be read
 from the beginning, and so must text with quotes, because a newline may be inside a cell.
 """
 
@@ -22,13 +22,15 @@ from sbpflow.errors import DataError
 
 _SHOWN_COLUMNS, _SHOWN_CHARS = 8, 60
 _QUOTE = '"'
-_LEAST_NAMES = 2  # a single name could also be a value
+_LEAST_NAMES = 2  # a line with a single known name could also be a row
 _MAX_QUOTED_BYTES = 1 << 16
-"""A quote still open this many bytes after the end of a piece is assumed to be never closed"""
+"""A quote that is still open this many bytes after the end of a piece is assumed never to be
+closed
+"""
 
 
 def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[str, ...]:
-    """Return a file's columns in file order. Raises DataError if a required column is missing.
+    """Return the columns of a file in file order. Raises DataError if a required column is missing.
 
     With ``may_lack_labels``, labels are optional: a text file without column names is unlabeled if
     its first line lacks only the label cells.
@@ -70,17 +72,18 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
             is_text=not source.is_table,
         )
         raise DataError(
-            f"{source.path}: no column{'s' if len(absent) > 1 else ''} {shown}; it has {has}; "
-            f"{advice}"
+            f"{source.path}: no column{'s' if len(absent) > 1 else ''} {shown}; the columns "
+            f"are {has}; {advice}"
         )
     return columns
 
 
 def with_text_format(sources: Sequence[Input], schema: Schema) -> Schema:
-    """Return ``schema`` with the format of new rows in text.
+    """Return ``schema`` with the text format of new rows.
 
-    If the first text file starts with the names of all columns that new rows need, this is its
-    header, in any order and with any separator. Otherwise, the schema stays as it is.
+    If the first line of the first text file contains the names of all columns that new rows need,
+    in any order and with any separator, the result has this separator and a header. Otherwise, it
+    is ``schema`` itself.
     """
     source = next((source for source in sources if not source.is_table), None)
     needed = set(schema.used) - {schema.label, *schema.labels}
@@ -103,7 +106,9 @@ def with_text_format(sources: Sequence[Input], schema: Schema) -> Schema:
 def _how_to_find(
     name: str, columns: Sequence[str], schema: Schema, *, is_fixed: bool, is_text: bool
 ) -> str:
-    """Return advice for a missing column: change the schema or, if it is fixed, the rows."""
+    """Return advice on a missing column: to change the schema or, if the schema is fixed, the
+    rows.
+    """
     near = get_close_matches(name, [other for other in columns if other not in schema.used], 1)
     if is_fixed:
         rule = "new rows need all columns of the training set except the labels"
@@ -122,7 +127,7 @@ def _how_to_find(
 
 
 def _first_record(path: InputPath, quote: str | None) -> str:
-    """Return the first line, plus further lines if a quoted cell in it is still open."""
+    """Return the first record: the first line, and further lines if a quoted cell is still open."""
     with open_text(path) as text:
         line = text.file.readline(MAX_LINE_BYTES)
         if quote is not None and count_byte(line, quote) % 2:
@@ -157,7 +162,9 @@ def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[t
 
 
 def _to_quote(file: IO[bytes], path: InputPath, quote: str) -> bytes:
-    """Return the lines up to the end of an open quote, at most ``_MAX_QUOTED_BYTES`` bytes."""
+    """Return the following lines up to the end of an open quote, at most ``_MAX_QUOTED_BYTES``
+    bytes.
+    """
     more, is_open = b"", True
     while is_open and len(more) < _MAX_QUOTED_BYTES and (line := _line(file, path)):
         more += line

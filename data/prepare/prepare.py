@@ -1,7 +1,7 @@
 """Prepare a set: stage all pieces, count values in train, assign ids, encode, and publish.
 
 Only a few pieces and the vocabularies are in memory at any time. Each result is a file that is
-created atomically in ``OUTPUT.work``, so a killed run can be resumed from existing files.
+created atomically in ``OUTPUT.work``, so that a killed run can be resumed from existing files.
 """
 
 import hashlib
@@ -61,11 +61,11 @@ from sbpflow.errors import ConfigError, DataError
 _LOG = logging.getLogger(__name__)
 _PUBLISHING = "publishing"
 _SHARE = {"parse": 0.55, "count": 0.10, "encode": 0.35}
-"""Fraction of the total time for each phase, used only for the ETA"""
+"""Fraction of the total time that each phase takes, used only for the ETA"""
 
 
 def prepare(options: PrepareOptions) -> Manifest:
-    """Prepare ``options.inputs`` into ``options.output`` and return its verified manifest.
+    """Prepare ``options.inputs`` into ``options.output``; return the manifest of the verified set.
 
     The set does not depend on the engine. Raises ConfigError or DataError for bad input.
     """
@@ -110,7 +110,7 @@ def _build(
     like: Manifest | None,
     engine: Engine,
 ) -> None:
-    """Build the finished set in ``work/set`` from existing and new results."""
+    """Build the set in ``work/set`` from results that exist and from new results."""
     states, sources = [written(source.path) for source in inputs], inputs
     inputs = list(engine.run(partial(fetch_table, work=work), inputs))
     num_bytes = sum(source.num_bytes for source in inputs)
@@ -148,9 +148,9 @@ def _build(
 
 
 def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object]]) -> None:
-    """Raise DataError if a file changed during the run, because rows may be missing or duplicated.
+    """Raise DataError if a file changed during the run, because rows may be lost or duplicated.
 
-    ``states`` contains the results of ``written`` before reading.
+    ``states`` contains the results of ``written`` from before the files were read.
     """
     for source, state in zip(inputs, states, strict=True):
         if written(source.path, again=True) != state or state[0] != source.num_bytes:
@@ -161,8 +161,9 @@ def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object
 
 
 def _ancestors(like: Manifest | None) -> list[Ancestor]:
-    """Return the earlier vocabularies whose ids remain valid in a set made from ``like``, nearest
-    first."""
+    """Return the earlier vocabularies whose ids remain valid in a set that is made with ``like``,
+    nearest first.
+    """
     if like is None or like.vocabulary_digest is None:
         return []
     rows = {field.name: field.rows for field in like.fields if not field.keyed}
@@ -212,7 +213,7 @@ def _finish(
     options: PrepareOptions,
     engine: Engine,
 ) -> None:
-    """Write the manifest, verify every checksum, and add the statistics of the shards."""
+    """Write the manifest, verify every checksum, and add the statistics of the tables."""
     write_manifest(folder, content)
     manifest = load_manifest(folder)
     try:
@@ -233,7 +234,7 @@ _cached_manifest = Cached(load_manifest)
 
 
 def _verify(job: tuple[str, Any], *, folder: Path) -> None:
-    """Verify a shard (split, index) or a vocabulary ("", name) of the set in ``folder``."""
+    """Verify the shard (split, index) or the vocabulary ("", name) of the set in ``folder``."""
     (split, which), manifest = job, _cached_manifest(folder)
     if split:
         verify_shard(manifest, manifest.shards(split)[which])
@@ -242,7 +243,9 @@ def _verify(job: tuple[str, Any], *, folder: Path) -> None:
 
 
 def _was_published(options: PrepareOptions, plan: str) -> bool:
-    """Return whether a run of this plan published its set but was killed before cleaning up."""
+    """Return whether an earlier run of this plan published its set but was killed before it cleaned
+    up.
+    """
     work = work_folder(options.output)
     if read_mark(work) != plan or not (work / _PUBLISHING).exists():
         return False
@@ -250,7 +253,7 @@ def _was_published(options: PrepareOptions, plan: str) -> bool:
 
 
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
-    """Move the finished set to the output; until then, an existing set stays in place."""
+    """Move the finished set to the output, where an existing set stays in place until then."""
     if (work / "set").exists():
         (work / _PUBLISHING).touch()
         if options.output.exists():

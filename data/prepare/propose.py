@@ -1,6 +1,7 @@
-"""Propose a schema for a table with column names, as YAML with the facts behind each guess.
+"""Propose a schema for a table with column names, as YAML with comments on the facts behind each
+guess.
 
-A guess is used only if the user accepts it: the user edits the text and passes it with
+A guess is used only if the user accepts it: the user checks the text and passes it with
 ``--schema``, or accepts the proposal unchanged with ``--schema auto``.
 """
 
@@ -41,13 +42,13 @@ _ENTITIES = (
 _ENTITY_WORDS = set(_ENTITIES.split())
 _SPARSE_KINDS = {"boolean": "string", "text": "string", "integer": "integer"}
 _MAX_SMALL = 20
-"""A column with at most this many distinct integers is categorical, whatever its name"""
+"""A column with at most this many distinct integers is treated as categorical, whatever its name"""
 _UNUSABLE = {
     "empty": "no values",
     "date": "use of a date column, which can only be the time",
 }
 _MIN_IDS = 100
-"""Minimum number of distinct integers for a remark that they may be IDs"""
+"""Minimum number of distinct integers for the remark that the integers may be IDs"""
 _SKEW = 20
 """Minimum ratio of the 99% quantile to the median for which a logarithm is proposed"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
@@ -55,24 +56,23 @@ _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The text of a proposed schema."""
+    """A proposed schema as YAML text."""
 
     text: str
     has_label: bool
 
 
 def propose(paths: Sequence[InputPath]) -> Proposal:
-    """Return a schema for the tables; raise the same errors as ``find_inputs`` and
-    ``read_sample``."""
+    """Return a schema for the tables. Raises the errors of ``find_inputs`` and ``read_sample``."""
     return _of_sample(read_sample(find_inputs(paths)))
 
 
 def refuse_guess(paths: Sequence[InputPath], message: str = "") -> None:
-    """Raise ConfigError with a proposal if the table's column names are not Criteo's.
+    """Raise ConfigError with a proposed schema if the table's column names are not Criteo's.
 
-    ``message`` replaces the first line, which names options of the command line.
+    ``message`` replaces the first line of the error, which names options of the command line.
     """
-    # ``prepare`` reports missing files
+    # ``prepare`` itself reports missing files
     exists = all(path.is_file() or path.is_dir() for path in paths)
     if not exists or not needs_schema(find_inputs(paths, log=False)[0]):
         return
@@ -143,10 +143,10 @@ def _head(sample: Sample) -> list[str]:
 
 
 def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
-    """Return the likely label, and a remark on other candidates.
+    """Return the column that is likely to be the label, and a remark on other candidates.
 
-    A column with two values is preferred to a column of grades, such as stars, if its name is
-    typical of labels or is a past participle such as "installed".
+    If its name is typical of labels or is a past participle such as "installed", a column with two
+    values is preferred to a column of grades, such as stars.
     """
     named = [column for column in of_words(columns, _LABELS) if _rule(column)]
     binary = [column for column in columns if column.distinct == 2 and _rule(column)]
@@ -165,8 +165,8 @@ def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
 
 
 def _rule(column: ColumnFacts) -> tuple[str, float] | None:
-    """Return the schema text that makes this column the label, and the label rate, or None if the
-    column cannot be the label.
+    """Return the schema text that makes this column the label, and the resulting label rate, or
+    None if the column cannot be the label.
     """
     name, values = _name(column.name), column.values
     if column.kind in ("integer", "real") and set(values.unique()) <= {0, 1}:
@@ -200,7 +200,9 @@ def _time(columns: Sequence[ColumnFacts]) -> ColumnFacts | None:
 
 
 def _unit(column: ColumnFacts) -> float | None:
-    """Return the number of time units per second if the integers may be times since 1970."""
+    """Return the number of time units per second if the integers may be times since 1970, or else
+    None.
+    """
     return epoch_unit(float(column.values.min()), float(column.values.max()))
 
 
@@ -225,7 +227,9 @@ def _split(column: ColumnFacts) -> str:
 
 
 def _features(columns: Sequence[ColumnFacts]) -> list[str]:
-    """Return the dense and sparse columns, and comments on columns that are not used."""
+    """Return lines of YAML for the dense and sparse columns, with comments on columns that are not
+    used.
+    """
     dense: list[str] = []
     sparse: list[str] = []
     unused: list[str] = []
@@ -253,11 +257,12 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
 def _remark(column: ColumnFacts) -> str:
     """Return a remark if the proposed use of a column is doubtful, or ""."""
     if column.odd:
-        return f"; cells such as {column.odd!r:.40} are not numbers; clean them for dense"
+        problem = f"cells such as {column.odd!r:.40} are not numbers"
+        return f"; {problem}; clean them to use the column as dense"
     if column.kind != "integer" or column.distinct < _MIN_IDS or column.words & _ENTITY_WORDS:
         return ""
     low, high = (float(value) for value in (column.values.min(), column.values.max()))
-    # most numbers in the range occur, as is typical of IDs
+    # If most integers of the range occur, the column is likely to contain IDs.
     is_dense = high - low < 2 * column.distinct
     return f"; for IDs, write {_name(column.name)}: integer under sparse" if is_dense else ""
 
@@ -285,8 +290,9 @@ def _list(column: ColumnFacts) -> str:
 
 
 def _transform(column: ColumnFacts) -> str:
-    """Return the options of a dense column: ``log1`` for skewed values of 0 or more, or else
-    ``standardise``."""
+    """Return the transform of a dense column: ``log1`` for skewed values of 0 or more, or else
+    ``standardise``.
+    """
     values = column.values.cast(float)
     median, high = values.median(), values.quantile(0.99)
     is_skewed = isinstance(median, float) and high is not None and high > _SKEW * max(median, 1.0)
@@ -295,7 +301,7 @@ def _transform(column: ColumnFacts) -> str:
 
 
 def _name(name: str) -> str:
-    """Return a column name as YAML, quoted if YAML would misread the plain name."""
+    """Return a column name as YAML, in quotes if YAML would misread the plain name."""
     try:
         is_plain = load_yaml(f"{{{name}: 1}}") == {name: 1}
     except ConfigError:

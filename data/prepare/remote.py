@@ -8,7 +8,7 @@ InputPath = AnyPath
 
 
 def identity(path: InputPath) -> tuple[object, ...]:
-    """Return a value that is equal for all names of the same file."""
+    """Return a value that identifies a file, and is equal for all paths to the same file."""
     if isinstance(path, RemotePath):
         return (path.url,)
     stat = path.stat()
@@ -16,15 +16,15 @@ def identity(path: InputPath) -> tuple[object, ...]:
 
 
 def version(path: InputPath) -> tuple[object, ...]:
-    """Return the file's identity and state; the state changes when the file is written."""
+    """Return the identity and the state of a file. The state changes when the file is written."""
     if isinstance(path, RemotePath):
         return (path.url, path.state)
     return (str(path.resolve()), path.stat().st_mtime_ns)
 
 
 def written(path: InputPath, *, again: bool = False) -> tuple[int, object]:
-    """Return the size and modification time, which change on writes but not on reads. For a URL,
-    they come from its listing or, if ``again``, from a new request.
+    """Return the size and the time of the last write of a file. For a URL, both come from an
+    earlier listing or, if ``again``, from a new request.
     """
     if isinstance(path, RemotePath):
         path = path.fresh() if again else path

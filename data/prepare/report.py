@@ -18,10 +18,10 @@ _COUNTED = (
 
 
 def report_values(content: Mapping[str, Any], *, has_own_ids: bool) -> None:
-    """Log the counts in a manifest's ``content`` and the growth of the vocabularies.
+    """Log the counts in the ``content`` of a manifest, and the growth of the vocabularies.
 
-    For a set that uses the ids of an existing set, also log the number of lookups of values without
-    an id.
+    Unless ``has_own_ids``, also log the number of lookups of values that have no id in the existing
+    set.
     """
     counted = list(_COUNTED)
     if not has_own_ids:

@@ -1,4 +1,4 @@
-"""Read the first rows of tables with column names, for proposing a schema."""
+"""Read the first rows of tables with column names, from which a schema is proposed."""
 
 import io
 import re
@@ -24,7 +24,7 @@ _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 @dataclass(frozen=True)
 class Sample:
-    """The first rows of some files; cells of text files are strings, and empty cells are null."""
+    """The first rows of some files. Cells of text files are strings; empty cells are null."""
 
     frame: pl.DataFrame
     files: tuple[str, ...]
@@ -34,7 +34,7 @@ class Sample:
 
 
 def needs_schema(source: Input) -> bool:
-    """Return whether the file is a table with column names that are not Criteo's."""
+    """Return whether the file is a table whose column names are not Criteo's."""
     if source.is_table:
         is_local = isinstance(source.path, Path)
         return is_local and not set(CRITEO.features) <= set(table_columns(source.path))
@@ -45,7 +45,9 @@ def needs_schema(source: Input) -> bool:
 
 
 def read_sample(inputs: Sequence[Input]) -> Sample:
-    """Return the first rows of up to eight files; raise DataError if there are no column names."""
+    """Return the first rows of up to eight files. Raises DataError if a file has no column
+    names.
+    """
     count = min(len(inputs), _MAX_FILES)
     chosen = [inputs[k * len(inputs) // count] for k in range(count)]
     names = tuple(source.path.name for source in chosen)
@@ -74,7 +76,7 @@ def read_sample(inputs: Sequence[Input]) -> Sample:
 
 
 def _head(source: Input, num_bytes: int) -> str:
-    """Return the complete lines in the first bytes of a text file."""
+    """Return the complete lines in the first ``num_bytes`` bytes of a text file."""
     with open_text(source.path) as text:
         raw = text.file.read(num_bytes)
     if len(raw) == num_bytes:
@@ -85,7 +87,7 @@ def _head(source: Input, num_bytes: int) -> str:
 
 
 def _separator(text: str) -> str | None:
-    """Return the separator that splits the header and the rows into equal numbers of cells, or
+    """Return the separator that splits the header and every row into the same number of cells, or
     None.
     """
     lines = _QUOTED.sub("q", "\n".join(text.split("\n", _FIRST_LINES)[:_FIRST_LINES])).split("\n")
@@ -112,7 +114,7 @@ def _cells(source: Input, text: str, separator: str, num_rows: int) -> pl.DataFr
     names, body = _names(text, separator), text.partition("\n")[2]
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
-    while body.count('"') % 2:  # the last quoted cell may be cut off by the end of the sample
+    while body.count('"') % 2:  # the end of the sample may cut off a quoted cell
         body = body[: body.rfind('"')]
         body = body[: body.rfind("\n") + 1]
     if not body:

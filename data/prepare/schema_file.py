@@ -1,4 +1,4 @@
-"""Read a schema, the description of the input columns, from a YAML file."""
+"""Read a schema, which describes the input columns, from a YAML file."""
 
 import json
 import re
@@ -41,7 +41,8 @@ def read_schema(source: Path | Mapping[str, Any]) -> Schema:
     """Read a schema from a YAML file or a mapping; docs/data.md documents the keys.
 
     ``columns`` lists the columns in file order (by default: label, dense, sparse, and other
-    columns); unused columns are skipped. Raises ConfigError with the key, the value, and the rule.
+    columns); columns without a use are skipped. Raises ConfigError for an invalid value, naming its
+    key, the value, and the rule.
     """
     key, raw = "schema", cast("object", source)
     if isinstance(source, Path):
@@ -170,7 +171,9 @@ class _Reader:
     def pair(
         self, raw: Mapping[str, Any], key: str, kinds: Collection[str], default: str
     ) -> tuple[str, str] | None:
-        """Parse a name or ``{NAME: KIND}`` to a pair, where KIND must be in ``kinds``."""
+        """Parse a column name, alone or with a kind as in ``{user: string}``; return the name and
+        the kind, which must be in ``kinds``.
+        """
         value = raw.get(key)
         if value is None:
             return None
@@ -181,7 +184,9 @@ class _Reader:
         return self.name(key, value), default
 
     def time(self, raw: Mapping[str, Any]) -> tuple[str, TimeKind] | None:
-        """Parse NAME, ``{NAME: integer}``, or the format of the dates, ``{NAME: "%d/%m/%Y"}``."""
+        """Parse NAME, ``{NAME: integer}``, or a name with the format of its dates, ``{NAME:
+        "%d/%m/%Y"}``.
+        """
         value = raw.get("time")
         form = next(iter(value.values()), None) if isinstance(value, dict) else None
         forms = (form,) if isinstance(form, str) and "%" in form else ('"%d/%m/%Y"',)
@@ -293,7 +298,7 @@ def _is_float32(value: object) -> bool:
 
 
 def schema_from(content: Mapping[str, Any]) -> Schema:
-    """Return the schema from a manifest, in the form that ``asdict`` wrote."""
+    """Return the schema in a manifest, where ``asdict`` has written it."""
     raw = dict(content)
     many = tuple(ListColumn(**entry) for entry in raw.pop("many", ()))
     numbers = tuple(
@@ -310,7 +315,7 @@ def schema_from(content: Mapping[str, Any]) -> Schema:
 
 
 def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Parse ``C1xC2,C3xC4`` (or ``none``) with names from the sparse columns."""
+    """Parse ``C1xC2,C3xC4``, where the names are sparse columns, or ``none``."""
     if text.strip() in ("", "none"):
         return ()
     pairs = [_pair(item.strip(), sparse) for item in text.split(",")]
@@ -329,7 +334,7 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
 
 
 def _pair(text: str, sparse: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the two columns named by ``AxB``; column names may contain an x."""
+    """Return the two columns that ``AxB`` names. Column names may contain an x."""
     known = [(left, right) for left in sparse for right in sparse if f"{left}x{right}" == text]
     if len(known) > 1:
         ways = " or ".join(f"{left} with {right}" for left, right in known)

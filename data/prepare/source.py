@@ -1,8 +1,8 @@
 """Find and order the input files, and read their bytes in pieces of whole lines.
 
-Piece k of a plain file consists of the lines that start in [k * size, (k + 1) * size). A piece of a
-compressed file consists of the next ``size`` bytes and the rest of the last line. Pieces therefore
-depend only on the input and ``size``.
+Piece k of a plain file consists of the lines that start in bytes [k * size, (k + 1) * size). A
+piece of a compressed file consists of the next ``size`` decompressed bytes and the rest of the last
+line. Pieces therefore depend only on the input and ``size``.
 """
 
 import io
@@ -24,15 +24,15 @@ from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
-_START_BYTES = 1 << 20  # contains a whole block of every compressed format
-_REST_BYTES = 1 << 16  # read beyond a piece of a remote file, to complete its last line
+_START_BYTES = 1 << 20  # Enough for a whole block of every compressed format.
+_REST_BYTES = 1 << 16  # Read after a piece of a remote file, to complete its last line.
 _MAX_SHOWN = 8
 _COMPRESSION_RATIO = 3
 """Ratio of the size of Criteo's text to the size of its .gz files"""
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 SUFFIXES = (".tsv", ".txt", ".csv", *DECOMPRESS, *TABLE_SUFFIXES)
 _PARTS = re.compile(r"(day|part)[-_]\d+")
-"""Pattern of data files without a suffix; the 1TB logs unpack to day_0 ... day_23"""
+"""Pattern of the names of data files without a suffix; the 1TB logs unpack to day_0 ... day_23"""
 
 _FORMATS = {
     b"PAR1": "is Parquet; name it .parquet",
@@ -46,15 +46,17 @@ _FORMATS = {
     b"\xfe\xff": "is UTF-16 text; convert it with `iconv -f UTF-16 -t UTF-8`",
     b"\xef\xbb\xbf": "starts with a byte order mark; remove it with `tail -c +4`",
 }
-"""First bytes of files that are not plain text tables, with advice for each format"""
+"""The first bytes of files that are not plain text tables, with advice for each format"""
 
 _MAGIC = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ"}
-"""First bytes by suffix; .zst is omitted, because a file may start with a skippable frame"""
+"""The first bytes of compressed files, by suffix. .zst is omitted, because such a file may start
+with a skippable frame
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input file; ``order`` is its position among the inputs."""
+    """An input file. ``order`` is the position of the file among the inputs."""
 
     order: int
     path: InputPath
@@ -77,10 +79,11 @@ class Input:
 
 
 def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ...]:
-    """Return the given files and, in natural order, the data files in the given folders.
+    """Return the files in ``paths`` and, in natural order, the data files in the folders in
+    ``paths``.
 
-    Logs the files that are not read, unless ``log`` is False. Raises ConfigError if no file is
-    found, a file is given twice, or a format is not supported.
+    Unless ``log`` is False, logs the files in folders that are not read. Raises ConfigError if no
+    file is found, a file is given twice, or a format is not supported.
     """
     check_exists(paths)
     files: list[InputPath] = []
@@ -117,7 +120,7 @@ def check_exists(paths: Sequence[InputPath]) -> None:
     for path in paths:
         try:
             exists = path.is_file() or path.is_dir()
-        except ConfigError as error:  # the package for the URL scheme is not installed
+        except ConfigError as error:  # the package for URLs of this scheme is not installed
             raise ConfigError(f"--input {error}") from error
         if not exists:
             raise ConfigError(f"--input {path}: no such file or folder")
@@ -142,8 +145,9 @@ def _log_skipped(
 
 
 def _check_start(source: Input) -> None:
-    """Raise ConfigError if the first (decompressed) bytes of a file indicate a format other than
-    text."""
+    """Raise ConfigError if the first bytes of a file, after decompression, indicate a format other
+    than text.
+    """
     if source.is_table:
         return
     suffix = source.path.suffix.lower()
@@ -166,7 +170,7 @@ def _check_start(source: Input) -> None:
 
 
 def _open_start(source: Input) -> IO[bytes]:
-    """Open a file to read its start, which takes a single request for a remote file."""
+    """Open a file to read its start. For a remote file, this takes a single request."""
     if not isinstance(source.path, RemotePath):
         return source.path.open("rb")
     return io.BytesIO(source.path.read(0, min(source.num_bytes, _START_BYTES)))
@@ -205,7 +209,7 @@ def _read_remote_piece(path: RemotePath, start: int, stop: int) -> bytes:
 
 
 def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
-    """Return the start of the first line that begins at ``offset`` or later."""
+    """Return the offset of the first line that starts at ``offset`` or later."""
     if offset == 0:
         return 0
     file.seek(offset - 1)
@@ -223,7 +227,7 @@ def no_line_end(path: InputPath) -> DataError:
 
 
 class Text(NamedTuple):
-    """A stream of decompressed bytes, with the original file, whose position shows the progress."""
+    """A stream of decompressed bytes, and the original file, whose position shows the progress."""
 
     file: IO[bytes]
     raw: IO[bytes]
@@ -231,7 +235,7 @@ class Text(NamedTuple):
 
 @contextmanager
 def open_text(path: InputPath) -> Iterator[Text]:
-    """Open the text of a file, decompressing it if the suffix says so."""
+    """Open the text of a file. The suffix determines whether the file is decompressed."""
     with path.open("rb") as raw, _text_of(path, raw) as text:
         yield text
 

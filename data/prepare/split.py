@@ -26,10 +26,10 @@ SplitKind = Literal["time", "date", "ratio", "file", "test"]
 class SplitRule:
     """A rule that assigns rows to splits.
 
-    ``time`` and ``ratio`` use the fractions of train, val and test, and ``file`` uses file name
-    patterns. ``date`` uses a column and two times: rows before the first time belong to train, rows
-    between the two times belong to val, and later rows belong to test. With ``test``, all rows are
-    test rows.
+    The kinds ``time`` and ``ratio`` use the fractions of train, val and test, and ``file`` uses
+    file name patterns. ``date`` uses a column and two times: rows before the first time belong to
+    train, rows from the first time on belong to val, and rows from the second time on belong to
+    test. ``test`` makes all rows test rows.
     """
 
     kind: SplitKind
@@ -37,11 +37,11 @@ class SplitRule:
     patterns: tuple[tuple[str, str], ...] = ()
     column: str = ""
     times: tuple[str, str] = ("", "")
-    """Times as strings: ``2024-05-01``, ``2024-05-01 12:00:00`` or an integer"""
+    """The two times as strings: ``2024-05-01``, ``2024-05-01 12:00:00`` or an integer"""
 
     def check_column(self, time: tuple[str, str] | None) -> None:
-        """Raise ConfigError if the column is not the schema's time, or the times do not fit its
-        kind.
+        """Raise ConfigError if the column is not the time column of the schema, or if the times do
+        not fit the column's kind.
         """
         if self.kind != "date":
             return
@@ -64,12 +64,14 @@ class SplitRule:
         return train, val
 
     def bounds(self, num_rows: int) -> tuple[int, int]:
-        """Return the first rows of val and test when ``num_rows`` rows are split in order."""
+        """Return the numbers of the first rows of val and test if ``num_rows`` rows are split in
+        order.
+        """
         train, val, _ = self.fractions
         return round(num_rows * train), round(num_rows * (train + val))
 
     def check_files(self, names: Sequence[str]) -> None:
-        """Raise ConfigError if a pattern matches no file, or no file remains for train."""
+        """Raise ConfigError if a pattern gets no file, or if no file remains for train."""
         used = {self._pattern_of(name) for name in names}
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
                     if (split, pattern) not in used]:  # fmt: skip
@@ -83,7 +85,9 @@ class SplitRule:
             )
 
     def check_train(self, num_rows: int, num_train: int | None = None) -> None:
-        """Raise ConfigError if train is empty; only ``time`` splits work without ``num_train``."""
+        """Raise ConfigError if train gets none of ``num_rows`` rows. ``num_train`` is needed unless
+        the split is by ``time``.
+        """
         if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
             raise ConfigError(
                 f"--split: train gets none of the {num_rows} rows, but ids and vocabularies need "
@@ -91,8 +95,9 @@ class SplitRule:
             )
 
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
-        """Return the splits of a piece, uint8 [num_rows]: 0 train (or undecided, for ``time``), 1
-        val, 2 test."""
+        """Return the splits of the rows of a piece, uint8 [num_rows]: 0 train, 1 val, 2 test. In a
+        split by ``time``, which is decided later, all rows are 0.
+        """
         if self.kind == "ratio":
             draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num_rows) / 2.0**64
             bounds = np.cumsum(self.fractions)[:2]
@@ -105,11 +110,13 @@ class SplitRule:
             place = self._pattern_of(file_name)
             return np.full(num_rows, SPLITS.index(place[0]) if place else 0, dtype=np.uint8)
         if self.kind == "date":
-            raise RuntimeError("rows that are split by date need of_times")
+            raise RuntimeError("of_piece cannot split by date; use of_times")
         raise unknown_value("--split", self.kind, SplitKind)
 
     def _pattern_of(self, file_name: str) -> tuple[str, str] | None:
-        """Return the split of a file and the first matching pattern, or None for train."""
+        """Return the split of a file and the first pattern that matches its name, or None for
+        train.
+        """
         fits = (place for place in self.patterns if fnmatch(file_name, place[1]))
         return next(fits, None)
 
@@ -133,7 +140,9 @@ def parse_split(text: str) -> SplitRule:
 
 
 def _by_date(text: str, rest: str) -> SplitRule:
-    """Parse ``ts<A,ts<B``. If there is only one time, rows from this time on belong to test."""
+    """Parse ``ts<A,ts<B`` or ``ts<A``. With a single time, rows from this time on belong to
+    test.
+    """
     pairs = [item.strip().rpartition("<") for item in rest.split(",")]
     names = {name.strip() for name, _, _ in pairs if name}
     times = tuple(time.strip() for _, _, time in pairs)
@@ -149,8 +158,9 @@ def _by_date(text: str, rest: str) -> SplitRule:
 
 
 def _moment(text: str, kind: str) -> int:
-    """Return the stored form of a time: an integer unchanged, or a date as microseconds since 1970
-    (UTC)."""
+    """Return a time as it is stored: an integer unchanged, or a date as microseconds since 1970
+    (UTC).
+    """
     if kind == "integer":
         if not text.lstrip("-").isdecimal():
             raise ConfigError(f"--split: {text!r} must be an integer like the values of the column")

@@ -1,7 +1,8 @@
-"""Stage the input: parse every piece once into an uncompressed Arrow file of typed columns.
+"""Stage the input: parse every piece into an uncompressed Arrow file of typed columns.
 
-The columns are label uint8, dense int32 or float32, one key per sparse column and cross (null
-means missing), and split uint8. A piece is complete once its ``.json`` record has been written.
+The columns are the label (uint8), dense values (int32 or float32), a key for each sparse column and
+cross (null means missing), and the split (uint8). A piece is complete once its ``.json`` record has
+been written.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,8 @@ _STAGED_KEYS = (
 
 _EARLY_LINES = 10_000
 _EARLY_BAD = 0.5
-"""After ``_EARLY_LINES`` lines, a file with at least this fraction of bad lines is rejected early
+"""The input is rejected early if, after ``_EARLY_LINES`` lines, more than this fraction of the
+lines are bad
 """
 
 
@@ -50,7 +52,9 @@ def stage_inputs(
     engine: Engine,
     advance: Advance,
 ) -> tuple[StagedPiece, ...]:
-    """Stage all pieces as tasks; check bad rows and the train part."""
+    """Stage all pieces as tasks on the engine. Raises an error for too many bad lines or an empty
+    train split.
+    """
     for name in ("stage", "encoded"):
         (work / name).mkdir(exist_ok=True)
     schema = options.schema
@@ -83,9 +87,9 @@ def encoded_record(target: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A piece to stage, or all pieces of a file that must be read in order. If tasks share the
-    reader's memory, the pieces of such a file contain the ``text``. Otherwise, one task reads the
-    whole file, and ``index`` is None.
+    """A piece to stage, or all pieces of a file that must be read from the beginning. If tasks
+    share this process's memory, each piece of such a file is a job with its ``text``. If tasks do
+    not, one job with ``index`` None reads the whole file.
     """
 
     source: Input
@@ -117,7 +121,7 @@ def _jobs(
 
 
 def _in_order(job: _Job, options: PrepareOptions) -> Iterator[_Job]:
-    """Read a file from its beginning, and yield its pieces with their text."""
+    """Read a file from the beginning; yield a job with the text of each piece."""
     pieces = pieces_in_order(job.source.path, options.piece_bytes, options.schema.quote)
     for index, (text, num_bytes) in enumerate(pieces):
         yield _Job(job.source, job.columns, index, num_bytes, text)
@@ -130,7 +134,7 @@ def _target(work: Path, job: _Job) -> Path:
 def _check_labels(
     inputs: Sequence[Input], has_labels: Mapping[int, Sequence[str]], schema: Schema
 ) -> None:
-    """Raise DataError if some files have labels and other files do not."""
+    """Raise DataError if some of the files have a label column and others do not."""
     for name in (schema.label, *schema.labels):
         has = [name in has_labels[source.order] for source in inputs]
         if any(has) and not all(has):
@@ -142,7 +146,9 @@ def _check_labels(
 
 
 def _stage(job: _Job, *, options: PrepareOptions, work: Path) -> list[tuple[StagedPiece, int]]:
-    """Stage the pieces of a job; return each piece with the number of file bytes read."""
+    """Stage the pieces of a job; return each piece with the number of bytes of its file that it
+    covers.
+    """
     jobs = (job,) if job.index is not None else _in_order(job, options)
     return [(_stage_piece(each, options, work), each.num_bytes) for each in jobs]
 
@@ -200,7 +206,9 @@ def _num_positives(frame: pl.DataFrame, schema: Schema) -> int:
 def _with_split(
     job: _Job, piece: Piece, options: PrepareOptions
 ) -> tuple[pl.DataFrame, NDArray[np.uint8]]:
-    """Return the rows with crosses and splits, and the splits as a separate array."""
+    """Return the rows with added columns of crosses and splits, and the splits as a separate
+    array.
+    """
     frame, rule, schema = piece.frame, options.split, options.schema
     if rule.kind == "date" and schema.time is not None:
         split = rule.of_times(frame[TIME].to_numpy(), schema.time[1])
@@ -212,20 +220,20 @@ def _with_split(
 
 
 def list_file(target: Path, name: str) -> Path:
-    """Return the path of the file with a piece's values of a list column."""
+    """Return the path of the file with the values of list column ``name`` in a piece."""
     return target.with_suffix(f".{name}.list")
 
 
 def strings_file(target: Path, name: str) -> Path:
-    """Return the path of the file with the distinct strings of a column in a piece.
+    """Return the path of the file with the distinct strings of column ``name`` in a piece.
 
-    Unlike staged rows, these files stay until the set is complete.
+    Unlike staged rows, these strings are kept until the set is complete.
     """
     return target.with_suffix(f".{name}.strings")
 
 
 def staged_files(target: Path, options: PrepareOptions) -> list[Path]:
-    """Return the paths of a piece's staged files, except the record."""
+    """Return the paths of the staged files of a piece, except its record."""
     names = (column.name for column in options.schema.many)
     return [target, *(list_file(target, name) for name in names)]
 
@@ -251,7 +259,7 @@ def _num_names(job: _Job, schema: Schema) -> int:
 
 
 def _is_whole(target: Path, record: Mapping[str, Any], options: PrepareOptions) -> bool:
-    """Return whether the staged files are unchanged or no longer needed."""
+    """Return whether the staged files of a piece are unchanged or no longer needed."""
     if read_record(encoded_record(target), ENCODED_KEYS) is not None:
         return True
     files = staged_files(target, options)
@@ -259,9 +267,9 @@ def _is_whole(target: Path, record: Mapping[str, Any], options: PrepareOptions) 
 
 
 def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:
-    """Return 64-bit keys of a column pair, or null if a value is missing.
+    """Return the 64-bit keys of a pair of columns, or null where one of the values is missing.
 
-    Keys of hex values never collide.
+    The keys of pairs of hex values never collide.
     """
     left, right = (frame[name].cast(pl.UInt64) for name in pair)
     a, b = (column.fill_null(0).to_numpy() for column in (left, right))

@@ -23,7 +23,9 @@ def _scan(path: Path) -> pl.LazyFrame:
 
 
 def count_rows(path: Path) -> int:
-    """Return a file's row count from its footer. Raises DataError if the file is damaged."""
+    """Return the number of rows of a file, read from its footer. Raises DataError if the file is
+    damaged.
+    """
     try:
         return int(_scan(path).select(pl.len()).collect().item())
     except BaseException as error:
@@ -39,7 +41,7 @@ def table_columns(path: Path) -> tuple[str, ...]:
 
 
 def table_head(path: Path, num_rows: int) -> pl.DataFrame:
-    """Return a file's first rows. Raises DataError if the file is damaged."""
+    """Return the first rows of a file. Raises DataError if the file is damaged."""
     try:
         return _scan(path).head(num_rows).collect()
     except BaseException as error:
@@ -47,7 +49,7 @@ def table_head(path: Path, num_rows: int) -> pl.DataFrame:
 
 
 def plain_types(frame: pl.DataFrame) -> pl.DataFrame:
-    """Return categories as strings, and decimals as real numbers."""
+    """Return ``frame`` with categories converted to strings, and decimals to real numbers."""
     return frame.with_columns(
         pl.col(pl.Categorical, pl.Enum).cast(pl.String), pl.selectors.decimal().cast(pl.Float64)
     )
@@ -55,8 +57,8 @@ def plain_types(frame: pl.DataFrame) -> pl.DataFrame:
 
 def _unreadable(path: Path, error: BaseException) -> BaseException:
     """Return a DataError for an error that a damaged file can cause, or else the error unchanged.
-    Some damage causes a panic in Polars' Rust code. PanicException derives from BaseException and
-    is not public, so it is recognized by name.
+    Some damage causes a panic in Polars' Rust code, which raises PanicException. PanicException
+    derives from BaseException and is not public, so it is recognized by name.
     """
     panicked = type(error).__name__ == "PanicException"
     if panicked or isinstance(error, (pl.exceptions.PolarsError, OSError)):
@@ -67,7 +69,7 @@ def _unreadable(path: Path, error: BaseException) -> BaseException:
 
 
 def table_piece(path: Path, index: int, schema: Schema, keep_strings: bool = False) -> Piece:
-    """Return piece ``index``, the rows [index, index + 1) * PIECE_ROWS of a file."""
+    """Return piece ``index`` of a file, which has PIECE_ROWS rows unless it is the last piece."""
     wanted = [name for name in schema.used if name in table_columns(path)]
     try:
         lazy = _scan(path).select(wanted)
@@ -91,7 +93,7 @@ def table_piece(path: Path, index: int, schema: Schema, keep_strings: bool = Fal
 
 
 def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
-    """Return True if the schema accepts this column's type."""
+    """Return True if the schema accepts the type of column ``name``."""
     kind = frame[name].dtype
     if isinstance(kind, pl.List | pl.Array):
         column = schema.list_column(name)
@@ -103,7 +105,7 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
         lists = {name for column in schema.many for name in (column.name, column.weights)}
         return name in lists and kind.inner in _COLUMN_TYPES
     if schema.time is not None and name == schema.time[0]:
-        # Dates read as integers would be in days or whatever unit the file uses.
+        # Dates read as integers would be in days or another unit of the file.
         is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
         is_date = is_date and name not in schema.features
         return kind in _COLUMN_TYPES or (is_date and schema.time[1] != "integer")

@@ -1,6 +1,6 @@
-"""Decide which counted values get their own ids, and assign new ids or a parent's ids.
+"""Decide which counted values get their own ids, and assign new ids or the ids of an existing set.
 
-Each vocabulary is written to the set atomically and recorded, so a resumed run skips it.
+Each vocabulary is written to the set atomically and recorded, so that a resumed run skips it.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _LOAD_PARTS = 8
 
 @dataclass(frozen=True)
 class FilteredVocabulary:
-    """A vocabulary of one or more fields, with counts from train."""
+    """A vocabulary of one or more fields, written to files, with counts from train."""
 
     name: str
     num_rows: int
@@ -42,17 +42,21 @@ class FilteredVocabulary:
     rare: int
     rare_values: int
     collisions: int
-    """Number of keys shared by several train strings; later strings get the rare id"""
+    """Number of keys that several strings in train share; all but one of these strings get the rare
+    id
+    """
     grown: dict[str, int]
-    """Numbers of added values and of spare ids used for them; empty if nothing was grown"""
+    """Numbers of added values, and of the spare ids used for them; empty without ``--grow``"""
     spare: int
 
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary, mapped from its files so that only parts in use take memory."""
+        """Return the vocabulary, whose files are mapped, so that only parts in use take memory."""
         return read_vocabulary(self.folder, self.name, self.num_rows, self.entry)
 
     def counts(self, is_shared: bool) -> dict[str, Any]:
-        """Return a field's counts for the manifest. Lookups are omitted for a shared vocabulary."""
+        """Return the counts of a field for the manifest. For a shared vocabulary, lookups are
+        omitted.
+        """
         counts: dict[str, Any] = {"rare_values": self.rare_values}
         if not is_shared:
             counts |= {"train_missing": self.missing, "train_rare": self.rare}
@@ -60,7 +64,9 @@ class FilteredVocabulary:
         return {**counts, **{key: value for key, value in optional.items() if value}}
 
     def lookups(self) -> Counts:
-        """Return the train lookups int64 [num_rows] for a vocabulary without a parent."""
+        """Return the lookups in train int64 [num_rows] for a vocabulary that is not from an
+        existing set.
+        """
         out = np.zeros(self.num_rows, dtype=np.int64)
         out[MISSING_ID], out[RARE_ID] = self.missing, self.rare
         for ids, counts in blocks(self.folder, self.entry, "ids", "counts"):
@@ -76,10 +82,10 @@ def filter_values(
     folder: Path,
     strings: Sequence[Path] = (),
 ) -> FilteredVocabulary:
-    """Assign new ids to a field's values, or use the parent's ids and, for a growing set, add new
-    ids.
+    """Assign new ids to the values of a vocabulary, or use the ids of ``parent`` and, with
+    ``--grow``, add new ids.
 
-    ``strings`` are the files with the strings of each piece, if strings are kept.
+    ``strings`` are the files with the strings of each piece, if strings are stored.
     """
     grown: dict[str, int] = {}
     if parent is None:
@@ -109,7 +115,9 @@ def filter_values(
 def _with_strings(
     vocabulary: Vocabulary, parent: Vocabulary | None, files: Sequence[Path]
 ) -> Vocabulary:
-    """Add the strings of all values, reading the strings of one piece at a time."""
+    """Return the vocabulary with the strings of all values; the strings of one piece are read at a
+    time.
+    """
     keys, checks = vocabulary.keys, vocabulary.checks
     if checks is None:
         raise ValueError(f"vocabulary {vocabulary.name} has no strings")
@@ -128,7 +136,7 @@ def _with_strings(
 def _new(
     name: str, counted: FieldCounts, has_id: NDArray[np.bool_], options: PrepareOptions
 ) -> Vocabulary:
-    """Return a new vocabulary. Spare ids are distributed like values without lookups."""
+    """Return a new vocabulary. Spare ids are placed like the ids of values without lookups."""
     number = int(np.count_nonzero(has_id))
     num_rare = int(counted.counts[~has_id].sum())
     num_spare = round(options.spare * number)
@@ -144,10 +152,11 @@ def _new(
 def grow(
     parent: Vocabulary, counted: FieldCounts, min_count: int, seed: int
 ) -> tuple[Vocabulary, dict[str, int]]:
-    """Add values with at least ``min_count`` lookups to a vocabulary, first in spare ids and then
-    in new rows.
+    """Add values with at least ``min_count`` lookups to a vocabulary; the values get spare ids
+    first, and then new rows.
 
-    Existing ids do not change, new ids are assigned by a seeded permutation, and counts are added.
+    Existing ids do not change. New ids are assigned by a seeded permutation. The lookups in
+    ``counted`` are added to the counts.
     """
     is_new = (counted.counts >= min_count) & ~np.isin(counted.keys, parent.keys)
     num_new = int(is_new.sum())
@@ -177,7 +186,9 @@ def grow(
 
 
 def _skew(vocabulary: Vocabulary) -> float:
-    """Return the ratio of the maximum to the mean load over eight equal parts of the rows."""
+    """Return the ratio of the maximum to the mean number of lookups of eight equal parts of the
+    rows.
+    """
     loads = np.zeros(vocabulary.num_rows, dtype=np.int64)
     loads[vocabulary.ids] = vocabulary.counts
     parts = [int(part.sum()) for part in np.array_split(loads, _LOAD_PARTS)]
@@ -185,13 +196,15 @@ def _skew(vocabulary: Vocabulary) -> float:
 
 
 def save(path: Path, vocabulary: FilteredVocabulary) -> None:
-    """Write the record of a vocabulary, once its files are complete."""
+    """Write the record of a vocabulary whose files are complete."""
     counts = {key: getattr(vocabulary, key) for key in _RECORD_KEYS if key != "rows"}
     write_record(path, {**counts, "rows": vocabulary.num_rows})
 
 
 def load(path: Path, folder: Path, name: str) -> FilteredVocabulary | None:
-    """Read a record of ``save``. Return None if the record is absent or an array has changed."""
+    """Return the vocabulary that ``save`` recorded, or None if the record is absent or an array has
+    changed.
+    """
     record = read_record(path, _RECORD_KEYS)
     if record is None:
         return None

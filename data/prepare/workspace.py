@@ -1,7 +1,7 @@
 """Create, recognize, and remove the work folder with unfinished results next to an output.
 
-A result is complete once its record, a JSON file, has been written atomically. Only folders with
-this program's mark are emptied; any other folder of that name belongs to the user.
+A result is complete once its record, a JSON file, has been written. Only folders with this
+program's mark are emptied, because any other folder of that name belongs to the user.
 """
 
 import json
@@ -28,12 +28,14 @@ class DamagedWork(DataError):
 
 
 def partial_of(path: Path) -> Path:
-    """Return a unique temporary name, because two workers may write ``path`` at the same time."""
+    """Return a temporary path, which is unique because two workers may write ``path`` at the same
+    time.
+    """
     return path.with_name(f"{path.name}.{uuid4().hex[:12]}.partial")
 
 
 def write_record(path: Path, content: Mapping[str, object]) -> None:
-    """Write the record of a finished result."""
+    """Write the record of a finished result atomically."""
     partial = partial_of(path)
     full = {"content": content, "crc32": _record_crc32(path, content)}
     partial.write_text(json.dumps(full), encoding="ascii")
@@ -41,8 +43,9 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
-    """Return the record of a result, or None if the result is unfinished: its record is missing or
-    invalid."""
+    """Return the record of a result, or None if the result is unfinished, so that its record is
+    missing or invalid.
+    """
     try:
         raw = read_json(path)
     except (FileNotFoundError, JsonError):
@@ -70,7 +73,7 @@ def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
 
 def work_folder(output: Path) -> Path:
     """Return ``OUTPUT.work``. Raises ConfigError if the output has no name or no usable parent."""
-    local_path(output)  # refuse a URL that a program has converted to a Path
+    local_path(output)  # rejects a URL that a caller has converted to a Path
     if not output.name or output.name in (".", ".."):
         raise ConfigError(f"--output: {output} has no folder name; use, for example, out/criteo")
     return output.with_name(output.name + ".work")
@@ -78,10 +81,10 @@ def work_folder(output: Path) -> Path:
 
 @contextmanager
 def only_run(output: Path) -> Iterator[None]:
-    """Lock ``OUTPUT.work.lock`` (flock) while an output is made.
+    """Hold a lock (flock) on the file ``OUTPUT.work.lock`` while an output is made.
 
-    The file is removed at the end, so a lock is valid only while the path still refers to the
-    locked file. Raises ConfigError if another run holds the lock.
+    The file is removed at the end, so a lock is valid only if the path still refers to the locked
+    file. Raises ConfigError if another run holds the lock.
     """
     path = work_folder(output).with_name(f"{output.name}.work.lock")
     try:
@@ -111,7 +114,7 @@ def _locked(path: Path, output: Path) -> IO[str]:
         mine = os.fstat(file.fileno())
         if path.exists() and os.path.samestat(mine, path.stat()):
             break
-        file.close()  # the previous holder has removed the file in the meantime
+        file.close()  # the previous holder of the lock has removed this file
     sign(file)
     return file
 
@@ -123,7 +126,8 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
     work = work_folder(output)
     if work.is_dir() and set(os.listdir(work)) <= {_NEW_MARK}:
         (work / _NEW_MARK).unlink(missing_ok=True)
-        work.rmdir()  # a run was killed before writing the mark or after removing all files
+        # The folder is empty if a run was killed before it wrote the mark or after it removed it.
+        work.rmdir()
     if work.exists():
         if not (work / MARK).is_file():
             raise ConfigError(
@@ -146,7 +150,7 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
 
 
 def read_mark(work: Path) -> str:
-    """Return the plan of a work folder, or an empty string if it has no mark."""
+    """Return the plan in the mark of a work folder, or "" if the folder has no mark."""
     try:
         return (work / MARK).read_text(encoding="ascii")
     except OSError:
@@ -156,9 +160,8 @@ def read_mark(work: Path) -> str:
 def discard(work: Path) -> None:
     """Remove a work folder.
 
-    The mark is changed first, so that a later run does not resume from a partly removed folder. The
-    mark is removed last, so that this program recognizes the folder even after an interrupted
-    removal.
+    The mark is changed first, so that a later run does not resume from a partly removed folder, and
+    removed last, so that this program recognizes the folder even after an interrupted removal.
     """
     (work / MARK).write_text("being removed", encoding="ascii")
     for entry in work.iterdir():

@@ -1,1 +1,1 @@
-"""Read a prepared set into batches, in one global order on all ranks."""
+"""Read a prepared set as batches; all ranks share one global order of rows."""

@@ -1,4 +1,4 @@
-"""Define batches and the loader interface that training needs."""
+"""Define the batches that loaders yield, and the interface of loaders."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,9 @@ Ids = Tensor | BatchIds
 
 
 class Cursor(NamedTuple):
-    """A read position: an epoch, and the number of preceding rows in the epoch's global order."""
+    """A read position: an epoch, and the number of rows before the position in the epoch's global
+    order.
+    """
 
     epoch: int
     row: int
@@ -29,22 +31,24 @@ class Batch:
     """[b, dense] float32"""
     ids: Ids
     """[b, columns] int32, or int64 for a set with keys, with the fields in the order of
-    ``Manifest.fixed``. For a set with ragged fields, this matrix and the lists of
-    ``Manifest.lists``, sample by sample, as in the engine"""
+    ``Manifest.fixed``. For a set with ragged fields, a ``BatchIds`` of this matrix and of the lists
+    of the fields ``Manifest.lists``, sample by sample
+    """
     batch_size: int
-    """Number of rows of the global batch over all ranks"""
+    """Number of rows of the global batch, over all ranks"""
     step: int
-    """Number of the step in the epoch"""
+    """Number of the batch's step within the epoch"""
     cursor: Cursor
-    """Position **after** this batch, regardless of read-ahead:
+    """The position **after** this batch, regardless of read-ahead:
 
     ``state_dict(batch.cursor)`` is the state of a run that has trained on the batch
     """
     weights: Tensor | None = None
-    """[b] float32 with mean 1 over train, if the set has sample weights"""
+    """[b] float32 with mean 1 over train, or None for a set without sample weights"""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Non-feature columns, if the set has any: ``group``, ``time``, ``row_key`` [b] int64 (the bits
-    of a uint64 group) and ``labels`` [b, additional labels] float32"""
+    """The non-feature columns of the set: ``group``, ``time`` and ``row_key`` [b] int64 (a uint64
+    group is stored as its bits), and ``labels`` [b, additional labels] float32
+    """
 
 
 class Loader(Protocol):
@@ -52,7 +56,7 @@ class Loader(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps of a whole epoch; all ranks return the same number."""
+        """Return the number of steps of a whole epoch, which is the same on all ranks."""
         ...
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
@@ -60,10 +64,11 @@ class Loader(Protocol):
         ...
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """Return the state at the current position or at ``cursor``; the state is valid for any
-        world size."""
+        """Return the state at ``cursor`` or, by default, at the current position. A state is valid
+        for any world size.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Make the next call of ``epoch`` continue from ``state``."""
+        """Restore ``state``, from which the next call of ``epoch`` continues."""
         ...

@@ -1,9 +1,11 @@
-"""Read a batch's rows into one block of int32 for a single transfer.
+"""Read the rows of batches into one block of int32, which needs only a single transfer to the
+device.
 
-A block is a concatenation of sections: 64-bit columns, ids if they differ from the ids in the words
-(int64 for a set with keys, or with crosses computed here), ids in lists, words or floats, list
-lengths, additional labels, row weights, and weights of ids in lists. 64-bit sections come first,
-because they must be aligned. The row count and the block size determine the section sizes.
+A block is a concatenation of sections: 64-bit columns; the ids, if the words do not contain them in
+their final form (sets with keys have int64 ids, and crosses may be computed here); ids in lists;
+words or floats; list lengths; additional labels; row weights; and weights of ids in lists. 64-bit
+sections come first, because they must be aligned. The number of rows and the size of the block
+determine the sizes of all sections.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +29,19 @@ from sbpflow.run.model.spec import HashedColumn
 
 Words = NDArray[np.int32]
 
-_WIDE_COLUMNS = ("group", "time", "row_key")  # columns with 64 bits per value
+_WIDE_COLUMNS = ("group", "time", "row_key")  # non-feature columns with 64 bits per value
 
 
 BLOCK_BYTES = 16 << 20
-"""Batches are read together up to this size, because the Python code and thread handovers for a
-block take as long as copying 1 or 2 MB.
+"""Batches are read together up to this size, because a block costs Python code and thread switches
+that take as long as copying 1 or 2 MB.
 """
 
 
 class Block(NamedTuple):
-    """The ``words`` [n] of consecutive batches; ``sizes`` has the row count of each batch."""
+    """The ``words`` [n] of consecutive batches. ``sizes`` contains the number of rows of each
+    batch.
+    """
 
     words: Words
     sizes: tuple[int, ...]
@@ -65,7 +69,8 @@ class BlockReader:
     ) -> None:
         types = manifest.part_types
         self._manifest, self._split_name = manifest, split
-        # Divide the number of maps among the kinds of files. Words may be mapped twice, for views.
+        # The number of maps is divided among the kinds of files. Words count twice, because views
+        # need their own maps.
         share = max(1, max_maps() // (1 + max(1, len(types))))
         self._max_maps = share if most is None else most
         self._words = SplitRows(manifest, split, self._max_maps)
@@ -103,13 +108,13 @@ class BlockReader:
 
     @property
     def max_rows(self) -> int:
-        """Return the maximum row count of a block with several batches; 0 if lists allow only one
-        per block.
+        """Return the maximum number of rows of a block with several batches, or 0 if lists allow
+        only one batch per block.
         """
         return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
 
     def new_views(self) -> SplitRows | None:
-        """Return separate maps for ``view``, or None if blocks cannot be views."""
+        """Return new maps to pass to ``view``, or None if blocks cannot be views."""
         if not self._only_words:
             return None
         return SplitRows(self._manifest, self._split_name, self._max_maps)
@@ -119,7 +124,9 @@ class BlockReader:
         return self._words.pieces(start, stop)
 
     def view(self, words: SplitRows, runs: Runs) -> Words | None:
-        """Return the rows as a view of ``words`` if they form a single run, or else None."""
+        """Return the rows of ``runs`` as a view of ``words`` if they are a single run in one map,
+        or else None.
+        """
         if len(runs.firsts) != 1:
             return None
         first, length = int(runs.firsts[0]), int(runs.lengths[0])
@@ -127,7 +134,7 @@ class BlockReader:
         return None if rows is None else rows.reshape(-1)
 
     def read(self, runs: Runs, take: Callable[[int], Words]) -> Words:
-        """Read the rows of the runs, in order, into an array that ``take`` allocates."""
+        """Read the rows of the runs, in order, into an array from ``take``."""
         num_rows = int(runs.lengths.sum())
         lists = self._lists
         extents = None if lists is None else lists.find(runs.firsts, runs.lengths)
@@ -159,7 +166,7 @@ class BlockReader:
     def _read_own_ids(
         self, runs: Runs, take: Callable[[int], Words], floats: Words, ids: Words
     ) -> None:
-        """Read the floats, and arrange ids, keys and crosses in the order of a batch."""
+        """Read the floats, and write ids, keys and crosses to ``ids`` in the order of a batch."""
         num_rows, num_words = len(floats), self._words.num_words
         words = take(num_rows * num_words).reshape(-1, num_words)
         self._words.gather(*runs, words)
@@ -173,7 +180,7 @@ class BlockReader:
         self._crosses.fill(ids[:, : self._num_stored], ids[:, self._num_stored :])
 
     def split(self, words: Tensor, sizes: tuple[int, ...]) -> list[BatchColumns]:
-        """Return views of each batch's columns in a block [n] int32."""
+        """Return the columns of each batch in a block [n] int32, as views."""
         whole = self._split(words, sum(sizes))
         return [whole] if len(sizes) == 1 else _batches(whole, sizes)
 
@@ -226,12 +233,16 @@ def _batches(whole: BatchColumns, sizes: tuple[int, ...]) -> list[BatchColumns]:
 
 
 def _columns_where(chosen: NDArray[np.bool_]) -> "slice | NDArray[np.int64]":
-    """Return the indices of chosen columns, as a slice if possible because slices are faster."""
+    """Return the indices of the chosen columns, as a slice if possible, because slices are
+    faster.
+    """
     return slice(0, len(chosen)) if chosen.all() else np.flatnonzero(chosen)
 
 
 def id_bounds(manifest: Manifest, crosses: tuple[int, ...]) -> IdBounds:
-    """Return the bounds of ids in the set, which ``prepare`` and the checksums guarantee."""
+    """Return the bounds of the ids in the set; ``prepare`` and the checksums guarantee these
+    bounds.
+    """
     limits = {field.name: ANY_ID if field.keyed else field.rows for field in manifest.fields}
     return IdBounds(
         columns=tuple(limits[f.name] for f in manifest.fixed for _ in range(f.hot)) + crosses,
@@ -244,7 +255,7 @@ Array = TypeVar("Array", Words, Tensor)
 
 
 class _Sections(Generic[Array]):
-    """Cuts consecutive sections from a block, an array or tensor [n]."""
+    """Cuts consecutive sections from a block, which is an array or tensor [n]."""
 
     def __init__(self, words: Array) -> None:
         self.words = words
@@ -253,13 +264,13 @@ class _Sections(Generic[Array]):
     def next(self, num_rows: int, columns: int | None = None, *, words: int = 1) -> Array:
         """Return the next section with shape [num_rows] or [num_rows, columns].
 
-        Items are int32, or int64 with two ``words`` each.
+        An item is an int32 or, with two ``words``, an int64.
         """
         size = num_rows * (1 if columns is None else columns)
         begin, self._at = self._at, self._at + size * words
         section = self.words[begin : self._at]
         if words == 2:
-            # Reshape an empty section to [0, 2], because torch cannot view it otherwise.
+            # torch can view an empty section as int64 only if its shape is [0, 2].
             section = section.reshape(size, 2)
             section = section.view(torch.int64 if isinstance(section, Tensor) else np.int64)
         return section.reshape(size) if columns is None else section.reshape(num_rows, columns)

@@ -1,7 +1,8 @@
-"""Compute crosses while reading rows, by hashing the ids of other columns.
+"""Compute crosses while rows are read, by hashing the ids of other columns.
 
-The hash uses ids or keys rather than raw values, so it needs only the rows. Values with the same id
-(such as rare values) also share an id in the cross. Equal ids have equal hashes on every machine.
+The hash uses ids or keys instead of raw values, so only the rows of the set are needed. Values with
+the same id (such as rare values) also share an id in the cross. Equal ids have equal hashes on
+every machine.
 """
 
 from collections.abc import Sequence
@@ -43,6 +44,6 @@ class CrossColumns:
         return len(self._crosses)
 
     def fill(self, ids: "NDArray[Any]", out: "NDArray[Any]") -> None:
-        """Compute ``out`` [n, crosses] from ``ids`` [n, columns]."""
+        """Write the ids of crosses to ``out`` [n, crosses], given ``ids`` [n, columns]."""
         for index, (columns, rows, missing) in enumerate(self._crosses):
             out[:, index] = hashed_ids([ids[:, column] for column in columns], rows, missing)

@@ -1,6 +1,6 @@
-"""Convert blocks from a read function to torch tensors, directly or through DALI's external_source.
+"""Read blocks ahead, and convert them to torch tensors, directly or through DALI's external_source.
 
-Loader threads read a few blocks ahead of the consumer, and DALI runs in a separate thread. A feed
+Reader threads read a few blocks ahead of the consumer, and DALI runs in another thread. A feed
 yields the batches of the blocks on the device. Both kinds of feeds yield bit-identical batches.
 """
 
@@ -20,7 +20,7 @@ from sbpflow.data.read.blocks import BatchColumns, Block, Words
 from sbpflow.errors import ConfigError
 
 Backend = Literal["memmap", "dali"]
-Split = Callable[[Tensor, tuple[int, ...]], list[BatchColumns]]  # returns views of a block
+Split = Callable[[Tensor, tuple[int, ...]], list[BatchColumns]]  # divides a block into batches
 Feed = Callable[[Iterator[Block], Split, torch.device, "Threads"], Iterator[BatchColumns]]
 
 Group = TypeVar("Group")
@@ -28,22 +28,23 @@ Group = TypeVar("Group")
 _AHEAD = 3
 _READERS = 2
 _RUNS_AHEAD = 1
-# Blocks in use: read ahead, in a DALI run, finished by DALI, being delivered, being consumed.
+# Blocks in use can be: read ahead, in a DALI run, finished by DALI, being delivered, being
+# consumed.
 _MAX_BUFFERS = _AHEAD + _RUNS_AHEAD + 4
-_SPARE_SHARE = 16  # a new buffer is 1/16 larger than needed
+_SPARE_SHARE = 16  # a new buffer is larger than needed by 1/16
 
 
 class Buffers:
-    """A pool of arrays for batches; an array is reused when no reference to it remains. With new
-    memory, page faults would cost as much as copying the data. Each array is a view of a lease
-    object, and all numpy or torch views of the array keep the lease alive. When the last view is
-    gone, the lease's finalizer returns the memory to the pool.
+    """A pool of arrays for blocks. An array is reused when no reference to it remains, because the
+    page faults of new memory would cost as much as copying the data. Each array is a view of a
+    lease object, which all numpy or torch views of the array keep alive. When the last view is
+    gone, the finalizer of the lease returns the memory to the pool.
     """
 
     def __init__(self) -> None:
-        # A deque, because leases may end in any thread at any time and deque operations are atomic.
-        # The most recently returned memory is reused first, because writing to cached memory takes
-        # a fifth less time.
+        # The pool is a deque, whose operations are atomic, because leases may end in any thread at
+        # any time. The most recently returned memory is reused first, because writing to cached
+        # memory takes a fifth less time.
         self._free: deque[Words] = deque()
 
     def take(self, num_words: int) -> Words:
@@ -56,7 +57,8 @@ class Buffers:
             if memory.shape[0] >= num_words:
                 return self._lease(memory)[:num_words]
             self._free.appendleft(memory)
-        # Batches with lists vary in size; thanks to the extra room, most fit into an old buffer.
+        # Batches with lists vary in size. Because of the extra room, most of these batches fit into
+        # an old buffer.
         return self._lease(np.empty(num_words + num_words // _SPARE_SHARE, np.int32))[:num_words]
 
     def _lease(self, memory: Words) -> Words:
@@ -71,14 +73,16 @@ def _give_back(free: deque[Words], memory: Words) -> None:
 
 
 class Threads:
-    """Threads that end when their loader is closed or garbage-collected."""
+    """The threads of a loader, which end when the loader is closed or garbage-collected."""
 
     def __init__(self) -> None:
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read-ahead")
         self.runner = ThreadPoolExecutor(1, thread_name_prefix="dali")
 
     def close(self) -> None:
-        """End the runner thread, which waits for the readers, and then the reader threads."""
+        """End the thread that runs DALI, which waits for the readers, and then the reader
+        threads.
+        """
         for pool in (self.runner, self.readers):
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -86,9 +90,9 @@ class Threads:
 def read_ahead(
     read: Callable[[Group], Block], groups: Iterator[Group], readers: ThreadPoolExecutor
 ) -> Iterator[Block]:
-    """Yield ``read(group)`` for each group in order while threads read the next few groups.
+    """Yield ``read(group)`` for each group, in order, while threads read the next few groups.
 
-    Garbage collection of an abandoned iterator, which may happen in any thread, never blocks.
+    An abandoned iterator may be garbage-collected in any thread; its cleanup never blocks.
     """
     pending: deque[Future[Block]] = deque()
     try:
@@ -106,7 +110,9 @@ def read_ahead(
 def memmap_feed(
     blocks: Iterator[Block], split: Split, device: torch.device, threads: Threads
 ) -> Iterator[BatchColumns]:
-    """Yield the batches of each block; GPU copies use pinned memory and run one block ahead."""
+    """Yield the batches of each block. Copies to a GPU use pinned memory and run one block
+    ahead.
+    """
     if device.type == "cuda":
         for words, sizes in _to_gpu(blocks, device):
             yield from split(words, sizes)
@@ -125,7 +131,8 @@ def _to_gpu(
             copied = torch.from_numpy(block.words).pin_memory().to(device, non_blocking=True)
         if waiting is not None:
             yield waiting
-        # The consumer's stream waits only for this copy, which ran during the previous step.
+        # The consumer's stream waits only for this copy, which ran while the previous block was
+        # consumed.
         torch.cuda.current_stream(device).wait_stream(side)
         copied.record_stream(torch.cuda.current_stream(device))
         waiting = (copied, block.sizes)
@@ -136,10 +143,10 @@ def _to_gpu(
 def dali_feed(
     blocks: Iterator[Block], split: Split, device: torch.device, threads: Threads
 ) -> Iterator[BatchColumns]:
-    """Pass each block through a DALI pipeline, as one sample.
+    """Yield the batches of each block, which passes through a DALI pipeline as one sample.
 
-    A DALI run involves three threads, so a consumer would wait about 1 ms after each step. To avoid
-    this delay, another thread runs the pipeline ahead.
+    A DALI run involves three threads, so the consumer would wait about 1 ms for the run in each
+    step. To avoid this delay, another thread runs the pipeline ahead.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types
@@ -152,14 +159,15 @@ def dali_feed(
     gpu = device.type == "cuda"
 
     sizes: deque[tuple[int, ...]] = deque()
-    """Batch sizes of the blocks in DALI"""
+    """The batch sizes of the blocks that are in the DALI pipeline"""
     source = [blocks]
-    """The iterator of blocks, removed at the end. DALI's operators form a reference cycle with
-    ``next_block``, so the iterator would otherwise live until garbage collection."""
+    """The iterator of blocks, which is removed at the end, because it would otherwise live until
+    the garbage collection of the reference cycle of DALI's operators and ``next_block``
+    """
     del blocks
 
     def next_block() -> list[Words]:
-        """Return one DALI batch with a single sample."""
+        """Return one DALI batch, whose only sample is the next block."""
         if not source:
             raise StopIteration
         block = next(source[0])
@@ -181,10 +189,10 @@ def dali_feed(
             block = torch.from_dlpack(output[0])
             return split(block.clone() if gpu else block, sizes.popleft())
 
-        # On a GPU, the consumer must convert and copy the block: the conversion uses the current
-        # stream, and DALI reuses a block without waiting for the consumer's stream. On a CPU, this
-        # thread converts the block, because the consumer's first torch calls after a step of a few
-        # ms are five times as slow.
+        # On a GPU, the consumer must convert and copy the block, because the conversion uses the
+        # current stream, and DALI reuses a block without waiting for the consumer's stream. On a
+        # CPU, this thread converts the block, because the consumer's first torch calls after a step
+        # of a few ms would be five times as slow.
         if gpu:
             return split_block
         parts = split_block()

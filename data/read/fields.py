@@ -9,7 +9,7 @@ from sbpflow.run.model.spec import Fields, IdField
 
 def fields_of(manifest: Manifest) -> Fields:
     """Return dense columns, id columns, and crosses in the order of a batch. If the set has
-    statistics, the fields include the frequencies of ids. Encoded rows do not have statistics.
+    statistics, which encoded rows do not have, the result includes the frequencies of ids.
     """
     recorded = load_stats(manifest) if manifest.content.get("stats") else []
     stats = {field.name: field for field in recorded}

@@ -1,8 +1,9 @@
-"""Read one rank's batches in the global row order; a row cursor is the complete state of a read.
+"""Read the batches of one rank in the global row order. A row cursor is the complete state of a
+read.
 
-Step s of an epoch consists of rows [sB, (s+1)B) of the order (``data.read.order``), and each rank
-reads a balanced part of each step. A state therefore works with any world size: a restored loader
-delivers exactly the remaining rows of the epoch.
+With batch size B, step s of an epoch consists of rows [sB, (s+1)B) of the order
+(``data.read.order``), and each rank reads a balanced part of each step. A state is therefore valid
+for any world size: a restored loader delivers exactly the remaining rows of the epoch.
 """
 
 import importlib.util
@@ -32,7 +33,9 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A global batch: its rows in the epoch's order, and this rank's part of them."""
+    """The positions of a global batch in the epoch's order, and of this rank's part of the
+    batch.
+    """
 
     number: int
     end: int
@@ -42,7 +45,7 @@ class _Step:
 
 
 class RowLoader:
-    """Loads the rows of one split; see ``open_loader`` for the arguments."""
+    """Loads the rows of one split. ``open_loader`` documents the arguments."""
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class RowLoader:
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
-        """Number of the current read; iterators of earlier reads are no longer valid"""
+        """Number of the current read; iterators of earlier reads are not valid anymore"""
         self._is_closed = False
         self._threads = Threads()
 
@@ -78,10 +81,9 @@ class RowLoader:
 
     @property
     def num_dropped_rows(self) -> int:
-        """Return the number of rows that ``tail="drop"`` drops at the end of the epoch.
+        """Return the number of rows at the end of the epoch that ``tail="drop"`` drops.
 
-        If the state was saved with a different batch size, steps start at the cursor instead of row
-        0.
+        After a restored state with another batch size, steps start at the cursor instead of row 0.
         """
         left = self._rows.num_rows - self._cursor
         return {"drop": left % self._batch_size, "keep": 0}[self._tail]
@@ -107,15 +109,15 @@ class RowLoader:
         return RowOrder(self._rows.num_rows, self._shuffle, self._seed, epoch)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Yield the batches of ``epoch`` from its start, or from the cursor of a restored state.
+        """Yield the batches of ``epoch``, from the start or from the cursor of a restored state.
 
         A loader has only one cursor, so this call ends any earlier read, whose iterator then raises
-        DataError. Also raises DataError if the set in the folder has been replaced.
+        DataError. Raises DataError if the set in the folder has been replaced.
         """
         _check_integer("epoch", epoch, 0, MAX_SEED)
         self._check_open("epoch")
-        # In file order, a batch may be a view of a map, and the consumer may write to it, so these
-        # maps are used only for this epoch. In other orders, rows are copied from the maps.
+        # In file order, a batch may be a view of a map to which the consumer may write, so maps for
+        # views are used only for this epoch. In other orders, rows are copied from the maps.
         views = self._rows.new_views() if self._shuffle == "none" else None
         if views is None:
             check_shards(self._manifest, self._split)
@@ -124,11 +126,11 @@ class RowLoader:
         return self._deliver(epoch, self._read, views, self._steps(self._cursor))
 
     def windows(self, windows: Sequence[tuple[int, int]], batch_size: int) -> Iterator[Batch]:
-        """For each window [start, stop) of this rank, yield batches of these rows of the file
-        order.
+        """Yield batches of the rows in ``windows``, ranges [start, stop) in file order that this
+        rank reads.
 
-        ``batch_size`` is the number of rows of each batch on all ranks. As in ``epoch``, this call
-        ends any earlier read.
+        ``batch_size`` is the global batch size, over all ranks. As in ``epoch``, this call ends any
+        earlier read.
         """
         self._check_open("windows")
         self._read += 1
@@ -161,7 +163,7 @@ class RowLoader:
                 words = self._rows.read(runs, buffers.take)
             return Block(words, tuple(step.stop - step.start for step in group))
 
-        # For views, DALI needs only one reader, because a thread handover costs more than a view.
+        # For views, DALI needs only one reader, because a thread switch costs more than a view.
         # Gathering rows takes long enough to keep two readers busy.
         if self._backend == "dali" and order.shuffle == "none":
             blocks = map(read, groups)
@@ -173,7 +175,7 @@ class RowLoader:
             if step.stop > step.start:
                 try:
                     parts = next(feed)
-                except (CancelledError, RuntimeError):  # another thread closed the loader
+                except (CancelledError, RuntimeError):  # closed by another thread
                     self._check_read(number)
                     raise
             else:
@@ -193,7 +195,8 @@ class RowLoader:
     def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
         """Yield the steps that contain rows of this rank, grouped into blocks.
 
-        In file order, each group is within one shard, so that it can be a view of the shard's map.
+        In file order, each group is within one shard, so that its block can be a view of the
+        shard's map.
         """
         group: list[_Step] = []
         num_rows, max_rows = 0, self._rows.max_rows
@@ -234,8 +237,8 @@ class RowLoader:
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
         """Return the epoch, the row cursor, and all values that determine the rows. The default
-        ``cursor`` is after the last delivered batch. A run with read-ahead must pass the
-        ``batch.cursor`` of the last batch that it has trained on.
+        ``cursor`` is after the last delivered batch. A run that takes batches ahead of training
+        must pass the ``cursor`` of the last batch that it has trained on.
         """
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
         manifest = self._manifest
@@ -243,11 +246,13 @@ class RowLoader:
         return {"epoch": epoch, "cursor": row, **digests, **self._identity()}
 
     def state_after(self, batch: Batch) -> State:
-        """Return the state after ``batch``, regardless of later deliveries."""
+        """Return the state after ``batch``, even if later batches have been delivered."""
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state``. Raises DataError if its rows, split, seed, or shuffle differ."""
+        """Continue from ``state``. Raises DataError if the state was saved with other rows or
+        another split, seed, or shuffle.
+        """
         self._check_open("load_state_dict")
         wanted = self._identity()
         if state.get("fingerprint") != self._manifest.fingerprint:
@@ -273,7 +278,7 @@ class RowLoader:
         self._read += 1
 
     def close(self) -> None:
-        """End the reading threads and release the maps; the loader cannot be used afterwards."""
+        """End the reader threads and release the maps. A closed loader cannot be used anymore."""
         self._is_closed = True
         self._read += 1
         self._threads.close()
@@ -286,11 +291,11 @@ def _check_integer(key: str, value: object, least: int, most: int) -> None:
 
 
 def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
-    """Return the backend for ``data.loader``; for ``auto``, log the choice."""
+    """Return the backend that ``data.loader`` selects; for ``auto``, log the choice."""
     if wanted != "auto":
         return wanted
-    # find_spec does not load DALI; it only imports ``nvidia``, a namespace shared with CUDA's
-    # libraries.
+    # find_spec does not load DALI, but only imports ``nvidia``, a namespace that CUDA's libraries
+    # share.
     has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
     chosen: Backend = "dali" if has_dali else "memmap"
     _LOG.info(
@@ -317,12 +322,13 @@ def open_loader(
 ) -> RowLoader:
     """Open one split for one rank.
 
-    ``batch_size`` is the global batch size. With ``tail="keep"``, a short last batch is delivered
-    (some ranks may get no rows). With ``tail="drop"``, the loader drops a short last batch and logs
-    its row count. ``crosses`` are computed from the set's columns, and come after the set's columns
-    in ``Batch.ids``. The order is the same for both backends, and ``auto`` selects DALI if it is
-    installed. At most ``max_maps`` files are mapped into memory; other files are read on request.
-    Raises ConfigError for an invalid argument, and DataError for a damaged set.
+    ``batch_size`` is the global batch size. With ``tail="keep"``, a short last batch is delivered,
+    in which some ranks may get no rows. With ``tail="drop"``, a short last batch is dropped, and
+    its number of rows is logged. ``crosses`` are computed from the set's columns, and come after
+    these columns in ``Batch.ids``. The order of rows is the same for both backends; ``auto``
+    selects DALI if it is installed. At most ``max_maps`` files of each kind are mapped into memory;
+    other files are read on request. Raises ConfigError for an invalid argument, and DataError for a
+    damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
     _check_integer("rank", rank, 0, world_size - 1)
@@ -346,7 +352,7 @@ def open_loader(
             'device=torch.device("cpu")'
         )
     if manifest.cache is not None and shuffle != "none":
-        # Each batch has rows of all shards, so map all of them, as for a local set.
+        # Each batch has rows of all shards, so all shards are downloaded and mapped.
         manifest.cache.get_split(split)
         manifest = replace(manifest, cache=None)
     rows = BlockReader(manifest, split, crosses, max_maps)

@@ -1,4 +1,4 @@
-"""Open the loaders of a run, one for each split with rows."""
+"""Open the loaders of a run, one for each split that has rows."""
 
 from collections.abc import Sequence
 
@@ -21,13 +21,13 @@ def open_loaders(
     device: torch.device,
     crosses: Sequence[HashedColumn] = (),
 ) -> dict[str, RowLoader]:
-    """Open the loaders by split; only ``train`` is shuffled or may drop its tail. Raises
-    ConfigError if train has no labels or less than one batch.
+    """Return the loaders by split. Only ``train`` is shuffled or may drop its tail. Raises
+    ConfigError if train has no labels or gives no batch.
     """
     if not manifest.labelled:
         raise ConfigError(
-            f"data.path: {manifest.path} has rows without labels for scoring only; train on a set "
-            "made by `sbpflow prepare`"
+            f"data.path: {manifest.path} has rows without labels, which can only be scored; train "
+            "on a set made by `sbpflow prepare`"
         )
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):

@@ -1,9 +1,9 @@
-"""Compute the global row order of an epoch as a function of (rows, shuffle, seed, epoch).
+"""Compute the global row order of an epoch, which is a function of (rows, shuffle, seed, epoch).
 
 World size, rank, batch size and backend do not affect the order, so a row cursor is the complete
 state of a read. Shuffling permutes runs of consecutive rows over the whole split. All runs have the
-same length, which depends on the kind of shuffling. The order is never stored, because
-``data.read.permutation`` computes positions on request.
+same length, which depends on the kind of shuffling. The order is computed on request by
+``data.read.permutation``, instead of stored.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,13 @@ Shuffle = Literal["none", "blocks", "runs", "rows"]
 RUN_ROWS: dict[Shuffle, int] = {"blocks": 4096, "runs": 16, "rows": 1}
 SHUFFLES: tuple[Shuffle, ...] = ("none", *RUN_ROWS)
 
-_PLACE_OF_SHORT_RUN = 1  # separates this random stream from the permutation's
+_PLACE_OF_SHORT_RUN = 1  # makes this random stream differ from that of the permutation
 
 
 class Runs(NamedTuple):
-    """Runs of ``lengths[i]`` consecutive rows starting at row ``firsts[i]``; both are int64 [n]."""
+    """Runs of ``lengths[i]`` consecutive rows that start at row ``firsts[i]``. Both arrays are
+    int64 [n].
+    """
 
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -33,8 +35,8 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The row order of one epoch, which maps positions to rows of the split. Rows left over at the
-    end of the split form a short run at a random position in the order.
+    """The row order of one epoch, which maps positions to rows of the split. The rows at the end of
+    the split that do not fill a run form a short run at a random position in the order.
     """
 
     num_rows: int
@@ -59,7 +61,7 @@ class RowOrder:
         return (word % (num_runs + 1) if rows else num_runs), rows
 
     def _slot(self, position: int) -> int:
-        """Return the index, in the order, of the run that contains ``position``."""
+        """Return the index of the run that contains ``position``, counted in the order."""
         before, rows = self._short
         first = before * self._run_rows
         if position < first:
@@ -67,7 +69,9 @@ class RowOrder:
         return before if position < first + rows else (position - rows) // self._run_rows + 1
 
     def runs_of(self, ranges: Sequence[tuple[int, int]]) -> Runs:
-        """Return the concatenated runs of rows at these ranges of positions."""
+        """Return the runs of the rows at all of these ranges of positions, one range after
+        another.
+        """
         joined = [ranges[0]]
         for start, stop in ranges[1:]:
             if start == joined[-1][1]:
@@ -81,7 +85,9 @@ class RowOrder:
         return Runs(np.concatenate(firsts), np.concatenate(lengths))
 
     def runs(self, start: int, stop: int) -> Runs:
-        """Return the rows at positions [start, stop) in order, including partial runs."""
+        """Return the runs of the rows at positions [start, stop), in order. The first run and the
+        last run may be cut.
+        """
         if start >= stop:
             return Runs(np.empty(0, np.int64), np.empty(0, np.int64))
         if self.shuffle == "none":

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sbpflow.runtime.random.splitmix import MIX_1, MIX_2
 
 _ROUNDS = 4
-_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # more rounds, because a few bits take longer to mix well
+_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # because few bits take more rounds to mix
 _FIRST, _SECOND = np.uint64(MIX_1), np.uint64(MIX_2)
 _HIGH_HALF = np.uint64(32)
 
@@ -21,22 +21,22 @@ Words64 = NDArray[np.uint64]
 
 
 class Permutation:
-    """A permutation of range(size); equal keys give equal permutations."""
+    """A permutation of range(size). Equal keys give equal permutations."""
 
     def __init__(self, size: int, *key: int) -> None:
         if not 0 < size < 2**63:
             raise ValueError(f"a permutation of {size} items is not possible; use 1 to 2^63 - 1")
         self._size = np.uint64(size)
         self._side = np.uint64(math.isqrt(size - 1) + 1)
-        # SeedSequence produces the same words in every numpy version, unlike Generator.
+        # Unlike Generator, SeedSequence gives the same words in every numpy version.
         rounds = _SMALL_ROUNDS if self._side < _SMALL_SIDE else _ROUNDS
         self._keys = np.random.SeedSequence(key).generate_state(rounds, np.uint64)
 
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the images [n] of indices [n] in range(size); indices may repeat."""
+        """Return the images [n] of indices [n] in range(size). Indices may repeat."""
         image = self._rounds(index.astype(np.uint64))
-        # At most 2 * side positions of the square are outside of range(size), so only a few indices
-        # need another pass.
+        # Fewer than 2 * side positions of the square are outside of range(size), so only a few
+        # indices need another pass.
         while (outside := np.flatnonzero(image >= self._size)).size:
             image[outside] = self._rounds(image[outside])
         return image.astype(np.int64)
@@ -50,7 +50,9 @@ class Permutation:
         return left * self._side + right
 
     def _below_side(self, word: Words64) -> Words64:
-        """Hash each word into range(side); the multiplication is faster than a division."""
+        """Map each hash word to range(side) by a multiplication, which is faster than a
+        division.
+        """
         word = word * _FIRST
         word ^= word >> _HIGH_HALF
         word *= _SECOND

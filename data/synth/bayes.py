@@ -1,7 +1,8 @@
 """Compute the best possible AUC and logloss for rows with known click probabilities.
 
-To avoid label noise, a row with probability p counts as p clicks and 1 - p non-clicks. Rows are
-added up in fine bins of the logit, so memory is constant and the row order hardly matters.
+To avoid the noise of random labels, a row with probability p counts as p clicks and 1 - p
+non-clicks. Rows are counted in narrow bins of the logit, so that the memory is constant and the
+order of rows affects only the rounding of sums.
 """
 
 import numpy as np
@@ -12,7 +13,9 @@ _LIMIT = 16.0
 
 
 class BayesTally:
-    """Adds up rows by logit bin, for computing AUC and logloss."""
+    """Counts clicks and non-clicks by bin of the logit; computes AUC and logloss from the
+    counts.
+    """
 
     def __init__(self) -> None:
         self._clicks = np.zeros(_BINS)
@@ -20,7 +23,9 @@ class BayesTally:
         self._entropy = 0.0
 
     def add(self, probability: NDArray[np.float64], times: NDArray[np.int64] | None = None) -> None:
-        """Add rows with click probabilities [n]; row i counts ``times[i]`` times (default 1)."""
+        """Add rows with click probabilities [n]. Row i counts ``times[i]`` times (by default,
+        once).
+        """
         p = np.clip(probability, 1e-7, 1 - 1e-7)
         weight = np.ones(len(p)) if times is None else times
         logit = np.log(p) - np.log1p(-p)

@@ -1,8 +1,8 @@
-"""Generate Criteo-like ranks, integers, and masks for any row range as a function of (seed, row).
+"""Generate Criteo-like ranks, integers, and missing masks for any range of rows.
 
-Rows are sampled in fixed blocks with separate random streams, so a row does not depend on the
-requested range. The structure (chains, shared masks, tails, correlated integers) was measured on
-the Kaggle data; ``criteo_profile.json`` contains the measurements.
+Rows are sampled in fixed blocks with separate random streams, so that a row depends only on the
+seed and its number. The structure (columns that determine others, shared masks, tails, correlated
+integers) was measured on the Kaggle data; ``criteo_profile.json`` contains the measurements.
 """
 
 import heapq
@@ -33,7 +33,9 @@ MASKS = (
     ("I3",), ("I5",), ("I6",), ("I8",), ("I12",), ("C6",), ("C22",),
 )  # fmt: skip
 FOLLOWS = {"I1": ("I5", -0.72), "I10": ("I1", 0.83), "I11": ("I7", 0.89), "I13": ("I4", 0.71)}
-"""By pair of integers, the share of rows in which one copies (or mirrors) the other's quantile"""
+"""The share of rows in which one integer copies (or mirrors) the quantile of the other, by pair of
+integers
+"""
 
 _DERIVED = {name for chain in CHAINS for name in chain[1:]} | {"C7"}
 _INTEGERS_IN_ORDER = ("I5", *(name for name in CRITEO.dense if name != "I5"))
@@ -45,7 +47,7 @@ _MOST_SEGMENTS = 2
 
 @cache
 def profile() -> dict[str, Any]:
-    """Return the measurements from the package's profile file."""
+    """Return the measurements in ``criteo_profile.json``."""
     file = Path(__file__).with_name("criteo_profile.json")
     try:
         return object_of(read_json(file), str(file))
@@ -57,8 +59,8 @@ def profile() -> dict[str, Any]:
 class Rows:
     """Consecutive rows: ranks (-1 for missing), integers, and missing masks by column name.
 
-    A rank determines the frequency of a value and its effect on the click. ``values`` [rows]
-    distinguishes all values that have the same rank at different times; without drift, values equal
+    A rank determines the frequency of a value and its effect on clicks. ``values`` [rows]
+    distinguishes the values that have the same rank at different times; without drift, values equal
     ranks.
     """
 
@@ -71,7 +73,7 @@ class Rows:
 
 
 class Columns:
-    """Samples rows as a function of seed, vocabulary scale, skew per column, and drift."""
+    """Samples rows, which depend only on seed, vocabulary scale, skew per column, and drift."""
 
     def __init__(
         self, seed: int, vocab_scale: float, skew: Mapping[str, float], drift: float
@@ -93,8 +95,9 @@ class Columns:
         self._num_draws = len(MASKS) + len(self._own) + 1 + num_integers + 1
 
     def block(self, index: int, stream: int = 0) -> Rows:
-        """Return the BLOCK_ROWS rows of block ``index``; rows of different streams are
-        independent."""
+        """Return the BLOCK_ROWS rows of block ``index``. Rows of different streams are
+        independent.
+        """
         bits = np.random.PCG64(np.random.SeedSequence([self._seed, stream, index]))
         draws = iter(bits.random_raw((self._num_draws, BLOCK_ROWS)))
         missing = _missing(draws)
@@ -110,11 +113,11 @@ class Columns:
         return Rows(ranks, values, self._integer_values(draws), missing, uniform(next(draws)))
 
     def _values(self, name: str, ranks: Ranks, block: int) -> Ranks:
-        """Return the values with these ranks: rank + size * generation, and -1 for missing.
+        """Return the values of these ranks: rank + size * generation, or -1 for missing.
 
-        During a generation, a rank gradually moves its rows from one value to the next, so the
-        frequency of a value rises and then falls. Each rank begins its generations at a different
-        row.
+        During a generation, the rows of a rank gradually move from one value to the next, so that
+        the frequency of a value rises and then falls. Each rank starts its generations at a
+        different row.
         """
         tail = self.tails[name]
         if not self._drift or len(tail.segments) <= _MOST_SEGMENTS:
@@ -158,7 +161,9 @@ def _tail(name: str) -> Tail:
 
 
 def _integer_table(name: str) -> NDArray[np.int32]:
-    """Interpolate integers at evenly spaced quantiles from the profile's quantiles and zeros."""
+    """Return the integers at evenly spaced quantiles, interpolated from the quantiles and the share
+    of zeros in the profile.
+    """
     column = profile()["int"][name]
     at = [percent / 100 for percent in column["quantile_pct"]]
     values = list(column["quantile"])
@@ -172,10 +177,10 @@ def _integer_table(name: str) -> NDArray[np.int32]:
 
 
 class _Refinement:
-    """Generates a column that, like C11, determines C13, but is not a function of C11.
+    """Generates a column that, like C11, determines C13, but that C11 does not determine.
 
-    Each C13 value owns ranks of the column, and the masses of these ranks add up to the value's
-    mass.
+    Each value of C13 owns ranks of the column; the masses of these ranks add up to the mass of the
+    value.
     """
 
     def __init__(self, parent: Coarsening, child: Tail) -> None:
@@ -185,7 +190,9 @@ class _Refinement:
         self._order, self._edges, self._before = _deal(mass, child.masses())
 
     def __call__(self, ranks: Ranks, draw: Floats) -> Ranks:
-        """Return child ranks for rows with the given fine ranks of the parent."""
+        """Return ranks of the generated column for rows whose ranks of C11 are ``ranks``, given
+        random numbers ``draw``.
+        """
         owner = self._parent(ranks)
         low, high = self._before[owner], self._before[owner + 1]
         place = np.searchsorted(self._edges, low + draw * (high - low), side="right")
@@ -193,7 +200,9 @@ class _Refinement:
 
 
 def _deal(owner_mass: Floats, mass: Floats) -> tuple[Ranks, Floats, Floats]:
-    """Assign ranks to the owners with the largest deficit; return ranks, edges, and starts."""
+    """Assign each rank to the owner that lacks the most mass. Return the ranks sorted by owner, the
+    edges of their masses, and the start of each owner's mass.
+    """
     lacking = [(-value, owner) for owner, value in enumerate(owner_mass)]
     heapq.heapify(lacking)
     descending = np.argsort(-mass, kind="stable")

@@ -1,7 +1,7 @@
 """Generate a Criteo-like set with a known best AUC, as a prepared set or as TSV.
 
 ``data.synth.generator`` generates the rows. This module assigns ids, writes shards, and computes
-the Bayes AUC and logloss of every split.
+the best possible AUC and logloss of every split.
 """
 
 import os
@@ -43,13 +43,13 @@ _SHARD_BLOCKS = 4
 _HOT_RANKS = 64
 _TRANSPOSED_ROWS = 1024
 _NEXT_PLACE = 0.382
-"""Distance between consecutive values of a rank, as a fraction of the table"""
+"""Distance between the ids of consecutive values of a rank, as a fraction of the table"""
 
 
 class IdMaps:
-    """Maps values and pairs of values to table ids by the rules of ``data.format.ids``, or to keys.
+    """Maps values and pairs of values to ids, which ``data.format.ids`` assigns, or to keys.
 
-    A table has as many rows as its column has values at any one time. With drift, an id therefore
+    A table has as many rows as its column has values at the same time. With drift, an id therefore
     stands for different values over time.
     """
 
@@ -70,11 +70,13 @@ class IdMaps:
             self._ids[name] = assign_ids(counts, reserved, options.seed, name)
 
     def num_rows(self, name: str) -> int:
-        """Return the row count of a field's table."""
+        """Return the number of rows of a field's table."""
         return len(self._ids[name]) + NUM_RESERVED_IDS
 
     def hot_of(self, name: str) -> Hot:
-        """Return the minimum and maximum ids per row; in lists, missing values have no ids."""
+        """Return the minimum and maximum number of ids per row. In lists, missing values have no
+        ids.
+        """
         return self.hot.get(name, (1, 1))
 
     @property
@@ -83,7 +85,9 @@ class IdMaps:
         return tuple(name for name in self.names if len({*self.hot_of(name)}) > 1)
 
     def lengths(self, rows: Rows, name: str, block: int) -> NDArray[np.int64]:
-        """Return the ids per row of a ragged field in a block as a function of the row number."""
+        """Return the number of ids of a ragged field in each row of a block, which depends only on
+        the row number.
+        """
         least, most = self.hot_of(name)
         numbers = np.arange(BLOCK_ROWS, dtype=np.uint64) + np.uint64(block * BLOCK_ROWS)
         salt = np.uint64((1 + self.names.index(name)) * GAMMA % 2**64)
@@ -94,7 +98,7 @@ class IdMaps:
         """Return the ids or keys of a field (``C1`` or ``C1xC2``), one array per position in the
         list of ids.
 
-        As in the MLPerf DLRMv2 data, all ids after the first are a fixed function of the first id,
+        As in the MLPerf DLRMv2 data, a fixed function maps the first id to all other ids, which are
         spread evenly over the table.
         """
         if self.keyed:
@@ -108,7 +112,7 @@ class IdMaps:
         return out
 
     def _places(self, rows: Rows, name: str) -> Ranks:
-        """Return the positions of values in the table of a column or pair, or -1 for missing
+        """Return the positions of the values of a column or pair in its table, or -1 for missing
         values.
 
         Pairs of two frequent values have separate positions; other pairs are hashed.
@@ -125,7 +129,7 @@ class IdMaps:
         return np.where(missing, -1, np.where(frequent, a * _HOT_RANKS + b, hashed))
 
     def _keys(self, rows: Rows, name: str) -> list[NDArray[np.int64]]:
-        """Return the keys that ``prepare --keys`` computes from the text of the same rows."""
+        """Return the keys that ``prepare --keys`` would compute from the text of the same rows."""
         parts = name.split("x")
         values = [rows.values[part] for part in parts]
         missing = np.any([each < 0 for each in values], axis=0)
@@ -154,7 +158,7 @@ def _mixed(keys: NDArray[np.uint64], size: int) -> Ranks:
 
 
 def synth(options: SynthOptions) -> Manifest | None:
-    """Generate rows, and return the manifest of a prepared set, or None for TSV."""
+    """Generate rows; return the manifest of the prepared set, or None for TSV."""
     options.check()
     if options.output.exists():
         raise ConfigError(f"--output {options.output} already exists; remove it or use a new path")
@@ -170,7 +174,7 @@ def synth(options: SynthOptions) -> Manifest | None:
 def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
     maps = IdMaps(options, generator.columns)
     work, _ = open_work(options.output, "synth")
-    # existing parts are replaced, because generating a part is faster than checking one
+    # parts of an earlier run are not reused, because generating a part is faster than checking it
     discard(work)
     work, _ = open_work(options.output, "synth")
     step = _SHARD_BLOCKS * BLOCK_ROWS
@@ -234,7 +238,9 @@ def _bayes(tallies: list[dict[str, BayesTally]]) -> dict[str, dict[str, float]]:
 def _write_range(
     shared: tuple[Generator, IdMaps, Path, tuple[int, int]], rows: tuple[int, int]
 ) -> tuple[dict[str, Any], dict[str, BayesTally]]:
-    """Write the shards of rows [start, stop); return the shards and Bayes sums, by split."""
+    """Write the shards of rows [start, stop); return the shards and the ``BayesTally``, by
+    split.
+    """
     generator, maps, folder, bounds = shared
     words, parts, probability = make_rows(generator, maps, *rows)
     split = np.searchsorted(bounds, np.arange(*rows), side="right")
@@ -254,8 +260,9 @@ def _write_range(
 def make_rows(
     generator: Generator, maps: IdMaps, start: int, stop: int
 ) -> tuple[Words, Parts, Floats]:
-    """Generate rows [start, stop); return words [rows, 1 + dense + fixed ids], parts, and
-    probabilities."""
+    """Generate rows [start, stop); return words [rows, 1 + dense + fixed ids], parts, and click
+    probabilities.
+    """
     pieces: list[Words] = []
     probabilities: list[Floats] = []
     lengths: list[NDArray[np.int64]] = []
@@ -288,7 +295,9 @@ def make_rows(
 def _lists(
     maps: IdMaps, rows: Rows, block: int, first: int, last: int
 ) -> tuple[NDArray[np.int64], "NDArray[Any]"]:
-    """Return list lengths [rows, lists] and ids of rows [first, last) of a block, row by row."""
+    """Return the list lengths [rows, lists] and the ids in lists [n] of rows [first, last) of a
+    block, ordered by row.
+    """
     names = maps.ragged
     lengths = np.stack([maps.lengths(rows, name, block)[first:last] for name in names], axis=1)
     flat = lengths.reshape(-1)
@@ -313,8 +322,7 @@ def _dense_bits(rows: Rows, name: str) -> NDArray[np.int32]:
 
 
 def _transposed(columns: list[NDArray[np.int32]], first: int, last: int) -> Words:
-    """Copy rows [first, last) of columns to a row-major matrix, one cache-sized tile after
-    another."""
+    """Return rows [first, last) of columns as a row-major matrix, copied in cache-sized tiles."""
     words = np.empty((last - first, len(columns)), dtype=np.int32)
     for start in range(first, last, _TRANSPOSED_ROWS):
         stop = min(start + _TRANSPOSED_ROWS, last)

@@ -1,4 +1,4 @@
-"""Generate rows with labels and click probabilities in blocks."""
+"""Generate blocks of rows with labels and click probabilities."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from sbpflow.data.synth.tails import Floats
 
 
 class Generator:
-    """Generates rows, labels and click probabilities as a function of the options."""
+    """Generates rows, labels and click probabilities, which depend only on the options."""
 
     def __init__(self, options: SynthOptions) -> None:
         self.columns = Columns(options.seed, options.vocab_scale, dict(options.skew), options.drift)
@@ -33,7 +33,9 @@ class Generator:
 
 
 def block_ranges(start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (block, first, last) for each block whose rows [first, last) lie in [start, stop)."""
+    """Yield (block, first, last) for each block that overlaps rows [start, stop), where [first,
+    last) is the overlap, counted from the start of the block.
+    """
     for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
         base = block * BLOCK_ROWS
         yield block, max(start - base, 0), min(stop - base, BLOCK_ROWS)

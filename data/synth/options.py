@@ -18,7 +18,9 @@ MLPERF_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 
 """Ids per row of C1..C26 in MLPerf DLRMv2 (facebookresearch/dlrm, torchrec_dlrm README)"""
 
 Hot = tuple[int, int]
-"""Minimum and maximum ids per row; ids are stored in words if these are equal, else in lists"""
+"""Minimum and maximum number of ids per row; if the two are equal, ids are stored in words, else in
+lists
+"""
 
 
 Format = Literal["prepared", "tsv"]
@@ -37,11 +39,15 @@ class SynthOptions:
     min_mass: float = 5e-4
     """Minimum frequency of values and pairs that affect the label"""
     products: float = 0.0
-    """Share of the logit's variance from vector products of two columns' values"""
+    """Share of the logit's variance that is due to products of the vectors of two columns'
+    values
+    """
     skew: tuple[tuple[str, float], ...] = ()
     drift: float = 0.0
     keys: bool = False
-    """Write 64-bit keys instead of ids, the same as ``prepare --keys`` computes from the text"""
+    """True to write 64-bit keys instead of ids: the keys that ``prepare --keys`` computes from the
+    text
+    """
     hot: tuple[tuple[str, Hot], ...] = ()
     split: SplitRule = field(default_factory=lambda: SplitRule("time", (0.8, 0.1, 0.1)))
     seed: int = 7
@@ -72,7 +78,9 @@ class SynthOptions:
 
 
 def parse_hot(text: str) -> tuple[tuple[str, Hot], ...]:
-    """Parse ``mlperf`` (fixed), ``mlperf-ragged`` (1 to 2n - 1 ids) or ``C1=3,C20=0-12``."""
+    """Parse ``mlperf`` (MLPerf's n ids per row), ``mlperf-ragged`` (1 to 2n - 1 ids) or
+    ``C1=3,C20=0-12``.
+    """
     sizes = zip(CRITEO.sparse, MLPERF_HOT, strict=True)
     if text == "mlperf":
         return tuple((name, (hot, hot)) for name, hot in sizes)
@@ -88,6 +96,6 @@ def _hot(text: str) -> Hot:
 
 
 def parse_skew(text: str) -> tuple[tuple[str, float], ...]:
-    """Parse ``1.2`` (every column) or ``C3=1.2,C1=0.5``."""
+    """Parse ``1.2`` (for every column) or ``C3=1.2,C1=0.5``."""
     example = "a number, or a list such as C1=3,C20=0.5"
     return by_column("--skew", text, float, example, CRITEO.sparse)

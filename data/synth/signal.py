@@ -1,9 +1,9 @@
-"""Compute a logit with a known AUC from ids, a cross, dense values, and missing cells.
+"""Compute a logit with a known AUC from values, crosses, dense values, and missing cells.
 
-Only values that are frequent enough to learn have weights, so a model can reach the optimum.
-Weights are normally distributed, and every kind of term contributes a fixed share of the logit's
-variance. A scale and an offset adjust AUC and click rate. A Gaussian logit models Criteo well: it
-matches published pairs of AUC and logloss to within 0.0005.
+Only values that are frequent enough to be learned have weights, so that a model can reach the
+optimum. Weights are normally distributed, and every kind of term contributes a fixed share of the
+logit's variance. A scale and an offset set the AUC and the click rate. A Gaussian logit models
+Criteo well: it matches published pairs of AUC and logloss to within 0.0005.
 """
 
 import numpy as np
@@ -16,11 +16,15 @@ ID_TERMS = ("C2", "C5", "C7", "C10", "C13", "C14", "C17", "C18", "C24", "C26")
 CROSS_TERMS = (("C1", "C2"),)
 DENSE_TERMS = {"I5": -1.0, "I6": -1.0, "I7": 1.0, "I11": 1.0, "I13": -1.0}
 MISSING_TERMS = {"I1": -1.0, "I5": -1.0, "I6": -1.0, "C3": 1.0}
-"""Weights, with the signs of the effects on the click rate that were measured on real rows"""
+"""Weights of columns; their signs are those of the effects on the click rate, measured on real
+rows
+"""
 SHARES = {"ids": 0.55, "crosses": 0.15, "dense": 0.25, "missing": 0.05}
-"""Shares of the logit's variance by kind, divided equally within a kind"""
+"""Shares of the logit's variance by kind of term; the terms of a kind have equal shares"""
 PRODUCT_TERMS = (("C2", "C14"), ("C5", "C18"), ("C10", "C17"))
-"""Pairs of columns with vectors in a set with products; a pair's term is the vector product"""
+"""Pairs of columns whose values have vectors, in a set with products. The term of a pair is the dot
+product
+"""
 PRODUCT_RANK = 4
 
 _STREAM = 1
@@ -29,7 +33,7 @@ _BINS = 8192
 
 
 class Signal:
-    """Computes the calibrated logit; ``probability`` depends only on the rows."""
+    """Computes calibrated click probabilities, which depend only on the rows."""
 
     def __init__(
         self,
@@ -60,29 +64,34 @@ class Signal:
         return np.sqrt(-2 * np.log1p(-u[:size])) * np.cos(2 * np.pi * u[size:])
 
     def _id_table(self, name: str, blocks: list[Rows], min_mass: float) -> Floats:
-        """Return weights by rank; the weight is 0 for ranks that are too rare to learn and for the
-        last entry (missing)."""
+        """Return weights by rank. The weight is 0 for ranks that are too rare to be learned, and
+        for the last entry, which stands for missing values.
+        """
         ranks = np.concatenate([rows.ranks[name] for rows in blocks])
         counts = np.bincount(ranks[ranks >= 0])
         frequent = counts >= min_mass * len(ranks)
         return np.append(np.where(frequent, self._normal(len(counts)), 0.0), 0.0)
 
     def _vector_table(self, name: str, blocks: list[Rows], min_mass: float) -> Floats:
-        """Return vectors by rank [ranks + 1, PRODUCT_RANK], zero where ``_id_table`` is zero."""
+        """Return vectors by rank [ranks + 1, PRODUCT_RANK], which are zero where ``_id_table`` is
+        zero.
+        """
         columns = [self._id_table(name, blocks, min_mass) for _ in range(PRODUCT_RANK)]
         return np.stack(columns, axis=1)
 
     def _pair_table(
         self, pair: tuple[str, str], blocks: list[Rows], min_mass: float
     ) -> tuple[Ranks, Floats]:
-        """Return the frequent pairs in ascending order, and their weights."""
+        """Return the frequent pairs, as ascending numbers, and their weights."""
         seen = np.concatenate([pair_rank(rows, pair) for rows in blocks])
         keys, counts = np.unique(seen, return_counts=True)
         keys = keys[(counts >= min_mass * len(seen)) & (keys >= 0)]
         return keys, self._normal(len(keys))
 
     def _raw_terms(self, rows: Rows) -> Floats:
-        """Return unweighted terms [terms, rows]: ids, crosses, dense, missing, products."""
+        """Return the unweighted terms [terms, rows]: values, crosses, dense values, missing cells,
+        products.
+        """
         terms = [_by_rank(rows.ranks[name], table) for name, table in self._tables.items()]
         terms += [_by_pair(pair_rank(rows, pair), *known) for pair, known in self._pairs.items()]
         for name, sign in DENSE_TERMS.items():
@@ -105,13 +114,13 @@ class Signal:
 
 
 def pair_rank(rows: Rows, pair: tuple[str, str]) -> Ranks:
-    """Return one number per pair of ranks, or -1 if either rank is missing."""
+    """Return a number that identifies each row's pair of ranks, or -1 if either rank is missing."""
     a, b = (rows.ranks[name] for name in pair)
     return np.where((a < 0) | (b < 0), -1, (a << 32) | b)
 
 
 def _by_rank(ranks: Ranks, table: Floats) -> Floats:
-    return table[np.minimum(ranks, len(table) - 1)]  # rank -1 (missing) is the last entry
+    return table[np.minimum(ranks, len(table) - 1)]  # rank -1 (missing) selects the last entry
 
 
 def _by_pair(keys: Ranks, known: Ranks, weights: Floats) -> Floats:
@@ -132,7 +141,7 @@ def _mean_and_std(name: str, blocks: list[Rows]) -> tuple[float, float]:
 
 
 def _weights(raw: Floats, products: float) -> Floats:
-    """Return the weights of terms that give each kind its share of the variance.
+    """Return weights of the terms that give each kind its share of the variance.
 
     Products get their share of the total variance, and the other kinds divide the rest.
     """
@@ -152,7 +161,9 @@ def _weights(raw: Floats, products: float) -> Floats:
 
 
 def _calibrate(logits: Floats, ctr: float, auc: float) -> tuple[float, float]:
-    """Find, by bisection, the offset and scale that give the requested click rate and Bayes AUC."""
+    """Return the offset and scale, found by bisection, that give the requested click rate and best
+    AUC.
+    """
     counts, edges = np.histogram(logits, bins=_BINS)
     middles = (edges[1:] + edges[:-1]) / 2
     low, high, offset = 0.0, 20.0, 0.0

@@ -1,8 +1,8 @@
 """Model a column's value frequencies: masses for the first ranks, and power laws for the other
 ranks.
 
-Rank 0 is the most frequent value. Tails are sampled by inverse CDF, which maps a uniform number to
-a rank without a table as large as the vocabulary.
+Rank 0 is the most frequent value. Tails are sampled with the inverse CDF, which maps a uniform
+number to a rank without a table as large as the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _TABLE_BITS = 16
 
 
 def uniform(bits: Bits) -> Floats:
-    """Convert 64 random bits to a number in [0, 1)."""
+    """Convert random 64-bit integers to numbers in [0, 1)."""
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
@@ -33,13 +33,15 @@ class Segment:
     slope: float
 
     def cdf(self, rank: Floats) -> Floats:
-        """Return the mass between the segment's start and a (continuous) rank."""
+        """Return the mass between the start of the segment and a (continuous) rank."""
         power = 1.0 - self.slope
         low, high = self.start**power, self.stop**power
         return self.mass * (rank**power - low) / (high - low)
 
     def quantile(self, mass: Floats) -> Floats:
-        """Return the continuous rank with cumulative ``mass`` in the segment."""
+        """Return the (continuous) rank up to which the segment has ``mass``: the inverse of
+        ``cdf``.
+        """
         power = 1.0 - self.slope
         low, high = self.start**power, self.stop**power
         return (low + np.clip(mass / self.mass, 0.0, 1.0) * (high - low)) ** (1.0 / power)
@@ -67,8 +69,8 @@ class Tail:
 
     @cached_property
     def _places(self) -> NDArray[np.int16]:
-        """Map the leading bits of a number to the number's index in ``bounds``, or to -1 if
-        ambiguous.
+        """Return a table that maps the leading bits of a random number to its index in ``bounds``,
+        or to -1 if the leading bits do not determine the index.
         """
         edges = np.arange((1 << _TABLE_BITS) + 1) / (1 << _TABLE_BITS)
         low = np.searchsorted(self.bounds, edges[:-1], side="right")
@@ -76,7 +78,7 @@ class Tail:
         return np.where(low == high, low, -1).astype(np.int16)
 
     def draw(self, bits: Bits) -> Ranks:
-        """Return ranks for uniformly random 64-bit numbers."""
+        """Return the ranks of uniformly random 64-bit integers."""
         places = self._places[bits >> np.uint64(64 - _TABLE_BITS)].astype(np.int64)
         undecided = np.flatnonzero(places < 0)
         places[undecided] = np.searchsorted(self.bounds, uniform(bits[undecided]), side="right")
@@ -86,14 +88,14 @@ class Tail:
         return np.minimum(places, self.size - 1, out=places)
 
     def quantile(self, mass: Floats) -> Ranks:
-        """Return the ranks with cumulative ``mass`` in the column."""
+        """Return the ranks at which the cumulative mass of the column reaches ``mass``."""
         places = np.searchsorted(self.bounds, mass, side="right")
         tail = np.flatnonzero(places >= len(self.head))
         self._fill(places, tail, mass[tail])
         return np.minimum(places, self.size - 1, out=places)
 
     def _fill(self, places: Ranks, tail: NDArray[np.int64], mass: Floats) -> None:
-        """Replace the segment numbers at the indices ``tail`` by ranks."""
+        """In ``places``, replace the numbers of segments at the indices ``tail`` by ranks."""
         which = np.minimum(places[tail], len(self.bounds) - 1)
         for index, segment in enumerate(self.segments, start=len(self.head)):
             chosen = np.flatnonzero(which == index)
@@ -121,7 +123,9 @@ class Tail:
         return masses
 
     def scaled(self, scale: float) -> "Tail":
-        """Return the same masses over a smaller vocabulary of at least 1000 (or all) values."""
+        """Return a similar distribution over a smaller vocabulary, of at least 1000 values or all
+        values.
+        """
         size = max(min(self.size, 1000), round(self.size * scale))
         if size == self.size:
             return self
@@ -135,8 +139,8 @@ class Tail:
         return Tail(size, self.head, tuple(segments))
 
     def sharpened(self, skew: float) -> "Tail":
-        """Return the distribution with masses raised to ``skew``: 1 changes nothing, 0 makes all
-        equal.
+        """Return the distribution with masses raised to the power ``skew``. A skew of 1 changes
+        nothing; 0 makes all masses equal.
         """
         if skew == 1.0:
             return self
@@ -154,9 +158,10 @@ class Tail:
 class Coarsening:
     """Maps the ranks of a fine column to the ranks of a coarser column.
 
-    The mapped fine distribution is nearly equal to the coarse distribution. Head ranks map to the
-    ranks with the largest deficit, and the next ranks fill up the coarse head. All other ranks fill
-    the coarse tail in order, so rare values map to rare values.
+    The mapping turns the fine distribution into almost exactly the coarse distribution. Each fine
+    head rank maps to the coarse head rank that lacks the most mass, and the next fine ranks fill up
+    the coarse head. All other ranks fill the coarse tail in order, so that rare values map to rare
+    values.
     """
 
     fine: Tail
@@ -164,8 +169,9 @@ class Coarsening:
 
     @cached_property
     def _head(self) -> tuple[Ranks, Floats]:
-        """Return the coarse ranks of fine head ranks, and the remaining mass deficits of coarse
-        head ranks."""
+        """Return the coarse ranks of the fine head ranks, and the mass that each coarse head rank
+        still lacks.
+        """
         lacking = np.array(self.coarse.head)
         target = np.empty(len(self.fine.head), dtype=np.int64)
         for rank, mass in enumerate(self.fine.head):
@@ -175,7 +181,9 @@ class Coarsening:
 
     @cached_property
     def _table(self) -> Ranks:
-        """Return a lookup table for the frequent ranks, which occur in most rows."""
+        """Return a lookup table of the coarse ranks of frequent fine ranks, which occur in most
+        rows.
+        """
         ranks = np.arange(min(self.fine.size, 1 << _TABLE_BITS))
         target, _ = self._head
         return np.concatenate([target, self._tail(ranks[len(target) :])])
@@ -189,7 +197,7 @@ class Coarsening:
         return out
 
     def _tail(self, ranks: Ranks) -> Ranks:
-        """Return the coarse ranks of ranks beyond the fine head."""
+        """Return the coarse ranks of fine ranks beyond the head."""
         _, lacking = self._head
         fine_tail, coarse_head = 1.0 - sum(self.fine.head), sum(self.coarse.head)
         coarse_tail = max(1.0 - coarse_head, 0.0)

@@ -1,5 +1,6 @@
-"""Write generated rows as Criteo text: label, integers, and hex categories; missing cells are
-empty."""
+"""Write generated rows as Criteo text: label, integers, and hex categories. Missing cells are
+empty.
+"""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ _DIGITS = pl.Series([f"{value:04x}" for value in range(1 << 16)])
 
 
 def hex_keys(values: Ranks, column: int) -> NDArray[np.uint32]:
-    """Map each value of a column, modulo 2^32, to a different number by MurmurHash3's finalizer."""
+    """Map the values of a column to different 32-bit numbers, with MurmurHash3's finalizer."""
     key = (np.maximum(values, 0) + column * 0x06F0_0001).astype(np.uint32)
     key ^= key >> np.uint32(16)
     key *= np.uint32(0x85EBCA6B)
@@ -30,7 +31,7 @@ def hex_keys(values: Ranks, column: int) -> NDArray[np.uint32]:
 
 
 def text_frame(rows: Rows, labels: NDArray[np.bool_], first: int, last: int) -> pl.DataFrame:
-    """Return the rows [first, last) of a block as columns of text and integers."""
+    """Return rows [first, last) of a block as columns of text and integers."""
     columns = {"label": pl.Series(labels[first:last]).cast(pl.UInt8)}
     for name in CRITEO.dense:
         values = pl.Series(rows.integers[name][first:last])
@@ -56,7 +57,7 @@ def _block_text(generator: Generator, block: int, first: int, last: int) -> byte
 
 
 def write_tsv(generator: Generator, options: SynthOptions) -> None:
-    """Write all rows to ``options.output``, which is created only when it is complete."""
+    """Write all rows to ``options.output``, which appears only when it is complete."""
     partial = Path(str(options.output) + ".partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     waiting: deque[tuple[int, Future[bytes]]] = deque()

@@ -1,8 +1,8 @@
 """Train on a Ray cluster: python ray_train.py --workers N --config FILE key=value ...
 
-Ray starts the workers, connects them by torch's process group, and restarts all of them after a
-failure; the run then resumes from its last checkpoint. ``run.dir``, ``checkpoint.dir`` and
-``data.path`` must be absolute paths on a disk that all machines share. Needs ``ray[default]`` and
+Ray starts the workers, creates their torch process group, and restarts all of them after a failure;
+the run then resumes from its last checkpoint. ``run.dir``, ``checkpoint.dir`` and ``data.path``
+must be absolute paths on a disk that all machines share. Needs ``ray[default]`` and
 ``ray[train]``.
 """
 
@@ -15,7 +15,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def train_worker(job: dict) -> None:
-    """Train as one rank. Ray has created the process group, which sbpflow uses."""
+    """Train as one rank. sbpflow uses the process group that Ray has created."""
     from sbpflow.commands.train import run_rank
 
     run_rank(job["config"], job["overrides"])

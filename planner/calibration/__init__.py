@@ -1,1 +1,1 @@
-"""Runs the engine on this machine, and fits the prices of plans to the measured times."""
+"""Measures step times of plans on this machine and fits a profile of prices to them."""

@@ -1,7 +1,7 @@
 """``sbpflow calibrate``: measure this machine and fit a profile.
 
-Every rank runs ``calibrate``. It measures random tasks until the time is used up, alternating
-between the plans of a task. Every measurement is written to a journal, so an interrupted
+Every rank runs ``calibrate``. Until the time limit, the ranks measure random tasks, alternating
+between the plans of each task. Every measurement is written to a journal, so an interrupted
 calibration resumes where it stopped.
 """
 
@@ -39,10 +39,10 @@ MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The duration and the tasks of a calibration.
+    """Limits on the duration and the size of a calibration.
 
-    ``seconds`` limits the whole calibration. ``most_rows`` limits the size of the tables. Each plan
-    runs ``steps`` steps in each of ``rounds`` rounds.
+    ``seconds`` limits the whole calibration. ``most_rows`` is the maximum number of rows of a
+    table. Each plan runs ``steps`` steps in each of ``rounds`` rounds.
     """
 
     seconds: float = 270.0
@@ -68,7 +68,7 @@ class _Entry:
 
 
 class Journal:
-    """The file of measurements, with one JSON object per plan and line. Only rank 0 writes it.
+    """The file of measurements: each line is the JSON object of one plan. Only rank 0 writes it.
     Lines from other machines, software versions, or task designs have different ``facts`` and are
     ignored.
     """
@@ -158,7 +158,7 @@ def calibrate(boxing: Boxing, settings: Settings, journal_path: Path) -> Profile
 
 
 def _measure(boxing: Boxing, settings: Settings, journal: Journal | None, number: int) -> None:
-    """Measure the plans of a sample that rank 0's journal does not contain."""
+    """Measure those plans of a sample that are not yet in rank 0's journal."""
     world = boxing.world
     sample = draw_sample(
         number + 1000 * settings.seed,

@@ -56,7 +56,7 @@ def _settings(args: Namespace) -> Settings:
 
 
 def default_ranks() -> int:
-    """Return the number of CUDA devices, at least 2."""
+    """Return the number of CUDA devices, or 2 if there are fewer."""
     return max(2, torch.cuda.device_count())
 
 
@@ -69,6 +69,6 @@ def describe(profile: Profile) -> str:
     if profile.world_size > 1:
         link = profile.link
         lines.append(
-            f"{'link':<22} {link.within_gb_per_s:.3g} GB/s, {link.within_call_ms:.3g} ms a call"
+            f"{'link':<22} {link.within_gb_per_s:.3g} GB/s, {link.within_call_ms:.3g} ms per call"
         )
     return "\n".join(lines)

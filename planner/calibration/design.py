@@ -1,5 +1,5 @@
-"""Generates the tasks and plans that a calibration measures: random tasks, each with homogeneous
-plans and random mixes.
+"""Generates what a calibration measures: random tasks, each with homogeneous plans (one shape for
+all tables) and random mixes of shapes.
 
 All random choices of a sample are seeded by the sample's number. Ranks therefore agree without
 communication, and an interrupted calibration resumes where it stopped. Tables cover the ranges of
@@ -26,7 +26,7 @@ from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task, dense_work
 from sbpflow.sbp.sbp import balanced_sizes
 
-# limit for all tables of a sample, each of which is allocated on every rank that stores it
+# maximum number of elements of a sample's tables, which every rank that stores them must allocate
 MOST_ELEMENTS = 1 << 24
 DIMS = (4, 8, 16, 32, 64)
 # widths of hidden layers; narrow layers do more reads and writes per multiply-add
@@ -38,7 +38,9 @@ _SPREAD = 7919  # a prime; multiplying by it spreads hot rows over a table, as i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """The distribution of a table's ids: row k has a share proportional to (k + q) ** -s."""
+    """The distribution of a table's ids: row k's share of lookups is proportional to (k + q) **
+    -s.
+    """
 
     s: float
     q: float
@@ -66,7 +68,9 @@ class Rows:
 
 
 def drawing() -> str:
-    """Return a digest of the sampling method, with which sample numbers change their meaning."""
+    """Return a digest of the sampling method; with another method, a number gives another
+    sample.
+    """
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
@@ -120,9 +124,7 @@ def draw_sample(
 
 
 def dense_work_of(width: int, hidden: Sequence[int]) -> DenseWork:
-    """Return the work of the dense part that ``make_trainer`` builds for outputs with this
-    width.
-    """
+    """Return the work of the dense part that ``make_trainer`` builds for outputs of this width."""
     return dense_work([(a, b) for a, b in pairwise((width + 1, *hidden, 1))], biases=True)
 
 
@@ -165,7 +167,7 @@ def _joined(
 def draw_ids(
     random: np.random.Generator, num_rows: int, law: Law, shape: tuple[int, ...]
 ) -> NDArray[np.int64]:
-    """Sample ids from a law, with the hot ids spread over the table."""
+    """Sample ids from a distribution, with the hot ids spread over the table."""
     cumulative = _cumulative(num_rows, law)
     ranks = np.searchsorted(cumulative, random.random(shape) * cumulative[-1])
     return np.minimum(ranks, num_rows - 1) * _SPREAD % num_rows
@@ -178,7 +180,7 @@ def _cumulative(num_rows: int, law: Law) -> NDArray[np.float64]:
 
 
 def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
-    """Return the kinds of shape that this table can have: on all ranks, half of them, or one."""
+    """Return the shapes to sample for this table: on one rank, on half of the ranks, or on all."""
     if world_size == 1:
         return [Shape("B", "local")]
     shapes = [
@@ -214,7 +216,7 @@ def draw_plans(sample: Sample, seed: int, count: int) -> Iterator[tuple[str, Pla
 
 
 def _mix(task: Task, random: np.random.Generator) -> Plan:
-    """Assign a few kinds of shape to the tables at random, on random ranks."""
+    """Give every table a random shape on random ranks, with some shapes more likely than others."""
     kinds = random.random(8) ** 2 + 0.02
     plan: Plan = {}
     for table in task.tables:
@@ -233,8 +235,8 @@ def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
 
 
 def _homogeneous(task: Task) -> dict[str, Plan]:
-    """Give all tables the same shape, except that tables that do not allow it stay whole and are
-    balanced.
+    """Return one plan per kind of shape; tables that do not allow it are stored whole, balanced
+    over the ranks.
     """
     world = tuple(range(task.world_size))
     if task.world_size == 1:

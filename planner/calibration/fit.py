@@ -1,10 +1,10 @@
 """Fits non-negative prices to measured steps and shrinks the prices toward the built-in constants.
 
 A step time is modeled as the maximum work of any rank plus the maximum transfer time of any rank.
-First, four factors are fitted freely: for all constants of work, for the dense part, for bytes, and
-for calls. The factors adapt the constants to the machine and its link. Then each price may deviate
-from its scaled constant, against a penalty. All errors are measured on tasks that were not used in
-the fit.
+First, four factors are fitted without a penalty: for all constants of work, for the dense part, for
+bytes, and for calls. These factors adapt the constants to the machine and its link. Then each price
+may deviate from its scaled constant, against a penalty. All errors are measured on tasks that were
+not used in the fit.
 """
 
 import statistics
@@ -21,17 +21,18 @@ from sbpflow.planner.costs.profile import DENSE_BYTES, ERROR, Link, Profile, par
 
 FOLDS = 4
 LEAST_SAMPLES = 3
-LEAST_PLANS = 3  # plans are only ranked within tasks that have at least this many
-# weight of the squared relative change of a price, in units of one measured step
+LEAST_PLANS = 3  # rank correlations need at least this many plans of a task
+# weight of a price's squared relative change, relative to the squared relative error of one step
 SHRINKAGE = 0.01
 DENSE_MS = vector_of(
     {"dense_macs": 2e-7, "dense_elements": 1e-6, "dense_parameters": 5e-6}
-)  # a default until it is measured
+)  # default until a calibration has measured the dense part
 _BYTES = SENT + vector_of({"dense_parameters": DENSE_BYTES})
 _CALLS = vector_of({**CALLS, "always": 1.0})
 _ALWAYS = vector_of({"always": 1.0})
 _NONE = np.zeros(NUM_FEATURES)
-# One factor of the first fit per entry: [2, F] ms per count, of work and of transfers.
+# Each entry is a [2, F] array of ms per count (work, transfers) that one factor of the first fit
+# scales.
 _FACTORS = np.array(
     [[WORK_MS, _NONE], [DENSE_MS, _NONE], [_ALWAYS, _NONE], [_NONE, 1e-6 * _BYTES], [_NONE, _CALLS]]
 )
@@ -53,12 +54,14 @@ class Record:
 def fit(
     records: Sequence[Record], *, backend: str, about: Mapping[str, str] | None = None
 ) -> Profile:
-    """Fit a profile to measurements of several tasks on one world; raise DataError for too few."""
+    """Fit a profile to measurements of several tasks on one world; raise DataError if there are too
+    few.
+    """
     samples = {record.sample for record in records}
     if len(samples) < LEAST_SAMPLES:
         raise DataError(
-            f"calibration: {len(samples)} measured samples; use {LEAST_SAMPLES} or more: calibrate "
-            "longer"
+            f"calibration: {len(samples)} measured samples; use {LEAST_SAMPLES} or more, with more "
+            "--seconds"
         )
     world_size = len(records[0].totals)
     work, transfers = fitted_prices(records)
@@ -112,14 +115,16 @@ def predicted_ms(prices: Floats, records: Sequence[Record]) -> Floats:
 
 
 def _busiest(totals: Floats, prices: Floats) -> Floats:
-    """Return the counts [n, 2, F] of the ranks with the most work and the longest transfers."""
+    """Return, for each of n plans, the counts [n, 2, F] of the ranks with the most work and the
+    longest transfers.
+    """
     busiest = (totals @ prices.T).argmax(axis=1)  # [n, 2]
     return np.take_along_axis(totals, busiest[:, :, None], axis=1)
 
 
 def _terms(scaled: Floats) -> Floats:
-    """Return the terms [T, 2, F] whose prices may vary separately: the work of each count, and the
-    link.
+    """Return the terms [T, 2, F], each scaled by its own factor: the work of each count, the bytes,
+    and the calls.
     """
     work = scaled[:, 0].sum(axis=0)
     rows = [[np.where(np.arange(NUM_FEATURES) == n, work, 0.0), _NONE] for n in work.nonzero()[0]]
@@ -162,8 +167,8 @@ def _nonnegative(gram: Floats, right: Floats, rounds: int = 2000) -> Floats:
 def held_out_steps(
     records: Sequence[Record], prices_of: Callable[[Sequence[Record]], Floats] = fitted_prices
 ) -> Floats:
-    """Return the step times predicted by fits to the other tasks; the tasks are divided into
-    ``FOLDS`` folds.
+    """Cross-validate: predict the step times of each of ``FOLDS`` folds of tasks with a fit to the
+    other folds.
     """
     samples = sorted({record.sample for record in records})
     predicted = np.zeros(len(records))
@@ -176,10 +181,11 @@ def held_out_steps(
 
 
 def errors_of(records: Sequence[Record], predicted: Floats) -> dict[str, list[float]]:
-    """Return the errors of predicted step times: two over all steps, and the others per task. A
-    model can predict steps well and still choose badly. The regret is how much slower the plan with
-    the shortest predicted time is than the task's fastest plan. For comparison, the result includes
-    the regret of a random plan, and of choosing by the first round of measurements (the noise).
+    """Return error measures of predicted step times: two over all steps, and the others for each
+    task. A model can predict steps well and still choose badly. The regret is how much slower the
+    plan with the shortest predicted time is than the task's fastest plan. For comparison, the
+    result includes the regret of a random plan, and of choosing by the first round of measurements
+    (the noise).
     """
     residual = np.abs(np.log(predicted / [record.step_ms for record in records]))
     errors: dict[str, list[float]] = {

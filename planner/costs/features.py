@@ -1,7 +1,7 @@
 """Describes a table's ids by a curve (``sbpflow/costs/ids.py``) and by frequency bins. The learned
 planners use DreamShard's 17 bins as features (utils.py and tools/gen_dlrm_data.py at 73128ed). The
-bins group rows by number of lookups in a batch of 65,536 samples: bin 0 for one lookup, bin j for
-(2^(j-1), 2^j], and bin 16 for more than 2^15.
+bins group rows by their number of lookups in a batch of 65,536 samples: bin 0 for one lookup, bin j
+for (2^(j-1), 2^j], and bin 16 for more than 2^15.
 """
 
 import math
@@ -38,9 +38,11 @@ class IdStats(IdCurve):
 
 
 def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample: float) -> IdStats:
-    """Compute statistics from groups of equally frequent rows: ``rows[i]`` rows share ``mass[i]``.
+    """Compute statistics from groups of equally frequent rows: the ``rows[i]`` rows of group i
+    together get lookups in proportion to ``mass[i]``.
 
-    ``mass`` need not be normalized. ``curve_of`` computes the number of rows that a batch touches.
+    ``mass`` does not need to sum to 1. ``curve_of`` computes the number of rows that a batch
+    touches.
     """
     count = np.asarray(rows, dtype=np.float64)
     share = np.asarray(mass, dtype=np.float64)
@@ -69,22 +71,21 @@ def _expected_bins(
     expected = each * lookups
     edges = np.array([0.0, *(2.0**j for j in range(NUM_BINS - 1))])
     in_bin = np.diff(_up_to(edges, expected), axis=1) * count[:, None]
-    # The sum of k P(k) up to an edge equals the mean times the cumulative probability up to the
-    # previous edge.
+    # For a Poisson distribution, the sum of k P(k) for k up to n is the mean times P(k < n).
     lookups_in = np.diff(_up_to(edges - 1, expected), axis=1) * (expected * count)[:, None]
     by_rows, by_lookups = in_bin.sum(0), lookups_in.sum(0)
     return _fractions(by_rows), _fractions(by_lookups)
 
 
 def _fractions(values: Sequence[float] | Floats) -> tuple[float, ...]:
-    """Divide the values by their sum, which may be 0."""
+    """Divide the values by their sum; if all values are 0, the result is 0."""
     array = np.asarray(values, dtype=np.float64)
     return tuple((array / max(float(array.sum()), 1e-300)).tolist())
 
 
 def _up_to(edges: Floats, means: Floats) -> Floats:
-    """Return [means, edges + 1] Poisson probabilities of at most each edge; the last column
-    is 1.
+    """Return [means, edges + 1] Poisson probabilities of values up to each edge; the last column is
+    1.
     """
     k = torch.from_numpy(np.maximum(edges, 0.0) + 1.0)
     at_most = torch.special.gammaincc(k[None, :], torch.from_numpy(means)[:, None]).numpy()
@@ -93,8 +94,8 @@ def _up_to(edges: Floats, means: Floats) -> Floats:
 
 
 def zipf_mandelbrot(num_rows: int, s: float, q: float, ids_per_sample: float) -> IdStats:
-    """Compute statistics of a table whose row k, from 1 to ``num_rows``, has a share proportional
-    to (k + q) ** -s.
+    """Compute statistics of a table whose row k (1 to ``num_rows``) gets lookups in proportion to
+    (k + q) ** -s.
     """
     edges = np.unique(np.geomspace(1, num_rows + 1, 120).astype(np.int64))
     rows = np.diff(edges).astype(np.float64)

@@ -33,7 +33,7 @@ Price = Annotated[float, Range(low=0, below=1e12)]  # ms per count, or a factor
 Ranks = Annotated[int, Range(low=1, below=2**31)]
 RANKS_HERE = "ranks on a machine"  # a key of ``about``
 ERROR = "nine of ten steps are within this"  # a key of ``errors``
-# A ring sends each 4-byte gradient about twice: once to add, once to distribute the sums.
+# A ring all-reduce sends each 4-byte gradient about twice: to add it, and to distribute the sum.
 DENSE_BYTES = 8.0
 
 
@@ -181,7 +181,9 @@ def load(path: Path) -> Profile:
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Profile:
-    """Build the profile from a tree; a ConfigError names an invalid key."""
+    """Build a profile from a JSON tree; raise ConfigError, naming the key, if the tree is
+    invalid.
+    """
     if tree.get("format") != FORMAT:
         raise ConfigError(f"format is {brief(tree.get('format'))}; this version reads {FORMAT}")
     if missing := sorted(set(Profile.__dataclass_fields__) - set(tree)):

@@ -1,18 +1,19 @@
 """Implements AutoShard: an LSTM policy places tables one by one; V-trace trains it to balance
 devices.
 
-Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``).
-State, actions and cost head share an MLP over a table's 21 features. A two-layer LSTM reads the
-tables in order. The score of a device depends on the state and on the device's table sum, predicted
-cost, and bytes. The reward at the end of an episode is the smallest compute time of a device
-divided by the largest: the reward measures balance rather than time and ignores exchanges. Memory
-is a penalty, not a limit: the reward of a plan that exceeds the memory is the negative excess, and
-the planner may return such a plan. The cost head is trained on the measured devices with the MSE.
+Source: KDD'22; daochenzha/autoshard e861ecb and 06f6304 (``training.py``, ``bench.py``). State,
+actions and cost head share an MLP over a table's 21 features. A two-layer LSTM reads the tables in
+order. The score of a device depends on the state and on the device's table sum, predicted cost, and
+bytes. The reward at the end of an episode is the smallest compute time of any device divided by the
+largest. It measures balance, not time, and ignores exchanges. Memory is a penalty, not a limit: the
+reward of a plan that exceeds the memory is the negative excess, and the planner may return such a
+plan. The cost head is trained on measured devices with a mean squared error loss.
 
-Differences: All episodes of a batch belong to one task and run to the end in parallel, instead of
-in unrolls of 100 steps in several processes. The acting copy is one update old. Training takes
-20,000 steps instead of 100,000, and the learning rates decay during training. Costs are divided by
-the mean of the first batch. Features are scaled as for the other learned planners.
+Differences: All episodes of a batch belong to one task and run to the end in parallel; the source
+runs several processes in unrolls of 100 steps. The policy that acts is one update older than the
+one that learns. Training takes 20,000 steps instead of 100,000, and the learning rates decay during
+training. Costs are divided by the mean of the first batch. Features are scaled as for the other
+learned planners.
 """
 
 import copy

@@ -7,13 +7,13 @@ placed in order of descending cost on the cheapest rank with enough memory, but 
 table are never placed on the same rank. Then the table of the most expensive shard is cut in two by
 rows or by columns, depending on which cut gives the lower maximum, and all shards are placed again,
 at most 20 times. The planner returns the best of these plans and of the plan with all tables cut by
-rows over all ranks. A group of tables is copied, exchanges partial sums, or exchanges distinct
-rows.
+rows over all ranks. Each group of tables is copied to all ranks, exchanges partial sums, or
+exchanges distinct rows.
 
-Differences: Two branches that chose the wrong cut when only one cut was possible are corrected. The
-weights, which are chosen by hand in the source, come from this machine's prices. The two thresholds
-that select the copied and the distinct-row tables, also chosen by hand in the source, are searched
-on a grid of nine points for the lowest price, so EMBark performs better than with its defaults.
+Differences: Two branches of the source choose the wrong cut if only one cut is possible; here they
+are fixed. The weights, which are chosen by hand in the source, come from this machine's prices. The
+two thresholds that select the copied and the distinct-row tables, also chosen by hand in the
+source, are chosen by price from a grid of nine points, which gives better plans than the defaults.
 Tables with both row and column parts are placed on a grid of ranks.
 """
 

@@ -2,9 +2,9 @@
 
 Source: daochenzha/dreamshard 73128ed, ``sharders.py``. Tables are placed in descending order of
 score, each on the device with the smallest sum of scores among the devices with enough memory; in
-case of a tie, the device with the fewest bytes is used. Differences: The bytes are the memory that
-this engine needs (float32 rows, optimizer state, buffers) instead of the memory of fp16 rows. If no
-device has enough memory, the device that lacks the fewest bytes is used.
+case of a tie, the device with the fewest bytes is used. Differences: A table's size is the memory
+that this engine needs (float32 rows, optimizer state, buffers), not that of fp16 rows. If no device
+has enough memory, the table goes to the device that lacks the fewest bytes.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def lookup_greedy(setting: Setting) -> Assignment:
 
 
 def size_lookup_greedy(setting: Setting) -> Assignment:
-    """Balance the size of a lookup times log10 of the rows."""
+    """Balance columns times ids per sample times log10 of the rows."""
     rows = np.log10(np.maximum(setting.table_rows, 10.0))
     return _balanced(setting, setting.dims * setting.pooling * rows)
 

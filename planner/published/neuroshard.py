@@ -32,7 +32,7 @@ from sbpflow.planner.task import Shape
 BEAM, CANDIDATES, DEPTH = 3, 10, 10
 SCALES = tuple(1.0 + 0.05 * step for step in range(11))
 LARGEST_SET = 15  # tables
-# all features of ``Setting.features`` except the size
+# the features of ``Setting.features`` without the size
 WITHOUT_SIZE = [n for n in range(21) if n != 3]
 
 

@@ -36,7 +36,7 @@ STARTS = 4  # number of seeds that local search improves before continuing with 
 NUM_ALIKE = 8  # number of the cheapest shapes that are tried for all tables
 MIXED = 3  # number of the cheapest shapes that are tried in pairs
 SCALES = (1.1, 1.25)  # factors of the mean load for plans that split only tables above this load
-CLOSE = 3e-3  # the search ends within this fraction of the lower bound, far below the model's error
+CLOSE = 3e-3  # the search stops this close to the lower bound; the model's error is far larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,15 @@
 """Computes a lower bound on the predicted time of any plan.
 
-A step time is the sum of two maxima over ranks, the maximum work and the maximum transfer time.
+A step time is the sum of two maxima over ranks: the maximum work and the maximum transfer time.
 Each maximum is at least the mean over ranks, and at least the value of any rank. Both bounds are
 sums over tables:
 
 * Each table adds to the mean at least as much as its cheapest option. A multiplier on bytes
   accounts for the memory that the ranks lack in total.
-* The rank with a table's heaviest shard takes the time of that shard plus the work that every
-  table adds to all ranks. An option that alone makes this rank slower than the given plan cannot
-  be part of a better plan, so it is dropped. Shares of the bound apply to ranks with the
-  heaviest shards.
+* The rank with a table's heaviest shard takes the time of that shard plus the work that every table
+  adds to all ranks. An option that alone makes this rank slower than the given plan cannot be part
+  of a better plan, so it is dropped. The bound is a weighted mean of these rank times and the mean
+  over ranks.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A bound in ``ms``; ``gap`` is the relative excess of the plan's ``plan_ms`` over it.
+    """A bound in ``ms``; ``gap`` is how much ``plan_ms``, the plan's time, exceeds it (a fraction).
 
     ``options`` contains the options of each table that can occur in a faster plan, starting with
     the option that reaches the bound.
@@ -46,10 +46,10 @@ def bound(problem: Problem, plan_ms: float) -> Bound:
     """Return a lower bound, at most ``plan_ms``, for all plans that use the problem's options.
 
     Three kinds of multipliers raise the bound. The first applies to bytes. The second kind
-    distributes a key's cost over the tables that could have the key; the shares add up to at most
-    this cost. The third kind consists of shares of the bound for the ranks with the heaviest
-    shards; these shares add up to at most 1. The bound is valid for any multipliers, so dual ascent
-    raises them as long as the bound improves.
+    distributes a key's cost over the tables that could have the key; together they pay at most this
+    cost. The third kind weights the ranks with the heaviest shards against the mean over ranks; the
+    weights add up to at most 1. The bound is valid for any multipliers, so dual ascent raises them
+    as long as the bound improves.
     """
     before = problem.base[:, :BYTES]
     room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
@@ -105,7 +105,7 @@ class _Dual:
         pairs = [(row, place[key]) for row, keys in enumerate(needs) for key in keys]
         self.rows = np.array([row for row, _ in pairs], dtype=np.int64)
         self.keys = np.array([key for _, key in pairs], dtype=np.int64)
-        # Shares of the bounds of work and of transfers for the ranks with the heaviest shards.
+        # Weights, in the bounds of work and of transfers, of the ranks with the heaviest shards.
         self.shares = np.zeros((BYTES, len(first)))
         self._pair_up()
 
@@ -127,7 +127,7 @@ class _Dual:
         return ms
 
     def value(self, multiplier: float, room: float) -> float:
-        """Return the bound for one multiplier on bytes and the current shares."""
+        """Return the bound for one multiplier on bytes and the current other multipliers."""
         return self._total(
             np.minimum.reduceat(self._priced(multiplier), self.first), multiplier, room
         )
@@ -137,8 +137,8 @@ class _Dual:
         return float(least.sum() - multiplier * room) - uneven
 
     def raised(self, room: float) -> tuple[float, Floats]:
-        """Run rounds that change the shares. Return the best bound and, for each option, by how
-        much plans that use it exceed this bound.
+        """Run dual ascent. Return the best bound and, for each option, by how much plans that use
+        it exceed this bound.
         """
         unit = max(abs(self.value(0.0, 0.0)), 1e-9)
         bytes_ms = max(
@@ -173,7 +173,9 @@ class _Dual:
         return self.first + np.array([int(part.argmax()) for part in parts])
 
     def _pay(self, near: NDArray[np.bool_], step_ms: float) -> None:
-        """Increase the shares of the tables that choose a key, up to the key's cost."""
+        """Raise what each table pays for the keys of its cheapest options; all tables together pay
+        at most a key's cost.
+        """
         wanted = np.zeros(len(self.paid))
         np.maximum.at(wanted, self.pair, near[self.rows].astype(np.float64))
         self.paid = self.paid + wanted * step_ms
@@ -182,7 +184,9 @@ class _Dual:
         self.paid = self.paid / over[self.pair_key]
 
     def _share(self, near: NDArray[np.bool_], step: float) -> None:
-        """Raise the shares for ranks above the mean, up to the whole bound."""
+        """Raise the weights of ranks whose heaviest shard is above the mean; weights sum to at most
+        1.
+        """
         chosen = self._first_of(near)
         mean = self.spread[:, chosen].sum(axis=1) + self._uneven_ms
         shares = np.maximum(self.shares + step * (self.heaviest[:, chosen] - mean[:, None]), 0.0)
@@ -190,8 +194,8 @@ class _Dual:
 
 
 def _row(problem: Problem, option: Option) -> Floats:
-    """Return an option's ms of home, all bytes, and, for work and transfers, the ms of the mean
-    rank's shards and of the heaviest shard.
+    """Return one option's array entries: the ms of ``home``, the bytes on all ranks, and, for work
+    and transfers, the shards' ms on the mean rank and the ms of the heaviest shard.
     """
     size, shards = problem.num_ranks, option.shards
     held = size * option.home[BYTES] + shards[:, BYTES].sum()

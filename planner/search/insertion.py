@@ -22,8 +22,8 @@ from sbpflow.planner.search.problem import (
     State,
 )
 
-# The search goal is the step time plus this share of the mean load. The step time is a maximum over
-# ranks, so most moves do not change it; the mean load rewards moves that reduce total work.
+# The search minimizes the step time plus this share of the mean load. The step time is a maximum
+# over ranks, so most moves do not change it; the mean load rewards moves that reduce total work.
 EVENNESS = 0.05
 NO_ROOM = 1e6  # penalty in ms for exceeding a rank's memory limit by 100%
 
@@ -47,7 +47,7 @@ def goal(state: State) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """The options of a table with the same number of shards, as arrays.
+    """A table's options that have the same number of shards, as arrays.
 
     ``shards`` [n, 3] contains the largest shard load of each option, and ``homes`` [n, 3] the load
     on every rank.
@@ -62,8 +62,8 @@ class _Tried:
 class Inserter:
     """Prices insertions of tables into states of one problem.
 
-    ``allowed`` [table] contains the numbers of the options to try (by default, all options). Loads
-    [2] below ``floor`` do not count, because the complete plan will reach them anyway.
+    ``allowed`` [table] contains the numbers of the options to try (by default, all options). Work
+    and transfers below ``floor`` [2] cost nothing, because the complete plan reaches them anyway.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Implements local search: remove some tables, reinsert each optimally, repeat.
 
 The method is ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes
-tables of the slowest rank and another rank, a whole group, or random tables; a swap exchanges two
-tables between ranks. A worse plan is accepted within a threshold that decreases to 0. The same seed
-and number of insertions give the same plan. A final descent moves single tables until no move
-helps.
+tables from the slowest rank and another rank, a whole group of tables, or random tables. A swap
+exchanges two tables between ranks. A worse plan is accepted if the difference is below a threshold
+that decreases to 0. The same seed and number of insertions give the same plan. A final descent
+moves single tables until no move helps.
 """
 
 from collections.abc import Callable, Sequence
@@ -211,7 +211,9 @@ class LocalSearch:
         return step + EVENNESS * even + NO_ROOM * excess / limit.mean()
 
     def _exchange(self, state: State, table: int, other: int, limit: float) -> float | None:
-        """Swap two whole tables; undo this if keys that depend on ranks make it too expensive."""
+        """Swap two whole tables; swap back if keys that depend on ranks make the plan too
+        expensive.
+        """
         first, second = state.remove(table), state.remove(other)
         state.add(table, Move(first.option, second.ranks))
         state.add(other, Move(second.option, first.ranks))
@@ -226,8 +228,8 @@ class LocalSearch:
 
 
 def weights_of(problem: Problem) -> Floats:
-    """Return the ms of each table in its cheapest option, [tables]; heavy tables are placed
-    first.
+    """Return the ms of each table in its cheapest option, [tables]: the order in which to place
+    tables.
     """
     return np.array(
         [min(mean_ms(problem, option) for option in options) for options in problem.options]

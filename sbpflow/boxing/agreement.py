@@ -19,8 +19,8 @@ CHANNEL = "control"
 
 
 def gather_texts(boxing: Boxing, text: str) -> list[str]:
-    """Return the strings of all ranks, in rank order. Strings may have any length; every rank must
-    call this.
+    """Return the strings of all ranks, in rank order. Strings may have any length. Every rank must
+    call this function.
     """
     if boxing.world.size == 1:
         return [text]
@@ -33,16 +33,16 @@ def gather_texts(boxing: Boxing, text: str) -> list[str]:
 
 
 def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return every rank's facts in rank order."""
+    """Return the facts of all ranks, in rank order; every rank must call this function."""
     return [json.loads(text) for text in gather_texts(boxing, json.dumps(dict(facts)))]
 
 
 def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
-    """Return the result of ``attempt``. If it raises ConfigError on any rank, raise that error on
-    all.
+    """Return the result of ``attempt``; if ``attempt`` raises ConfigError on any rank, raise that
+    error on all ranks.
 
-    Every rank must call this function. Without it, an error on a single rank would leave the other
-    ranks waiting for that rank in their next collective.
+    Every rank must call this function. If an error were raised on a single rank only, the others
+    would wait for that rank in their next collective.
     """
     result, refused = None, ""
     try:
@@ -57,8 +57,8 @@ def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
 
 
 def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
-    """Gather (Split) or sum (Partial) the equally shaped parts of all ranks; every rank gets the
-    result.
+    """Return the equally shaped parts of all ranks, concatenated if ``src`` is Split, and combined
+    if it is Partial; every rank gets the result.
     """
     world = boxing.world
     placement = Placement.line(world.device.type, world.size)

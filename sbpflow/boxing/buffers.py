@@ -1,7 +1,7 @@
 """Reuses the CPU buffers in which conversions pack and receive data.
 
-The page faults of a new buffer of several MiB cost about as much as filling it. On CUDA, buffers
-are not kept, because torch's allocator already caches memory.
+In a new buffer of several MiB, page faults take about as long as a copy into the buffer. On CUDA,
+buffers are not kept, because torch's allocator already caches memory.
 """
 
 import math
@@ -10,9 +10,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-MAX_KEPT_BYTES = 256 * 1024 * 1024  # maximum total size of free buffers
-# smaller buffers are not kept, because malloc does not unmap their memory and so hands it out again
-# quickly
+MAX_KEPT_BYTES = 256 * 1024 * 1024  # Maximum total size of free buffers.
+# Smaller buffers are not kept, because malloc reuses their memory quickly without unmapping it.
 MIN_BYTES = 1024 * 1024
 
 
@@ -25,7 +24,7 @@ class Staging:
 
     @property
     def kept_bytes(self) -> int:
-        """Return the size of all free buffers."""
+        """Return the total size of the free buffers in bytes."""
         return sum(buffer.numel() for buffer in self._free)
 
     def loan(self) -> "Loan":
@@ -43,8 +42,8 @@ class Staging:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def push(self, buffers: list[Tensor]) -> None:
-        """Keep buffers for later use. If their total size exceeds the limit, drop the smallest
-        ones.
+        """Keep buffers for later use; if the total size exceeds the limit, drop the smallest
+        buffers.
         """
         with self._lock:
             self._free += buffers

@@ -1,9 +1,9 @@
 """Packs boxes of a part into a flat buffer before a collective, and unpacks them afterwards.
 
-Each factory inspects the pieces once and returns the cheapest function that does the job: no copy
-if the pieces are already in order, one strided copy if they are equal, and a loop of copies
-otherwise. Below about 100 KiB, the number of tensor calls matters more than the bytes: a call costs
-at least 1 us, or 10 us after a context switch.
+Each factory inspects the pieces once and returns the cheapest function for them: it copies nothing
+if the pieces are already in order, makes one strided copy if they have equal shapes, and copies
+them in a loop otherwise. Below about 100 KiB, the number of tensor calls matters more than the
+bytes: a call costs at least 1 us, or 10 us after a context switch.
 """
 
 import math
@@ -95,7 +95,7 @@ def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
 
 
 def cutter(inside: Box, shape: Shape) -> LocalFn:
-    """Return a function that returns a view of a box of its argument, a part of ``shape``."""
+    """Return a function that takes a part of ``shape`` and returns a view of its box ``inside``."""
     dims = [dim for dim, extent in enumerate(inside) if extent != slice(0, shape[dim])]
     if not dims:
         return keep
@@ -107,8 +107,8 @@ def cutter(inside: Box, shape: Shape) -> LocalFn:
 
 
 def slicer(inside: Box, shape: Shape) -> LocalFn:
-    """Return a function that returns a contiguous copy of a box of its argument, a part of
-    ``shape``.
+    """Return a function that takes a part of ``shape`` and returns its box ``inside`` as a
+    contiguous tensor.
     """
     cut = cutter(inside, shape)
     return keep if cut is keep else lambda part: cut(part).contiguous()
@@ -117,8 +117,8 @@ def slicer(inside: Box, shape: Shape) -> LocalFn:
 def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | int) -> LocalFn:
     """Return a function that copies the box ``inside`` of a part into a larger part.
 
-    The argument has shape ``src_shape``. The result has ``shape``, contains the copy in the box
-    ``at``, and is ``fill`` elsewhere.
+    The returned function takes a part of ``src_shape``. The result has ``shape``, contains the copy
+    in the box ``at``, and is ``fill`` elsewhere.
     """
     take_out, put_in = cutter(inside, src_shape), cutter(at, shape)
 
@@ -131,7 +131,9 @@ def padder(inside: Box, at: Box, src_shape: Shape, shape: Shape, fill: float | i
 
 
 def packer(pieces: list[Piece], shape: Shape) -> Pack:
-    """Return a function that copies boxes of a part of ``shape`` to a buffer, piece by piece."""
+    """Return a function that packs the boxes of ``pieces``, cut from a part of ``shape``, into a
+    buffer in list order.
+    """
     total = sum(piece.numel for piece in pieces)
     if lie_in_order(pieces, shape, total):
         return as_it_is
@@ -141,8 +143,8 @@ def packer(pieces: list[Piece], shape: Shape) -> Pack:
     dim = _even_dim(pieces, shape)
     if dim is not None:
         # If the pieces divide one dim evenly, a strided view [piece, *shape of a piece] lists the
-        # pieces in order, so a single copy packs them all. Copying them one by one would take a
-        # torch call per piece, and for small parts a call costs more than copying the bytes.
+        # pieces in order, so a single copy packs them all. Copying the pieces one by one would take
+        # a torch call per piece, and for small parts a call costs more than copying the bytes.
         strides, length = _strides(shape), shape[dim] // len(pieces)
         view = (len(pieces), *shape[:dim], length, *shape[dim + 1 :])
         strides = (length * strides[dim], *strides)
@@ -265,8 +267,8 @@ def run_of(pieces: list[Piece], shape: Shape) -> slice | None:
 
 
 def run_taker(run: slice) -> Pack:
-    """Return a function that returns the range ``run`` of the flat part; it copies only a part that
-    is not contiguous.
+    """Return a function that returns the range ``run`` of a flattened part; it copies the part only
+    if the part is not contiguous.
     """
     return lambda part, loan: loan.copy(part).view(-1)[run]
 
@@ -289,7 +291,7 @@ def _run_start(box: Box, shape: Shape) -> int | None:
 
 
 def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the only dim along which the pieces differ, or None."""
+    """Return the only dim that the pieces divide, or None if they divide no dim or several dims."""
     dims = [
         dim
         for dim, length in enumerate(shape)

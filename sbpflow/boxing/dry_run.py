@@ -1,6 +1,6 @@
 """Records the conversion steps of one rank without running any ranks.
 
-``explain`` and tests run a model's forward and backward on meta tensors. ``DryBoxing`` then records
+``explain`` and tests run a model's forward and backward on meta tensors. ``DryBoxing`` records
 exactly the steps that a real run would execute.
 """
 

@@ -69,9 +69,9 @@ class Boxing:
     def __init__(self, world: World) -> None:
         self.world = world
         self._staging = Staging()
-        # The key is id(step), because hashing a step takes longer than all other Python code that
-        # runs it. A program keeps a reference to its step, so the id cannot be reused while it is a
-        # key.
+        # The key is id(step), because hashing a step takes longer than all the other Python code
+        # that runs a step. A program keeps a reference to its step, so the id cannot be reused
+        # while it is a key.
         self._ready: dict[tuple[int, str], tuple[Program, Link | None]] = {}
         self._planned: dict[ConversionKey, tuple[BoxingStep, ...]] = {}
         self._requested: list[ConversionKey] | None = None
@@ -84,7 +84,8 @@ class Boxing:
     def expecting(self, conversions: Sequence[Conversion] | None) -> Generator[None]:
         """Within the block, allow exactly these conversions, in this order.
 
-        Raise SbpError for any deviation. ``None`` allows any conversions.
+        Raise SbpError at the end of the block if other conversions were requested. ``None`` allows
+        any conversions.
         """
         if conversions is None:
             yield
@@ -101,13 +102,15 @@ class Boxing:
             raise SbpError(
                 f"the dense part requests {_describe(request)}, but the plan of this run expects "
                 f"{_describe(plan)} at this point; make the same conversions in every forward, "
-                "regardless of its values"
+                "whatever the values of the tensors"
             )
 
     def steps_of(
         self, id: str, src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[BoxingStep, ...]:
-        """Return the steps of a conversion. If the plan does not contain it, plan it now."""
+        """Return the steps of a conversion. If ``follow`` did not provide the steps, plan them
+        now.
+        """
         key = (id, src, dst, shape, dtype)
         if self._requested is not None:
             self._requested.append(key)
@@ -134,8 +137,8 @@ class Boxing:
 
         Return the new part, detached, or ``None`` outside the destination placement. The result may
         share memory with ``part``. With ``donate``, an all-reduce may overwrite ``part`` instead of
-        copying it. Raise SbpError if ``part`` does not have the shape and dtype that the first step
-        expects.
+        working on a copy. Raise SbpError if ``part`` does not have the shape and dtype that the
+        first step expects.
         """
         part = _without_history(part)
         for index, step in enumerate(steps):
@@ -180,7 +183,7 @@ class Boxing:
     def _issue(self, step: BoxingStep, part: Tensor | None, channel: str, donate: bool) -> Finish:
         """Start one step; return a function that waits for it and returns the new part."""
         world = self.world
-        if world.checked and step.groups:  # check the part before all ranks create groups
+        if world.checked and step.groups:  # check first, because creating groups needs all ranks
             self._check(step, part, channel)
         ready = self._ready.get((id(step), channel))
         program, link = ready or self._get_ready(step, channel)
@@ -227,7 +230,7 @@ class Boxing:
             f"{step.dtype}{list(step.shape)}, channel {channel}",
             "" if fault is None else str(fault),
         )
-        if fault is not None:  # check() does nothing in a world of one rank
+        if fault is not None:  # in a world of one rank, world.check() does nothing
             raise fault
 
     def _accept(
@@ -262,11 +265,11 @@ def _without_history(part: Tensor | None) -> Tensor | None:
 
 
 def _between(index: int, part: Tensor | None) -> Tensor | None:
-    """Return the input of the step at ``index``; after the first step, detach it.
+    """Return the input of the step at ``index``, detached for every step except the first.
 
     A first step without communication may return the part itself, which may require grad, while
-    ranks outside that step create a new tensor, which does not. Checked mode compares this property
-    across ranks, so it must be the same on all of them.
+    ranks outside that step create a new tensor, which does not. Checked mode compares
+    ``requires_grad`` across ranks, so it must be the same on all of them.
     """
     return part.detach() if index and part is not None and part.requires_grad else part
 

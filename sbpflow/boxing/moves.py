@@ -1,7 +1,8 @@
 """Computes which rank sends which box of a logical tensor to which rank, for any two layouts.
 
-A conversion is a set of transfers (source rank, destination rank, box); ``plan`` chooses the
-collective that does them. The same rules apply to all layouts, placements, and numbers of axes:
+A conversion is a set of transfers (source rank, destination rank, box); ``step`` chooses the
+collective that performs these transfers. The same rules apply to all layouts, placements, and
+numbers of axes:
 
 * Source ranks that differ only along B axes store the same data: one of them sends it.
 * Source ranks that differ only along P axes store different terms: all are sent, and the receiver
@@ -128,9 +129,10 @@ def one_step_legal(src: Layout, dst: Layout) -> bool:
 def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int, int]:
     """Return how many elements each rank sends to others; ranks that send nothing may be missing.
 
-    The counts are those of ``find_moves``. With one axis, they are computed without listing the
-    transfers, whose number is quadratic in the number of ranks: a rank sends all of its data once
-    (or once to every rank if the destination is B), except what it keeps for its own part.
+    The counts match the transfers of ``find_moves``. With one axis, the counts are computed without
+    listing the transfers, whose number is quadratic in the number of ranks: a rank sends all of its
+    data once (or once to every rank if the destination is B), except what it keeps for its own
+    part.
     """
     if src.placement != dst.placement or src.placement.ndim != 1:
         sent: dict[int, int] = {}
@@ -139,14 +141,14 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
                 sent[move.src] = sent.get(move.src, 0) + move.numel
         return sent
     for layout in (src, dst):
-        # Raises SbpError if the layout does not fit the shape.
+        # This call raises SbpError if the layout does not fit the shape.
         layout.part_slices(shape, layout.placement.ranks[0])
     (before,), (after,) = src.nd_sbp, dst.nd_sbp
     ranks = src.placement.ranks
     if not one_step_legal(src, dst):  # every other rank sends its term to the first rank
         return dict.fromkeys(ranks[1:], numel(src.part_slices(shape, ranks[0]) or ()))
     if isinstance(before, Broadcast) or isinstance(after, Partial):
-        return {}  # every rank already stores its data
+        return {}  # every rank already stores what it needs
     copies = len(ranks) if isinstance(after, Broadcast) else 1
     sent = {}
     for rank in ranks:
@@ -160,8 +162,8 @@ class _Sources:
     """Finds the source cells that overlap a box without comparing every pair of cells.
 
     Along a dim, the boxes of a layout are either equal or disjoint. If the cells are sorted by
-    their starts along that dim, those that overlap a box are adjacent, and a binary search finds
-    them. The dim with the most splits is used.
+    their starts along that dim, the cells that overlap a box are adjacent, and a binary search
+    finds the first and the last. The dim with the most splits is used.
     """
 
     def __init__(self, cells: list[_Cell]) -> None:
@@ -214,9 +216,9 @@ def _meet(
 ) -> tuple[int, int]:
     """Return (sender, receiver); a receiver among ``senders`` sends to itself.
 
-    Otherwise, within a placement, the sender is the rank whose coordinates differ from the
-    receiver's along the fewest axes, so that a step that changes one axis communicates only along
-    that axis. Between placements, the senders take turns.
+    For other receivers of the same placement, the sender is the rank whose coordinates differ from
+    the receiver's along the fewest axes, so that a step that changes one axis communicates only
+    along that axis. Between placements, the senders take turns.
     """
     if receiver in senders:
         return receiver, receiver

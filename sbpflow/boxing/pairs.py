@@ -3,9 +3,9 @@
 Messages between ranks of a host use shared memory where the host supports it; all other messages
 use gloo.
 
-gloo's own all-to-all posts its sends before its receives. A rank announces that it is ready to
-receive in the same stream as its data, so the slower of two ranks announces this only after sending
-all its data, and the link carries data in only one direction at a time. Posting the receives first
+gloo's own all-to-all posts its sends before its receives. A rank's ready-to-receive notice travels
+in the same stream as its data. The slower of two ranks therefore sends its notice only after all
+its data, and the link carries data in only one direction at a time. Posting the receives first
 halves the time (measurements are in ``docs/decisions/engine.md``). Within a single host, separate
 messages are not faster, and a collective needs fewer calls.
 """

@@ -1,4 +1,4 @@
-"""Plans conversions as lists of steps, each with at most one collective and its bytes.
+"""Plans conversions as lists of steps; each step has at most one collective and states its bytes.
 
 The functions are pure and need no tensors or running ranks, so ``explain`` and the planner can call
 them for any world. The executor runs exactly these steps. n-D layouts and partial sums that change
@@ -51,8 +51,8 @@ def plan_boxing(
 ) -> tuple[BoxingStep, ...]:
     """Return the cheapest steps that convert ``src`` to ``dst`` without changing the full value.
 
-    If the layouts are equal, there are no steps. If there are several, their ids are numbered:
-    "<id>.0", "<id>.1". ``backend`` is "gloo" or "nccl". Raise SbpError if a split does not fit
+    If the layouts are equal, there are no steps. If there are several steps, their ids are numbered
+    as in "<id>.0". ``backend`` is "gloo" or "nccl". Raise SbpError if a split does not fit
     ``shape``, or if P is used with a dtype that cannot be added.
     """
     if backend not in ("gloo", "nccl"):
@@ -91,12 +91,12 @@ def is_direct(src: Layout, dst: Layout, shape: tuple[int, ...]) -> bool:
 def last_linear_layout(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> Layout:
-    """Return a layout without P(max) or P(min) from which ``dst`` can be made locally.
+    """Return a layout without P(max) or P(min) from which ``dst`` can be made without
+    communication.
 
-    The result is ``src`` itself if possible. Otherwise, the candidates are layouts on the placement
-    of ``dst`` with S or B in place of P(max), and the one that takes the fewest bytes to reach is
-    chosen. The backward of the conversion goes through this layout: each element of ``dst`` is then
-    either neutral or a copy of an element on the same rank.
+    The result is ``src`` itself if possible, else the cheapest layout to reach on the placement of
+    ``dst`` with S or B in place of P(max). The backward of the conversion goes through this layout:
+    each element of ``dst`` is then either neutral or a copy of an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src

@@ -1,4 +1,4 @@
-"""Compiles what one rank does in a step: how it packs, which sizes it exchanges, how it unpacks.
+"""Compiles the work of one rank in a step: packing, the sizes to exchange, and unpacking.
 
 A program touches only local tensors; ``executor`` runs the collective between ``pack`` and
 ``unpack``.
@@ -50,12 +50,12 @@ class Program:
     """``pack`` builds the send buffer from the part; ``unpack`` builds the result from received
     data.
 
-    * ``group`` is None if nothing is exchanged; then ``unpack`` gets the part itself. Otherwise,
-      ``unpack`` gets a buffer of ``receive_shape``.
+    * ``group`` is None if nothing is exchanged; ``unpack`` then gets the part itself instead of a
+      buffer of ``receive_shape``.
     * ``keeps_received`` means that the receive buffer becomes the result, so it must be a new
       tensor instead of a borrowed buffer.
     * ``sizes`` are the numbers of elements that an all-to-all receives from and sends to each rank
-      of the group; None if all numbers are equal.
+      of the group, or None if all numbers are equal.
     * ``comm_dtype`` is the dtype in which buffers are sent, or None to keep their dtype.
     * ``stays`` and ``add_own`` are set if the exchange leaves out the piece that this rank would
       send to itself. ``stays`` then copies that piece. If the piece is a term of a sum,
@@ -99,7 +99,7 @@ class Stays:
     pieces: tuple[tuple[LocalFn, Piece], ...]
 
     def place(self, out: Tensor, received: Tensor) -> Tensor:
-        """Copy the received pieces into ``out`` and return it."""
+        """Copy the received pieces into ``out`` and return ``out``."""
         if self.run is None:
             for put, piece in self.pieces:
                 put(out).copy_(piece.of(received))
@@ -139,7 +139,7 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
 def _comm_dtype(dtype: torch.dtype) -> torch.dtype | None:
     """Return a dtype of the same size that the backends support, or None if they support ``dtype``.
 
-    This works only for transfers that copy bits, not for transfers that add values.
+    The substitute works only for transfers that copy bits, not for transfers that add values.
     """
     if dtype in WIRE_DTYPES or dtype == torch.bool:
         return None
@@ -165,7 +165,9 @@ def _nothing(part: Tensor) -> None:
 
 
 def _local(step: BoxingStep, rank: int) -> Unpack:
-    """Without communication, slice the part or embed it in a part of neutral elements."""
+    """Return the function for a rank that does not communicate: it slices the part, or embeds it in
+    a part of neutral elements.
+    """
     dst_box = step.dst.part_slices(step.shape, rank)
     if dst_box is None:
         return _nothing
@@ -244,8 +246,8 @@ def _leave_out_own(
 ) -> Program | None:
     """Return ``base`` without the piece that this rank sends to itself.
 
-    Return None if leaving out the piece would cost an extra copy. It costs none if the other pieces
-    still form one range of the part, or if they must be packed anyway.
+    Return None if leaving out the piece would cost an extra copy. No extra copy is needed if the
+    other pieces still form one range of the part, or if they must be packed anyway.
     """
     if rank not in sent or base.sizes is None or len(sent) < 2:
         return None
@@ -272,8 +274,8 @@ def _staying_apart(
 ) -> Program | None:
     """Return ``base`` with this rank's own piece copied during the exchange.
 
-    Return None if the other pieces would then need an extra copy. They need none if they are
-    received into one range of the result, or if they must be copied anyway.
+    Return None if the other pieces would then need an extra copy. The other pieces need no extra
+    copy if they are received into one range of the result, or if they must be copied anyway.
     """
     coming = [piece for peer, piece in received.items() if peer != rank]
     run = run_of(coming, shape)
@@ -292,10 +294,10 @@ def _staying_apart(
 def _adding_apart(
     base: Program, rank: int, own: Piece, terms: dict[int, Piece], shape: Shape
 ) -> Program:
-    """Return ``base`` such that only the terms of other ranks are received.
+    """Return ``base``, changed to receive only the terms of other ranks.
 
-    After the exchange, they are combined, in the order of ``terms``, with this rank's own term,
-    which is taken from its part.
+    After the exchange, all terms are combined in the order of ``terms``; this rank's own term is
+    taken from its part.
     """
     others = sorted(terms.keys() - {rank})
     places = [len(others) if source == rank else others.index(source) for source in terms]

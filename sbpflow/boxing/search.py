@@ -1,6 +1,6 @@
 """Finds the cheapest route between two layouts: a shortest path whose edges are steps.
 
-A step either changes one axis or goes directly to the destination. It costs the bytes of its
+A step either changes one axis or goes directly to the destination. A step costs the bytes of its
 collective plus a constant, so small tensors take routes with fewer steps. The search is a pure
 function.
 """
@@ -79,7 +79,7 @@ def _next_layouts(
 
 def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator[Layout]:
     """Yield layouts with S or B in place of P(max) and P(min), from which ``dst`` can be made
-    locally.
+    without communication.
     """
     linear = [v for v in _values(src, dst, shape) if not isinstance(v, Partial)]
     options = [
@@ -95,8 +95,8 @@ def layouts_before(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Iterator
 
 
 def _arrivals(dst: Layout, values: tuple[Sbp, ...]) -> Iterator[NdSbp]:
-    """Yield the layouts in which a tensor may arrive on another placement: ``dst`` itself, and
-    variants of it with S instead of B.
+    """Yield ``dst`` and variants of it with S instead of B, the layouts in which a tensor may
+    arrive on another placement.
     """
     options = [
         [sbp, *(v for v in values if isinstance(v, Split))] if isinstance(sbp, Broadcast) else [sbp]
@@ -121,7 +121,7 @@ def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:
 def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
     """Return True if every rank gets a valid part.
 
-    Explicit sizes of nested splits may not add up.
+    A part is invalid if the explicit sizes of nested splits do not add up.
     """
     try:
         for rank in layout.placement.ranks:

@@ -1,3 +1,1 @@
-"""Saves checkpoints, which any number of ranks can load, as bytes and JSON by logical tensor
-name.
-"""
+"""Saves and loads checkpoints: bytes and JSON by logical tensor name, for any number of ranks."""

@@ -38,16 +38,16 @@ from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.processes.store import TimedStore
 
-_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # a small checkpoint takes milliseconds
+_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # short at first: small checkpoints take milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """A logical tensor without its values; the same on all ranks.
 
-    With ``by_key``, the number of rows is known only once all ranks have reported theirs; the rows
-    of each range of columns are then saved in rank order. ``keys`` names the tensor with the keys
-    of a growing table.
+    With ``by_key``, the number of rows is known only once all ranks have reported their numbers of
+    rows. The rows of each range of columns are then saved in rank order. ``keys`` names the tensor
+    with the keys of a growing table.
     """
 
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class TensorSpec:
         """
         shape = self.shape
         if self.by_key:
-            ends: dict[int, int] = {}  # row at which the rectangles so far end, by first column
+            ends: dict[int, int] = {}  # by first column: the end of the rows so far
             pieces = [replace(piece, place=_stacked(piece.place, ends)) for piece in pieces]
             patches = [replace(patch, place=_stacked(patch.place, ends)) for patch in patches]
             shape = (max(ends.values(), default=0), *shape[1:])
@@ -77,7 +77,7 @@ class TensorSpec:
 
 
 def _stacked(place: Place, ends: dict[int, int]) -> Place:
-    """Move a rectangle down to where the earlier rectangles of the same columns end."""
+    """Shift a rectangle down to the end of the earlier rectangles with the same columns."""
     start = ends.get(place.col_start, 0)
     stop = ends[place.col_start] = start + place.num_rows
     return replace(place, row_start=start, row_stop=stop)
@@ -88,7 +88,7 @@ class Attempt:
     """Writes the checkpoint of ``step`` in ``folder`` as one of ``size`` ranks.
 
     The hexadecimal ``nonce`` is unique among all attempts in the folder. For a delta, ``previous``
-    is the checkpoint that it continues; only rank 0 knows the digest. ``may_publish`` raises
+    is the checkpoint that it continues; only rank 0 knows its digest. ``may_publish`` raises
     CheckpointError if the folder now belongs to another run.
     """
 
@@ -165,7 +165,7 @@ class Attempt:
                 "",
             )
         reports = [self._read(key) for key in keys]
-        self.store.forget(keys)  # over a long run, thousands of reports would fill the store
+        self.store.forget(keys)  # otherwise, the reports of a long run would fill the store
         for rank, report in enumerate(reports):
             if "refused" in report:
                 return f"rank {rank}: {report['refused']}", ""

@@ -47,7 +47,7 @@ class ChangedRows(SelectedRows):
         return first, end
 
     def among(self, trained: TrainedRows) -> TrainedRows:
-        """Return those of the rows with keys that have changed."""
+        """Return the changed rows among the rows of keys ``trained``."""
         marks = np.zeros(self.store.num_rows, np.bool)
         marks[self.changed] = True
         return trained.among(marks)
@@ -60,7 +60,7 @@ class ChangeTracker:
         self._stores = stores
         self._marks: list[tuple[RowStore, Tensor, RowListener]] = []
         for store, _ in stores():
-            # The additional mark is for padding, which fixed-size lookups report like a row.
+            # The additional mark is for padding, which fixed-size lookups report as a row.
             device = store.kernel.weights.device
             marks = torch.zeros(store.num_rows + 1, dtype=torch.bool, device=device)
             listener = _marker(marks)
@@ -71,7 +71,7 @@ class ChangeTracker:
         """Return the rows that changed since the last call, and clear the marks."""
         changes: dict[int, ChangedRows] = {}
         for store, marks, _ in self._marks:
-            # NumPy, because it finds a few marks among many rows four times as fast as torch.
+            # NumPy finds a few marks among many rows four times as fast as torch.
             changed = torch.from_numpy(np.flatnonzero(marks[:-1].cpu().numpy()))
             changes[id(store)] = ChangedRows(store, changed)
             marks.zero_()
@@ -94,7 +94,7 @@ def _marker(marks: Tensor) -> RowListener:
 
 
 class _Table(NamedTuple):
-    """A tensor of a table: its store, its name in the store, and its shard."""
+    """Where a tensor of a table is: its store, its name in the store, and its shard."""
 
     store: RowStore
     key: str
@@ -113,7 +113,7 @@ class Changes:
                 for key in store.read(NO_ROWS):
                     tensor = name if key == WEIGHTS else f"{name}/{key}"
                     self._tables[tensor] = _Table(store, key, shard)
-        # (tensor, rectangle, name of the part with its row numbers).
+        # (tensor, rectangle, name of the part with its row numbers)
         self._patches: list[tuple[str, Place, str]] = []
 
     def parts_of(self, parts: Sequence[Part]) -> list[Part]:
@@ -122,7 +122,7 @@ class Changes:
         """
         result: list[Part] = []
         rows_names: dict[tuple[str, int, int], str] = {}
-        growing: dict[int, TrainedRows] = {}  # changed rows, by the id of the snapshot of all rows
+        growing: dict[int, TrainedRows] = {}  # changed rows, by the id of the ``TrainedRows``
         for part in parts:
             if part.name not in self._tables:
                 result.append(part)
@@ -148,8 +148,8 @@ class Changes:
     def _select(
         self, part: Part, growing: dict[int, TrainedRows]
     ) -> tuple[SelectedRows, int, int, Values]:
-        """Return the changed rows of a part: their store, their range there, and their row numbers
-        in the tensor.
+        """Return the changed rows of a part: their store, their range in the store, and their row
+        numbers in the tensor.
         """
         store, _, shard = self._tables[part.name]
         changed, table = self._changed[id(store)], shard.table.name
@@ -167,7 +167,7 @@ class Changes:
         return changed, start, stop, changed.changed[start:stop] + shift
 
     def patches_of(self, written: Written) -> tuple[Written, list[tuple[str, Patch]]]:
-        """Separate the written parts of ``parts_of`` into ordinary pieces and patches of tables."""
+        """Separate the written parts of ``parts_of`` into ordinary pieces and table patches."""
         pieces = dict(written)
         patches = [
             (name, Patch(place=place, rows=pieces[rows], values=pieces[f"values/{number}"]))

@@ -71,7 +71,7 @@ def list_text(path: AnyPath) -> str:
 
 
 def _describe(checkpoint: Checkpoint) -> str:
-    """Describe the checkpoint's run, how many ranks wrote it, and its score if it is the best."""
+    """Describe a checkpoint's run and number of ranks, and its score if it is the best so far."""
     text = f"run {checkpoint.run}, written by {len(checkpoint.index.files)} ranks"
     if checkpoint.before is not None and checkpoint.previous is not None:
         text = f"delta {checkpoint.previous.number} after {checkpoint.before.path.name}, {text}"
@@ -120,8 +120,8 @@ def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint |
 
 
 def diff_text(left_path: AnyPath, right_path: AnyPath) -> tuple[str, bool]:
-    """Return the differences of two checkpoints by tensor and document, and True if there are
-    none.
+    """Return the differences between two checkpoints, by tensor and document, and whether they are
+    equal.
     """
     left, right = checked(checkpoints_of(left_path)[0]), checked(checkpoints_of(right_path)[0])
     lines = [f"{left.path} (step {left.step}) and {right.path} (step {right.step})"]

@@ -1,8 +1,8 @@
 """Manages the folder of a run's checkpoints ``step-N``.
 
 Until a checkpoint is complete, its folder has another name. In a store, where nothing can be
-renamed, its files have unique names instead, and it is complete once its index exists. This module
-lists checkpoints, finds the newest good one, and removes old ones.
+renamed, the files have unique names instead, and the checkpoint is complete once its index exists.
+This module lists checkpoints, finds the newest good one, and removes old ones.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ def step_folder(folder: AnyPath, step: int) -> AnyPath:
 
 
 def data_folder(checkpoint: AnyPath) -> AnyPath:
-    """Return the folder, next to a checkpoint, with the manifest and vocabularies of its data."""
+    """Return the folder next to a checkpoint for the manifest and vocabularies of its data."""
     return checkpoint.parent / DATA_FOLDER
 
 
 def partial_folder(folder: AnyPath, step: int, nonce: str) -> AnyPath:
-    """Return the folder of an incomplete checkpoint, made unique by the hexadecimal ``nonce``.
+    """Return the folder of an incomplete checkpoint, which the hexadecimal ``nonce`` makes unique.
 
     In a store, this is the final folder, and the names of ``piece_file`` are unique.
     """
@@ -71,7 +71,7 @@ def drop_partial(partial: AnyPath, nonce: str) -> None:
 class Claim:
     """Marks a folder in a store, which has no locks, as used by this launch of a run.
 
-    If another launch claims the folder later, ``check`` raises CheckpointError in this one.
+    If another launch claims the folder later, ``check`` raises CheckpointError in this launch.
     """
 
     def __init__(self, folder: RemotePath) -> None:
@@ -95,7 +95,7 @@ class Claim:
 def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """Return the folders ``step-N`` in ``folder``, newest first.
 
-    They may be damaged. In a store, a folder without an index is not a checkpoint.
+    The checkpoints may be damaged. In a store, a folder without an index is not a checkpoint.
     """
     if isinstance(folder, RemotePath):
         steps = (name.removesuffix(f"/{INDEX_FILE}") for name in folder.sizes())
@@ -139,7 +139,7 @@ def checked(path: AnyPath, *, run: str | None = None) -> Checkpoint:
 
 
 def best_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the best validation score when the checkpoint was saved: ``metric``, ``value``,
+    """Return the best validation score at the time of the checkpoint: ``metric``, ``value``,
     ``step``.
 
     Return ``None`` if the run does not keep its best weights.
@@ -190,10 +190,11 @@ def _publish_objects(target: RemotePath, index: Index) -> None:
 
 
 def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step`` except the newest ``newest`` and that of ``and_step``.
+    """Remove checkpoints up to ``step``, except the ``newest`` newest ones and that of
+    ``and_step``.
 
-    The checkpoints that these depend on are kept too. Deltas are removed before the checkpoints
-    that they continue.
+    Checkpoints that the kept ones depend on are also kept. Deltas are removed before the
+    checkpoints that they continue.
     """
     paths = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     needed = needed_by([*paths[:newest], *(path for path in paths if step_of(path) == and_step)])
@@ -205,7 +206,7 @@ def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) 
 def needed_by(paths: Iterable[AnyPath]) -> set[AnyPath]:
     """Return the paths of these checkpoints and of all checkpoints that they depend on.
 
-    Damaged checkpoints count as depending on nothing.
+    A damaged checkpoint counts as depending on no other.
     """
     needed = set[AnyPath]()
     for path in paths:
@@ -226,9 +227,9 @@ def step_of(path: AnyPath) -> int:
 
 
 def remove_checkpoint(path: AnyPath) -> None:
-    """Remove a checkpoint, so that a crash does not leave a part of it at ``path``.
+    """Remove a checkpoint without leaving a part of it at ``path`` after a crash.
 
-    The folder is renamed first. In a store, the index is removed first.
+    The folder is renamed first; in a store, the index is removed first.
     """
     if isinstance(path, RemotePath):
         path.remove_tree(first=INDEX_FILE)

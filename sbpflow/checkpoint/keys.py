@@ -28,7 +28,7 @@ _ROWS = 4 * _BLOCK_KEYS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
-    """How a growing table differs from an earlier checkpoint of its chain.
+    """The difference between a growing table and its state in an earlier checkpoint of the chain.
 
     ``rows`` [n] int64, ascending, are the rows of the later checkpoint whose keys are new or whose
     values may have changed; row 0 is the shared row, and row i + 1 belongs to key i of
@@ -47,8 +47,8 @@ class Addresses:
     def __init__(self, checkpoint: "Checkpoint", name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
         self.count = checkpoint.saved(name).whole.num_rows
-        self._firsts: dict[int, int] = {}  # cache of the first address of each block
-        self._last: tuple[int, Tensor] | None = None  # the block that was read last
+        self._firsts: dict[int, int] = {}  # Cache of the first address of each block.
+        self._last: tuple[int, Tensor] | None = None  # The block that was read last.
 
     def read(self, keys: slice | None = None) -> Tensor:
         """Return the addresses of some keys, or of all."""
@@ -66,7 +66,7 @@ class Addresses:
         return slice(self._below(first_address(first)), self._below(first_address(last)))
 
     def find(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the key numbers of ascending addresses [n], and which of these exist, [n] bool."""
+        """Return the key numbers of ascending addresses [n], and whether each exists, [n] bool."""
         if not addresses.numel():
             return addresses, addresses.bool()
         start, stop = self._below(int(addresses[0])), self._below(int(addresses[-1]) + 1)

@@ -39,7 +39,7 @@ _KEPT_ROWS = 64
 def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
     """Open the checkpoint in folder ``path``; check its index and the sizes of its files.
 
-    Raise CheckpointError, naming the file, what is wrong with it, and a remedy.
+    Raise CheckpointError with the file's name, its fault, and a remedy.
     """
     folder = any_path(path)
     file = folder / INDEX_FILE
@@ -105,13 +105,13 @@ class Checkpoint:
     def __init__(self, path: AnyPath, index: Index, before: "Checkpoint | None" = None) -> None:
         self.path = path
         self.index = index
-        self.before = before  # the predecessor of a delta
-        self._rows: dict[Piece, Tensor] = {}  # row numbers of the patches of the table read last
+        self.before = before  # The predecessor of a delta.
+        self._rows: dict[Piece, Tensor] = {}  # Row numbers of the patches of the table read last.
         self._addresses: dict[str, Addresses] = {}
 
     @property
     def previous(self) -> Previous | None:
-        """Return which checkpoint a delta continues; None for a full checkpoint."""
+        """Return which checkpoint a delta continues, or None for a full checkpoint."""
         return self.index.previous
 
     @property
@@ -241,7 +241,7 @@ class Checkpoint:
                 yield rows[low : changed.row_stop], columns, block[:, own]
 
     def _rows_of(self, name: str, patch: Patch) -> Tensor:
-        """Return the row numbers of a patch. Those of the last table are kept in memory."""
+        """Return the row numbers of a patch; those of the last table stay in memory."""
         piece = patch.rows
         if piece not in self._rows:
             if len(self._rows) >= _KEPT_ROWS:
@@ -345,7 +345,7 @@ class _Blocks:
         if isinstance(self._path, RemotePath):
             data[:] = self._path.read(offset, offset + len(data))
             return True
-        if hasattr(os, "posix_fadvise"):  # not on macOS
+        if hasattr(os, "posix_fadvise"):  # Not on macOS.
             # Have the system fetch the next block while this one is checked and copied.
             after = offset + len(data)
             os.posix_fadvise(self._file, after, BLOCK_BYTES, os.POSIX_FADV_WILLNEED)
@@ -358,11 +358,11 @@ class _Blocks:
 
 
 def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) -> None:
-    """Copy those elements of a block that belong to ``place`` into ``target``.
+    """Copy the elements of a block that belong to ``place`` into ``target``.
 
-    ``values`` are the elements of the piece at ``at`` from index ``first`` on. A block may start
-    and end within a row, so it consists of up to three rectangles: the end of a row, full rows, and
-    the start of a row.
+    ``values`` are the elements of the piece at ``at``, starting with element ``first``. A block may
+    start and end within a row, so it consists of up to three rectangles: the end of a row, full
+    rows, and the start of a row.
     """
     width = at.num_columns
     row, column = divmod(first, width)

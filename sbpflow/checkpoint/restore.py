@@ -53,7 +53,7 @@ def _check_shape(
     checkpoint: Checkpoint, saved: SavedTensor, tensor: LogicalTensor, *, grown: bool
 ) -> None:
     name, shape = tensor.name, tensor.shape
-    if tensor.by_key:  # the number of rows is the saved one
+    if tensor.by_key:  # any number of rows fits
         shape = (*saved.shape[:1], *shape[1:])
     if saved.column_starts != tensor.column_starts:
         raise CheckpointError(
@@ -80,10 +80,10 @@ def _check_shape(
 
 
 def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
-    """Fill this rank's rectangles of ``state``. Call ``check_fits`` first; this is not a
-    collective.
+    """Fill this rank's rectangles of ``state``. Call ``check_fits`` first. This function does not
+    communicate.
 
-    Raise CheckpointError at a damaged block; part of the state has then already been overwritten.
+    Raise CheckpointError at a damaged block, when part of the state may already be overwritten.
     """
     with torch.no_grad():
         growing: dict[str, _Growing] = {}

@@ -97,7 +97,7 @@ class Saver:
     def start(
         self, step: int, documents: Mapping[str, Any], done: Callable[[], None] | None = None
     ) -> None:
-        """Save the current state in the background during training; every rank must call this.
+        """Save the current state in the background in training; every rank must call this method.
 
         If the previous save has not ended, wait for it first. The saving thread calls ``done`` when
         the checkpoint is complete. If a save fails, the next call of ``check``, ``start``, or
@@ -173,7 +173,7 @@ class Saver:
         return attempt, changes.parts_of(parts) if changes else parts, changes
 
     def _agree(self, state: State) -> None:
-        """Agree on the tensors, and on which parts each rank writes; every rank must call this.
+        """Agree on the tensors and on who writes which parts; every rank must call this method.
 
         This is repeated if the set of tensors changes, for example after an optimizer's first step.
         """
@@ -224,7 +224,7 @@ def _patches(
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority, to a tenth of a core that it shares with training.
+    """Lower this thread's priority to get a tenth of a core that it shares with training.
 
     Only Linux has a nice value per thread.
     """
@@ -243,9 +243,7 @@ def parts_of(state: State, share: Mapping[str, list[Place]]) -> list[Part]:
 
 
 def _view(tensor: LogicalTensor, place: Place) -> Values:
-    """Return the values of ``place``, which must have all columns of one of this rank's
-    rectangles.
-    """
+    """Return the values of ``place``, which must span all columns of a rectangle on this rank."""
     for rectangle in tensor.rectangles:
         if rectangle_place(rectangle).common(place) == place:
             if rectangle.values.ndim == 0:

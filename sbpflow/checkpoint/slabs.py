@@ -1,8 +1,7 @@
 """Allocates places for the rows of an undo log.
 
-Places are grouped into slabs of a few rows, and each slab belongs to one range of rows. Taking a
-range frees its slabs. This module only does the bookkeeping, stores no values, and is not
-thread-safe.
+Places are grouped into slabs of a few rows, and each slab belongs to one range of rows. ``take``
+frees the slabs of a range. This module assigns places but stores no values, and is not thread-safe.
 """
 
 import numpy as np
@@ -10,8 +9,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# A slab has 64 rows. On average, half a slab per range is wasted, but there is no list entry per
-# row.
+# A slab has 64 rows. On average, half a slab per range is wasted, but no row needs an entry of its
+# own.
 SLAB_BITS = 6
 _FREE = -1
 
@@ -23,7 +22,7 @@ class Slabs:
 
     def __init__(self, places: int, num_ranges: int, range_rows: int) -> None:
         self._bits = SLAB_BITS
-        self._rows = 1 << SLAB_BITS  # number of rows per slab
+        self._rows = 1 << SLAB_BITS  # Number of rows per slab.
         # Every range may have one slab that is not full, and two more slabs must be available.
         self.num_slabs = max(-(-places // self._rows), num_ranges + 2)
         # If all slabs are free, this many rows fit, however they are distributed over ranges.
@@ -33,7 +32,7 @@ class Slabs:
         self._touched = 0  # slabs from this one on have never been used
         self._owner = np.full(self.num_slabs, _FREE, np.int32)
         self._starts = np.arange(num_ranges + 1) * range_rows
-        self._open = np.full(num_ranges, _FREE)  # by range: the slab that has room, if any
+        self._open = np.full(num_ranges, _FREE)  # By range: the slab that has room, if any.
         # By range: the number of rows in that slab; full if there is none.
         self._filled = np.full(num_ranges, self._rows)
 

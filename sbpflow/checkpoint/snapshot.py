@@ -22,16 +22,16 @@ from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 from sbpflow.runtime.files.remote_path import AnyPath
 
-RANGE_BYTES = BLOCK_BYTES  # a tensor is copied and written in ranges of this many bytes
-# After each range, the writing thread sleeps REST times as long as the range took, to slow down
-# training less. It wakes up every _REST_S to give segments back to the log.
+RANGE_BYTES = BLOCK_BYTES  # A tensor is copied and written in ranges of this many bytes.
+# After each range, the writing thread pauses for REST times as long as the range took, to slow
+# training down less. During a pause, it empties segments of the log every _REST_S seconds.
 REST = 2.0
 _REST_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """What a background save cost training on one rank. Memory values are peaks.
+    """The cost of a background save, on one rank. Memory values are peaks.
 
     * ``log_bytes``: size of the rows that changed before they were written.
     * ``extra_bytes``: all memory of the save, including ``log_bytes``.
@@ -57,7 +57,7 @@ class _Span:
 
 @dataclass(slots=True)
 class _Logged:
-    """A store whose changes are logged, and which of its spans to write."""
+    """A store whose changes are logged, and its spans to write."""
 
     store: RowStore
     log: RowLog
@@ -175,7 +175,7 @@ def _watch(source: RowStore | SelectedRows, spans: list[_Span]) -> _Logged:
     order = source if isinstance(source, SelectedRows) else None
     store = source.store if isinstance(source, SelectedRows) else source
     pending = torch.zeros(store.num_rows, dtype=torch.bool)
-    # All of its rows, in an order that only the writing thread computes, by sorting.
+    # Mark all rows of the source; only the writing thread sorts them.
     if isinstance(source, TrainedRows):
         pending[source.unsorted()] = True
     else:

@@ -1,12 +1,13 @@
 """Defines an undo log, which reads a store's rows as of one moment while training changes them.
 
 Before a row that is not yet written changes for the first time, its old value is logged. Two
-threads use the log. The training thread appends old rows to segments right before they are updated;
-this also brings the rows into the CPU cache for the update. The writing thread copies a range of
-rows without a lock, so rows of the copy may be half updated. It then corrects these rows from the
-log, which contains them by then. (If the store moves rows in the meantime, ``RowStore.read`` still
-finds them.) The writing thread also empties segments into slabs, sorted by range, and spills rows
-to a file when the slabs are full. If it does not empty segments fast enough, training waits.
+threads use the log. The training thread appends rows to segments right before it updates them,
+which also brings the rows into the CPU cache for the update. The writing thread copies a range of
+rows without a lock, so rows of the copy may be half updated. It then replaces these rows with their
+old values from the log, which contains them by then. (If the store moves rows in the meantime,
+``RowStore.read`` still finds them.) The writing thread also empties segments into slabs, sorted by
+range, and spills rows to a file when the slabs are full. If it does not empty segments fast enough,
+training waits.
 """
 
 import threading
@@ -26,11 +27,11 @@ from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import RowStore
 
-# The log's memory is limited to these shares of a store's rows; docs/decisions/state.md has
-# measurements.
+# Memory limits of the log, as shares of a store's rows; docs/decisions/state.md has the
+# measurements behind them.
 SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
-MIN_SLAB_ROWS = 2**14  # the slabs have room for at least this many rows
-SEGMENT_ROWS, MIN_SEGMENTS = 2**14, 3  # segments of a small store have fewer rows
+MIN_SLAB_ROWS = 2**14  # The slabs have room for at least this many rows.
+SEGMENT_ROWS, MIN_SEGMENTS = 2**14, 3  # Segments of a small store have fewer rows.
 # Up to ``PIECE_ROWS`` rows are logged at a time. ``READY_SEGMENTS`` free segments are kept whose
 # pages are already mapped.
 PIECE_ROWS = 2**12
@@ -87,7 +88,8 @@ class RowLog:
         self._copies: dict[str, Tensor] = {}
         device = next(iter(self._like.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # The lock protects what both threads use: the marks (_pending) and the lists of segments.
+        # The lock protects the data of both threads: the marks (_pending) and the lists of
+        # segments.
         self._lock = threading.Condition()
         self._full: list[_Segment] = []  # the last segment may have room
         self._free: list[_Segment] = []
@@ -126,7 +128,7 @@ class RowLog:
 
     def _log(self, rows: Ints) -> None:
         with self._lock:
-            # Rows may contain duplicates, which are taken only once.
+            # ``rows`` may contain duplicates; each row is taken only once.
             count = min(rows.size, self._num_rows)
             while (segment := self._with_room(count)) is None:
                 self._lock.wait()
@@ -197,7 +199,7 @@ class RowLog:
         for _ in range(new):
             segment = self._new_segment(self._segment_rows)
             for tensor in (segment.rows, *segment.values.values()):
-                # Touches the pages, so that they are mapped before training needs them.
+                # Touch the pages, so that they are mapped before training needs them.
                 tensor.zero_()
             self._release(segment)
         for segment in full:

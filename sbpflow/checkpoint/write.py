@@ -1,7 +1,7 @@
-"""Writes one rank's pieces into a file, block by block, with a CRC32 of each block.
+"""Writes one rank's pieces into a file, block by block, and computes a CRC32 of each block.
 
-A piece is written in portions, which may come from rows that keep changing (``undo.py``). This
-module does not communicate with other ranks.
+A piece is written in portions; its rows may keep changing meanwhile (``undo.py``). This module does
+not communicate with other ranks.
 """
 
 import os
@@ -20,8 +20,8 @@ from sbpflow.embedding.state import Rectangle, Values, read_values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
-_STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # pages further back are on disk and can be dropped
-_advise = getattr(os, "posix_fadvise", None)  # available on Linux and FreeBSD
+_STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # Pages further back are on disk and can be dropped.
+_advise = getattr(os, "posix_fadvise", None)  # Available on Linux and FreeBSD.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class PieceFile:
         """Write ``data`` at ``offset``, and start flushing it to disk."""
         with named(self.path):
             write_at(self._file, data, offset)
-            # These calls make Linux start writing these pages, and drop earlier pages that are
+            # The calls make Linux start writing the new pages, and drop earlier pages that are
             # already on disk. Otherwise, a save would fill the page cache with new pages, which
             # cost far more than reused ones, and end with one long fsync (docs/decisions/state.md).
             if _advise is not None:

@@ -86,7 +86,8 @@ def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:
 
     checkpoint, keyed = checked(checkpoints_of(path)[0]), load_manifest(data)
     values = values_with_keys(_manifest_of(checkpoint.path), keyed)
-    # The fingerprint and row digest match no set, so a run resumed from here starts a new epoch.
+    # This fingerprint and row digest match no set, so a run that resumes from here starts a new
+    # epoch.
     facts = {
         "path": str(keyed.origin),
         "fingerprint": "",

@@ -37,10 +37,12 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add = parser.add_argument
     add("--output", type=any_path, required=True, metavar="DIR", help="a new folder, or a URL")
     add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
-    text = "labeled set to score, also with the original rows (default: the run's set)"
+    text = "labeled set to score with the exported and the original rows (default: the run's set)"
     add("--score", type=any_path, metavar="SET", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
-    text = "also write model.pt2, the whole model for torch.export.load; needs 3x its memory"
+    text = (
+        "also write model.pt2, the whole model for torch.export.load; needs 3x the model's memory"
+    )
     add("--pt2", action="store_true", help=text)
     text = "also compile the dense part for this CPU (dense.pt2); takes minutes"
     add("--compile", action="store_true", help=text)
@@ -98,7 +100,7 @@ def export_to(
 ) -> "list[RemotePath]":
     """Write a saved model to a new folder in a store and return its files.
 
-    Writes ``model.json`` last, so a complete folder can be recognized by this file.
+    ``model.json`` is written last, so its presence marks a complete folder.
     """
     from sbpflow.runtime.files.upload import upload
     from sbpflow.serving.deltas import BUNDLE_FILE
@@ -126,7 +128,7 @@ def export_model(
 ) -> list[Path]:
     """Write a saved model to a new folder and return its files; print scores if ``measured``.
 
-    ``has_spare_rows`` adds rows to growing tables for the keys of deltas.
+    ``has_spare_rows`` adds rows to growing tables for keys that deltas add.
     """
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
@@ -295,7 +297,7 @@ def _scores(
     config: "Config",
     spec: "ModelSpec",
 ) -> dict[str, dict[str, float | None]]:
-    """Score a labeled set with the bundle in ``work``, and with the rows as trained."""
+    """Score a labeled set with the bundle in ``work`` and with the original rows."""
     from sbpflow.run.export.bundle import write_bundle
     from sbpflow.serving.scorer import load
 

@@ -35,7 +35,7 @@ _BLOCK_ROWS = 1_000_000
 
 def predict(argv: Sequence[str]) -> int:
     """Score rows with a trained model; under torchrun, score on several ranks."""
-    gc.disable()  # during startup, collections would scan all imported objects again and again
+    gc.disable()  # during startup, each collection would scan all imported objects
     try:
         return _predict(argv)
     finally:
@@ -113,7 +113,7 @@ def _predict(argv: Sequence[str]) -> int:
 def _predict_as_tasks(
     args: argparse.Namespace, checkpoint: "Checkpoint", config: "Config", scoring: "Scoring"
 ) -> None:
-    """Encode raw rows and score blocks as tasks; each worker loads the whole model."""
+    """Encode raw rows, and score blocks as an engine's tasks; each worker loads the model."""
     from sbpflow.data.engine import Home, engine_options, open_engine
     from sbpflow.run.saved.saved_model import weights_text
     from sbpflow.runtime.ranks.rendezvous import world_size_of_environment
@@ -156,7 +156,7 @@ def _predict_as_tasks(
 
 @dataclass(frozen=True)
 class _ModelOnWorker:
-    """What a worker needs in order to score blocks. All paths must be on shared storage."""
+    """The arguments of a worker that scores blocks. All paths must be on shared storage."""
 
     checkpoint: "AnyPath"
     rows: "AnyPath"
@@ -265,8 +265,8 @@ def open_rows(
     """Load a saved model and encode the rows to score, as one rank of the environment.
 
     ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once all
-    ranks have joined. The caller must close ``opened``, to which everything opened here is
-    registered. Rank 0 encodes raw rows with all CPUs of its machine.
+    ranks have joined. Everything that this function opens is registered with ``opened``, which the
+    caller must close. Rank 0 encodes raw rows with all CPUs of its machine.
     """
     from sbpflow.data import fields_of, open_loader
     from sbpflow.run.execution.job import build_job
@@ -346,7 +346,7 @@ def open_output(
 ) -> None:
     """Check that the output can be written.
 
-    An output folder is locked, and files left in it must belong to the same prediction.
+    An output folder is locked, and existing files in it must belong to the same prediction.
     """
     from sbpflow.data.prepare.workspace import only_run
 

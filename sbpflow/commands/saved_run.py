@@ -1,4 +1,4 @@
-"""Arguments that name a checkpoint, and the lookup of the checkpoint and its run."""
+"""Defines arguments that name a checkpoint, and finds the checkpoint and its run."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,10 @@ if TYPE_CHECKING:
 def add_model(
     parser: argparse.ArgumentParser, name: str = "--checkpoint", *, required: bool = True
 ) -> None:
-    """Add the arguments. ``name`` is an option, or a positional argument if it has no dashes."""
+    """Add the arguments. ``name`` is an option, or a positional argument without dashes."""
     add = parser.add_argument
     options: dict[str, Any] = {"required": required} if name.startswith("-") else {}
-    text = (
-        "a checkpoint, or a run folder, which selects the best checkpoint, or the newest good one"
-    )
+    text = "a checkpoint, or a run folder, whose best (or else newest good) checkpoint is used"
     add(name, type=any_path, metavar="DIR", help=text, **options)
     which = parser.add_mutually_exclusive_group()
     for name, text in (("best", "best checkpoint by val"), ("last", "newest good checkpoint")):

@@ -18,7 +18,7 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         prog="sbpflow serve", description="Answer HTTP requests with the scores of exported models."
     )
     add = parser.add_argument
-    text = "folder of an exported model, with a name if there are several; the first is the default"
+    text = "folder of an exported model; with several models, name each (the first is the default)"
     add("models", nargs="+", metavar="[NAME=]DIR", help=text)
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=8000, help="port, or 0 for any free port (default 8000)")

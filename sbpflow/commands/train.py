@@ -89,8 +89,8 @@ def train_config(
 ) -> None:
     """Train as one rank; the environment variables describe the world.
 
-    ``joined(rank)`` is called once all ranks have joined. In a single process, everything is closed
-    at the end, even after an error.
+    ``joined(rank)`` is called once all ranks have joined. A single-process run closes everything at
+    its end, even after an error.
     """
     from sbpflow.checkpoint.read import open_checkpoint
     from sbpflow.config.checks import check_rows, data_path
@@ -155,7 +155,7 @@ def train_config(
 
 
 def facts_of(manifest: "Manifest") -> "DataFacts":
-    """Return the set's identity, which is compared with the saved set when a run resumes."""
+    """Return the set's identity, which a resuming run compares with that of the saved set."""
     from sbpflow.run.saved.resume import DataFacts
 
     return DataFacts(
@@ -174,7 +174,7 @@ def run_planner(
     device_type: str,
     topology: "Topology | None" = None,
 ) -> "PlannedRun | None":
-    """Plan the tables if the configuration says ``parallel.plan: auto``."""
+    """Plan the tables if ``parallel.plan`` is ``auto``."""
     if config.parallel.plan != "auto":
         return None
     from sbpflow.data import fields_of

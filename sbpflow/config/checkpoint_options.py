@@ -14,10 +14,10 @@ from sbpflow.runtime.files.remote_path import AnyPath
 class CheckpointConfig:
     """Specifies when a run is saved, which checkpoints are kept, and where the run resumes.
 
-    ``resume: auto`` resumes from the newest valid checkpoint of an unfinished run in ``dir`` if all
-    keys that affect results are equal; otherwise, the run fails. ``never`` starts from the
-    beginning and moves existing checkpoints aside. A path resumes from the checkpoint at that path,
-    even if another run wrote it.
+    ``resume: auto`` resumes an unfinished run in ``dir`` from its newest valid checkpoint; the run
+    fails if any key that affects results has changed. ``never`` starts from the beginning and moves
+    existing checkpoints aside. A path resumes from the checkpoint at that path, even if another run
+    wrote it.
     """
 
     dir: Annotated[
@@ -43,18 +43,18 @@ class CheckpointConfig:
         Range(low=0),
         Key(
             "execution",
-            "Number of deltas after each full checkpoint. A delta contains only the changed"
-            " rows, and the dense part.",
+            "Number of deltas after each full checkpoint. A delta contains only the changed "
+            "rows and the dense part.",
         ),
     ] = 0
-    keep: Annotated[Count, Key("execution", "How many of the newest checkpoints are kept.")] = 3
+    keep: Annotated[Count, Key("execution", "Number of newest checkpoints to keep.")] = 3
     keep_best: Annotated[
         bool | Metric,
         Key(
             "execution",
-            "Keep the checkpoint with the best value on val, and end the run with the weights of "
-            "this checkpoint. true uses train.stop.metric, or AUC by default. train.stop implies "
-            "keep_best.",
+            "Keep the checkpoint with the best value of a metric on val, and end the run "
+            "with the weights of this checkpoint. With true, the metric is "
+            "train.stop.metric, or AUC without train.stop. train.stop implies keep_best.",
         ),
     ] = False
     background: Annotated[
@@ -63,14 +63,15 @@ class CheckpointConfig:
     resume: Annotated[
         str,
         PathOr(("auto", "never"), urls=True),
-        Key("execution", "auto, never, or the path of a checkpoint to resume from."),
+        Key("execution", "Whether to resume: auto, never, or the path of a checkpoint."),
     ] = "auto"
     on_signal: Annotated[
         Literal["save", "end"],
         Key(
             "execution",
-            "What to do on the first Ctrl-C or SIGTERM: save and end, or end. A second "
-            "signal ends the run at once, except for a second SIGTERM within 5 s.",
+            "What a run does on the first Ctrl-C or SIGTERM: save a checkpoint and end, or "
+            "only end. A second signal ends the run at once, except for a second SIGTERM "
+            "within 5 s.",
         ),
     ] = "save"
 
@@ -82,7 +83,7 @@ class ExportConfig:
     dir: Annotated[
         AnyPath,
         Example("out/model"),
-        Key("execution", "Folder for bundles and their deltas, or a URL."),
+        Key("execution", "Folder or URL for bundles and their deltas."),
     ]
     every_seconds: Annotated[
         float, Range(low=0), Key("execution", "Minimum time between two exports, in seconds.")

@@ -26,11 +26,11 @@ def check(
     planned: Mapping[str, TableRule] | None = None,
     hosts: Hosts | None = None,
 ) -> dict[str, TableLayout]:
-    """Perform all checks that need the world size or the tables; return the table layouts.
+    """Check everything that needs the world size or the tables; return the table layouts.
 
     ``tables`` maps a name to (rows, dim); ``planned`` contains the rules of ``parallel.plan``, and
-    ``hosts`` the ranks of each host.
-    Every rank must call this before any process group exists. Raises ConfigError.
+    ``hosts`` the ranks of each host. Every rank must call this function before any process group
+    exists. Raises ConfigError.
     """
     parallel = config.parallel
     if config.data.batch_size < world_size:

@@ -24,7 +24,7 @@ class DataCache:
         ),
     ] = None
     size: Annotated[
-        str, Key("execution", "Maximum size of this folder, such as 500 GB or 2 TB.")
+        str, Key("execution", "Maximum size of data.cache.dir, such as 500 GB or 2 TB.")
     ] = "50 GB"
 
     def __post_init__(self) -> None:

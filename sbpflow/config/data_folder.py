@@ -12,7 +12,7 @@ HOW_TO_MAKE_DATA = (
 
 
 def data_folder_problem(folder: Path, key: str = "data.path") -> str | None:
-    """Return a message that names ``key`` if ``folder`` is not a folder, or else None."""
+    """Return an error message with ``key`` if ``folder`` is not a folder, else None."""
     if folder.is_dir():
         return None
     problem = "is not a folder" if folder.exists() else "does not exist"

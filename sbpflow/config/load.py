@@ -36,8 +36,8 @@ def load_config(
     """Read a YAML file, apply ``key=value`` overrides in order, check, and freeze.
 
     ``models`` maps each ``model.name`` to its configuration class; the first is the default.
-    ``model.name: package.module:Class`` imports the class, which is safe because the user wrote the
-    file and the overrides. A table optimizer's ``name`` (``optimizer.sparse``,
+    ``model.name: package.module:Class`` imports the class, which is safe because the file and the
+    overrides come from the user. A table optimizer's ``name`` (``optimizer.sparse``,
     ``optimizer.tables``) may have the same form.
     """
     try:
@@ -91,7 +91,7 @@ def config_from_tree(
 
 
 def _mapping(value: object) -> dict[str, Any]:
-    """Return ``value`` if it is a mapping, else {}; ``build`` reports the wrong type later."""
+    """Return ``value`` if it is a mapping, else {}; ``build`` reports a wrong type later."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
@@ -157,7 +157,7 @@ def config_facts(
 
     Only keys that affect one of ``affecting`` (by default, all keys) are returned. Each entry of a
     group of patterns (``parallel.tables``, ``model.tables``, ...) gets a key. The order of the
-    patterns gets a key, too, because it decides which of two matching patterns applies.
+    patterns also gets a key, because it decides which of two matching patterns applies.
     """
     facts = {key: text for key, text, affects in _flat("", config) if affects in affecting}
     for group, name in (
@@ -232,8 +232,8 @@ def _apply_all(
 
     ``import_optimizers`` runs before each override, because an override may set a key that an
     imported optimizer class defines. ``parallel.plan`` and ``parallel.scheme`` both lay out all
-    tables, so on the command line each of them replaces the other from the file, and rank 0 logs a
-    warning.
+    tables. On the command line, each of them therefore replaces the other from the file, and rank 0
+    logs a warning.
     """
     for override in overrides:
         import_optimizers(tree)

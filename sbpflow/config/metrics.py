@@ -14,8 +14,8 @@ ONE_CLASS = "all rows of val have the same class"
 
 @dataclass(frozen=True, slots=True)
 class MetricKind:
-    """A metric; ``absent`` is the reason why an evaluation of val may lack it. Some metrics need
-    groups of rows, or all scored rows at once, because a histogram is not enough.
+    """A metric; ``absent`` is the reason why an evaluation of val may lack the metric. Some metrics
+    need groups of rows, or (because a histogram is not enough) all scored rows at once.
     """
 
     label: str
@@ -41,4 +41,4 @@ METRICS: dict[Metric, MetricKind] = {
     "logloss": MetricKind("logloss", False, ONE_CLASS),
     "normalised_entropy": MetricKind("normalized entropy", False, ONE_CLASS),
 }
-"""In the order of logs and reports."""
+"""All metrics, in the order of logs and reports."""

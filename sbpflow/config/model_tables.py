@@ -49,7 +49,7 @@ class FieldRule:
     admit_count: Annotated[
         Count | None,
         Example(3),
-        Key("results", "Number of occurrences after which a key gets a row. The default is 1."),
+        Key("results", "Number of occurrences at which a key gets a row. The default is 1."),
     ] = None
     forget_after_samples: Annotated[
         Count | None,
@@ -158,7 +158,7 @@ def _growth_keys(rule: FieldRule) -> list[str]:
 
 
 def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
-    """Return the settings that patterns give for ``name``.
+    """Return the settings for ``name`` from all matching patterns.
 
     Later patterns override earlier ones, key by key.
     """

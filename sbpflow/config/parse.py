@@ -1,6 +1,6 @@
-"""Converts a YAML tree to frozen dataclasses, and rejects unknown keys and invalid values. This
-module handles types, ranges, and near matches. The classes in ``schema`` define the keys; this
-module reads their annotations, defaults, and marks (``Range``, ...).
+"""Converts a YAML tree to frozen dataclasses, and rejects unknown keys and invalid values. Checks
+types and ranges, and suggests near matches. The classes in ``schema`` define the keys through
+annotations, defaults, and marks (``Range``, ...).
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
 MAX_INT = 2**63 - 1
-MAX_ENTRIES = 10_000  # maximum number of entries in a list or group
-_MAX_SHOWN = 200  # maximum length of a value in a message
+MAX_ENTRIES = 10_000  # Maximum for a list or group.
+_MAX_SHOWN = 200  # Maximum length of a value in a message.
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example value for a key whose default is not a useful example."""
+    """An example value, for a key whose default is not a useful example."""
 
     value: Any
 
@@ -77,7 +77,8 @@ class Untagged:
 
 
 def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -> C:
-    """Return an instance of the dataclass ``cls`` from a mapping; groups are dataclasses, too.
+    """Return an instance of the dataclass ``cls`` from a mapping; nested groups are dataclasses
+    too.
 
     ``choices`` is for fields of ``cls`` whose annotation does not name a class. It maps such a
     field to the possible dataclasses by the value of the key ``name``; the first is the default.
@@ -204,7 +205,8 @@ def _tagged(item: object, name: str) -> object:
 
 
 def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object) -> Any:
-    """Parse ``T | None``, ``int | tuple``, ``int | Literal``, paths, or classes with a ``name``."""
+    """Parse a value of type ``T | None``, ``int | tuple``, ``int | Literal``, a path, or a class
+    with a ``name``."""
     kinds = [arg for arg in args if arg is not types.NoneType]
     if value is None and len(kinds) < len(args):
         return None
@@ -261,7 +263,7 @@ def _parse_tagged(
 def _parse_literal(
     value: object, choices: tuple[str, ...], key: str, also: tuple[str, ...] = ()
 ) -> str:
-    """Return a choice; an error lists the values ``also``, which are not strings, too."""
+    """Return a choice; error messages also list the values ``also``, which are not strings."""
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if text in choices:
         return text
@@ -385,7 +387,7 @@ def _eg(key: str, example: object) -> str:
 
 @functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    """Return annotations with their marks. Cached, because resolving annotations is slow."""
+    """Return annotations with their marks; cached, because resolving annotations is slow."""
     return typing.get_type_hints(cls, include_extras=True)
 
 

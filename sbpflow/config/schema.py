@@ -63,15 +63,15 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Selects the prepared set, and how to read it."""
+    """Configures which prepared set is read, and how."""
 
     path: Annotated[
         AnyPath | None,
         Example("out/criteo"),
         Key(
             "execution",
-            "Folder of the prepared set, or a URL such as s3://bucket/set. You may move the"
-            " folder, but not change its rows.",
+            "Folder of the prepared set, or a URL such as s3://bucket/set. When a run "
+            "resumes, the folder may have moved, but must have the same rows.",
         ),
     ] = None
     cache: DataCache = field(default_factory=DataCache)
@@ -92,11 +92,13 @@ class DataConfig:
         Literal["runs", "blocks", "rows", "none"],
         Key(
             "results",
-            "Unit of shuffling in an epoch: runs of 16 rows, blocks of 4,096, rows, or none.",
+            "What is shuffled in an epoch: runs of 16 rows, blocks of 4,096 rows, single "
+            "rows, or nothing (none).",
         ),
     ] = "runs"
     tail: Annotated[
-        Literal["keep", "drop"], Key("results", "Whether to train on a short last batch.")
+        Literal["keep", "drop"],
+        Key("results", "Whether to train on a short last batch (keep) or skip it (drop)."),
     ] = "keep"
     out_of_range: Annotated[
         OutOfRange,
@@ -126,7 +128,7 @@ class ModelGroup(Protocol):
 class TableChanges:
     """Modifies settings that earlier patterns or ``optimizer.sparse`` set.
 
-    For entries without ``name``.
+    Applies to entries without ``name``.
     """
 
     name: Literal["same"] = "same"
@@ -154,7 +156,9 @@ class DenseSgd:
     name: Literal["sgd"] = "sgd"
     lr: LearningRate = 0.1
     momentum: Momentum = 0.0
-    nesterov: Annotated[bool, Key("results", "Use Nesterov momentum. Requires momentum.")] = False
+    nesterov: Annotated[
+        bool, Key("results", "Use Nesterov momentum, which needs momentum above 0.")
+    ] = False
     weight_decay: L2 = 0.0
 
     def __post_init__(self) -> None:
@@ -268,7 +272,7 @@ class OptimizerConfig:
             self.refuse_one_rate(self.of_tables.key)
 
     def refuse_one_rate(self, key: str) -> None:
-        """Raise ConfigError if ``key`` changes the learning rate of a rule with a fixed rate."""
+        """Raise ConfigError if ``key`` changes the rate of an optimizer whose rate is fixed."""
         by_table = {f"tables.{pattern}": chosen for pattern, chosen in self.tables.items()}
         for owner, chosen in {"sparse": self.sparse, **by_table}.items():
             if isinstance(chosen, SparseOptimizer) and chosen.one_rate:
@@ -302,17 +306,18 @@ class TrainConfig:
         bool | Literal["auto"],
         Key(
             "execution",
-            "For tables with the exchange unique, on CPU: send rows one batch ahead if the "
-            "previous batch does not use them. auto does this if it is predicted to save "
-            "time.",
+            "On CPU, for tables with the exchange unique: send rows of a batch one batch "
+            "early if the preceding batch does not use them. auto does this only if it is "
+            "predicted to save time.",
         ),
     ] = "auto"
     late_gradients: Annotated[
         bool | Literal["auto"],
         Key(
             "execution",
-            "For tables with early rows: send the gradients of rows that the next batch does not "
-            "use during the next step. auto does this if it is predicted to save time.",
+            "For tables with early rows: if the next batch does not use a row, send the "
+            "gradient of the row during the next step. auto does this only if it is "
+            "predicted to save time.",
         ),
     ] = "auto"
     max_steps: Annotated[
@@ -349,7 +354,11 @@ class TrainConfig:
     slices: Annotated[
         tuple[str, ...],
         Example(("C1",)),
-        Key("scores", "Columns of IDs. Evaluations also report metrics for each of their values."),
+        Key(
+            "scores",
+            "Columns of IDs. Evaluations also report metrics for the ten most frequent "
+            "values of each column.",
+        ),
     ] = ()
     stop: Annotated[StopConfig | None, Example({"metric": "auc", "patience": 2})] = None
     plateau: Annotated[PlateauConfig | None, Example({"factor": 0.1})] = None
@@ -357,7 +366,7 @@ class TrainConfig:
     profile: Annotated[
         tuple[Count, Count] | None,
         Example((10, 15)),
-        Key("execution", "First and last step to record in a trace."),
+        Key("execution", "First and last step of a recorded trace."),
     ] = None
     log_every: Annotated[Count, Key("execution", "Number of steps between log lines.")] = 100
     progress: Annotated[bool, Key("execution", "Show a progress bar.")] = True
@@ -393,7 +402,9 @@ class Config:
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: Annotated[ModelGroup, Key("results", "Model to train, or package.module:Class.")]
+    model: Annotated[
+        ModelGroup, Key("results", "Model to train: a built-in model, or package.module:Class.")
+    ]
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -60,8 +60,8 @@ class TableRule:
         Example((60, 40)),
         Key(
             "execution",
-            "Number of rows or columns on each rank, which may be 0. By default, they are "
-            "split evenly.",
+            "Numbers of rows or columns on the ranks, which may be 0. By default, the table "
+            "is split evenly.",
         ),
     ] = None
     exchange: Annotated[
@@ -184,14 +184,18 @@ class TableRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Sets the layouts of tables and dense parameters, number formats, and how steps run.
+    """Sets the layouts of tables and dense parameters, number formats, and the execution of steps.
 
     A scheme or a plan sets the layouts of all tables; ``tables`` overrides them by pattern.
     """
 
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Key("execution", "Device type; auto is cuda (NCCL) if there is a GPU, else cpu (gloo)."),
+        Key(
+            "execution",
+            "Device type. auto is cuda (with NCCL) if there is a GPU, and cpu (with gloo) "
+            "otherwise.",
+        ),
     ] = "auto"
     scheme: Annotated[
         Scheme | None,
@@ -272,12 +276,12 @@ class ParallelConfig:
     table_dtype: Annotated[
         RowDtype | None,
         Example("bfloat16"),
-        Key("results", "Number format of stored rows. The default is dtype."),
+        Key("results", "Number format of stored rows. The default is parallel.dtype."),
     ] = None
     comm_dtype: Annotated[
         CommDtype | None,
         Example("bfloat16"),
-        Key("results", "Number format of vectors in transfers. The default is dtype."),
+        Key("results", "Number format of vectors in transfers. The default is parallel.dtype."),
     ] = None
     overlap: Annotated[
         bool,
@@ -300,9 +304,9 @@ class ParallelConfig:
         Example(0.25),
         Key(
             "execution",
-            "CUDA only: the exchanges unique and local send rows in buffers of fixed size, "
-            "this fraction of the maximum number of rows, so that the host does not wait "
-            "for row counts. A batch with more rows is sent again.",
+            "CUDA only: size of the buffers in which the exchanges unique and local send "
+            "rows, as a fraction of the maximum number of rows. With buffers of fixed size, "
+            "the host does not wait for row counts. A batch with more rows is sent again.",
         ),
     ] = None
     timeout_s: Annotated[
@@ -322,8 +326,8 @@ class ParallelConfig:
         bool,
         Key(
             "execution",
-            "Before each transfer, check that all ranks have the same next operation. This "
-            "is slow.",
+            "Before each transfer, check that the next operation is the same on all ranks. "
+            "This check is slow.",
         ),
     ] = False
 

@@ -38,12 +38,12 @@ class PlateauConfig:
     factor: Annotated[
         float,
         Range(above=0, below=1),
-        Key("results", "Factor by which learning rates are multiplied each time."),
+        Key("results", "Factor by which each reduction multiplies the learning rates."),
     ] = 0.1
     min_factor: Annotated[
         float,
         Range(above=0, high=1),
-        Key("results", "Lower bound of the product of these factors."),
+        Key("results", "Lower bound of the product of all reductions."),
     ] = 0.001
 
 
@@ -70,7 +70,7 @@ class PrometheusConfig:
 class LossConfig:
     """Modifies each row's loss in training; evaluations report the plain logloss.
 
-    The focal loss follows T.-Y. Lin et al., Focal loss for dense object detection, 2017.
+    The focal loss follows Lin et al., Focal loss for dense object detection, 2017.
     """
 
     positive_weight: Annotated[Rate, Key("results", "Weight of rows with label 1.")] = 1.0
@@ -130,7 +130,7 @@ class ScheduleConfig:
     decay_start: Annotated[
         int,
         Range(low=0),
-        Key("results", "Step at which the decay starts, but not before the end of the warm-up."),
+        Key("results", "Step at which the decay starts; not before the end of the warm-up."),
     ] = 0
     decay_steps: Annotated[
         Count | None, Example(10000), Key("results", "Length of the decay in steps.")

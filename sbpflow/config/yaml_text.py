@@ -51,8 +51,8 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._open: list[str | None] = []  # anchors of the enclosing nodes
-        self._sizes: dict[int, int] = {}  # number of values in a node, with aliases expanded
+        self._open: list[str | None] = []  # Anchors of the enclosing nodes.
+        self._sizes: dict[int, int] = {}  # Number of values in a node, with aliases expanded.
         self._count = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:  # noqa: ANN401

@@ -1,1 +1,3 @@
-"""Predicts the costs of a step from id repetition, work counts, and prices. Uses only NumPy."""
+"""Predicts the cost of a training step from how often ids repeat, counts of work, and prices. Uses
+only NumPy.
+"""

@@ -1,9 +1,9 @@
-"""Counts the work that a table causes on the ranks: rows, elements, and bytes (not time).
+"""Counts the work of a table on each rank in rows, elements, and bytes; time is not considered.
 
-An exchange derives the counts from ``Facts``. ``part`` counts the work that a shard causes on the
-rank that stores it. ``home`` counts the work that a table causes on every rank for that rank's own
-samples. The counts are summed over tables. Work that several tables share (a group, a stack, a
-transfer) is identified by a ``Key``, and each rank counts its distinct keys.
+Exchanges compute the counts from ``Facts``. ``part`` counts the work of a shard on the rank that
+stores it, and ``home`` counts the work of a table on each rank for that rank's own samples. A rank
+adds up the counts of all tables. Work that several tables share (for a group, a stack, or a
+transfer) has a ``Key``, and a rank counts each distinct key once.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ FEATURES = (
     "memory_bytes",
     "buffer_bytes",
     "always",
-    "dense_macs",  # multiply-adds for this rank's samples
-    "dense_elements",  # elements that dense layers read and write for this rank's samples
+    "dense_macs",  # Multiply-adds for this rank's samples.
+    "dense_elements",  # Elements that dense layers read and write for this rank's samples.
     "dense_parameters",
     # ``batch_ids`` counts the ids of this rank's samples for all features, and ``home_sort`` counts
     # the ids that are deduplicated before sending.
     "batch_ids",
     "home_sort",
     "home_unique",
-    "seen_ids",  # ids of the global batch that this rank scans for its own
-    "searched_ids",  # the seen_ids that belong to row-split tables
+    "seen_ids",  # Ids of the global batch, which this rank scans for ids of its own rows.
+    "searched_ids",  # Those of ``seen_ids`` that belong to row-split tables.
     "read_rows",
     "read_elements",
     # ``read_touched`` counts the elements of distinct rows, because the first read of a row misses
@@ -40,36 +40,36 @@ FEATURES = (
     # send.
     "read_touched",
     "out_elements",
-    "home_elements",  # elements of vectors or partial sums received for the samples
+    "home_elements",  # Elements of vectors or partial sums received for this rank's samples.
     "expand_rows",
     "expand_elements",
-    "repeat_elements",  # gradient elements copied once per rank
-    "whole_elements",  # elements of dense gradients that are all-reduced whole
+    "repeat_elements",  # Gradient elements that this rank gathers from all ranks.
+    "whole_elements",  # Elements of all-reduced dense gradients.
     "update_ids",
     "update_elements",
-    "step_rows",  # rows that the optimizer changes
+    "step_rows",  # Rows that the optimizer changes.
     "step_elements",
-    "step_passes",  # step_elements times the optimizer state values per element
+    "step_passes",  # ``step_elements`` times the number of optimizer states, but at least once.
     # ``copied_bytes`` counts the bytes copied into and out of transfer buffers, and
     # ``square_bytes`` counts the bytes of squared gradients summed over ranks that share rows.
     "copied_bytes",
     "square_bytes",
-    "ids_bytes",  # bytes of ids that this rank sends
-    "counted_bytes",  # bytes of row ids that this rank sends after their counts
-    "vector_bytes",  # bytes of vectors that this rank sends
-    "gradient_bytes",  # bytes of gradients that this rank sends
-    # The byte counts above are for bytes sent evenly to all other ranks. In a two-hop exchange,
-    # each hop uses its own link, so its bytes are counted separately.
-    "host_bytes",  # bytes that this rank sends within its host
-    "network_bytes",  # bytes that this rank sends to other hosts
-    "vector_in_bytes",  # bytes of vectors that this rank receives
-    "gradient_in_bytes",  # bytes of gradients that this rank receives
-    # Each of the following features is the number of its distinct keys.
-    "num_dense_groups",  # groups in which owners send vectors
-    "num_summed_groups",  # groups with partial sums that are added in transit
-    "num_whole_groups",  # groups with all-reduced dense gradients
-    "num_row_transfers",  # round trips of individual rows between requesters and owners
-    "num_row_gathers",  # exchanges of individual rows that all ranks gather
+    "ids_bytes",  # Bytes of ids that this rank sends.
+    "counted_bytes",  # Bytes of row ids that this rank sends after exchanging their counts.
+    "vector_bytes",  # Bytes of vectors that this rank sends.
+    "gradient_bytes",  # Bytes of gradients that this rank sends.
+    # The sent bytes above are spread evenly over all other ranks. In a two-hop exchange, each hop
+    # uses its own link, so the bytes of each hop have their own feature.
+    "host_bytes",  # Bytes that this rank sends within its host.
+    "network_bytes",  # Bytes that this rank sends to other hosts.
+    "vector_in_bytes",  # Bytes of vectors that this rank receives.
+    "gradient_in_bytes",  # Bytes of gradients that this rank receives.
+    # Each feature below counts distinct keys (see ``Key``).
+    "num_dense_groups",  # Groups in which owners send vectors.
+    "num_summed_groups",  # Groups whose partial sums are added in transit.
+    "num_whole_groups",  # Groups with all-reduced dense gradients.
+    "num_row_transfers",  # Round trips of individual rows between requesters and owners.
+    "num_row_gathers",  # Exchanges of individual rows that all ranks gather.
     "num_stacks",
     "num_squares",
     "num_id_calls",
@@ -79,21 +79,23 @@ NUM_FEATURES = len(FEATURES)
 MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
 
 Ints = NDArray[np.int64]
-Counts = Mapping[str, float]  # counts by feature; missing features count as 0
-Key = tuple[int, str]  # index of a feature, and a string that distinguishes its keys
+Counts = Mapping[str, float]  # Counts by feature; missing features count as 0.
+Key = tuple[int, str]  # Index of a feature, and a string that distinguishes its keys.
 Cut = tuple[float, int]  # (row parts, column parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """One table in one step: every input of an exchange's counts except the cut.
+    """The facts about a table and a step from which an exchange computes counts; only the cut is
+    passed separately.
 
     The global batch has ``lookups`` ids, of which ``touched`` are distinct. A single rank needs
-    ``wanted`` distinct ids, and all ranks of a host together need ``host_wanted`` (equal to
+    ``wanted`` distinct ids, and all ranks of a host together need ``host_wanted`` (the same as
     ``wanted`` if the layout does not distinguish hosts). ``vectors`` is the number of vectors sent
-    per sample. The ``item`` fields are bytes per element: in arithmetic (``item``), in stored rows,
-    and in sent vectors and gradients. ``window`` is the number of batches whose ids are in memory.
-    ``state`` is the number of optimizer state values (per row, per element).
+    per sample. Bytes per element are ``item`` in arithmetic, ``row_item`` in stored rows,
+    ``vector_item`` in sent vectors, and ``gradient_item`` in sent gradients. ``window`` is the
+    number of batches whose ids are in memory at the same time. ``state`` is the number of optimizer
+    state values per row, and per element.
     """
 
     world_size: int
@@ -112,8 +114,8 @@ class Facts:
     gradient_item: float = 4.0
     window: int = 1
     state: tuple[int, int] = (0, 0)
-    slot_share: float = 1.0  # share of rows that are on the device
-    # True if ranks that store different columns of a row share its state
+    slot_share: float = 1.0  # Share of rows that are on the device.
+    # True if ranks that store different columns of a row share its state.
     shares_state: bool = False
 
     @property
@@ -140,7 +142,7 @@ class Facts:
 
     @property
     def both_ways(self) -> float:
-        """Return the bytes sent per element of a vector and its gradient together."""
+        """Return the bytes sent for one element of a vector and of its gradient."""
         return self.vector_item + self.gradient_item
 
     def squares(self, rows: float, cut: Cut) -> dict[str, float]:
@@ -167,7 +169,7 @@ class Counted(Protocol):
 
 
 def vector_of(counts: Counts) -> Floats:
-    """Return an array [F] of the counts of all features; missing counts are 0."""
+    """Return the counts of all ``FEATURES`` as an array [F]; missing counts are 0."""
     values = np.zeros(NUM_FEATURES)
     for name, value in counts.items():
         values[INDEX[name]] = value
@@ -175,11 +177,11 @@ def vector_of(counts: Counts) -> Floats:
 
 
 def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Ints, Floats]:
-    """Return the counts of an evenly divided table: ``kinds``, ``kind``, and ``home``.
+    """Return the counts of an evenly divided table as (``kinds``, ``kind``, ``home``).
 
-    ``kinds`` [K, F] contains the counts of each distinct shard size; there are at most two sizes
-    per dimension. Shard s, in row-major order, has the counts ``kinds[kind[s]]``. ``home`` [F]
-    applies to every rank.
+    ``kinds`` [K, F] contains the counts of the K distinct shard sizes, at most two per dimension.
+    Shard s, in row-major order, has the counts ``kinds[kind[s]]``. ``home`` [F] applies to every
+    rank.
     """
     home = vector_of(exchange.home(facts, cut))
     if exchange.copies or exchange.even:

@@ -1,7 +1,7 @@
 """Estimates how many distinct rows a given number of lookups touches.
 
-Costs depend on how often ids repeat. An ``IdCurve`` can be computed from the statistics of a data
-set, from a distribution, or from a sample; otherwise, there is a default. All counts and prices use
+Costs depend on how often ids repeat. An ``IdCurve`` comes from the statistics of a data set, from a
+distribution, or from a sample; the default is ``click_curve``. All counts and prices use
 ``IdCurve.touched``.
 """
 
@@ -18,8 +18,9 @@ from sbpflow.errors import ConfigError
 
 Floats = NDArray[np.float64]
 CLICKS = 3.0
-"""The default exponent of the id distribution: the most frequent of n ids accounts for n ** (-1/3)
-of the lookups."""
+"""The default exponent of ``click_curve``: with it, the most frequent of n ids accounts for n **
+(-1/3) of the lookups.
+"""
 _SLICES = 40
 _MOST = 16.0
 # Two points per octave make log-log interpolation accurate to 0.65 %.
@@ -28,7 +29,8 @@ _DRAWS = tuple(2.0 ** (n / 2) for n in range(1, 69))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdCurve:
-    """States that ``draws[i]`` lookups touch ``unique[i]`` distinct rows; both are ascending.
+    """The number of distinct rows as a function of the number of lookups. According to the curve,
+    ``draws[i]`` lookups touch ``unique[i]`` rows. Both sequences are ascending.
 
     ``distinct`` is the number of rows that are ever looked up. Impossible curves raise ConfigError.
     """
@@ -64,7 +66,7 @@ class IdCurve:
         return min(math.exp(y), draws, self.distinct)
 
 
-@lru_cache(4096)  # a planner evaluates the same curve for many shapes
+@lru_cache(4096)  # cached, because a planner evaluates the same curve for many shapes
 def _logarithms(values: tuple[float, ...]) -> Floats:
     return np.log(np.array([1.0, *values]))
 
@@ -72,7 +74,7 @@ def _logarithms(values: tuple[float, ...]) -> Floats:
 def curve_of(
     rows: Sequence[float] | Floats, mass: Sequence[float] | Floats, draws: Sequence[float] = _DRAWS
 ) -> IdCurve:
-    """Return the curve of a table whose rows form groups of equal frequency.
+    """Return the curve of a table with groups of rows; the rows of a group are equally frequent.
 
     Group i contains ``rows[i]`` rows, whose total frequency is proportional to ``mass[i]``. Lookups
     are assumed to be independent, so n lookups touch a row of frequency p with probability 1 -
@@ -98,7 +100,7 @@ def click_curve(num_rows: int, exponent: float = CLICKS) -> IdCurve:
 
     With exponent 1, all rows are equally frequent.
     """
-    # Slices of frequent ids are narrower, because frequencies change fastest there.
+    # Slices of frequent ids are narrower, because frequencies differ most among frequent ids.
     edges = (np.arange(_SLICES + 1) / _SLICES) ** exponent
     return curve_of(np.diff(edges) * num_rows, np.full(_SLICES, 1.0 / _SLICES))
 
@@ -122,9 +124,9 @@ class IdFrequencies:
         """Return the mean number of rows used by ``first`` samples, and how many of these rows are
         also used by ``second`` other samples of the same epoch.
 
-        An epoch reads every sample once, so a row with a single lookup is never used by both. If
-        several fields with the same ids share a table, ``uses`` is the number of these fields: each
-        row then has ``uses`` times as many lookups.
+        An epoch reads every sample once, so the two sets of samples never share a row with a single
+        lookup. If several fields with the same ids share a table, ``uses`` is the number of these
+        fields, and each row has ``uses`` times as many lookups.
         """
         rows, lookups = np.asarray(self.bins, dtype=np.float64).reshape(-1, 2).T
         rows, lookups = rows[rows > 0], lookups[rows > 0]
@@ -143,7 +145,9 @@ def _curve_of_bins(bins: tuple[tuple[int, int], ...]) -> IdCurve:
 
 
 def exponent_of(curve: IdCurve, num_rows: int, draws: float) -> float:
-    """Return the exponent for which ``click_curve`` best matches ``curve``, to the nearest 0.5."""
+    """Return the exponent, to the nearest 0.5, for which ``click_curve`` touches as many rows in
+    ``draws`` lookups as ``curve``.
+    """
     wanted = curve.touched(draws)
     low, high = 1.0, _MOST
     while high - low > 0.05:

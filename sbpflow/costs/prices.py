@@ -1,10 +1,10 @@
 """Defines the built-in prices of work counts, which are used if there is no calibration.
 
-Prices are in nanoseconds on one core, or in milliseconds per call. Those of indexing, reading,
+Prices are in nanoseconds on one core, or in milliseconds per call. The prices of indexing, reading,
 summing, and stepping are rounded measurements: compiled kernels, rowwise Adagrad, 60,000 ids on 1M
-rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. The others were chosen to reproduce the measured
-ranking of plans for eight tasks on loopback (``benchmarks.schemes``). The ranking depends only on
-the ratios of the prices to each other and to the link's speed.
+rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. All other prices were chosen to reproduce the
+measured ranking of plans for eight tasks on loopback (``benchmarks.schemes``). The ranking depends
+only on the ratios of the prices to each other and to the link's speed.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _SPREAD = vector_of(
 )
 _HOST, _NETWORK = vector_of({"host_bytes": 1.0}), vector_of({"network_bytes": 1.0})
 SENT = _SPREAD + _HOST + _NETWORK
-"""[F] bytes that a rank sends per unit of each count."""
+"""The bytes that a rank sends per unit of each count, [F]."""
 WORK_NS = vector_of(
     {
         "home_sort": INDEX_NS + SUM_NS,
@@ -45,7 +45,7 @@ WORK_NS = vector_of(
         "host_bytes": HOP_NS_PER_BYTE,
     }
 )
-CALLS = {  # number of calls per group, row exchange, or stack
+CALLS = {  # calls per unit of each feature
     "num_dense_groups": 2,
     "num_summed_groups": 2,
     "num_whole_groups": 1,
@@ -56,13 +56,13 @@ CALLS = {  # number of calls per group, row exchange, or stack
 }
 _GROUPS = [name for name in CALLS if name not in ("num_squares", "num_id_calls")]
 WORK_MS = 1e-6 * WORK_NS + vector_of({**dict.fromkeys(_GROUPS, GROUP_MS), "num_stacks": STACK_MS})
-"""[F] milliseconds of a rank's work per unit of each count, without transfers."""
+"""The milliseconds of a rank's work, without transfers, per unit of each count, [F]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The milliseconds of the transfers and of the busiest rank's work, and the bytes that a rank
-    sends in total and to other hosts.
+    """The price of a step. Each field is the maximum over the ranks; ``sent_bytes`` includes
+    ``network_bytes``, which go to other hosts.
     """
 
     work_ms: float
@@ -78,11 +78,11 @@ class Price:
 def transfer_ms(
     byte_ms: float, call_ms: float, hop_byte_ms: tuple[float, float] | None = None
 ) -> Floats:
-    """Return [F] the milliseconds of a rank's transfers per unit of each count.
+    """Return the milliseconds of a rank's transfers per unit of each count, [F].
 
-    ``byte_ms`` is the price of a byte sent evenly to all other ranks. ``hop_byte_ms`` is the price
-    of a byte of a two-hop exchange (within a host, between hosts); by default, both are
-    ``byte_ms``.
+    ``byte_ms`` is the price of a byte sent evenly to all other ranks. ``hop_byte_ms`` contains the
+    prices of a byte in the two hops of an exchange (within a host, between hosts); by default, both
+    are ``byte_ms``.
     """
     near, far = hop_byte_ms or (byte_ms, byte_ms)
     return byte_ms * _SPREAD + near * _HOST + far * _NETWORK + call_ms * vector_of(CALLS)

@@ -34,7 +34,7 @@ class Assembly:
         self._places = {index: torch.tensor(p, device=device) for index, p in places.items()}
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Return [local batch, output width], joined from the parts of all groups."""
+        """Return the output [local batch, width], joined from the parts of all groups."""
         parts = [self._summed(group, parts[index]) for index, group in self._groups.items()]
         if self._sum:
             return torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
@@ -42,7 +42,7 @@ class Assembly:
         return joined if self._in_order else joined.index_select(1, self._to_output)
 
     def gradient_of(self, index: int, grad: Tensor) -> Tensor:
-        """Return the gradient of group ``index``'s part."""
+        """Return the gradient of the part of group ``index``, given the gradient of the output."""
         group = self._groups[index]
         if self._sum:
             return grad if group.pooled else grad.repeat(1, len(group.uses))

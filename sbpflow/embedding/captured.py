@@ -1,4 +1,4 @@
-"""Decides for which collections a CUDA graph can contain all work from reading rows to updating
+"""Decides whether a CUDA graph can contain a collection's work, from reading rows to updating
 them.
 """
 

@@ -3,8 +3,8 @@
 A batch is processed in moves (``start_id_exchange``, ``exchange_ids``, ``receive_ids``, ``lookup``,
 ``gather_outputs``, ``send_grads``, ``receive_grads``, ``update``), so that a schedule can run other
 work between them. ``forward`` and ``apply_gradients`` run all moves in sequence. The first three
-moves depend only on ids, so they can run any number of batches ahead. Outputs are S(0) over the
-batch.
+moves depend only on ids, so they can run any number of batches ahead. The outputs have layout S(0):
+they are split over the batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingCollection:
-    """The part of a model's embedding tables on this rank."""
+    """This rank's part of the embedding tables of a model."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class EmbeddingCollection:
     ) -> None:
         """Allocate the stores and, with ``initialize``, fill them with initial values.
 
-        ``kernel`` is a request, or the choices per table if they have already been made. On CUDA,
-        ``row_buffer_fraction`` makes training batches send rows in fixed-size buffers, of this
-        fraction of the maximum size. ``stores`` creates the row store of each stack. Without
-        ``compiled``, ids are read without numba, which takes 0.5 s to load.
+        ``kernel`` is a request, or a mapping from table to kernel if the kernels have already been
+        chosen. On CUDA, ``row_buffer_fraction`` makes training batches send rows in fixed-size
+        buffers, whose size is this fraction of the maximum. ``stores`` creates the row store of
+        each stack. Without ``compiled``, ids are read without numba, which takes 0.5 s to load.
         """
         self.plan, self._world = plan, (world := boxing.world)
         self._num_begun = 0  # number of training batches so far
@@ -159,15 +159,15 @@ class EmbeddingCollection:
                 self._exchange_ids(batch)
 
     def _exchange_ids(self, batch: EmbeddingsInFlight) -> None:
-        # In every move, all groups start their transfers before any group waits, so that they
-        # overlap. Collectives require that all ranks start them in the same order.
+        # In every move, all groups start their transfers before any group waits, so that the
+        # transfers overlap. All ranks must start collectives in the same order.
         batch.counts.finish()
         batch.ids.exchange_ids()
         for group, part in self._parts(batch):
             group.exchange_ids(part)
         batch.ids_exchanged = True
         if self._stream.exists:
-            # Only the id stream waits for the ids and sorts them; the host goes on.
+            # Only the id stream waits for the ids and sorts them; the host continues.
             self._receive_ids(batch)
             for group, part in self._parts(batch):
                 if part.training:
@@ -180,7 +180,9 @@ class EmbeddingCollection:
     def _counts(
         self, parts: list[GroupInFlight], rounds: int = 1
     ) -> list[tuple[GroupInFlight, Callable[[], Tensor | None]]]:
-        """Return the sources of counts: the groups with at least this many rounds of ids."""
+        """Return the sources of counts: one for each group with at least ``rounds`` rounds of
+        ids.
+        """
         return [
             (part, partial(group.counts, part))
             for group, part in zip(self._groups, parts, strict=True)
@@ -188,7 +190,9 @@ class EmbeddingCollection:
         ]
 
     def _next_round(self, batch: EmbeddingsInFlight, number: int) -> None:
-        """Run one of the id rounds after the first. The host waits for the counts of this round."""
+        """Run id round ``number``, which is not the first. The host waits for the counts of this
+        round.
+        """
         parts = [pair for pair in self._parts(batch) if pair[0].plan.num_rounds > number]
         for group, part in parts:
             part.round = number
@@ -223,7 +227,7 @@ class EmbeddingCollection:
                 group.announce(part)
 
     def cancel(self, batch: EmbeddingsInFlight) -> None:
-        """Discard a batch. Every rank must also cancel all later ones."""
+        """Discard a batch. Every rank must cancel the same batch, and all later batches."""
         self.receive_ids(batch)
         for group, part in self._parts(batch):
             group.cancel(part)
@@ -231,13 +235,15 @@ class EmbeddingCollection:
             self.growing.cancel()
 
     def mark_early(self, batch: EmbeddingsInFlight) -> None:
-        """Find the rows whose values are final, once all earlier batches have their ids."""
+        """Find the rows whose values are already final. All earlier batches must have received
+        their ids.
+        """
         for group, part in self._parts(batch):
             group.mark_early(part)
 
     def send_early(self, batch: EmbeddingsInFlight) -> None:
-        """Start sending the rows that ``mark_early`` found. Until ``lookup``, only updates change
-        rows.
+        """Start sending the rows that ``mark_early`` found. Between this move and ``lookup``, only
+        updates may change rows.
         """
         for group, part in self._parts(batch):
             group.send_early(part)
@@ -248,10 +254,10 @@ class EmbeddingCollection:
             group.send_late()
 
     def settle(self) -> None:
-        """Apply the late gradients of the last step; every rank must call this.
+        """Apply the late gradients of the last step; every rank must call this method.
 
-        Until then, the rows of ``stored``, ``stores``, and ``state`` are not those of that step,
-        so these methods raise RuntimeError.
+        Before ``settle``, the rows still lack the late gradients, so ``stored``, ``stores``, and
+        ``state`` raise RuntimeError.
         """
         for group in self._groups:
             group.send_late()
@@ -260,7 +266,9 @@ class EmbeddingCollection:
 
     def _check_settled(self) -> None:
         if not all(group.is_settled for group in self._groups):
-            raise RuntimeError("rows were read before their late gradients; call settle first")
+            raise RuntimeError(
+                "rows were read before their late gradients were applied; call settle first"
+            )
 
     def lookup(self, batch: EmbeddingsInFlight) -> None:
         """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""
@@ -278,7 +286,9 @@ class EmbeddingCollection:
             self._flagged.append(batch.check)
 
     def read_ahead(self, batch: EmbeddingsInFlight) -> None:
-        """Start reading cached rows for a prediction. No update may run before its ``lookup``."""
+        """Start reading cached rows for a prediction. No update may run before the ``lookup`` of
+        this batch.
+        """
         self.arrive(batch)
         for group, part in self._parts(batch):
             for lookup, (_, store) in zip(part.lookups, group.stores(), strict=False):
@@ -294,7 +304,9 @@ class EmbeddingCollection:
             group.lookup(part)
 
     def gather_outputs(self, batch: EmbeddingsInFlight) -> dict[str, Tensor]:
-        """Return {output: [local batch, width]}; in training, the tensors require gradients."""
+        """Return the outputs [local batch, width] by name; in training, these tensors require
+        gradients.
+        """
         parts = [group.gather_outputs(part) for group, part in self._parts(batch)]
         training = any(part.training for part in batch.groups)
         batch.outputs = {
@@ -369,7 +381,8 @@ class EmbeddingCollection:
         return any(store.listeners for _, store in self._stores())
 
     def gradient_squares(self) -> Tensor:
-        """Return the squared norm of the collected gradients, summed per row first: 0-d float64.
+        """Return the squared norm of the collected gradients, which are first summed per row: 0-d
+        float64.
 
         The results of all ranks can be summed: in any layout, every row is counted exactly once.
         """
@@ -381,8 +394,8 @@ class EmbeddingCollection:
             group.scale_gradients(factor)
 
     def forward(self, ids: Ids, batch_size: int, *, training: bool) -> dict[str, Tensor]:
-        """Run all moves up to ``gather_outputs`` on the ids of this rank's samples; return its
-        result.
+        """Run all moves up to ``gather_outputs`` on the ids of this rank's samples; return the
+        outputs.
 
         Raise SbpError if ``apply_gradients`` has not been called since the previous training batch.
         """
@@ -425,7 +438,9 @@ class EmbeddingCollection:
             yield from (StoredShard(shard, store) for shard in shards)
 
     def stores(self) -> list[tuple[RowStore, tuple[Shard, ...]]]:
-        """Return every store of this rank with its shards, whose rows start at their ``base``."""
+        """Return every store of this rank with its shards; the rows of a shard start at its
+        ``base``.
+        """
         self._check_settled()
         return [(store, stack.shards(self._world.rank)) for stack, store in self._stores()]
 
@@ -444,7 +459,8 @@ class EmbeddingCollection:
     def copies(self) -> list[Copies]:
         """Return the state that several ranks have copies of, in the same order on all ranks.
 
-        These are B tables with their optimizer state, and row state of column-split tables.
+        Several ranks have copies of B tables with their optimizer state, and of the row state of
+        column-split tables.
         """
         return copies_of(self.plan, list(self.stored()))
 

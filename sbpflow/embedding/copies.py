@@ -1,4 +1,4 @@
-"""Lists the tensors of tables that are replicated on several ranks."""
+"""Lists the tensors of which several ranks store copies."""
 
 from dataclasses import dataclass
 

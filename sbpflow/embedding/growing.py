@@ -1,4 +1,4 @@
-"""Manages the growing tables of a collection: rows for keys, and initial values for new keys."""
+"""Gives rows to the keys of growing tables, and initial values to the rows of new keys."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,8 +37,9 @@ class Growing(KeyExchange):
     ) -> None:
         """Apply the row changes of a training batch, right before it is looked up.
 
-        Rows that get new keys are reset to initial values. No batch with a pending update uses
-        their former values, because a key used by a step keeps its row.
+        Rows that get new keys are reset to initial values. No batch with a pending update uses the
+        former values of these rows, because a key that a step uses keeps its row until the step
+        ends.
         """
         self._num_read += 1
         new = {
@@ -65,7 +66,7 @@ class Growing(KeyExchange):
         addresses: list[Tensor] = []
         for shard in shards:
             table_rows, keys = new[shard.table.name]
-            # This rank may store more rows of another table of the field.
+            # Another table of the field may have more rows on this rank.
             mine = (table_rows >= shard.row_start) & (table_rows < shard.row_stop)
             rows.append(table_rows[mine] + shard.shift)
             addresses.append(keys[mine])
@@ -88,7 +89,8 @@ class Growing(KeyExchange):
         """Remove keys [n] int64 of a field, as if they had never occurred.
 
         Return how many of the keys owned by this rank had rows. Every rank must call this method
-        with the same keys, while no batch is in flight. Later checkpoints do not contain the rows.
+        with the same keys, while no batch is in flight. Later checkpoints do not contain the
+        removed rows.
         """
         names = [field.plan.name for field in self.fields]
         if name not in names:
@@ -109,21 +111,21 @@ class Growing(KeyExchange):
         return number
 
     def end_step(self) -> None:
-        """End all batches that were looked up, after their update."""
+        """Release all batches that have been looked up; call this method after their update."""
         for _ in range(self._num_read):
             self.release()
         self._num_read = 0
 
     def numbers_of(self, shards: Sequence[Shard]) -> Callable[[Tensor], Tensor]:
-        """Return a function that maps ascending row numbers of a store to the addresses of their
-        keys.
+        """Return a function that maps ascending row numbers of a store to the addresses of the
+        rows' keys.
         """
         bases = torch.tensor([shard.base for shard in shards])
         live = [self.live[shard.table.name] for shard in shards]
         return partial(_addresses, bases=bases, shards=shards, live=live)
 
     def counts(self) -> dict[str, GrowthCounts]:
-        """Return the counts of all fields over all ranks; every rank must call this."""
+        """Return the counts of all fields over all ranks; every rank must call this method."""
         totals = self.totals()
         return {
             field.plan.name: GrowthCounts(

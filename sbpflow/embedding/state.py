@@ -1,9 +1,9 @@
 """Defines the logical state of a collection: the tensors of a checkpoint, in any layout.
 
 ``tables/T`` contains the rows of table T, and ``tables/T/STATE`` its optimizer state. Each tensor
-has a full shape, and each rank stores rectangles of it. For a growing table, the tensor contains
-only the shared row and the rows of keys, in the order of the addresses of the keys in
-``vocabularies/F/keys``.
+has a full shape, and each rank stores rectangles of the tensor. For a growing table, the tensor
+contains only the shared row and the rows of the keys in ``vocabularies/F/keys``, in the order of
+the keys' addresses.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,8 +105,8 @@ KEY_TENSORS = {
 
 
 def read_values(values: Values) -> Tensor:
-    """Return a tensor unchanged, or read the rows of a store. Split large values into chunks
-    first.
+    """Return a tensor unchanged, or read the rows of a store. The caller should split large values
+    into chunks first.
     """
     return values if isinstance(values, Tensor) else values.read()
 
@@ -167,7 +167,7 @@ class LogicalTensor:
     are split over ranks. ``column_starts`` is set for state with one value per row and column
     shard: it contains the first table column of each shard.
 
-    No rank knows the full shape of a tensor of a growing field (``field``): ``shape`` and the
+    No rank knows the full shape of a tensor of a growing field (``field``), so ``shape`` and the
     rectangle cover only the rows on this rank, and the rows of the next rank follow them. ``shard``
     says where the table's rows are in the store. If ``is_copy``, another rank saves the rectangle.
     """

@@ -1,3 +1,1 @@
-"""Support for the ranks of a run and their machines: startup, shutdown, devices, files, random
-numbers.
-"""
+"""Supports the ranks of a run and their machines: startup, shutdown, devices, files, randomness."""

@@ -23,8 +23,8 @@ from sbpflow.sbp.sbp import (
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """Combines a placement with ``nd_sbp``, which has one entry per axis or is a string such as
-    "(S(0), B)".
+    """Combines a placement with ``nd_sbp``, one sbp per axis; a string such as "(S(0), B)" is also
+    accepted.
 
     If several axes split the same dim, axis 0 splits it first, and axis 1 then splits each piece.
     """
@@ -93,9 +93,9 @@ class Layout:
     def check_user(self, shape: tuple[int, ...]) -> None:
         """Raise SbpError on every rank if a user's tensor of ``shape`` cannot have this layout.
 
-        This happens if a split dim does not exist, if explicit sizes do not add up to the length of
-        the dim, or if a balanced split would leave some ranks empty. A dim of length 0 and explicit
-        sizes of 0 are legal.
+        A tensor cannot have a layout if a split dim does not exist, if explicit sizes do not add up
+        to the length of the dim, or if a balanced split would leave some ranks empty. A dim of
+        length 0 and explicit sizes of 0 are legal.
         """
         lengths = [{length} for length in shape]
         for axis, sbp in enumerate(self.nd_sbp):
@@ -126,7 +126,7 @@ class Layout:
         return any(isinstance(sbp, Partial) and sbp.op != "sum" for sbp in self.nd_sbp)
 
     def dual(self) -> "Layout":
-        """Return the layout of the gradient: S stays S, B becomes P, and P becomes B."""
+        """Return the layout of the gradient, in which S stays S, B becomes P, and P becomes B."""
         return Layout(self.placement, tuple(dual(sbp) for sbp in self.nd_sbp))
 
 

@@ -107,7 +107,7 @@ class Placement:
         return str(self.nested())
 
     def nested(self) -> list[Any]:
-        """Return the ranks as nested lists, in the form that ``of`` accepts."""
+        """Return the ranks as nested lists, which ``of`` accepts."""
         return _nest(list(self.ranks), self.shape)
 
     def __hash__(self) -> int:

@@ -1,4 +1,4 @@
-"""Defines the ways to distribute a tensor along a placement axis: Split, Broadcast, and Partial.
+"""Defines Split, Broadcast, and Partial, the ways to distribute a tensor along a placement axis.
 
 This module knows nothing of ranks, devices, or communication. The terms and the rule for balanced
 splits follow OneFlow (oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h

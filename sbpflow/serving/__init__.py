@@ -1,1 +1,1 @@
-"""Serves trained models: bundles that score raw rows, their deltas, and an HTTP server."""
+"""Serves trained models: exported bundles that score raw rows, their deltas, and an HTTP server."""

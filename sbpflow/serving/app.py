@@ -1,7 +1,7 @@
-"""Answers HTTP requests with the scores of models: a bare ASGI application.
+"""Defines the ASGI application, without any web framework, that answers HTTP requests with scores.
 
-The server limits request sizes, and rejects bad rows with a message that names the row and column.
-TLS and authentication are left to a proxy in front of it.
+The application limits request sizes, and rejects bad rows with a message that names the row and
+column. TLS and authentication are left to a proxy in front of the server.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ _ROUTES = (
     "POST /score, POST /models/NAME/score, GET /health, GET /ready, GET /metrics, GET /v2, and the "
     "paths of the Open Inference Protocol below /v2"
 )
-_MAX_BEHIND = 64  # requests that may be queued for the shadow model
-_MAX_SHOWN = 100  # characters of a value to show in an error
+_MAX_BEHIND = 64  # Maximum number of requests queued for the shadow model.
+_MAX_SHOWN = 100  # Maximum number of characters of a value in an error message.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits on the size of a request and of a batch."""
+    """Limits on the size of a request and on the rows of a batch."""
 
     body_bytes: int = 4 << 20
     rows: int = 8192
@@ -59,7 +59,9 @@ class Served:
         self.switch(version)
 
     def switch(self, version: ModelVersion) -> None:
-        """Serve another version. Requests in flight keep the version that they started with."""
+        """Serve another version. Requests in flight are answered by the version that they started
+        with.
+        """
         self.version = version
         self.counts.serve(version.text, version.trained)
 
@@ -74,13 +76,13 @@ class _Answer:
 
 
 class _DisconnectedError(Exception):
-    """The client closed the connection before the end of its request."""
+    """Raised if the client closes the connection before the end of its request."""
 
 
 class App:
     """The ASGI application.
 
-    The first model is the default; ``other`` counts requests for unknown paths.
+    The first model is the default. ``other`` counts the requests that name no known model.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class App:
         self._batcher = Batcher(limits.batch_rows)
         self.stopping: Callable[[], bool] = lambda: False
         self.is_alone: Callable[[], bool] = lambda: False
-        """Whether the current request is the only one; set by the server, if it knows"""
+        """Returns whether the current request is the only one. The server sets this function; the
+        default returns False.
+        """
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -129,7 +133,7 @@ class App:
             self._score_later(*answer.scored)
 
     def _find(self, path: str) -> tuple[Served | None, str]:
-        """Return the model that a path names, if any, and the path without its name."""
+        """Return the model that a path names, if any, and the path without the model's name."""
         if path == "/score":
             return self._default, path
         for prefix in ("/models/", "/v2/models/"):
@@ -210,7 +214,7 @@ class App:
             raise BodyError(str(error)) from error
         check_rows(len(encoded.ids), self._limits.rows)
         if self.is_alone() or (model.single is not None and len(encoded.ids) == 1):
-            # waiting for other requests would take two more passes of the event loop
+            # the batcher would add two passes of the event loop, without any other rows to join
             scores = model.score_encoded(encoded)
         else:
             scores = await self._batcher.score(model, encoded)
@@ -251,7 +255,9 @@ class App:
             asyncio.get_running_loop().call_soon(self._score_shadow)
 
     def _score_shadow(self) -> None:
-        """Compare the shadow model's scores for one request, then yield to the event loop."""
+        """Compare the shadow model's scores of one queued request with the served scores; schedule
+        the next.
+        """
         served, rows, scores = self._behind[0]
         try:
             other = self._shadow.version.model.score(rows) if self._shadow else scores

@@ -1,7 +1,7 @@
 """Scores the rows of concurrent requests together, on the thread of the event loop. Rows that
 arrive during one pass of the event loop are scored in one call. While a batch is being computed,
-new requests wait in the sockets and form the next batch. So a single request is scored immediately,
-without a timer or a thread switch, and a busy worker automatically forms large batches.
+new requests wait in the sockets and form the next batch. A single request is scored immediately,
+without a timer or a thread switch, and a busy worker forms large batches.
 """
 
 import asyncio
@@ -20,14 +20,16 @@ _Waiting = tuple[Model, Encoded, "asyncio.Future[Scores]"]
 
 
 class Batcher:
-    """Scores encoded rows in batches of at most ``max_rows``, except for a larger request."""
+    """Scores encoded rows in batches of at most ``max_rows``; a larger request is a batch of its
+    own.
+    """
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self._waiting: deque[_Waiting] = deque()
 
     def score(self, model: Model, rows: Encoded) -> "asyncio.Future[Scores]":
-        """Return the future scores of ``rows`` by this version of the model."""
+        """Return a future of the scores of ``rows`` by ``model``."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         if not self._waiting:
@@ -36,11 +38,11 @@ class Batcher:
         return future
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Score one batch, then let the event loop send the responses before the next batch."""
+        """Score one batch; the event loop sends its responses before the next batch."""
         batch = [self._waiting.popleft()]
         model, rows, _ = batch[0]
         room = self._max_rows - len(rows.ids)
-        # All rows of a batch use the same version, so that no response mixes two versions.
+        # All rows of a batch are scored by the same version of the model.
         while self._waiting and self._waiting[0][0] is model:
             room -= len(self._waiting[0][1].ids)
             if room < 0:
@@ -67,7 +69,7 @@ def _answer(model: Model, batch: Sequence[_Waiting]) -> None:
 
 
 def joined(parts: Sequence[Encoded]) -> Encoded:
-    """Concatenate encoded rows, dropping their counts of values."""
+    """Concatenate encoded rows without their counts of missing and unknown values."""
     bags = {
         name: tuple(map(np.concatenate, zip(*(part.bags[name] for part in parts), strict=True)))
         for name in parts[0].bags

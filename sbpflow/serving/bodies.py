@@ -1,7 +1,7 @@
-"""Reads rows from request bodies and writes scores, in the formats of the server.
+"""Reads rows from request bodies and writes scores to response bodies, in the server's formats.
 
-The content type determines the format, and a response has the format of its request. Nothing is
-unpickled.
+The content type of a request determines its format, and a response has the format of its request.
+No format uses pickle.
 """
 
 import io
@@ -21,12 +21,15 @@ from sbpflow.runtime.files.json_file import kind_name
 Scores = NDArray[np.float32]
 TEXT, JSON = "text/tab-separated-values", "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
-# nine digits are enough to identify a float32, and take a third of the time of all digits
+# Nine digits identify a float32 exactly, and formatting them takes a third of the time of the exact
+# decimal number.
 _NUMBER = "%.9g"
 
 
 class BodyError(ValueError):
-    """Raised if a request cannot be answered; ``status`` is the HTTP status of the response."""
+    """Raised for a request that cannot be answered; ``status`` is the HTTP status of the
+    response.
+    """
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -35,7 +38,9 @@ class BodyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``read(body, max_rows)`` returns rows for ``Model.encode``; ``write`` returns a body."""
+    """The functions of a format: ``read(body, max_rows)`` returns rows for ``Model.encode``, and
+    ``write`` returns the body of a response.
+    """
 
     type: bytes
     read: Callable[[bytes, int], Any]
@@ -43,7 +48,9 @@ class Format:
 
 
 def format_of(content_type: str) -> Format:
-    """Return the format of a content type; raise BodyError (415) for others."""
+    """Return the format of a content type; raise BodyError (415) for an unsupported content
+    type.
+    """
     kind = content_type.partition(";")[0].strip().lower()
     try:
         return _FORMATS[kind]
@@ -63,13 +70,13 @@ def check_rows(number: int, max_rows: int) -> None:
 
 
 def read_json_body(body: bytes) -> object:
-    """Return the JSON value of a body; raise BodyError for anything else."""
-    # parse_json is stricter, but it calls Python code for each number.
+    """Return the JSON value of a body; raise BodyError if the body is not JSON."""
+    # The stricter parse_json would call Python code for each number, which takes too long here.
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError as error:
         raise BodyError("the body is not JSON (too many levels of nesting)") from error
-    except ValueError as error:  # includes errors for invalid UTF-8
+    except ValueError as error:  # also raised for invalid UTF-8
         raise BodyError(f"the body is not JSON ({error})") from error
 
 
@@ -78,7 +85,7 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _read_text(body: bytes, max_rows: int) -> bytes:
-    return body  # quoted cells may contain newlines, so the rows are counted when they are encoded
+    return body  # rows are counted after encoding, because quoted cells may contain newlines
 
 
 def _write_text(scores: Scores, name: str, version: str) -> bytes:
@@ -113,7 +120,7 @@ def _read_json(body: bytes, max_rows: int) -> Any:
 
 
 def _write_json(scores: Scores, name: str, version: str) -> bytes:
-    # The server has already quoted the names.
+    # Model names and versions contain no characters that JSON must escape.
     numbers = ", ".join([_NUMBER] * len(scores)) % tuple(scores.tolist())
     return f'{{"scores": [{numbers}], "model": "{name}", "version": "{version}"}}\n'.encode()
 
@@ -123,14 +130,16 @@ def _read_arrow(body: bytes, max_rows: int) -> Any:
     try:
         _check_messages(arrow, body, max_rows)
         table = arrow.ipc.open_stream(body).read_all()
-        table.validate(full=True)  # offsets in a malicious body could point anywhere
+        table.validate(full=True)  # the offsets in a malicious body could point outside its buffers
     except (arrow.ArrowException, OSError) as error:
         raise BodyError(f"the body is not an Arrow IPC stream ({error})") from error
     return table
 
 
 def _check_messages(arrow: ModuleType, body: bytes, max_rows: int) -> None:
-    """Raise BodyError for too many rows, or compressed buffers, before any buffer is allocated."""
+    """Raise BodyError for too many rows or for compressed buffers, before any buffer is
+    allocated.
+    """
     stream, num_rows = io.BytesIO(body), 0
     reader = arrow.ipc.MessageReader.open_stream(stream)
     for message in reader:
@@ -146,14 +155,18 @@ def _check_messages(arrow: ModuleType, body: bytes, max_rows: int) -> None:
 
 
 def _batch_facts(message: Any) -> tuple[int, bool]:
-    """Return a batch's number of rows and whether it is compressed, from its flatbuffer.
+    """Return the number of rows of a batch, read from its flatbuffer, and whether the batch is
+    compressed.
 
-    pyarrow has verified the flatbuffer, but does not expose these fields.
+    The flatbuffer is read here because pyarrow, which has verified it, does not expose these
+    fields.
     """
     data = bytes(message.metadata)
 
     def field(table: int, number: int) -> int:
-        """Return the position of a table's field, or 0 if the table lacks the field."""
+        """Return the position of a field of a flatbuffer table, or 0 if the table lacks the
+        field.
+        """
         entries = table - struct.unpack_from("<i", data, table)[0]
         if 4 + 2 * number >= struct.unpack_from("<H", data, entries)[0]:
             return 0

@@ -1,8 +1,9 @@
-"""The rules that turn a cell into a number, a key, and the id of the key.
+"""Defines how a cell becomes a number, or a key and the key's id.
 
-``data.prepare`` applies these rules to whole files with Polars expressions, and bundles apply them
-to rows with numpy. This module needs only numpy, because it is part of a bundle's ``scorer.py``. An
-empty cell, None, and NaN are missing values. Masks are True where a value is missing.
+``data.prepare`` applies the same rules to whole files with Polars expressions, and bundles apply
+these functions to rows with numpy. This module needs only numpy, because it is part of a bundle's
+``scorer.py``. An empty cell, None, and NaN are missing values. Masks are True where a value is
+missing.
 """
 
 import hashlib
@@ -18,14 +19,15 @@ from sbpflow.runtime.random.splitmix import GAMMA, MIX_1, MIX_2
 
 MISSING_ID, RARE_ID, NUM_RESERVED_IDS = 0, 1, 2
 MISSING_KEY = -(2**63)
-"""Key of missing values in fields with keys: the smallest int64, which is also NumPy's "not a
-time". 0 is not used because it is a valid key.
+"""The key of missing values in fields with keys: the smallest int64, which NumPy also uses for "not
+a time". 0 cannot be used, because it is a valid key.
 """
 INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
-"""All parsers must accept leading blanks and a plus sign, as Polars does.
+"""The numbers that all parsers must accept: leading blanks and a plus sign are allowed, as in
+Polars.
 
-More than ten digits after leading zeros cannot fit in 32 bits, and Python refuses to convert
-thousands of digits.
+Numbers of more than ten digits after leading zeros do not match, because they cannot fit in 32 bits
+and Python refuses to convert thousands of digits.
 """
 REAL_PATTERN = r" *\+?(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 NAN_PATTERN = r"(?i) *[+-]?nan"
@@ -48,7 +50,7 @@ _INT32, _INT64, _UINT32 = range(-(1 << 31), 1 << 31), range(-(1 << 63), 1 << 63)
 
 
 class Misfit(ValueError):
-    """Raised for a cell that is not empty but does not fit its column."""
+    """Raised for a cell that is not missing but does not fit its column."""
 
 
 def is_missing(cell: object) -> bool:
@@ -59,9 +61,9 @@ def is_missing(cell: object) -> bool:
 
 
 def real_number(cell: object, decimal: str = ".") -> float:
-    """Return the number of a cell that is not missing, or NaN for the text "nan"."""
+    """Return the number in a cell that is not missing, or NaN for the text "nan"."""
     if isinstance(cell, str):
-        if decimal == ",":  # 1.234,5 is not a number in either notation
+        if decimal == ",":  # 1.234,5 is rejected: digits cannot be grouped
             cell = cell.replace(".", "?").replace(",", ".", 1)
         if match := _REAL.fullmatch(cell):
             return float(match[1])
@@ -79,7 +81,7 @@ def real_number(cell: object, decimal: str = ".") -> float:
 
 
 def whole_number(cell: object) -> float:
-    """Return the 32-bit integer of a cell that is not missing."""
+    """Return the 32-bit integer in a cell that is not missing."""
     if isinstance(cell, str):
         match = _INTEGER.fullmatch(cell)
         if match is None or (number := int(match[1] + match[2])) not in _INT32:
@@ -92,7 +94,9 @@ def whole_number(cell: object) -> float:
 
 
 def key_of(cell: object, kind: str) -> tuple[int, int]:
-    """Return the 64-bit key of a category that is not missing, and the check value of a string."""
+    """Return the 64-bit key of a category that is not missing, and its check value, which is 0
+    unless the category is a string.
+    """
     if isinstance(cell, int | float):
         cell = _number_text(cell, kind)
         if isinstance(cell, int):
@@ -113,7 +117,7 @@ def key_of(cell: object, kind: str) -> tuple[int, int]:
 
 
 def _number_text(cell: float, kind: str) -> int | str:
-    """Return a number as the key of a category, or as text if the column contains strings."""
+    """Return a numeric cell as an integer key, or as text if ``kind`` is string."""
     if isinstance(cell, bool):
         if kind != "string":
             raise Misfit
@@ -128,12 +132,16 @@ def _number_text(cell: float, kind: str) -> int | str:
 
 
 def string_digest(text: str) -> bytes:
-    """Return a string's key followed by its check: a blake2b hash of the UTF-8 bytes."""
+    """Return the blake2b hash of a string's UTF-8 bytes, which consists of the string's key and
+    check.
+    """
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES + CHECK_BYTES).digest()
 
 
 def string_key(text: str) -> tuple[int, int]:
-    """Return the key (64 bits) and the check (32 bits) of a string, both little-endian."""
+    """Return the key (64 bits) and the check (32 bits) of a string, read as little-endian
+    integers.
+    """
     try:
         digest = string_digest(text)
     except UnicodeEncodeError as error:
@@ -144,19 +152,23 @@ def string_key(text: str) -> tuple[int, int]:
 
 
 def pair_keys(a: Words, b: Words, both_hex: bool) -> Words:
-    """Return 64-bit keys of pairs of keys [n]; keys of two hex columns never collide."""
+    """Return the 64-bit keys of pairs of keys [n]. The pair keys of two hex columns never
+    collide.
+    """
     if both_hex:
         return (a << np.uint64(32)) | b
     return (a * np.uint64(GAMMA)) ^ (b + (a >> np.uint64(29)))
 
 
 def hash_salt(seed: int, name: str) -> int:
-    """Return the salt of ``hashed_key_ids`` for a field without a vocabulary."""
+    """Return the salt that ``hashed_key_ids`` uses for the field ``name``, which has no
+    vocabulary.
+    """
     return int(np.random.SeedSequence([seed, *name.encode()]).generate_state(1, np.uint64)[0])
 
 
 def hashed_key_ids(keys: NDArray[Any], num_rows: int, salt: int) -> NDArray[np.int32]:
-    """Hash keys [n] to ids from 2 up below ``num_rows``: MurmurHash3's finalizer and a modulo."""
+    """Hash keys [n] to ids 2 to ``num_rows - 1`` with MurmurHash3's finalizer and a modulo."""
     mixed = keys.astype(np.uint64) ^ np.uint64(salt)
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         mixed ^= mixed >> np.uint64(33)
@@ -177,7 +189,7 @@ def hashed_ids(
     parts: Sequence[NDArray[Any]], rows: int, missing: Sequence[int] | None = None
 ) -> NDArray[np.int32]:
     """Hash the ids of several columns to ids int32 [n] below ``rows``: 2 + hash % (rows - 2). The
-    id is 0 (missing) if any part equals its missing value in ``missing`` (by default, 0). The hash
+    id is 0 (missing) where any part equals its entry in ``missing`` (by default, 0). The hash
     depends on the order of the parts.
     """
     state = np.zeros(len(parts[0]), dtype=np.uint64)
@@ -191,14 +203,17 @@ def hashed_ids(
 
 
 def bucket_ids(values: Floats, missing: Mask, bounds: Sequence[float]) -> NDArray[np.int32]:
-    """Return the quantile bucket id of each value, from 2 on, or MISSING_ID where missing."""
+    """Return the id, 2 or more, of each value's quantile bucket, or MISSING_ID for missing
+    values.
+    """
     edges = np.array(bounds, dtype=np.float32)
     ids = np.searchsorted(edges, values, side="right").astype(np.int32)
     return np.where(missing, np.int32(MISSING_ID), ids + np.int32(NUM_RESERVED_IDS))
 
 
 def _log_shifted(values: Floats, missing: Mask, shift: float, lowest: float) -> tuple[Floats, int]:
-    """Return ln(x + shift); ``missing`` values become 0, like the value ``1 - shift``.
+    """Return ln(max(x, lowest) + shift), or 0 for missing values, and the number of values below
+    ``lowest``.
 
     The logarithm is computed in float64, because numpy's float32 logarithm is off by up to 3 units
     in the last place and depends on the CPU.
@@ -210,15 +225,15 @@ def _log_shifted(values: Floats, missing: Mask, shift: float, lowest: float) -> 
 
 
 def log3(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return ln(max(x, -2) + 3), with 0 for missing values, and the number of values below -2.
-    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0, the same as a missing cell.
-    Source: NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
+    """Return ln(max(x, -2) + 3), or 0 for missing values, and the number of values below -2.
+    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0, like a missing cell. Source:
+    NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
     """
     return _log_shifted(values, missing, 3.0, -2.0)
 
 
 def log1(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return ln(max(x, 0) + 1), with 0 for missing values, and the number of negative values.
+    """Return ln(max(x, 0) + 1), or 0 for missing values, and the number of negative values.
 
     Source: facebookresearch/dlrm, dlrm_data_pytorch.py at 090956ee.
     """
@@ -238,12 +253,14 @@ def squared_log(values: Floats, missing: Mask) -> tuple[Floats, int]:
 
 
 def identity(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return the values unchanged, and 0 for missing values."""
+    """Return the values unchanged, or 0 for missing values, and the number 0 of clipped values."""
     return np.where(missing, 0.0, values).astype(np.float32), 0
 
 
 def standardise(values: Floats, missing: Mask, mean: float, std: float) -> tuple[Floats, int]:
-    """Return (x - mean) / std with the train split's mean and std, and 0 for missing values."""
+    """Return (x - mean) / std, or 0 for missing values, with the mean and std of the train split,
+    and the number of results clipped to float32.
+    """
     out = np.where(missing, 0.0, (values.astype(np.float64) - mean) / std)
     limit = float(np.finfo(np.float32).max)
     clamped = int(np.count_nonzero(np.abs(out) > limit))
@@ -280,8 +297,8 @@ TRANSFORMS = (*FUNCTIONS, "standardise")
 
 
 def cell_pattern(separator: str, quote: str | None) -> str:
-    """Return a pattern that matches a quoted or plain text cell. Possessive quantifiers keep the
-    matching time linear in the cell length.
+    """Return a pattern that matches a quoted or plain text cell. Because of its possessive
+    quantifiers, the matching time is linear in the length of the cell.
     """
     if quote is None:
         return f"[^{re.escape(separator)}]*+"

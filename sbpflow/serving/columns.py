@@ -1,5 +1,5 @@
-"""Reads raw rows as columns: dicts, data frames of pandas, Polars, and Arrow, and text lines. This
-module needs only numpy, because it is part of a bundle's ``scorer.py``.
+"""Reads raw rows as columns. Rows can be dicts, data frames of pandas, Polars, or Arrow, or text
+lines. This module needs only numpy, because it is part of a bundle's ``scorer.py``.
 """
 
 import re
@@ -24,7 +24,9 @@ _NUMBERS = ("int", "uint", "float", "double")
 
 
 class RowError(ValueError):
-    """Raised for a bad row. ``row`` counts from 0, and ``column`` may be None."""
+    """Raised for a bad row. ``row`` counts from 0; ``column`` is None if the fault is not in one
+    column.
+    """
 
     def __init__(self, row: int, column: str | None, value: object, rule: str) -> None:
         self.row, self.column, self.value = row, column, value
@@ -34,7 +36,9 @@ class RowError(ValueError):
 
 
 class Column(NamedTuple):
-    """A column of raw rows. The order is that of text lines, and all other columns are ignored."""
+    """A column of raw rows, listed in the order of text lines. Columns that are not listed are
+    ignored.
+    """
 
     name: str
     kind: str
@@ -87,12 +91,12 @@ class RawRows:
             raise RowError(row, absent[0], list(names), rule)
 
     def file_columns(self, num_cells: int) -> list[str]:
-        """Return the columns of lines without a header. Label columns may be omitted."""
+        """Return the columns of text lines without a header, which may omit the label columns."""
         others = [column.name for column in self.columns if column.kind != "label"]
         return others if num_cells == len(others) else [column.name for column in self.columns]
 
     def _text_columns(self, text: str) -> dict[str, Any]:
-        """Return the cells of text lines."""
+        """Return the cells of text lines, by column."""
         quote, separator = self.quote, self.separator
         quoted = quote is not None and quote in text
         if not quoted:
@@ -116,8 +120,8 @@ class RawRows:
 
 
 def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
-    """Return text or a list of lines as one string; raise RowError if it is not UTF-8. Row numbers
-    start after the ``header``.
+    """Return text or a list of lines as one string; raise RowError if it is not UTF-8. The number
+    of a row does not count the ``header``, if there is one.
     """
     if isinstance(rows, str):
         return rows
@@ -140,7 +144,9 @@ def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
 
 
 def _records(text: str, quote: str) -> list[str]:
-    """Join the lines of records whose quoted cells contain newlines."""
+    """Split text into records, each of which may have several lines, because quoted cells can
+    contain newlines.
+    """
     records: list[str] = []
     open_record: list[str] = []
     for line in text.removesuffix("\n").split("\n"):
@@ -169,9 +175,9 @@ def _split(record: str, separator: str, quote: str | None, number: int) -> list[
 
 
 def _cells(column: Any) -> Any:
-    """Return a data frame's column as an array, a masked array, or a list.
+    """Return a column of a data frame as an array, a masked array, or a list.
 
-    Integers with missing values become lists, because numpy would make them floats.
+    Integers with missing values become lists, because numpy would convert the integers to floats.
     """
     if isinstance(column, np.ndarray | list):
         return column
@@ -181,7 +187,7 @@ def _cells(column: Any) -> Any:
         return column.to_pylist()
     if not hasattr(column, "to_list"):
         return list(column)
-    # pandas has no null_count; its arrays mark missing values by NaN
+    # pandas columns have no null_count; their arrays mark missing values by NaN
     count = getattr(column, "null_count", int)
     if str(column.dtype).lower().startswith(_NUMBERS) and not count():
         array = column.to_numpy()
@@ -203,7 +209,7 @@ def plain(cell: Any) -> Any:
 
 
 def _flat(cell: Any, separator: str) -> list[Any]:
-    """Return the elements of a list cell. A single missing element means an empty list."""
+    """Return the elements of a list cell. A list of one missing element counts as empty."""
     if is_missing(cell):
         return []
     if isinstance(cell, str):
@@ -216,7 +222,7 @@ def _flat(cell: Any, separator: str) -> list[Any]:
 
 
 def _weight(cell: Any) -> float:
-    """Return a weight as float32, or NaN if it is not a finite number."""
+    """Return a weight rounded to float32, or NaN if the cell is missing or not a number."""
     try:
         return float(np.float32(real_number(cell))) if not is_missing(cell) else np.nan
     except Misfit:
@@ -224,7 +230,9 @@ def _weight(cell: Any) -> float:
 
 
 def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
-    """Return the value and the weight of a list element such as ``a:0.5``."""
+    """Return the value and the weight of a list element such as ``a:0.5``, where ``mark`` is
+    ":".
+    """
     if isinstance(element, Mapping):
         value, weight = element.values()
         return value, weight
@@ -233,7 +241,7 @@ def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
 
 
 def read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:
-    """Return the values and weights of a list column, cut to the maximum length."""
+    """Return the values and weights of a list column; lists are cut to the maximum length."""
     name, options = entry["name"], entry["list"]
     separator, inline, others = options["separator"], options["inline"], options["weights"]
     values: list[Any] = []

@@ -1,16 +1,21 @@
-"""Defines the deltas of an exported model: the rows and dense weights that training has changed.
+"""Defines deltas of an exported model, which contain the rows and dense weights that training
+changed.
 
-A folder of exports has one bundle per base, ``step-N``; the newest is current. The deltas of a
-bundle are ``deltas/000001``, ``deltas/000002``, ... in its folder. A delta has two files:
-* ``values.safetensors``: ``tables/T/rows`` int64 [n], ascending; the values of these rows under
-  the names that the table has in ``model.safetensors`` (``tables/T``, or ``tables/T/int8``,
-  ``/scale`` and ``/low``); all dense weights, ``dense/P``; and for a growing field,
-  ``vocabulary/V/keys`` and ``/ids`` int64 [n], where id 1 means that the key no longer has a row.
-* ``delta.json``: number, digests of base, predecessor and file, run, step, time, and the numbers of
-  keys by vocabulary: ``vocabulary`` with new ids, and ``removed``.
+A folder of exports contains bundles ``step-N``, the newest of which is served. The deltas of a
+bundle are the folders ``deltas/000001``, ``deltas/000002``, ... in the bundle's folder. A delta
+consists of two files:
+* ``values.safetensors``: the changed rows ``tables/T/rows`` int64 [n], ascending; the values of
+  these rows under the names that the table has in ``model.safetensors`` (``tables/T``, or
+  ``tables/T/int8``, ``/scale`` and ``/low``); all dense weights, ``dense/P``; and for growing
+  fields, ``vocabulary/V/keys`` and ``/ids`` int64 [n], where id 1 means that the key no longer has
+  a row.
+* ``delta.json``: the delta's number, run, step and time; the digests of the bundle, of the
+  predecessor and of the values file; and for each vocabulary, the number of keys with new ids
+  (``vocabulary``) and of removed keys (``removed``).
 
-All values are from one training step. Each delta contains the digest of its predecessor, so that
-readers detect gaps. Folders are written under a temporary name and then renamed.
+All values of a delta are from one training step. Each delta contains the digest of its predecessor,
+so that readers detect missing deltas. A delta's folder is written under a temporary name and then
+renamed.
 """
 
 import hashlib
@@ -48,11 +53,11 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaHead:
-    """Identifies a delta: ``number`` counts from 1, and ``time`` is in seconds since 1970.
+    """Identifies a delta. ``number`` counts from 1; ``time`` is in seconds since 1970.
 
-    ``base`` is the digest of the bundle, ``previous`` is the digest of delta ``number - 1`` or, for
-    delta 1, of the bundle. ``step`` is the training step of all values, and ``checkpoint`` is the
-    digest of the run's checkpoint that has these values.
+    ``base`` is the digest of the bundle; ``previous`` is the digest of delta ``number - 1`` or, for
+    delta 1, of the bundle. ``step`` is the training step of all values; ``checkpoint`` is the
+    digest of the checkpoint with these values.
     """
 
     number: int
@@ -66,11 +71,12 @@ class DeltaHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """A delta that was read and verified.
+    """A delta whose files were read and verified.
 
-    ``tables`` has, by table, the changed rows int64 [n], and their values by suffix: ``""``, or
-    ``/int8``, ``/scale`` and ``/low``. ``dense`` has all dense weights by name. ``vocabulary`` has
-    keys and ids int64 [n] of growing fields. The tensors are views of a memory map.
+    ``tables`` contains, for each table, the changed rows int64 [n] and their values by suffix:
+    ``""``, or ``/int8``, ``/scale`` and ``/low``. ``dense`` contains all dense weights by name.
+    ``vocabulary`` contains keys and ids int64 [n] of growing fields. The tensors are views of a
+    memory map.
     """
 
     head: DeltaHead
@@ -86,7 +92,9 @@ def digest_of(bundle: Path) -> str:
 
 
 def newest_bundle(folder: Path) -> Path:
-    """Return ``folder`` if it is a bundle, else the bundle ``step-N`` in it with the largest N."""
+    """Return ``folder`` if it is a bundle, else the bundle ``step-N`` in ``folder`` with the
+    largest N.
+    """
     if (folder / BUNDLE_FILE).is_file():
         return folder
     bundles = bundles_in(folder)
@@ -105,15 +113,16 @@ def bundles_in(folder: Path) -> list[Path]:
 
 
 def delta_folder(bundle: Path, number: int) -> Path:
-    """Return the folder of a bundle's delta ``number``, whether or not it exists."""
+    """Return the folder of delta ``number`` of a bundle, whether or not the delta exists."""
     return bundle / DELTAS_FOLDER / f"{number:06d}"
 
 
 class DeltaWriter:
-    """Writes one delta of ``bundle``; ``tensors`` are the dtypes and shapes of its values.
+    """Writes one delta of ``bundle``; ``tensors`` contains the dtypes and shapes of the delta's
+    values.
 
-    ``append`` the rows of each tensor in order, in pieces of any size; ``close`` publishes the
-    delta and returns its digest.
+    Call ``append`` with the rows of each tensor in order, in pieces of any size, and then
+    ``close``, which publishes the delta and returns its digest.
     """
 
     def __init__(
@@ -133,7 +142,9 @@ class DeltaWriter:
         self._counts: dict[str, dict[str, int]] = {"removed": {}, "vocabulary": {}}
 
     def append_keys(self, name: str, keys: Tensor, ids: Tensor) -> None:
-        """Write all keys of a vocabulary with new ids, or with RARE_ID if they have no row."""
+        """Write all changed keys of a vocabulary with their new ids, or with RARE_ID if they no
+        longer have a row.
+        """
         self.append(f"{_VOCABULARY}{name}/keys", keys)
         self.append(f"{_VOCABULARY}{name}/ids", ids)
         num_removed = int((ids == RARE_ID).sum())
@@ -141,7 +152,7 @@ class DeltaWriter:
         self._counts["vocabulary"][name] = len(ids) - num_removed
 
     def append(self, name: str, values: Tensor) -> None:
-        """Write the next rows of a tensor."""
+        """Write the next rows of the tensor ``name``."""
         values = values.detach().cpu().contiguous()
         if values.dtype == torch.bfloat16:
             values = values.view(torch.int16)
@@ -149,8 +160,8 @@ class DeltaWriter:
         self._num_rows[name] += len(values) if values.ndim else 1
 
     def close(self) -> str:
-        """Complete the delta, and return its digest."""
-        with self._file:  # checks that every value was written
+        """Complete and publish the delta; return its digest."""
+        with self._file:  # closing the file checks that every value was written
             pass
         path, head = self._work / VALUES_FILE, self._head
         with path.open("rb") as file:
@@ -179,8 +190,8 @@ class DeltaWriter:
 
 def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
     """Read and verify delta ``number``; ``previous`` is the digest of its predecessor. Raises
-    FileNotFoundError if the delta does not exist yet, and DataError if it is damaged or belongs to
-    another chain.
+    FileNotFoundError if the delta does not exist yet, and DataError if it is damaged or does not
+    continue the chain of deltas.
     """
     folder = delta_folder(bundle, number)
     head, digest, values = read_head(folder)
@@ -214,8 +225,9 @@ def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
 
 
 def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
-    """Return the head of a delta, its digest, and the size and SHA-256 of its values. Raises
-    FileNotFoundError if there is no delta, and DataError for a damaged file or an unknown format.
+    """Return the head of the delta in ``folder``, its digest, and the size and SHA-256 of its
+    values. Raises FileNotFoundError if there is no delta, and DataError for a damaged file or an
+    unknown format.
     """
     path = folder / DELTA_FILE
     try:
@@ -240,7 +252,7 @@ def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
 
 
 def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Verify the digest of the file and return its tensors by name."""
+    """Verify the digest of the values file; return its tensors by name."""
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,9 +1,9 @@
-"""Scores a single row in one compiled call. After a pause, the caches of the CPU are cold, and then
-the dozens of torch calls for one row take several times as long as the arithmetic. Only
+"""Scores a single row in one compiled call. After a pause, when the CPU's caches are cold, the
+dozens of torch calls for one row take several times as long as the arithmetic. Only
 ``encoder_loops`` imports this module, which needs numba.
 
-The dense part becomes a program over one array of float32 values. Models with other operations than
-those of ``_COMPILERS`` are scored with torch only.
+The dense part is compiled into a program over one array of float32 values. Models with operations
+that are not in ``_COMPILERS`` are scored with torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ _Span = tuple[int, int]  # start and size of a value in the array
 _Step = tuple[int, int, int, int, int, int, int]
 
 
-@compiled_fast  # the terms of a sum may be reordered, so that vector instructions fit
+@compiled_fast  # may reorder the terms of a sum, which allows vector instructions
 def multiply(weights: Array, x: Array, out: Array) -> None:
     """Write the product of ``weights`` [outputs, inputs] and ``x`` [inputs] to ``out``."""
     for k in range(out.size):
@@ -32,8 +32,9 @@ def multiply(weights: Array, x: Array, out: Array) -> None:
 
 @compiled
 def run_steps(steps: Array, weights: Array, x: Array) -> None:
-    """Run the ``steps`` [n, 7] (operation, output, a, b, size, terms, bias), where the output and
-    the arguments a and b are positions in ``x``, and b of LINEAR is a position in ``weights``.
+    """Run ``steps`` [n, 7], each of which is (operation, output, a, b, size, terms, bias). Output,
+    a, and b are positions in ``x``, except that b of LINEAR, like bias, is a position in
+    ``weights``.
     """
     for number in range(steps.shape[0]):
         operation, start, a, b, size, terms, bias = steps[number]
@@ -64,7 +65,7 @@ def run_steps(steps: Array, weights: Array, x: Array) -> None:
 
 
 class SingleRow:
-    """The program of a model, made by ``compile_row``."""
+    """A program that computes the logit of one row of a model, made by ``compile_row``."""
 
     def __init__(
         self, spans: Sequence[_Span], dense: _Span, output: int, size: int, steps: Array,
@@ -74,7 +75,7 @@ class SingleRow:
         self._steps, self._names, self._weights = steps, names, weights
 
     def with_weights(self, weights: Mapping[str, Any]) -> "SingleRow":
-        """Return the program with the weights (tensors) by name."""
+        """Return the same program with other weights, given as tensors by name."""
         flat = _flat([weights[name] for name in self._names])
         rest = self._output, self._size, self._steps, self._names
         return SingleRow(self._spans, self._dense, *rest, flat)
@@ -84,7 +85,7 @@ class SingleRow:
     ) -> float | None:
         """Return the logit of a row with ``ids`` [1, columns] and ``dense`` [1, values].
 
-        Returns None if an id is not a row of its table, or if the rows must be converted.
+        Returns None if an id is not a row of its table, or if the store must convert its rows.
         """
         x = np.empty(self._size, dtype=np.float32)
         for gather, store, (start, size) in zip(gathers, stores, self._spans, strict=True):
@@ -97,11 +98,11 @@ class SingleRow:
 
 
 class _Unsupported(Exception):
-    """Raised if the program cannot express a model."""
+    """Raised if a program cannot express a model."""
 
 
 class _Program:
-    """The steps so far, and where each value is."""
+    """A program under construction: the steps so far, and the place of each value."""
 
     def __init__(self, weights: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         self.size, self.steps = 0, list[_Step]()
@@ -118,7 +119,7 @@ class _Program:
         return out
 
     def value(self, argument: Any) -> _Span:
-        """Return the place of an argument that is computed for each row."""
+        """Return the place of an argument that depends on the row."""
         if not isinstance(argument, dict) or argument.get("ref") not in self.values:
             raise _Unsupported
         return self.values[argument["ref"]]
@@ -198,7 +199,8 @@ def compile_row(
     num_dense: int,
     weights: Mapping[str, Any],
 ) -> SingleRow | None:
-    """Return the program of a model of float32 values, or None if it needs other operations.
+    """Return the program of a model of float32 values, or None if a program cannot express the
+    model.
 
     ``dims`` are the widths of the rows in the stores.
     """
@@ -242,7 +244,7 @@ def _output(
     program: _Program, segments: Sequence[Segment], spans: Sequence[_Span], dims: Sequence[int],
     *, sums: bool,
 ) -> _Span:  # fmt: skip
-    """Return the place of an output's vectors, pooled and joined."""
+    """Return the place of an output's vectors after pooling and concatenation."""
     parts: list[_Span] = []
     for segment in segments:
         dim, count = dims[segment.store], segment.stop - segment.start

@@ -1,9 +1,9 @@
 """Encodes raw rows for a model: the ids of categories, and transformed dense values.
 
-The result equals the rows of ``sbpflow encode``. This module needs only numpy, because it is part
-of a bundle's ``scorer.py``. If numba is installed, ``encoder_loops`` does the same in a single
-pass. ``model.json`` describes the columns (``input``), and ``vocabulary.safetensors`` has the ids
-of all values.
+The results are the same as those of ``sbpflow encode``. This module needs only numpy, because it is
+part of a bundle's ``scorer.py``. If numba is installed, ``encoder_loops`` encodes the rows in a
+single pass instead. ``model.json`` describes the columns (``input``), and
+``vocabulary.safetensors`` contains the ids of all values.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -38,11 +38,12 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Encoded rows: ``ids`` int32 [n, columns], ``dense`` float32 [n, fields], and lists.
+    """Encoded rows: ``ids`` int32 [n, columns], ``dense`` float32 [n, values], and lists.
 
-    ``bags`` maps ragged fields to (values int32, lengths int32 [n]), with weights float32 if
-    weighted. ``missing`` and ``unknown`` count empty values and values without an id, by column.
-    ``keys`` has the keys int64 [n] of growing fields that crosses hash, by column of ``ids``.
+    ``bags`` maps ragged fields to (values int32, lengths int32 [n]), or to (values, lengths,
+    weights float32) if they have weights. ``missing`` and ``unknown`` count missing values and
+    values without an id, by column. ``keys`` maps a column of ``ids`` to the keys int64 [n] of the
+    column's field, for growing fields that crosses hash.
     """
 
     ids: NDArray[np.int32]
@@ -54,9 +55,10 @@ class Encoded:
 
 
 class Cells(NamedTuple):
-    """The cells of rows: numbers float64 [rows, dense], where NaN means missing, and keys.
+    """The parsed cells of rows: ``numbers`` float64 [rows, dense], where NaN means missing, and
+    keys.
 
-    ``keys`` uint64, ``checks`` uint32, and ``missing`` bool are [rows, categories].
+    ``keys`` uint64, ``checks`` uint32, and ``missing`` bool have shape [rows, categories].
     """
 
     numbers: Array
@@ -66,7 +68,9 @@ class Cells(NamedTuple):
 
     @staticmethod
     def empty(num_rows: int, num_dense: int, num_keys: int) -> "Cells":
-        """Return zeros [rows, dense] and [rows, keys]."""
+        """Return cells of zeros, with numbers [num_rows, num_dense] and keys [num_rows,
+        num_keys].
+        """
         shape = (num_rows, num_keys)
         return Cells(
             np.zeros((num_rows, num_dense)),
@@ -77,8 +81,9 @@ class Cells(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Dense values float32 [rows, values], the number of missing values of each dense field, and
-    the numbers [2, fields] of missing and unknown values of single values and pairs.
+    """``dense`` float32 [rows, values]; ``absences``, the number of missing values of each dense
+    field; ``counts`` [2, fields], the numbers of missing and of unknown values of single values and
+    pairs.
     """
 
     dense: NDArray[np.float32]
@@ -88,7 +93,7 @@ class Finished(NamedTuple):
 
 class Vocabularies:
     """The hash tables (open addressing) of all vocabularies, in three arrays. An empty slot has key
-    0 and RARE_ID. ``checks`` has one entry per id of a string vocabulary.
+    0 and id RARE_ID. ``checks`` has one entry per id of each string vocabulary.
     """
 
     def __init__(
@@ -103,8 +108,8 @@ class Vocabularies:
         self.added = added or {}
 
     def places_of(self, names: Sequence[str]) -> Array:
-        """Return int64 [3, names]: each vocabulary's start, capacity, and start of its checks (or
-        -1).
+        """Return int64 [3, names]: the start of each vocabulary, its capacity, and the start of its
+        checks, or -1 if it has no checks.
         """
         places = [self.places[name] for name in names]
         checks = [-1 if place["checks"] is None else place["checks"] for place in places]
@@ -112,8 +117,8 @@ class Vocabularies:
         return np.array([starts, sizes, checks], dtype=np.int64)
 
     def look_up(self, places: Array, cells: Cells) -> NDArray[np.int32]:
-        """Return the ids int32 [rows, fields] of keys [rows, fields]; ``places_of`` gives
-        ``places``.
+        """Return the ids int32 [rows, fields] of the cells' keys; ``places`` is the result of
+        ``places_of`` for the fields' vocabularies.
         """
         start, capacity, first_check = places
         spread = (cells.keys * np.uint64(GAMMA)) >> np.uint64(32)
@@ -126,7 +131,7 @@ class Vocabularies:
         return ids
 
     def add_new(self, name: str, ids: Array, keys: Array, checks: Array) -> None:
-        """Overwrite ``ids`` [n] for keys whose entries ``with_entries`` added."""
+        """Overwrite the ids [n] of those keys [n] whose entries were added by ``with_entries``."""
         if name not in self.added or not len(self.added[name][0]):
             return
         new_keys, new_ids, new_checks = self.added[name]
@@ -151,14 +156,14 @@ class Vocabularies:
         return ids
 
     def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Vocabularies":
-        """Return vocabularies with additional (keys, ids) or (keys, ids, checks), by name. A later
-        entry for a key replaces earlier ones, and RARE_ID removes the key.
+        """Return vocabularies with additional (keys, ids) or (keys, ids, checks), by name. A new
+        entry of a key replaces the key's earlier entry, and the id RARE_ID removes the key.
         """
         added = dict(self.added)
         for name, (keys, ids, *rest) in entries.items():
             checks = rest[0] if rest else np.zeros(len(keys), dtype=np.uint32)
             old = added.get(name, (keys[:0], ids[:0], checks[:0]))
-            # unique keeps the first entry of a key
+            # new entries come first, because np.unique keeps the first entry of a key
             parts = zip((keys, ids, checks), old, strict=True)
             joined = [np.concatenate(part) for part in parts]
             _, first = np.unique(joined[0], return_index=True)
@@ -167,10 +172,10 @@ class Vocabularies:
 
 
 class Encoder:
-    """Encodes rows by the ``input`` of a bundle's model.json.
+    """Encodes rows as described by ``input`` in the model.json of a bundle.
 
-    ``loops`` is the module ``encoder_loops``, or None to use numpy. ``crossed`` are the columns of
-    ids that need ``Encoded.keys``.
+    ``loops`` is the module ``encoder_loops``, or None to use numpy. ``crossed`` contains the
+    columns of ids for which ``Encoded.keys`` is computed.
     """
 
     def __init__(
@@ -208,11 +213,13 @@ class Encoder:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return the columns of rows in the order of text lines."""
+        """Return the columns of raw rows in the order of text lines."""
         return self.raw.columns
 
     def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Encoder":
-        """Return an encoder that also knows (keys, ids) or (keys, ids, checks) by vocabulary."""
+        """Return an encoder with additional entries (keys, ids) or (keys, ids, checks) by
+        vocabulary.
+        """
         vocabularies = self.vocabularies.with_entries(entries)
         other = Encoder(self.content, vocabularies, crossed=self.crossed)
         other._compiled = self._compiled
@@ -225,8 +232,8 @@ class Encoder:
         return self.encode_columns(self.raw.columns_of(rows))
 
     def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
-        """Encode columns of equal length, by name: numpy arrays (plain or masked) or lists of
-        cells.
+        """Encode columns of equal length, by name. A column is a numpy array (plain or masked) or a
+        list of cells.
         """
         self.raw.check_names(0, columns)
         required = self.raw.required
@@ -247,7 +254,7 @@ class Encoder:
         return self._encoded(cells, columns)
 
     def _encoded(self, cells: Cells, columns: Mapping[str, Any]) -> Encoded:
-        """Return the rows of ``cells``, and of the list columns in ``columns``."""
+        """Encode the rows of ``cells`` and of the list columns in ``columns``."""
         num_rows = len(cells.numbers)
         ids = np.zeros((num_rows, self._width), dtype=np.int32)
         finished = None if self._compiled is None else self._compiled.finish(cells, ids)
@@ -274,13 +281,13 @@ class Encoder:
                 rows = np.repeat(np.arange(num_rows), bag[1])
                 column = self.id_columns[entry["name"]]
                 ids[rows, column + place] = bag[0]
-                if column in self.crossed:  # crosses use only lists of one value
+                if column in self.crossed:  # only lists of one value can be crossed
                     keys[column] = np.full(num_rows, MISSING_KEY)
                     keys[column][rows] = _signed_keys(values, 0)
         return Encoded(ids, dense, bags, missing, unknown, keys)
 
     def _check_finite(self, numbers: NDArray[np.float32], cells: Cells) -> None:
-        """Raise RowError for an infinite value of a column without limits."""
+        """Raise RowError for the first infinite value of a column without clipping limits."""
         infinite = np.isinf(numbers)
         if infinite.any():
             for row, column in np.argwhere(infinite).tolist():
@@ -291,8 +298,8 @@ class Encoder:
                     raise RowError(row, entry["name"], value, rule)
 
     def _finish(self, cells: Cells, ids: NDArray[np.int32]) -> Finished:
-        """Write the ids of single values, pairs, and buckets; return the dense values and the
-        counts.
+        """Write the ids of single values, pairs, and buckets to ``ids``; return the dense values
+        and the counts.
         """
         with np.errstate(over="ignore"):
             numbers = cells.numbers.astype(np.float32)
@@ -324,12 +331,14 @@ class Encoder:
         return Finished(values, mask.sum(0), self._counts(ids))
 
     def _counts(self, ids: NDArray[np.int32]) -> Array:
-        """Return the numbers [2, fields] of missing and unknown single values and pairs."""
+        """Return the numbers [2, fields] of missing and of unknown values, for single values and
+        pairs.
+        """
         own = ids[:, self._keyed_columns]
         return np.stack([(own == value).sum(0) for value in (MISSING_ID, RARE_ID)])
 
     def _with_pairs(self, cells: Cells) -> Cells:
-        """Return the cells with the keys of pairs appended to those of single values."""
+        """Return ``cells`` with the keys of pairs appended to the keys of single values."""
         if not self.pairs:
             return cells
         keys, checks, missing = [cells.keys], [cells.checks], [cells.missing]
@@ -350,7 +359,7 @@ class Encoder:
                 self.vocabularies.add_new(entry["vocabulary"], column, keys, checks)
 
     def _crossed_keys(self, cells: Cells) -> dict[int, NDArray[np.int64]]:
-        """Return ``Encoded.keys`` of single values and pairs."""
+        """Return ``Encoded.keys`` for single values and pairs."""
         if not self.crossed:
             return {}
         keyed = self._with_pairs(cells)
@@ -361,7 +370,7 @@ class Encoder:
         }
 
     def ids_of(self, entry: Entry, cells: Cells) -> NDArray[np.int32]:
-        """Return the ids int32 [n] of one field's cells."""
+        """Return the ids int32 [n] of one field, whose keys are in column 0 of ``cells``."""
         if entry["vocabulary"]:
             places = self.vocabularies.places_of([entry["vocabulary"]])
             ids = self.vocabularies.look_up(places, cells)[:, 0]
@@ -374,7 +383,7 @@ class Encoder:
 
 
 def _list_cells(entry: Entry, columns: Mapping[str, Any]) -> tuple[Lists, Cells]:
-    """Return the lists of a column, and the keys of all their values."""
+    """Return the lists of a column, and the keys of all values in them."""
     listed = read_list(entry, columns)
     cells = Cells.empty(len(listed.values), 0, 1)
     _read_keys(listed.values, entry["name"], entry["kind"], *(part[:, 0] for part in cells[1:]))
@@ -382,13 +391,13 @@ def _list_cells(entry: Entry, columns: Mapping[str, Any]) -> tuple[Lists, Cells]
 
 
 def _signed_keys(cells: Cells, number: int) -> NDArray[np.int64]:
-    """Return the keys [n] of a field as signed integers, as in a prepared set."""
+    """Return the keys [n] of field ``number`` as signed integers, as in a prepared set."""
     keys = cells.keys[:, number].view(np.int64)
     return np.where(cells.missing[:, number], np.int64(MISSING_KEY), keys)
 
 
 def _id_columns(fields: Sequence[Entry]) -> tuple[dict[str, int], int]:
-    """Return the first column of each field that is not ragged, and the number of columns."""
+    """Return the first id column of each field that is not ragged, and the number of id columns."""
     columns: dict[str, int] = {}
     width = 0
     for entry in fields:
@@ -399,8 +408,8 @@ def _id_columns(fields: Sequence[Entry]) -> tuple[dict[str, int], int]:
 
 
 def _read_numbers(cells: Any, entry: Entry, out: NDArray[np.float64]) -> None:
-    """Write the numbers of a dense column, with NaN for missing cells; raise RowError for the first
-    bad cell.
+    """Write the numbers of a dense column to ``out``, with NaN for missing cells; raise RowError
+    for the first bad cell.
     """
     misfit = -1
     if isinstance(cells, np.ndarray) and cells.dtype.kind in "iufb":
@@ -430,7 +439,9 @@ def _read_numbers(cells: Any, entry: Entry, out: NDArray[np.float64]) -> None:
 def _read_keys(
     cells: Any, name: str, kind: str, keys: Array, checks: Array, missing: Array
 ) -> None:
-    """Write the keys, checks, and mask of a category column; raise RowError for a bad cell."""
+    """Write the keys, checks, and missing mask of a category column; raise RowError for the first
+    bad cell.
+    """
     if isinstance(cells, np.ndarray) and cells.dtype.kind in "iu" and kind == "integer":
         values = np.ma.getdata(cells)
         if values.dtype != np.uint64:

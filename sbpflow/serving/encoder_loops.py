@@ -1,6 +1,6 @@
 """Encodes rows in single passes compiled by numba, where numpy would need dozens of calls.
 ``scorer`` imports this module only if numba is installed. Every loop gives the same results as the
-rules in ``cells``, which handle the rarer forms of text.
+functions in ``cells``, which also parse the forms of text that the loops do not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +30,18 @@ _FACTOR, _MIX_1, _MIX_2 = U64(GAMMA), U64(0xFF51AFD7ED558CCD), U64(0xC4CEB9FE1A8
 _LARGEST = float(np.finfo(np.float32).max)
 _NUMBERS, _TEXTS = frozenset((int, float, str, NoneType)), frozenset((str, NoneType))
 _POWERS = 10.0 ** np.arange(23)
-"""Powers of ten that float64 represents exactly"""
+"""The powers of ten that float64 represents exactly."""
 _NIBBLES = np.full(256, 255, dtype=U8)
-"""The value of each hexadecimal digit, and 255 for other characters"""
+"""The value of each character as a hexadecimal digit, or 255 if it is not one."""
 _NIBBLES[list(b"0123456789abcdef")] = range(16)
 _NIBBLES[list(b"ABCDEF")] = range(10, 16)
 
 
 @compiled
 def _integer(text: Array, at: int, stop: int, most: int) -> tuple[Any, bool]:
-    """Return text[at:stop] as an integer, and whether it is one of at most ``most`` digits."""
+    """Return text[at:stop] as an integer, and whether it is an integer of at most ``most``
+    digits.
+    """
     negative = text[at] == _MINUS
     at += negative
     if stop == at or stop - at > most:
@@ -55,8 +57,9 @@ def _integer(text: Array, at: int, stop: int, most: int) -> tuple[Any, bool]:
 
 @compiled
 def _real(text: Array, at: int, stop: int, powers: Array) -> tuple[float, bool]:
-    """Return text[at:stop] as a decimal number, and whether it has at most 15 digits and an exact
-    power of ten. Both factors are then exact in float64, so the result is rounded correctly.
+    """Return text[at:stop] as a decimal number, and whether it is a number of at most 15 digits
+    times an exact power of ten. float64 represents both of these factors exactly, so their product
+    is rounded correctly.
     """
     negative = text[at] == _MINUS
     at += negative
@@ -101,10 +104,12 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
     checks: Array,
     missing: Array,
 ) -> bool:
-    """Parse lines into ``numbers`` [rows, dense], and ``keys``, ``checks``, ``missing`` [rows, n].
+    """Parse text lines into ``numbers`` [rows, dense] and ``keys``, ``checks``, ``missing`` [rows,
+    n].
 
-    ``kinds`` and ``targets`` [columns] give each cell's kind and its column in the outputs. Returns
-    False if a cell has a rarer form, or if the number of lines or cells is wrong.
+    ``kinds`` and ``targets`` [columns] contain each cell's kind and its column in the outputs.
+    Returns False if a cell has a form that only ``cells`` parses, or if the number of lines or
+    cells is wrong.
     """
     at, end, columns = 0, text.size, kinds.size
     for row in range(numbers.shape[0]):
@@ -149,7 +154,9 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
                     keys[row, target], check = digest(text, start, at)
                     checks[row, target] = U32(check & U64(0xFFFFFFFF))
                 else:
-                    raise ValueError("a kind of cell must be one of the constants of this module")
+                    raise ValueError(
+                        "the kind of a cell must be one of the constants of this module"
+                    )
             at += 1
     return at == end
 
@@ -168,11 +175,11 @@ def transform_numbers(
     ids: Array,
     absences: Array,
 ) -> bool:
-    """Write the transformed ``numbers`` [rows, columns] to ``dense``, and buckets to ``ids``, and
-    add the missing values of each column to ``absences``.
+    """Write the transformed ``numbers`` [rows, columns] to ``dense`` and the ids of buckets to
+    ``ids``; add the number of missing values of each column to ``absences``.
 
     ``flags`` [columns] contains each column's missing-value indicator column, or -1. Returns False
-    if a number without limits is infinite as a float32.
+    if a number in a column without clipping limits is infinite in float32.
     """
     for row in range(numbers.shape[0]):
         for column in range(codes.size):
@@ -224,11 +231,12 @@ def look_up(
     ids: Array,
     counts: Array,
 ) -> None:
-    """Write the ids of single values and then of pairs to their ``columns`` of ``ids``, and add
-    their missing and unknown values to ``counts`` [2, fields].
+    """Write the ids of single values and then of pairs to their ``columns`` of ``ids``; add the
+    numbers of missing and unknown values to ``counts`` [2, fields].
 
-    ``parts`` [fields, 3] is (left, right, both are hex), or (value, -1, 0). ``where`` [fields, 4]
-    is a vocabulary's start, capacity, and first check (or -1), or (-1, rows, 0, salt as int64).
+    A row of ``parts`` [fields, 3] is (left, right, whether both are hex) for a pair, or (value, -1,
+    0). A row of ``where`` [fields, 4] is (start, capacity, first check or -1, 0) of a vocabulary,
+    or (-1, rows, 0, salt as int64) for a field without a vocabulary.
     """
     for row in range(ids.shape[0]):
         for number in range(columns.size):
@@ -277,10 +285,9 @@ def gather_rows(
     extra: Array,
     out: Array,
 ) -> bool:
-    """Write the rows of ``ids`` [n, ids] to ``out`` [n, columns, dim]; return False if an id is not
-    a row of its table. ``first`` and ``limits`` are the first row and the number of rows of each
-    column's table. ``slots`` and ``extra`` describe the changed rows of a store; ``slots`` is empty
-    if there are none.
+    """Write the table rows of ``ids`` [n, ids] to ``out`` [n, columns, dim]; return False if an id
+    is not a row of its table. ``first`` and ``limits`` contain the first row and the number of rows
+    of each column's table. ``base``, ``slots``, and ``extra`` are the ``Store.arrays``.
     """
     num_rows, dim = base.shape
     for row in range(ids.shape[0]):
@@ -321,7 +328,7 @@ def encode_cells(
 
 
 class CompiledInput:
-    """Arrays that describe an encoder's columns, as the loops need them."""
+    """Describes an encoder's columns as arrays, and encodes rows with the compiled loops."""
 
     def __init__(self, encoder: Encoder) -> None:
         content, singles, pairs = encoder.content, encoder.singles, encoder.pairs
@@ -390,11 +397,13 @@ class CompiledInput:
         names = sorted(self._kinds, key=lambda name: self._kinds[name][0] in (HEX, STRING))
         kinds = [self._kinds[name][0] for name in names]
         self._num_numbers = len(names) - kinds.count(HEX) - kinds.count(STRING)
-        self._cells_of = itemgetter(*names) if len(names) > 1 else None  # else, not a tuple
+        self._cells_of = itemgetter(*names) if len(names) > 1 else None  # one name gives no tuple
         self._dict_kinds, self._dict_targets = self._targets(names)
 
     def parse(self, rows: Any) -> Cells | None:
-        """Return the cells of text lines, or None for other rows and for text in rarer forms."""
+        """Return the cells of rows, or None for rows and forms of text that the loops do not
+        parse.
+        """
         if not self._parses or not len(rows):
             return None
         if isinstance(rows, list) and type(rows[0]) is dict:
@@ -411,7 +420,7 @@ class CompiledInput:
         if b"\r" in text or (raw.quote is not None and raw.quote.encode() in text):
             return None
         if not text.isascii() and isinstance(rows, bytes):
-            text_of(rows, raw.header)  # raises RowError if it is not UTF-8
+            text_of(rows, raw.header)  # raises RowError for text that is not UTF-8
         text = text if text.endswith(b"\n") else text + b"\n"
         first = text[: text.index(b"\n")]
         if raw.header:
@@ -438,9 +447,10 @@ class CompiledInput:
     def _parse_dicts(
         self, rows: list[Mapping[str, Any]], cells_of: Callable[[Any], Sequence[Any]]
     ) -> Cells | None:
-        """Return the cells of dicts, or None for other rows and for rarer types of cells.
+        """Return the cells of dicts, or None for types of cells that the loops do not parse.
 
-        The cells are written as text lines, because a Python call per cell takes longer.
+        The cells are formatted as text lines and parsed, which is faster than a Python call per
+        cell.
         """
         lines: list[str] = []
         numbers = self._num_numbers
@@ -459,7 +469,7 @@ class CompiledInput:
             return None
         num_rows, num_tabs = len(rows), len(rows) * (len(self._dict_kinds) - 1)
         if text.count(b"\n") != num_rows or text.count(b"\t") != num_tabs:
-            return None  # a cell contains one of these characters
+            return None  # a cell contains a separator or a newline
         return self._parse_lines(text, num_rows, "\t", self._dict_kinds, self._dict_targets)
 
     def _targets(self, names: Sequence[str]) -> tuple[Array, Array]:
@@ -468,8 +478,8 @@ class CompiledInput:
         return np.array(kinds, dtype=np.int64), np.array(targets, dtype=np.int64)
 
     def finish(self, cells: Cells, ids: NDArray[np.int32]) -> Finished | None:
-        """Write the ids of single values, pairs, and buckets; return the dense values and the
-        counts, or None if a number is infinite.
+        """Write the ids of single values, pairs, and buckets to ``ids``; return the dense values
+        and the counts, or None if a number is infinite.
         """
         dense = np.empty((len(ids), self.width), dtype=np.float32)
         absences = np.zeros(self._num_dense, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Follows the folder of a served model: applies its deltas, and loads its newer bundles.
+"""Follows the folder of a served model: applies new deltas, and loads newer bundles.
 
-A new version shares all unchanged values with its predecessor and replaces it by a single
-assignment, so no request waits or sees a mixture. After an error, the server keeps the current
-version, whose age grows in the metrics until a good delta or a newer bundle appears.
+A new version shares all unchanged values with the current version and replaces it by a single
+assignment, so no request waits or sees values of two versions. After an error, the server keeps the
+current version, whose age grows in the metrics until a good delta or a newer bundle appears.
 """
 
 import logging
@@ -33,11 +33,11 @@ Load = Callable[[Path], Model]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelVersion:
-    """A version of a model: ``bundle`` with its first ``number`` deltas.
+    """A version of a model: the bundle in ``bundle`` with its first ``number`` deltas.
 
-    ``stamp`` identifies the bundle's file, ``base`` is its digest, ``last`` is the digest of the
-    last delta or of the bundle, and ``trained`` is the time of the values in seconds since 1970
-    (of a bundle, the time of its export).
+    ``stamp`` identifies the bundle's file; ``base`` is the digest of the bundle; ``last`` is the
+    digest of the last delta or, without deltas, of the bundle; ``trained`` is the time of the
+    values in seconds since 1970 (for a bundle, the time of its export).
     """
 
     model: Model
@@ -55,7 +55,7 @@ class ModelVersion:
 
 
 class Follower:
-    """Tracks the newest good version of the model in ``folder``.
+    """Provides the newest good version of the model in ``folder``.
 
     ``folder`` is a bundle, or a folder of bundles ``step-N``. ``load`` loads and checks a bundle.
     ``count`` is called with the name of each event (``metrics.COUNTERS``).
@@ -68,18 +68,18 @@ class Follower:
         self.version = self._replayed(newest_bundle(folder))
 
     def poll(self) -> bool:
-        """Look for a newer version, and return whether there is one."""
+        """Look for a newer version; return whether ``version`` has been replaced."""
         old = self.version
         try:
             bundle = newest_bundle(self._folder)
             if bundle != old.bundle or _stamp(bundle / BUNDLE_FILE) != old.stamp:
                 return self._reload(bundle, only_newer=False)
             if self._refused == self._stamps_of_next():
-                return False  # already rejected, so do not read it again
+                return False  # these files are already rejected, so they are not read again
             following = self._next(old)
         except (DataError, BundleError, OSError) as error:
             self._refuse(self._stamps_of_next(), error)
-            # The chain may have been rewritten.
+            # The bundle and its deltas may have been rewritten.
             return self._reload(old.bundle, only_newer=True)
         if following is not None:
             self.version = following
@@ -107,7 +107,7 @@ class Follower:
         logger.error("%s; version %s is kept", error, self.version.text)
 
     def _replayed(self, bundle: Path) -> ModelVersion:
-        """Load a bundle and all its good deltas."""
+        """Load a bundle and its deltas, up to the first bad or missing delta."""
         stamp, base = _stamp(bundle / BUNDLE_FILE), digest_of(bundle)
         model = self._load(bundle)
         version = ModelVersion(
@@ -130,7 +130,7 @@ class Follower:
         return version
 
     def _next(self, version: ModelVersion) -> ModelVersion | None:
-        """Apply the next delta; return None if there is none yet.
+        """Return ``version`` with the next delta applied, or None if there is no next delta yet.
 
         Raises DataError for a bad delta.
         """
@@ -173,9 +173,9 @@ class Follower:
 
 
 def _values(parts: Mapping[str, Tensor]) -> Tensor:
-    """Return the values of changed rows.
+    """Return the values of changed rows as floats.
 
-    Quantizing the values of 8-bit rows again gives the same rows.
+    8-bit rows are converted here and quantized again by the store, which gives the same rows.
     """
     if "/int8" not in parts:
         return parts[""]
@@ -183,7 +183,7 @@ def _values(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return numbers that change when the file is replaced, or () if there is no file."""
+    """Return numbers that change when the file is replaced, or () if the file does not exist."""
     try:
         status = path.stat()
     except OSError:

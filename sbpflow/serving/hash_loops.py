@@ -1,4 +1,6 @@
-"""Hashes texts in loops compiled by numba, as ``cells.string_key`` does with hashlib."""
+"""Computes the hashes of ``cells.string_key`` in loops compiled by numba, instead of with
+hashlib.
+"""
 
 from typing import Any
 

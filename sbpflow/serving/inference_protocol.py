@@ -1,8 +1,9 @@
-"""Implements the JSON of the Open Inference Protocol, version 2, as KServe and Triton define it.
+"""Reads and writes the JSON of the Open Inference Protocol, version 2, as defined by KServe and
+Triton.
 
-Each input is a column of the training table, with shape [rows] or [rows, 1] and datatype BYTES for
-text cells, or a number type. The output ``score`` [rows] is FP32. The binary tensor extension is
-not supported.
+Each input is a column of the training data, with shape [rows] or [rows, 1]; its datatype is BYTES
+for text cells, or a numeric type. The output ``score`` [rows] is FP32. The binary tensor extension
+is not supported.
 """
 
 import json
@@ -21,12 +22,12 @@ _EXAMPLE = '{"name": "C1", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]
 
 
 def server_metadata() -> bytes:
-    """Return the body for ``/v2``."""
+    """Return the body of the response to ``/v2``."""
     return _body({"name": "sbpflow", "version": SBPFLOW_VERSION, "extensions": []})
 
 
 def model_metadata(name: str, version: ModelVersion) -> bytes:
-    """Return the body for ``/v2/models/NAME``."""
+    """Return the body of the response to ``/v2/models/NAME``."""
     inputs = [
         {"name": column.name, "datatype": "BYTES", "shape": [-1]}
         for column in version.model.columns
@@ -45,7 +46,9 @@ def model_metadata(name: str, version: ModelVersion) -> bytes:
 
 
 def read_request(body: bytes, max_rows: int) -> tuple[str | None, dict[str, list[Any]]]:
-    """Return a request's ``id`` and its columns; raise BodyError for other bodies."""
+    """Return the ``id`` and the columns of a request; raise BodyError if the body is not a valid
+    request.
+    """
     request = read_json_body(body)
     if not isinstance(request, dict) or not isinstance(request.get("inputs"), list):
         raise BodyError(f'the body has no list "inputs"; use {{"inputs": [{_EXAMPLE}, ..]}}')

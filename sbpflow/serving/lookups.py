@@ -1,4 +1,4 @@
-"""Plans and runs the lookups of a bundle: one gather per store, and the outputs' vectors."""
+"""Plans and runs the lookups of a bundle, with one gather per store."""
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -15,29 +15,31 @@ from sbpflow.serving.row_store import Store
 
 
 class Lookup(NamedTuple):
-    """The rows of one feature in one table of a store."""
+    """The lookup of one feature's ids in one table of a store."""
 
     feature: str
     first: int
     rows: int
     columns: tuple[int, int] | None
-    """Columns of the ids, or None for a ragged feature"""
+    """The range of the feature's columns in ``Encoded.ids``, or None for a ragged feature."""
     averages: bool
 
 
 class Segment(NamedTuple):
-    """Part of an output's columns: vectors [start, stop) of a store's rows, or a ragged feature."""
+    """A part of an output's columns: the vectors [start, stop) that a store's gather returns, or
+    the pooled vector of a ragged feature.
+    """
 
     store: int
     start: int
     stop: int
     pools: bool
-    """The vectors are the ids of one feature"""
+    """Whether the vectors belong to the several ids of one feature and are pooled."""
     lookup: Lookup
 
 
 class Gather:
-    """Reads the rows for all lookups in one store, with a single gather.
+    """Reads the rows of all lookups in one store with a single gather.
 
     ``loops`` is the module ``encoder_loops``, or None to use torch.
     """
@@ -56,7 +58,9 @@ class Gather:
     def __call__(
         self, store: Store, ids: Array, encoded: Encoded, policy: str
     ) -> tuple[Tensor, dict[tuple[str, int], Tensor]]:
-        """Return the vectors of fixed ids [n, ids, dim], and of ragged features by first row."""
+        """Return the vectors [n, ids, dim] of features with a fixed number of ids, and the vectors
+        of ragged features by (feature, first row of the table).
+        """
         if self._loops is not None and not self.ragged and store.arrays and ids.dtype == np.int32:
             base = store.arrays[0]
             out = np.empty((len(ids), len(self.columns), base.shape[1]), dtype=base.dtype)
@@ -80,7 +84,8 @@ class Gather:
 
     def read(self, store: Store, ids: Array, out: Array) -> bool:
         """Write the vectors of ``ids`` int32 [n, columns] to ``out`` [n, ids, dim] in one compiled
-        call. Returns False if an id is not a row of its table, or if the rows must be converted.
+        call. Returns False if an id is not a row of its table, or if the store must convert its
+        rows.
         """
         arrays = store.arrays
         if self._loops is None or arrays is None or ids.dtype != np.int32:
@@ -89,7 +94,7 @@ class Gather:
 
 
 def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
-    """Apply the run's policy to out-of-range ids."""
+    """Apply the model's policy for out-of-range ids."""
     outside = (ids < 0) | (ids >= limit)
     if not outside.any():
         return ids
@@ -106,7 +111,7 @@ def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
 
 
 def bag_vectors(lookup: Lookup, vectors: Tensor, encoded: Encoded, dtype: torch.dtype) -> Tensor:
-    """Pool the vectors of a ragged feature's ids [values, dim] to one per row [n, dim]."""
+    """Pool the vectors [values, dim] of a ragged feature to one vector per row [n, dim]."""
     _, lengths, *weights = (torch.from_numpy(part) for part in encoded.bags[lookup.feature])
     if weights:
         vectors = vectors * weights[0].to(dtype).unsqueeze(1)
@@ -120,7 +125,7 @@ def plan_lookups(
 ) -> tuple[tuple[Gather, ...], dict[str, tuple[Segment, ...]]]:
     """Return the gather of each store, and the segments of each output.
 
-    Adjacent features with one id each form a single segment.
+    Adjacent features with one id each share a segment.
     """
     lookups: list[list[Lookup]] = [[] for _ in content["stores"]]
     ends = [0] * len(lookups)

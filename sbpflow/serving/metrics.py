@@ -1,7 +1,7 @@
 """Counts events of all worker processes in shared memory, and writes them in Prometheus' format.
-Each worker writes to its own column, so no lock is needed. A scrape adds up the columns, so it does
-not matter which worker answers it. A restarted worker continues its predecessor's column, so
-counters never decrease.
+Each worker writes to its own line of the memory, so no lock is needed. A scrape adds up all lines,
+so any worker can answer it. A replacement worker continues the line of its predecessor, so counters
+never decrease.
 """
 
 import mmap
@@ -42,7 +42,7 @@ _BOUNDS = {name: np.array(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 
 
 class ModelCounts:
-    """One worker's counts for one model, and the version that the worker serves."""
+    """The counts of one worker for one model, and the version that the worker serves."""
 
     def __init__(self, columns: Sequence[str], cells: Array, version: NDArray[np.bytes_]) -> None:
         self._places = {column: place for place, column in enumerate(columns)}
@@ -64,12 +64,16 @@ class ModelCounts:
 
     @staticmethod
     def size(num_columns: int) -> int:
-        """Return the number of cells that a model with ``num_columns`` columns needs."""
+        """Return the number of cells that the counts of a model with ``num_columns`` columns
+        need.
+        """
         histograms = sum(len(bounds) + 2 for bounds, _ in HISTOGRAMS.values())
         return 1 + len(STATUSES) + len(COUNTERS) + histograms + 2 * num_columns
 
     def serve(self, version: str, trained: float) -> None:
-        """Record the version now being served, and the time of its training step."""
+        """Record the version that is now served, and the time of its values in seconds since
+        1970.
+        """
         self._version[0] = version.encode()[:_VERSION_BYTES]
         self.trained[0] = trained
 
@@ -79,11 +83,11 @@ class ModelCounts:
         return bytes(self._version[0]).decode()
 
     def count(self, name: str, number: int = 1) -> None:
-        """Add to a counter."""
+        """Add ``number`` to the counter ``name``."""
         self.counters[name][0] += number
 
     def values(self, missing: Mapping[str, int], unknown: Mapping[str, int]) -> None:
-        """Count missing and unknown values by column."""
+        """Add numbers of missing and unknown values by column."""
         for cells, numbers in ((self.missing, missing), (self.unknown, unknown)):
             for column, number in numbers.items():
                 if number:
@@ -97,7 +101,7 @@ class ModelCounts:
         cells[-1] += seconds
 
     def observe(self, name: str, values: NDArray[np.float32]) -> None:
-        """Add values to a histogram, whose last cell is the sum of all values."""
+        """Add values to the histogram ``name``, whose last cell is the sum of all values."""
         bounds, cells = HISTOGRAMS[name][0], self.histograms[name]
         if len(values) == 1:
             value = float(values[0])
@@ -109,10 +113,10 @@ class ModelCounts:
 
 
 class Metrics:
-    """The counts of all workers. Create it before forking the workers."""
+    """The counts of all workers, in memory that must be allocated before the workers are forked."""
 
     def __init__(self, columns: Mapping[str, Sequence[str]], num_workers: int) -> None:
-        self._columns = {"": (), **columns}  # the model "" counts requests for unknown paths
+        self._columns = {"": (), **columns}  # "" stands for requests that name no known model
         sizes = [ModelCounts.size(len(names)) for names in self._columns.values()]
         self._starts = np.cumsum([0, *sizes]).tolist()
         width = self._starts[-1] * 8 + len(sizes) * _VERSION_BYTES
@@ -123,7 +127,7 @@ class Metrics:
         self._restarts = self._bytes[-1, :8].view(np.float64)
 
     def worker(self, number: int) -> dict[str, ModelCounts]:
-        """Return the counts of worker ``number``, by model."""
+        """Return the counts that worker ``number`` writes, by model."""
         line = self._bytes[number]
         cells = line[: self._starts[-1] * 8].view(np.float64)
         versions = line[self._starts[-1] * 8 :][: len(self._columns) * _VERSION_BYTES]
@@ -136,7 +140,7 @@ class Metrics:
         }
 
     def restarted(self) -> None:
-        """Count a restarted worker."""
+        """Count a worker that died and was replaced."""
         self._restarts[0] += 1
 
     def text(self, now: float) -> str:
@@ -186,7 +190,7 @@ class Metrics:
 
 
 class _Sums:
-    """The counts for one model, added up over the workers."""
+    """The counts of one model, summed over all workers."""
 
     def __init__(self, workers: Sequence[ModelCounts]) -> None:
         self.requests = _sum(worker.requests for worker in workers)

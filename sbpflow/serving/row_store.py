@@ -1,4 +1,6 @@
-"""Reads the tensors of a bundle, and gathers table rows, including rows changed by deltas."""
+"""Reads the tensors of a bundle, and gathers table rows, including rows that deltas have
+changed.
+"""
 
 import json
 import weakref
@@ -40,8 +42,8 @@ class Tensors:
             raise BundleError(f"{file}: has {len(self._bytes):,} bytes; export the bundle again")
 
     def array(self, *names: str) -> Array:
-        """Return an array, or several arrays that are adjacent in the file as one, concatenated by
-        rows.
+        """Return an array. Several names, which must be adjacent in the file, give one array with
+        the rows of all.
         """
         entries = [self.entries[name] for name in names]
         first, last = entries[0]["data_offsets"][0], entries[-1]["data_offsets"][1]
@@ -52,14 +54,14 @@ class Tensors:
         return flat.reshape(-1, *entries[0]["shape"][1:])
 
     def tensor(self, *names: str) -> Tensor:
-        """Return ``array`` as a tensor without copying."""
+        """Return the result of ``array`` as a tensor that shares its memory."""
         tensor = torch.from_numpy(self.array(*names))
         return tensor.view(torch.bfloat16) if self.entries[names[0]]["dtype"] == "BF16" else tensor
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize [n, dim] float32 to uint8 [n, dim], scale [n], and low [n]; the error is at most
-    half a step.
+    """Quantize rows [n, dim] float32 to uint8 [n, dim], with a scale [n] and a lowest value [n];
+    the error is at most half of the scale.
     """
     low, high = rows.aminmax(dim=1)
     scale = (high - low) / 255
@@ -69,10 +71,11 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Store:
-    """The rows of all tables with the same width and format, and the rows that deltas have changed.
+    """The rows of all tables with the same width and format, including rows that deltas have
+    changed.
 
-    ``base`` is mapped from the bundle. A changed row gets a free slot of ``extra``, which versions
-    share: a version reads only the slots of its own ``slots``, [rows] int32, where slots from
+    ``base`` is mapped from the bundle. A changed row is stored in a free slot of ``extra``, which
+    all versions of the model share. Each version has ``slots`` [rows] int32, where slots from
     ``num_rows`` on are in ``extra``. A slot becomes free when no version uses it anymore.
     """
 
@@ -85,9 +88,9 @@ class Store:
 
     @cached_property
     def arrays(self) -> tuple[Array, Array, Array] | None:
-        """Return the rows, the slots (empty if no row was changed), and the changed rows as arrays.
+        """Return ``base``, ``slots`` (empty if no row was changed), and ``extra`` as arrays.
 
-        Returns None if rows are converted when they are read.
+        Returns None if rows must be converted when they are read.
         """
         base = self._base[0]
         if len(self._base) > 1 or base.dtype != self._dtype or base.dtype == torch.bfloat16:
@@ -96,7 +99,7 @@ class Store:
         return base.numpy(), slots.numpy(), self._extra[0].numpy()
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Look up ``rows`` int64 [n]; return [n, dim] of the compute dtype."""
+        """Return the values [n, dim], in the compute dtype, of ``rows`` int64 [n]."""
         if self._slots is None:
             return self._values([part.index_select(0, rows) for part in self._base])
         slots = self._slots.index_select(0, rows)
@@ -140,7 +143,9 @@ class Store:
         return new
 
     def _free_slots(self, count: int) -> Tensor:
-        """Return slots of ``extra`` that no live version uses, preferring those before its end."""
+        """Return ``count`` slots that no live version uses, preferably slots before the end of
+        ``extra``.
+        """
         used = torch.zeros(len(self._extra[0]), dtype=torch.bool)
         for version in list(self._versions):
             if version._slots is not None:

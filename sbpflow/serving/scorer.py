@@ -1,12 +1,12 @@
-"""Loads an exported bundle and scores raw rows; needs only torch and numpy.
+"""Loads an exported bundle and scores raw rows. Only torch and numpy are needed.
 
     from scorer import load
 
     scores = load("out/model").score([{"I1": 1, "C1": "68fd1e64", ...}])
 
 ``sbpflow export`` merges this module and the modules that it uses into a bundle's ``scorer.py``. A
-bundle contains JSON and safetensors, which cannot run code; files with code are loaded only with
-``compiled=True``.
+bundle consists of JSON and safetensors files, which cannot run code; its compiled code is loaded
+only with ``compiled=True``.
 """
 
 import importlib
@@ -36,7 +36,7 @@ FORMAT, VERSION = "sbpflow-model", 2
 Dense = Callable[[Mapping[str, Tensor]], Tensor]
 LOOPS = "encoder_loops"
 COMPILED = "dense.pt2"
-_MOST_IN_ORDER = 4  # torch adds up to four vectors in order, as numpy does
+_MOST_IN_ORDER = 4  # torch adds up to four vectors in order, so numpy gives the same sum
 
 
 class Version(NamedTuple):
@@ -49,7 +49,7 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """A bundle in memory. Immutable: ``with_changes`` returns a new model."""
+    """A bundle in memory. A model is immutable; ``with_changes`` returns a new model."""
 
     version: Version
     sample: Mapping[str, Any]
@@ -62,7 +62,9 @@ class Model:
     gathers: tuple[Gather, ...]
     segments: Mapping[str, tuple[Segment, ...]]
     single: Any = None
-    """``dense_loops.SingleRow``, if the compiled loops can score a single row of the model"""
+    """The ``dense_loops.SingleRow`` of the model, or None if the compiled loops cannot score a
+    single row.
+    """
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -78,7 +80,9 @@ class Model:
         return self._encoder().encode(rows)
 
     def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
-        """Encode columns by name: numpy arrays (plain or masked) or lists of cells."""
+        """Encode columns by name. A column is a numpy array (plain or masked) or a list of
+        cells.
+        """
         return self._encoder().encode_columns(columns)
 
     def _encoder(self) -> Encoder:
@@ -97,12 +101,12 @@ class Model:
             if logit is not None:
                 return np.array([1.0 / (1.0 + math.exp(min(-logit, 700.0)))], dtype=np.float32)
         negated = np.negative(self.logits(encoded).numpy(), dtype=np.float64)
-        # exp overflows beyond 709, and the score is 0 in float32 from 104 on
+        # float64 exp overflows beyond 709; from 104 on, the float32 score is 0 anyway
         return np.reciprocal(np.exp(np.minimum(negated, 700.0)) + 1.0).astype(np.float32)
 
     def logits(self, encoded: Encoded) -> Tensor:
         """Return the logits [n] of encoded rows."""
-        if torch.is_inference_mode_enabled():  # in the server's workers; entering takes 6 us
+        if torch.is_inference_mode_enabled():  # as in the server; entering takes 6 us
             return self._logits(encoded)
         with torch.inference_mode():
             return self._logits(encoded)
@@ -154,9 +158,9 @@ class Model:
     ) -> "Model":
         """Return a model with changed rows, dense weights, and vocabulary entries.
 
-        ``tables`` maps table names to (rows int64 [n], values [n, dim]), ``dense`` maps weight
-        names to whole values, and ``vocabulary`` maps names to (keys, ids) or (keys, ids, checks).
-        This model does not change, and the new model shares all unchanged values with it.
+        ``tables`` maps table names to (rows int64 [n], values [n, dim]), ``dense`` maps the names
+        of weights to complete tensors, and ``vocabulary`` maps names to (keys, ids) or (keys, ids,
+        checks). The new model shares all unchanged values with this model, which does not change.
         """
         stores = list(self.stores)
         changed: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -192,11 +196,13 @@ class Model:
     def _known(self, kind: str, name: str, values: Mapping[str, Any]) -> Any:
         if name not in values:
             known = ", ".join(list(values)[:8])
-            raise BundleError(f"{kind}: {name!r} is not in the bundle; it has {known}")
+            raise BundleError(f"{kind}: {name!r} is not in the bundle, which has {known}")
         return values[name]
 
     def check(self) -> None:
-        """Raise BundleError if a sample row's score differs from the stored score."""
+        """Raise BundleError if the score of a sample row differs from the score stored in the
+        bundle.
+        """
         if "rows" in self.sample:
             scores = self.score(self.sample["rows"])
         else:
@@ -218,7 +224,8 @@ def _sum(vectors: Tensor) -> Tensor:
         return vectors.sum(1)
     array = vectors.numpy()
     total = array[:, 0]
-    for number in range(1, array.shape[1]):  # takes a fifth of the time of a sum over a dimension
+    # This loop takes a fifth of the time of a sum over a dimension.
+    for number in range(1, array.shape[1]):
         total = total + array[:, number]
     return torch.from_numpy(total)
 
@@ -239,7 +246,8 @@ def _sample_rows(sample: Mapping[str, Any]) -> Encoded:
 
 
 def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> Model:
-    """Load the bundle in ``folder``; raise BundleError if its sample scores differ here.
+    """Load the bundle in ``folder``; raise BundleError if this machine does not reproduce its
+    sample scores.
 
     ``compiled=True`` also loads the machine code of ``sbpflow export --compile``, which can run
     arbitrary code: use it only for bundles that you trust.
@@ -300,7 +308,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
 
 
 def _crossed(hashed: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Return the columns hashed by key instead of by id, whose missing value is a key."""
+    """Return the id columns that crosses hash by key instead of by id."""
     return {
         column
         for each in hashed
@@ -310,7 +318,9 @@ def _crossed(hashed: Sequence[Mapping[str, Any]]) -> set[int]:
 
 
 def _loops() -> ModuleType | None:
-    """Return this version's ``encoder_loops``, or None if it or numba is not installed."""
+    """Return the module ``encoder_loops`` of the same version, or None if it or numba is not
+    installed.
+    """
     try:
         return importlib.import_module(f"{__package__}.encoder_loops" if __package__ else LOOPS)
     except ImportError:
@@ -320,7 +330,7 @@ def _loops() -> ModuleType | None:
 def _compiled_part(
     file: Path, content: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Tensor]], Dense] | None:
-    """Return the compiled dense part, or None with a warning if this machine cannot run it."""
+    """Return the compiled dense part; if this machine cannot run it, warn and return None."""
     if not file.exists():
         raise BundleError(f"{file}: does not exist; export the run with --compile")
     made = content["compiled"]
@@ -344,7 +354,9 @@ def _compiled_part(
 
 
 def cpu_features() -> set[str]:
-    """Return the names of the CPU's instruction sets, if the system lists them."""
+    """Return the names of the CPU's instruction sets, or an empty set if the system does not list
+    them.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,5 +1,5 @@
 """Runs the server: loads the models once and forks workers, which answer requests. A worker has an
-event loop, which parses, encodes, and scores, and a thread that watches the models' folders.
+event loop, which parses, encodes, and scores rows, and a thread that watches the models' folders.
 """
 
 import gc
@@ -28,11 +28,11 @@ from sbpflow.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10  # lowest priority: deltas are applied when no request needs the CPU
-_SWITCH_S = 0.0005  # maximum time that requests wait for the delta thread; Python's default is 5 ms
+_NICENESS = 10  # Low priority, so that requests go before the delta thread.
+_SWITCH_S = 0.0005  # How long requests may wait for the delta thread; Python's default is 5 ms.
 _MAX_CONNECTIONS = 1024
-_KEEP_ALIVE_S = 75  # longer than proxies keep idle connections, so that the proxy closes first
-_MAX_WAITING = 2048  # connections that are not yet accepted
+_KEEP_ALIVE_S = 75  # Longer than proxies keep idle connections, so that a proxy closes first.
+_MAX_WAITING = 2048  # Maximum number of connections that are not yet accepted.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +50,10 @@ class Settings:
 
 
 def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
-    """Serve the models in ``folders``, by name, until SIGTERM, and return the exit code. Raises
+    """Serve the models in ``folders``, given by name, until SIGTERM; return the exit code. Raises
     DataError for a bundle that is damaged or does not reproduce its sample scores.
     """
-    torch.set_num_threads(1)  # there is one process per core, and threads do not survive a fork
+    torch.set_num_threads(1)  # workers use one core each, and threads do not survive a fork
     followers, metrics = _load(folders, settings, settings.workers)
     with _listen(settings.host, settings.port) as listener:
         host, port = listener.getsockname()[:2]
@@ -63,7 +63,8 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
         sys.stdout.write(f"serving on http://{shown}:{port} with {settings.workers} workers\n")
         sys.stdout.flush()
         gc.collect()
-        gc.freeze()  # garbage collection in the workers would copy the pages of all these objects
+        # Without freeze, garbage collection in a worker would copy the pages of all these objects.
+        gc.freeze()
 
         def work(number: int) -> None:
             _run_worker(_make_app(number, followers, settings, metrics), listener, settings)
@@ -72,7 +73,9 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
 
 
 def asgi_app(folders: Mapping[str, Path], settings: Settings | None = None) -> App:
-    """Return an application for another ASGI server; it watches the folders of its models."""
+    """Return an application, for use in another ASGI server, that watches the folders of its
+    models.
+    """
     settings = settings or Settings()
     followers, metrics = _load(folders, settings, 1)
     return _make_app(0, followers, settings, metrics)
@@ -96,7 +99,7 @@ def _load(
 
 
 def _compile(model: Model) -> None:
-    """Encode a text row of missing values, so that no request waits for compilation."""
+    """Score a text row of missing values, so that no request has to wait for compilation."""
     content, names = model.content["input"], [column.name for column in model.columns]
     lines = [names] * content["header"] + [[""] * len(names)]
     if len(names) > 1:  # a blank line is not a row
@@ -107,8 +110,8 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_MAX_WAITING)
-        # Connections inherit TCP_NODELAY. Without it, a response body, which is written after the
-        # headers, would wait about 40 ms for their acknowledgment.
+        # Connections inherit TCP_NODELAY. Without this option, the response body would wait about
+        # 40 ms until the client acknowledges the headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -121,12 +124,14 @@ def _listen(host: str, port: int) -> socket.socket:
 def _make_app(
     number: int, followers: Mapping[str, Follower], settings: Settings, metrics: Metrics
 ) -> App:
-    """Return a worker's application, and start the thread that watches the models' folders."""
+    """Return the application of worker ``number``, and start the thread that watches the models'
+    folders.
+    """
     counts = metrics.worker(number)
     models: list[Served] = []
     for name, follower in followers.items():
         follower.count = counts[name].count
-        while follower.poll():  # a replaced worker starts with the newest version
+        while follower.poll():  # so that a replacement worker starts with the newest version
             pass
         models.append(Served(name, follower.version, counts[name]))
     pairs = list(zip(models, followers.values(), strict=True))
@@ -135,17 +140,17 @@ def _make_app(
 
 
 def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
-    """Answer requests until SIGTERM, then finish those in flight."""
+    """Answer requests until SIGTERM, and then finish the requests in flight."""
     supervisor = os.getppid()
     sys.setswitchinterval(_SWITCH_S)
 
     async def check_supervisor() -> None:
-        if os.getppid() != supervisor:  # otherwise a worker would outlive its supervisor
+        if os.getppid() != supervisor:  # the supervisor has died, so this worker must stop
             signal.raise_signal(signal.SIGTERM)
 
     config = uvicorn.Config(
         app,
-        http=httptools.__name__,  # imported here, so that a missing package is reported immediately
+        http=httptools.__name__,  # imported above, so that a missing package is reported early
         ws="none",
         timeout_keep_alive=_KEEP_ALIVE_S,
         lifespan="off",
@@ -162,7 +167,8 @@ def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
     app.stopping = lambda: server.should_exit
     requests = server.server_state.tasks
     app.is_alone = lambda: len(requests) == 1
-    with torch.inference_mode():  # once for the event loop's thread, not for each request
+    # The event loop's thread enters inference mode once, instead of once for each request.
+    with torch.inference_mode():
         server.run(sockets=[listener])
 
 

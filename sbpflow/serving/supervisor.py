@@ -1,8 +1,8 @@
 """Runs worker processes that share one listening socket, and replaces those that die.
 
-Workers are forked, not spawned: they share the imported libraries and the mapped model with the
-supervisor, and a replacement starts within milliseconds. Because of the fork, the supervisor must
-not start threads that hold locks.
+Workers are forked, not spawned, so that they share the imported libraries and the mapped model with
+the supervisor, and so that a replacement starts within milliseconds. The supervisor must not start
+threads that hold locks, because a fork would copy held locks.
 """
 
 import logging
@@ -16,12 +16,12 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SOON_S = 2.0  # a worker that fails this soon after its start would probably fail again
+_SOON_S = 2.0  # a replacement of a worker that fails this early would probably fail too
 _PAUSE_S = 0.05
 
 
 class Supervisor:
-    """Keeps ``num_workers`` processes running; each runs ``work(number)``."""
+    """Keeps ``num_workers`` processes running, each of which calls ``work`` with its number."""
 
     def __init__(
         self, work: Callable[[int], None], num_workers: int, restarted: Callable[[], None]
@@ -32,12 +32,13 @@ class Supervisor:
         self._stopping = False
 
     def run(self, grace_s: float) -> int:
-        """Run until SIGTERM or SIGINT, and return the exit code of the command.
+        """Run until SIGTERM or SIGINT; return the exit code of the command.
 
-        The signal is forwarded to the workers, which finish the requests in flight; a worker that
-        takes longer than ``grace_s`` is killed. Returns 1 if a worker fails right after its start.
+        At the end, workers get SIGTERM and finish the requests in flight; a worker that takes
+        longer than ``grace_s`` is killed. If a worker fails right after its start, the server stops
+        and the exit code is 1.
         """
-        # the launcher's watcher would interrupt a shutdown that takes over two seconds
+        # The command's signal watcher would interrupt a shutdown that takes more than two seconds.
         signal.set_wakeup_fd(-1)
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
@@ -60,10 +61,11 @@ class Supervisor:
 
     def _signal(self, number: int) -> None:
         for pid in self._workers:
-            os.kill(pid, number)  # not reaped yet, so the pid cannot belong to another process
+            # The worker has not been reaped, so its pid cannot belong to another process.
+            os.kill(pid, number)
 
     def _replace_dead(self) -> bool:
-        """Reap workers that ended and, unless stopping, replace them.
+        """Reap workers that have ended and, unless the server is stopping, replace them.
 
         Returns whether a worker failed right after its start.
         """
@@ -107,5 +109,5 @@ class Supervisor:
         except BaseException:
             logger.exception("worker %d failed", number)
         finally:
-            # Skip exit handlers and buffers, which belong to the supervisor.
+            # os._exit skips the exit handlers and buffers, which belong to the supervisor.
             os._exit(code)

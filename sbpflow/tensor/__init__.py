@@ -1,1 +1,1 @@
-"""Defines global tensors, their operators, and autograd. Each rank stores a part of the tensor."""
+"""Defines global tensors (each rank stores a part of a tensor), their operators, and autograd."""

@@ -1,10 +1,12 @@
-"""Runs conversions under autograd: the planned steps in the forward, their adjoint in the backward.
+"""Runs conversions under autograd: the planned steps in the forward pass, and their adjoint in the
+backward pass.
 
-Ranks outside a placement have an empty part here instead of None. The part connects these ranks to
-the graph, so that they join the collectives of the backward. Only first derivatives are supported.
+In this module, ranks outside a placement have an empty part instead of None. The empty part keeps
+these ranks in the autograd graph, so that they join the collectives of the backward pass. Only
+first derivatives are supported.
 """
 # pyright: reportIncompatibleMethodOverride=false
-# (torch's base class declares forward and backward with any arguments)
+# (torch declares forward and backward with any arguments; the classes here name theirs)
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +21,13 @@ from sbpflow.errors import SbpError
 from sbpflow.sbp.layout import Layout
 
 Steps = tuple[BoxingStep, ...]
-Context = Any  # type of ``ctx`` in an autograd function; torch has no public name for it
+Context = Any  # the type of ``ctx`` in an autograd function, for which torch has no public name
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The steps of src -> dst (``forward``) and of the gradient, dual(dst) -> dual(src)
-    (``backward``).
+    """The boxing steps of a conversion src -> dst (``forward``) and of its gradient, dual(dst) ->
+    dual(src) (``backward``).
     """
 
     src: Layout
@@ -36,10 +38,10 @@ class Way:
 
 
 def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor:
-    """Call ``boxing.run``, with None replaced by empty parts."""
+    """Call ``boxing.run``; return an empty part where ``boxing.run`` returns None."""
     if not steps:
         return part
-    # Pass empty parts too: checked mode compares requires_grad on all ranks.
+    # Empty parts are passed too, because checked mode compares requires_grad on all ranks.
     out = boxing.run(steps, part, channel)
     if out is None:
         return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
@@ -73,15 +75,17 @@ Adjoint = Callable[[Tensor], Tensor]
 
 
 def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
-    """Return ``adjoint(gradient)``; a second derivative through the adjoint raises SbpError."""
-    # In a backward, grad mode is enabled only if the caller set create_graph.
+    """Return ``adjoint(gradient)``. Differentiating the result raises SbpError."""
+    # In a backward pass, grad mode is enabled only if the caller set create_graph.
     if gradient.requires_grad and torch.is_grad_enabled():
         return _Once.apply(gradient, adjoint, name)  # pyright: ignore[reportReturnType]
     return adjoint(gradient)
 
 
 class _Once(torch.autograd.Function):
-    """The graph node of an adjoint when create_graph is set; its own backward raises SbpError."""
+    """The graph node of an adjoint if create_graph is set; the backward of this node raises
+    SbpError.
+    """
 
     @staticmethod
     def forward(ctx: Context, gradient: Tensor, adjoint: Adjoint, name: str) -> Tensor:

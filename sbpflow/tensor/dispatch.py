@@ -1,4 +1,6 @@
-"""Runs ops on global tensors: chooses a signature, boxes operands, runs a kernel on the parts."""
+"""Runs ops on global tensors: chooses a signature, converts operands, and runs a kernel on the
+parts.
+"""
 
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -29,12 +31,13 @@ def apply(
     dtype: torch.dtype | None = None,
     refuses: Callable[[Choice, list[Tensor]], str] | None = None,
 ) -> GlobalTensor:
-    """Box the operands to the chosen signature, and run ``kernel`` on their parts.
+    """Convert the operands to the layouts of the cheapest signature, and run ``kernel`` on their
+    parts.
 
-    ``kernel(choice, parts)`` runs only on ranks of the placement. ``shape`` and ``dtype`` are those
-    of the full output; the default dtype is that of the first operand. ``refuses(choice, parts)``
-    returns "" or a message about invalid values on this rank. A message is raised as SbpError on
-    this rank and, in checked mode, on all ranks.
+    ``kernel(choice, parts)`` runs only on ranks of the placement. ``shape`` and ``dtype`` describe
+    the full output; by default, ``dtype`` is that of the first operand. ``refuses(choice, parts)``
+    returns a message if this rank has invalid values, and "" otherwise. The message is raised as
+    SbpError on this rank and, in checked mode, on all ranks.
     """
     wanted = parse_nd_sbp(out) if isinstance(out, str) else out
     choice = choose(op_rule, operands, wanted, dtype)
@@ -74,8 +77,8 @@ def choose(
 
 
 def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor connected to the inputs' graph: the part of a rank outside the
-    placement.
+    """Return an empty tensor that is connected to the inputs' autograd graph, for a rank outside
+    the placement.
     """
     floating = [part for part in parts if part.is_floating_point()] or parts
     return torch.cat(floating).to(dtype)
@@ -85,7 +88,7 @@ def _absent(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 def letters_for(count: int, taken: str = "") -> tuple[str, ...]:
     """Return ``count`` dim names other than B, P and the letters in ``taken``."""
     free = [letter for letter in string.ascii_letters if letter not in (*taken, "B", "P")]
-    # A concat of many tensors may need more names than there are letters.
+    # A concatenation of many tensors may need more names than there are letters.
     free += [f"d{number}" for number in range(len(free), count)]
     return tuple(free[:count])
 
@@ -98,7 +101,7 @@ def cached_rule(
     signatures: str,
     scales: tuple[tuple[str, int, int], ...] = (),
 ) -> Rule:
-    """Call ``make_rule`` with a cache."""
+    """Like ``make_rule``, but cached."""
     return make_rule(op, inputs, output, signatures, scales)
 
 
@@ -137,8 +140,9 @@ def check_list(op: str, tensors: object, rest: str) -> None:
 
 
 def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
-    """Return ``dim`` counted from the front. Raise SbpError, naming ``op``, if the dim is
-    invalid."""
+    """Return ``dim``, counted from the front. Raise SbpError, naming ``op``, if ``dim`` is
+    invalid.
+    """
     check_tensors(op, x)
     try:
         dim = index(dim)
@@ -151,7 +155,7 @@ def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
 
 
 def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> list[int]:
-    """Return ``dims``, counted from the front and sorted; None means all dims.
+    """Return ``dims``, counted from the front and sorted, or all dims if ``dims`` is None.
 
     Raise SbpError for a dim that does not exist or is repeated.
     """
@@ -159,12 +163,14 @@ def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> 
     listed = range(x.ndim) if dims is None else whole_numbers(op, "dims", dims)
     chosen = sorted(checked_dim(x, dim, op) for dim in listed)
     if repeated := [a for a, b in pairwise(chosen) if a == b]:
-        raise SbpError(f"{op}: dims {list(listed)} has dim {repeated[0]} twice; list each once")
+        raise SbpError(
+            f"{op}: dims {list(listed)} contains dim {repeated[0]} twice; list each dim once"
+        )
     return chosen
 
 
 def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
-    """Return a whole number, or a sequence of them, as a tuple. Raise SbpError for other values."""
+    """Return one or more whole numbers as a tuple. Raise SbpError for any other value."""
     try:
         numbers = [value] if isinstance(value, int) else cast("Iterable[SupportsIndex]", value)
         return tuple(map(index, numbers))
@@ -175,7 +181,9 @@ def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
 
 
 def check_ndim(op: str, name: str, x: GlobalTensor, ndim: int, at_least: bool = False) -> None:
-    """Raise SbpError unless ``x`` has ``ndim`` dims, or at least ``ndim`` dims if ``at_least``."""
+    """Raise SbpError unless ``x`` has ``ndim`` dims or, with ``at_least``, at least ``ndim``
+    dims.
+    """
     check_tensor(op, name, x)
     if x.ndim != ndim and not (at_least and x.ndim > ndim):
         dims = "1 dim" if x.ndim == 1 else f"{x.ndim} dims"
@@ -184,7 +192,9 @@ def check_ndim(op: str, name: str, x: GlobalTensor, ndim: int, at_least: bool = 
 
 
 def check_same_dtype(op: str, operands: Sequence[GlobalTensor]) -> None:
-    """Raise SbpError unless all operands have the same dtype; there is no implicit promotion."""
+    """Raise SbpError unless all operands have the same dtype; dtypes are not promoted
+    implicitly.
+    """
     check_tensors(op, *operands)
     first = operands[0].dtype
     if other := next((x.dtype for x in operands if x.dtype != first), None):

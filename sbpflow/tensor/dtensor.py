@@ -1,8 +1,9 @@
 """Converts to and from torch's DTensor and DeviceMesh.
 
 Placement <-> DeviceMesh, S(i) <-> Shard(i), B <-> Replicate, P <-> Partial. DTensor splits a dim
-like ``torch.chunk``, whereas S(i) is balanced. If the splits differ, ``to_dtensor`` boxes the
-parts, and ``from_dtensor`` uses explicit sizes. Gradients do not flow through these conversions.
+like ``torch.chunk``, whereas S(i) is balanced. If the two splits differ, ``to_dtensor`` moves data
+between parts, and ``from_dtensor`` returns a layout with explicit sizes. Gradients do not flow
+through these conversions.
 """
 
 from collections.abc import Sequence
@@ -22,21 +23,21 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 
 
 def to_mesh(placement: Placement) -> DeviceMesh:
-    """Return a DeviceMesh with the same grid. It creates process groups, so all ranks must call
-    this.
+    """Return a DeviceMesh with the same grid. All ranks must call this function, because a
+    DeviceMesh creates process groups.
     """
     ranks = torch.tensor(placement.ranks).view(placement.shape)
     return DeviceMesh(placement.device_type, ranks)
 
 
 def from_mesh(mesh: DeviceMesh) -> Placement:
-    """Return the placement with the same grid of ranks."""
+    """Return the placement with the same grid of ranks as ``mesh``."""
     grid = mesh.mesh
     return Placement(mesh.device_type, tuple(grid.flatten().tolist()), tuple(grid.shape))
 
 
 def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """Return the same value, detached, as a DTensor on ``mesh`` (by default, a new mesh).
+    """Return ``x``, detached, as a DTensor on ``mesh`` (by default, on a new mesh).
 
     Data is sent only if torch's chunks differ from the parts of ``x``. Raise SbpError if DTensor
     would split a dim unequally along two axes.
@@ -59,7 +60,7 @@ def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
 
 
 def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
-    """Return a GlobalTensor with the same parts, detached. This does not communicate."""
+    """Return a GlobalTensor with the same parts, detached. Nothing is sent."""
     placement = from_mesh(tensor.device_mesh)
     shape = tuple(tensor.shape)
     layout = chunk_layout(Layout(placement, _to_ours(tensor.placements)), shape)
@@ -71,14 +72,17 @@ def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
 
 
 def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return ``layout`` with the splits of torch.chunk, as explicit sizes unless balanced."""
+    """Return ``layout`` with the splits of torch.chunk; a split that is not balanced gets explicit
+    sizes.
+    """
     lengths = list(shape)
     nd_sbp: list[Sbp] = []
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split):
             parts = layout.placement.shape[axis]
             sizes = chunk_sizes(lengths[sbp.dim], parts)
-            # Sizes of 0 stay explicit, because a balanced split may not have empty parts.
+            # A split with some empty parts needs explicit sizes, because balanced splits may not
+            # have them.
             even = sizes == balanced_sizes(lengths[sbp.dim], parts)
             even = even and (all(sizes) or not any(sizes))
             nested = any(
@@ -98,15 +102,15 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Return the lengths of torch.chunk's pieces. It may return fewer pieces; the rest have length
-    0.
+    """Return the lengths of the pieces of torch.chunk. If there are fewer than ``parts`` pieces,
+    the remaining lengths are 0.
     """
     step = -(-size // parts)
     return tuple(max(0, min(step, size - step * part)) for part in range(parts))
 
 
 def to_theirs(sbp: Sbp) -> DPlacement:
-    """Convert an sbp to a DTensor placement; explicit sizes are dropped."""
+    """Convert an sbp to a DTensor placement, without explicit sizes."""
     if isinstance(sbp, Split):
         return Shard(sbp.dim)
     return Replicate() if isinstance(sbp, Broadcast) else DPartial(sbp.op)

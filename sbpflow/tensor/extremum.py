@@ -1,13 +1,13 @@
 """Computes gradients through P(max) and P(min), which are not linear.
 
-In a conversion from P(max), the gradient of an element goes to the rank whose term is the maximum.
-Among equal terms, the first rank in coordinate order gets it; the gradient of NaN is dropped. In a
+In a conversion from P(max), the gradient of an element goes to the rank whose term is the maximum
+or, among equal terms, to the first rank in coordinate order; the gradient of NaN is dropped. In a
 conversion from S or B to P(max) on the same placement, each gradient stays on its rank. Every other
-conversion to P(max) goes through such a layout (``boxing.plan.last_linear_layout``). As always,
-gradients of copies along B axes are summed.
+conversion to P(max) first converts to such an S or B layout (``boxing.plan.last_linear_layout``).
+As in other conversions, gradients of copies along B axes are summed. P(min) works like P(max).
 """
 # pyright: reportIncompatibleMethodOverride=false
-# (torch's base class declares forward and backward with any arguments)
+# (torch declares forward and backward with any arguments; the classes here name theirs)
 
 from dataclasses import dataclass
 
@@ -26,8 +26,8 @@ from sbpflow.tensor.autograd import Context, Steps, once, run_part
 class ExtremumWay:
     """The steps ``forward`` that convert a tensor of ``shape`` from src to dst.
 
-    ``incoming`` is the layout of the result's gradient. It is None for a P(max) result, because
-    each rank then stores the gradient of its own term.
+    ``incoming`` is the layout of the result's gradient. For a P(max) or P(min) result, ``incoming``
+    is None, because each rank stores the gradient of its own term.
     """
 
     src: Layout
@@ -39,21 +39,23 @@ class ExtremumWay:
 
 
 def convert_extremum(part: Tensor, boxing: Boxing, way: ExtremumWay) -> Tensor:
-    """Convert from P(max) or P(min) to a linear layout, or locally to P(max) or P(min)."""
+    """Convert from P(max) or P(min) to S or B, or, without communication, from S or B to P(max) or
+    P(min).
+    """
     if way.dst.has_extremum:
         return _Into.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
     return _OutOf.apply(part, boxing, way)  # pyright: ignore[reportReturnType]
 
 
 def _value_home(layout: Layout) -> Layout:
-    """Return ``layout`` with B in place of P: every rank stores the reduced value."""
+    """Return ``layout`` with B in place of P, so that every rank stores the reduced value."""
     nd_sbp = tuple(Broadcast() if isinstance(s, Partial) else s for s in layout.nd_sbp)
     return Layout(layout.placement, nd_sbp)
 
 
 def _gradient_home(layout: Layout) -> Layout:
     """Return the layout that gives each rank the gradient of its term: B in place of P, and the
-    dual on all other axes.
+    dual of every other sbp.
     """
     nd_sbp: tuple[Sbp, ...] = tuple(
         Broadcast() if isinstance(s, Partial) else dual(s) for s in layout.nd_sbp
@@ -64,8 +66,8 @@ def _gradient_home(layout: Layout) -> Layout:
 def _claim(layout: Layout, rank: int) -> tuple[int, int]:
     """Return the position of this rank's term among all terms, and the number of terms.
 
-    The position follows from the rank's coordinates along P axes. Copies along B axes have the same
-    position, because they must agree on which term is the extremum.
+    The position depends only on the rank's coordinates along P axes, so copies along B axes have
+    the same position and agree on which term is the extremum.
     """
     coord = layout.placement.coord(rank) or (0,) * layout.placement.ndim
     place, count = 0, 1
@@ -100,9 +102,10 @@ class _OutOf(torch.autograd.Function):
             home = _value_home(src)
             value = redistribute(out, way.dst, home, "value")
             whole = redistribute(gradient, way.incoming, _gradient_home(src), "gradient")
-            # Several terms may equal the extremum, but only one may get the gradient. Each rank
-            # claims the elements where its own term is the extremum, by its position; the lowest
-            # position wins. On ranks outside the placement, all tensors are empty.
+            # Several terms may equal the extremum, but only one may get the gradient. For each
+            # element where its own term is the extremum, a rank claims the gradient with its
+            # position; the lowest position wins. On ranks outside the placement, all tensors are
+            # empty.
             place, no_place = _claim(src, world.rank)
             claim = torch.where(part == value, place, no_place)
             claims = tuple(Partial("min") if isinstance(s, Partial) else s for s in src.nd_sbp)

@@ -1,7 +1,7 @@
 """Defines GlobalTensor, a logical tensor with one part on each rank.
 
 The class is the user's interface to ``boxing``. The gradient of a tensor with layout x has layout
-dual(x), so the backward of src -> dst converts dual(dst) -> dual(src).
+dual(x), so the backward pass of src -> dst converts dual(dst) -> dual(src).
 """
 
 import math
@@ -28,8 +28,8 @@ class GlobalTensor:
     """A logical tensor of ``shape`` with ``layout``; ``part`` is this rank's part.
 
     On ranks outside the placement, the part is empty rather than None, so that these ranks stay in
-    the autograd graph and join the collectives of the backward. All ranks must make the same calls
-    in the same order.
+    the autograd graph and join the collectives of the backward pass. All ranks must call the same
+    methods in the same order.
     """
 
     __slots__ = ("boxing", "layout", "part", "shape")
@@ -64,12 +64,12 @@ class GlobalTensor:
     ) -> "GlobalTensor":
         """Make a global tensor of ``shape`` from local parts.
 
-        Outside the placement, ``part`` may be None, but ``dtype`` and ``requires_grad`` must then
-        match the parts of the other ranks; otherwise, this rank would not join the backward. Along
-        B axes, ``replicas="equal"`` trusts that the copies are equal and sends nothing; "first"
-        overwrites the other copies with that of the first coordinate. The gradient of ``part`` has
-        the dual layout: for P, each rank gets the full gradient; for B, each gets a term of the
-        sum. If no rank knows the full shape, use ``infer_shape``.
+        Outside the placement, ``part`` may be None; ``dtype`` and ``requires_grad`` must then match
+        the parts of the other ranks, because this rank would otherwise not join the backward pass.
+        Along B axes, ``replicas="equal"`` trusts that the copies are equal and sends nothing, and
+        ``replicas="first"`` overwrites the other copies with the copy of the first coordinate. The
+        gradient of ``part`` has the dual layout: for P, each rank gets the full gradient; for B,
+        each rank gets one term of the sum. If no rank knows the full shape, use ``infer_shape``.
         """
         if part is None:
             device = boxing.world.device_of(layout)
@@ -90,9 +90,8 @@ class GlobalTensor:
     @staticmethod
     def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":
         """Make a global tensor from a value that every rank has; each rank keeps only its part.
-
-        Along P axes, the first coordinate keeps the value, and the others store the neutral
-        element.
+        Along P axes, the first coordinate keeps the value, and the other coordinates store the
+        neutral element.
         """
         shape = tuple(full.shape)
         check_user(layout, shape)
@@ -116,12 +115,14 @@ class GlobalTensor:
         return self.part.requires_grad
 
     def requires_grad_(self, flag: bool = True) -> "GlobalTensor":
-        """Make this a leaf whose gradient accumulates in ``part.grad``, in the dual layout."""
+        """Make this tensor a leaf whose gradient accumulates in ``part.grad``, in the dual
+        layout.
+        """
         self.part.requires_grad_(flag)
         return self
 
     def detach(self) -> "GlobalTensor":
-        """Return the same value, detached from the autograd graph."""
+        """Return a tensor with the same value that is detached from the autograd graph."""
         return GlobalTensor(self.part.detach(), self.layout, self.shape, self.boxing)
 
     def __repr__(self) -> str:
@@ -139,11 +140,11 @@ class GlobalTensor:
         """Convert the tensor to another layout without changing its value.
 
         ``where`` is a layout, or an nd-sbp or string such as ``"(S(0), B)"`` on the same placement.
-        The backward converts the gradient of the result from dual(dst) to dual(src). Pass
+        The backward pass converts the gradient of the result from dual(dst) to dual(src). Pass
         ``grad_sbp`` if you know that this gradient has another layout (for example, B for a B
-        tensor that all ranks use in the same way). Steps are named "<id>/fwd" and "<id>/bwd". If a
-        gradient is needed, a conversion to P(max) or P(min) that communicates goes through S or B,
-        in steps named "<id>/linear".
+        tensor that all ranks use in the same way). The steps are named "<id>/fwd" and "<id>/bwd".
+        If a gradient is needed, a conversion to P(max) or P(min) that communicates goes through S
+        or B, in steps named "<id>/linear".
         """
         dst = where if isinstance(where, Layout) else Layout(self.layout.placement, where)
         if dst == self.layout and grad_sbp is None:
@@ -179,7 +180,7 @@ class GlobalTensor:
     def full(self) -> Tensor:
         """Return the full value as a plain, detached tensor on every rank of the world.
 
-        The result is never a view of the part, so the caller may modify it.
+        The result is never a view of the part, so the caller may modify the result.
         """
         world = self.boxing.world
         everyone = Placement.line(self.layout.placement.device_type, world.size)
@@ -187,8 +188,8 @@ class GlobalTensor:
         return whole.clone() if whole.data_ptr() == self.part.data_ptr() else whole
 
     def item(self) -> int | float:
-        """Return the value of a one-element tensor on every rank; an int if the dtype is an
-        integer.
+        """Return the value of a one-element tensor on every rank, as an int for integer dtypes and
+        otherwise as a float.
         """
         if math.prod(self.shape) != 1:
             raise SbpError(
@@ -198,11 +199,11 @@ class GlobalTensor:
         return self.full().item()
 
     def backward(self, gradient: "GlobalTensor | None" = None, retain_graph: bool = False) -> None:
-        """Run the backward from a one-element tensor or, given ``gradient``, from any tensor.
+        """Run the backward pass from a one-element tensor or, given ``gradient``, from any tensor.
 
-        The initial gradient has the dual layout: a B loss starts with 1 on the first coordinate and
-        0 elsewhere, so that it counts only once. Likewise, leaves get gradients in the dual of
-        their own layouts; ``sync_gradients`` converts these to the layouts of the leaves.
+        The initial gradient has the dual layout: for a B loss, it is 1 on the first coordinate and
+        0 elsewhere, so that the loss counts only once. Leaves, too, get gradients in the duals of
+        their layouts; ``sync_gradients`` converts these gradients to the layouts of the leaves.
         """
         if gradient is None:
             if any(length != 1 for length in self.shape):
@@ -226,7 +227,9 @@ class GlobalTensor:
 
 
 def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
-    """Raise SbpError unless the part is on its layout's device type, or on meta in a dry run."""
+    """Raise SbpError unless the part is on the device type of ``layout`` or, in a dry run, on
+    meta.
+    """
     actual, expected = part.device.type, layout.placement.device_type
     if actual not in (expected, "meta") and rank in layout.placement:
         raise SbpError(
@@ -236,13 +239,15 @@ def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
 
 
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
-    """Make a trainable leaf from this rank's part (an empty part [0] outside the placement)."""
+    """Make a trainable leaf from this rank's part, which is empty [0] outside the placement."""
     part = part.detach().clone()
     return GlobalTensor(part, layout, tuple(shape), boxing).requires_grad_()
 
 
 def ones_like(x: GlobalTensor) -> GlobalTensor:
-    """Return ones of the shape of ``x``, in the layout of its gradient, to start a backward."""
+    """Return a tensor of ones with the shape of ``x`` and the layout of its gradient, from which a
+    backward pass can start.
+    """
     layout = x.layout.dual()
     whole = Layout(layout.placement, (Broadcast(),) * layout.placement.ndim)
     inside = x.boxing.world.rank in layout.placement
@@ -268,8 +273,8 @@ def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
-    """Return the gradient layout that ``grad_sbp`` promises. Raise SbpError if its parts differ
-    from those of dst.
+    """Return the gradient layout that ``grad_sbp`` promises. Raise SbpError if its parts would
+    differ in shape from the parts of ``dst``.
     """
     layout = Layout(dst.placement, grad_sbp)
     text, result = format_nd_sbp(layout.nd_sbp), format_nd_sbp(dst.nd_sbp)
@@ -293,7 +298,9 @@ def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
 
 
 def _spread_first(x: GlobalTensor) -> GlobalTensor:
-    """Overwrite the copies along B axes with the first one; the backward sums their gradients."""
+    """Overwrite the copies along B axes with the first copy; the backward pass sums the gradients
+    of all copies.
+    """
     placement, world = x.layout.placement, x.boxing.world
     copies = [isinstance(sbp, Broadcast) for sbp in x.layout.nd_sbp]
     ranks = tuple(
@@ -303,6 +310,7 @@ def _spread_first(x: GlobalTensor) -> GlobalTensor:
     )
     sizes = tuple(1 if b else size for size, b in zip(placement.shape, copies, strict=True))
     source = Layout(Placement(placement.device_type, ranks, sizes), x.layout.nd_sbp)
-    # The data of the other ranks is not used, but an empty slice of it keeps them in the graph.
+    # The data of other ranks is not used, but an empty slice of the data keeps these ranks in the
+    # autograd graph.
     part = x.part if world.rank in ranks else x.part.reshape(-1)[:0]
     return GlobalTensor(part, source, x.shape, x.boxing).to(x.layout, id="from_local")

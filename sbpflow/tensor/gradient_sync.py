@@ -1,6 +1,6 @@
 """Converts the gradients of leaves from the dual layouts to the leaves' layouts, in buckets.
 
-The gradient of a B parameter is P, so its conversion is the all-reduce of data parallelism. The
+The gradient of a B parameter is P, so converting it is the all-reduce of data parallelism. The
 gradient of an S parameter needs no conversion. Parameters that need the same conversion share a
 flat bucket and thus a collective.
 """
@@ -26,7 +26,7 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class LaidOut(Protocol):
-    """What planning needs to know about a parameter; GlobalTensor implements this interface."""
+    """The properties of a parameter that planning needs; GlobalTensor implements this interface."""
 
     @property
     def layout(self) -> Layout: ...
@@ -38,10 +38,10 @@ class LaidOut(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """Gradients that are converted as one flat tensor.
+    """A group of gradients that are converted as one flat tensor.
 
-    ``members`` contains the positions of their leaves in the list of parameters. The position after
-    the last leaf denotes the ``Total``.
+    ``members`` contains the positions of the gradients' leaves in the list of parameters. The
+    position after the last leaf denotes the ``Total``.
     """
 
     members: tuple[int, ...]
@@ -51,7 +51,7 @@ class GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan:
-    """The buckets of a ``GradientSync`` of ``num_leaves`` leaves, as pure data."""
+    """The buckets of a ``GradientSync`` of ``num_leaves`` leaves, without any tensors."""
 
     num_leaves: int
     buckets: tuple[GradientBucket, ...]
@@ -64,7 +64,7 @@ class GradientPlan:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A number, such as a loss, that is summed over the ranks together with the gradients."""
+    """A number, such as the loss, that is summed over the ranks together with the gradients."""
 
     layout: Layout
     dtype: torch.dtype
@@ -72,7 +72,7 @@ class Total:
 
     @staticmethod
     def over(world: Placement, dtype: torch.dtype) -> "Total":
-        """Return a ``Total`` over the ranks of ``world``; each of them gets the sum."""
+        """Return a ``Total`` over the ranks of ``world``, each of which gets the sum."""
         return Total(Layout(world, (Broadcast(),)), dtype)
 
 
@@ -84,7 +84,7 @@ def plan_gradients(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     id: str = "dense",
 ) -> GradientPlan:
-    """Plan the buckets for the gradients of ``leaves`` and, if given, for ``total``."""
+    """Plan the buckets for the gradients of ``leaves`` and for ``total``, if given."""
     items = [*leaves, *(() if total is None else (total,))]
     buckets = _fill_buckets(items, bucket_bytes)
     return GradientPlan(
@@ -101,13 +101,13 @@ def plan_gradients(
 
 
 class GradientSync:
-    """Converts the gradients of a fixed list of parameters after each backward.
+    """Converts the gradients of a fixed list of parameters after each backward pass.
 
     ``plan`` is the result of ``plan_gradients`` for these parameters. Call ``run`` after each
-    backward and before the optimizer step: it converts each ``part.grad`` to the layout of its
-    parameter. Clear ``part.grad`` before the next backward. Raise SbpError for tensors without a
-    gradient of their own (results of ops, frozen or integer tensors), for duplicates, and if the
-    plan is for a list of another length.
+    backward pass and before the optimizer step, to convert each ``part.grad`` to the layout of its
+    parameter. Clear ``part.grad`` before the next backward pass. Raise SbpError for tensors that
+    cannot have a gradient of their own (results of ops, frozen or integer tensors), for duplicates,
+    and if the plan is for a list of another length.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class GradientSync:
         self.start().wait()
 
     def start(self, term: Tensor | None = None) -> "PendingSync":
-        """Start converting all buckets; do not use the gradients before ``wait`` returns.
+        """Start converting all buckets. Do not use the gradients before ``PendingSync.wait``
+        returns.
 
         If the plan contains a ``Total``, pass this rank's term [1] as ``term``.
         """
@@ -187,7 +188,7 @@ class GradientSync:
 
 
 class PendingSync:
-    """Buckets whose conversion has started."""
+    """The buckets whose conversions ``GradientSync.start`` has started."""
 
     def __init__(
         self,
@@ -198,8 +199,8 @@ class PendingSync:
         self._num_leaves = num_leaves
 
     def wait(self) -> Tensor | None:
-        """Set ``part.grad`` of every parameter; return the sum [1] if the plan contains a
-        ``Total``.
+        """Wait for all buckets and set ``part.grad`` of every parameter. Return the sum [1] if the
+        plan contains a ``Total``.
         """
         total: Tensor | None = None
         for bucket, pending, parameters in self._buckets:
@@ -217,7 +218,7 @@ class PendingSync:
 
 
 def sync_gradients(parameters: Sequence[GlobalTensor], *, id: str = "dense") -> None:
-    """Run ``GradientSync(parameters).run()`` once."""
+    """Convert the gradients once, as ``GradientSync(parameters).run()`` does."""
     GradientSync(parameters, id=id).run()
 
 
@@ -241,10 +242,10 @@ def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
 
 
 def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list[int]]:
-    """Group parameters with the same pattern into buckets of at most ``bucket_bytes``.
+    """Group parameters with equal ``_pattern`` into buckets of at most ``bucket_bytes``.
 
-    Return lists of positions. The last parameters come first, because the backward computes their
-    gradients first.
+    Return lists of positions. The last parameters come first, because the backward pass computes
+    their gradients first.
     """
     full: list[list[int]] = []
     open_: dict[object, list[int]] = {}
@@ -264,10 +265,10 @@ def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list
 
 
 def _pattern(parameter: LaidOut) -> object:
-    """Return a parameter's pattern; parameters with equal patterns may share a bucket.
+    """Return a value that is equal for parameters that may share a bucket.
 
-    If a parameter has P or several splits, no layout describes concatenated flat parts, so its
-    pattern is unique.
+    A parameter with P or several splits gets a unique value, because no layout describes the
+    concatenation of its flat part with others.
     """
     layout = parameter.layout
     num_splits = sum(isinstance(sbp, Split) for sbp in layout.nd_sbp)
@@ -278,7 +279,9 @@ def _pattern(parameter: LaidOut) -> object:
 
 
 def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple[BoxingStep, ...]:
-    """Return the steps of one parameter, or of several parameters' concatenated parts."""
+    """Return the steps that convert the gradients of one parameter, or of several parameters
+    concatenated.
+    """
     first = parameters[0]
     shape, layout = first.shape, first.layout
     if len(parameters) > 1:
@@ -288,8 +291,8 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple
             parts = [part_shape(p.layout, p.shape, rank) for p in parameters]
             return sum(map(math.prod, parts))
 
-        # Along the split axis, each coordinate stores the concatenated parts, so its split size is
-        # the sum of their sizes.
+        # Along the split axis, each coordinate stores the concatenation of its parts, so the
+        # coordinate's split size is the sum of the parts' sizes.
         length, nd_sbp = numel(placement.ranks[0]), list(layout.nd_sbp)
         for axis, sbp in enumerate(layout.nd_sbp):
             if isinstance(sbp, Split):
@@ -300,6 +303,8 @@ def _bucket_steps(parameters: Sequence[LaidOut], id: str, backend: str) -> tuple
 
 
 def _gradient(parameter: GlobalTensor) -> Tensor:
-    """Return the accumulated gradient, or zeros if this rank's part did not affect the loss."""
+    """Return the accumulated gradient of this rank's part, or zeros if the part did not affect the
+    loss.
+    """
     gradient = parameter.part.grad
     return torch.zeros_like(parameter.part) if gradient is None else gradient

@@ -1,4 +1,4 @@
-"""Infers the full shape of a tensor if each rank knows only the shape of its own part."""
+"""Infers the full shape of a tensor from the shapes of all ranks' parts."""
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ MAX_DIMS = 8
 
 
 def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[int, ...]:
-    """Return the full shape of the tensor with these parts; all ranks must call this function.
+    """Return the full shape of the tensor whose part on this rank is ``part``; all ranks must call
+    this function.
 
-    It gathers the shapes of all parts, which may have at most MAX_DIMS dims. Raise SbpError on all
-    ranks if the shapes do not fit ``layout``.
+    The shapes of all parts, of at most MAX_DIMS dims, are gathered. Raise SbpError on all ranks if
+    the shapes do not fit ``layout``.
     """
     world = boxing.world
     world.check_ranks(layout)
@@ -35,8 +36,9 @@ def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[in
 
 
 def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, ...]:
-    """Return the full shape, given the shapes of all parts in rank order. Raise SbpError if a part
-    does not fit."""
+    """Return the full shape, given the shapes of the parts by rank. Raise SbpError if a part does
+    not fit ``layout``.
+    """
     first = parts[layout.placement.ranks[0]]
     lengths = list(first)
     for dim in range(len(first)):
@@ -47,7 +49,7 @@ def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, 
     for rank, part in parts.items():
         try:
             expected = layout.part_shape(shape, rank)
-        except SbpError:  # the parts lack the split dim, or explicit sizes do not add up
+        except SbpError:  # no split dim, or its length is not the sum of the explicit sizes
             expected = None
         if part != expected:
             shown = {r: list(sizes) for r, sizes in parts.items()}

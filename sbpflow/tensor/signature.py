@@ -1,9 +1,9 @@
 """Defines signatures (which layouts an op accepts and produces) and chooses the cheapest one.
 
-As in einsum, a rule names the dims of each operand by letters. It lists 1-D signatures, which
+As in einsum, a rule names the dims of each operand by letters. The rule lists 1-D signatures, which
 assign a letter (split along that dim), B, or P to each operand. On n-D placements, each axis uses
-its own signature, so every combination of signatures is a candidate. This module handles no
-tensors.
+its own signature, so every combination of signatures is a candidate. This module works on layouts
+and shapes, not on tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from sbpflow.sbp.layout import Layout, split_sizes
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Sbp, Split, balanced_sizes, format_nd_sbp
 
-Dims = tuple[str, ...]  # a letter per dim; "" for a dim of size 1 that broadcasts
+Dims = tuple[str, ...]  # one letter per dim; "" for a dim of size 1 that broadcasts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What the choice of a signature needs to know about an operand."""
+    """The properties of an operand that the choice of a signature depends on."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -57,8 +57,8 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The layouts of the operands after conversion, the output layout, and the bytes of the
-    conversions.
+    """The layouts of the operands after conversion, the output layout, and the bytes that the
+    conversions send.
     """
 
     inputs: tuple[Layout, ...]
@@ -94,11 +94,11 @@ def deduce(
 ) -> Choice:
     """Choose the legal signature whose conversions send the fewest bytes.
 
-    Ties go to the signature that leaves more operands unconverted, and then to the first in the
-    rule. Operands are never converted to P. ``out`` requests an output layout. ``dtype`` is the
-    output dtype, by default that of the first operand; dtypes that cannot be added do not support
-    P. Raise SbpError if operands have different placements or unsuitable shapes, if ``out`` does
-    not have one entry per axis, or if no legal signature produces ``out``.
+    Among equally cheap signatures, the one that leaves most operands unconverted is chosen, or else
+    the first one in the rule. Operands are never converted to P. ``out`` requests an output layout.
+    ``dtype`` is the output dtype, by default that of the first operand; P is not legal for dtypes
+    that cannot be added. Raise SbpError if operands have different placements or unsuitable shapes,
+    if ``out`` does not have one entry per axis, or if no legal signature produces ``out``.
     """
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)
@@ -125,8 +125,8 @@ def deduce(
 
 
 def _matches(output: NdSbp, requested: NdSbp) -> bool:
-    """Return True if an output layout matches the request. A requested split without sizes matches
-    any sizes.
+    """Return True if ``output`` matches ``requested``. A requested split without sizes matches a
+    split of any sizes.
     """
     return all(
         sbp == request or (isinstance(sbp, Split) and request == Split(sbp.dim))
@@ -144,7 +144,9 @@ def _price(operand: Operand, layout: Layout, backend: str) -> int:
 def _candidates(
     op_rule: Rule, operands: tuple[Operand, ...], placement: Placement
 ) -> Iterator[tuple[tuple[Layout, ...], Layout]]:
-    """Yield all combinations of one signature per axis that fit the operands' shapes."""
+    """Yield the operand layouts and output layout of every combination of one signature per axis
+    that fits the operands' shapes.
+    """
     per_axis = [list(_axis_options(op_rule, operands, axis)) for axis in range(placement.ndim)]
     for combination in product(*per_axis):
         layouts = [
@@ -168,7 +170,9 @@ def _candidates(
 def _axis_options(
     op_rule: Rule, operands: tuple[Operand, ...], axis: int
 ) -> Iterator[tuple[tuple[Sbp, ...], Sbp]]:
-    """Yield the legal signatures for one axis, with the explicit split sizes of the operands."""
+    """Yield the sbps of the operands and of the output for each legal signature on one axis. Splits
+    take the explicit sizes of the operands.
+    """
     for signature in op_rule.signatures:
         sizes = {
             letter: _sizes_of(letter, op_rule, operands, axis)
@@ -194,7 +198,9 @@ def _sbp(token: str, dims: Dims, sizes: tuple[int, ...] | None) -> Sbp:
 def _sizes_of(
     letter: str, op_rule: Rule, operands: tuple[Operand, ...], axis: int
 ) -> tuple[int, ...] | None:
-    """Return the explicit sizes of the first operand split along ``letter`` on this axis."""
+    """Return the explicit sizes, if any, of the first operand that is split along ``letter`` on
+    this axis.
+    """
     for dims, operand in zip(op_rule.inputs, operands, strict=True):
         sbp = operand.layout.nd_sbp[axis]
         if isinstance(sbp, Split) and sbp.dim < len(dims) and dims[sbp.dim] == letter:
@@ -205,8 +211,8 @@ def _sizes_of(
 def _scaled(
     output: NdSbp, op_rule: Rule, scale: tuple[str, int, int], src: Layout, shape: tuple[int, ...]
 ) -> NdSbp | None:
-    """Return ``output`` with the split points of the input, scaled by the change of the dim's
-    length.
+    """Return ``output`` with the split sizes of the input, scaled by the ratio of the dim's output
+    and input lengths.
 
     Return ``None`` if a piece does not scale to a whole number, or if several axes split the dim
     into pieces of different sizes, which a layout cannot express.
@@ -216,7 +222,7 @@ def _scaled(
         return output
     src_dim, dst_dim = op_rule.inputs[0].index(letter), op_rule.output.index(letter)
     scaled = list(output)
-    lengths = {shape[src_dim]}  # lengths of the pieces after the previous axes
+    lengths = {shape[src_dim]}  # lengths of the pieces into which the previous axes split the dim
     for axis, (before, after) in enumerate(zip(src.nd_sbp, output, strict=True)):
         if not (isinstance(before, Split) and after == Split(dst_dim, before.sizes)):
             continue

@@ -1,1 +1,1 @@
-"""Runs the training loop, and measures and reports its progress."""
+"""Contains the training loop and the code that measures and reports a run's progress."""

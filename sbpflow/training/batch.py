@@ -10,11 +10,11 @@ from sbpflow.errors import SbpError
 
 
 class Batch(Protocol):
-    """This rank's rows of a global batch of ``batch_size`` rows. A batch may also have ``weights``
-    [local batch], which multiply the row losses; their mean over the data set is 1. The loss of a
-    step is sum(weight * loss) / rows. Dividing by the sum of the weights would need a collective
-    before the backward pass, and would give steps with small weights the same influence as steps
-    with large weights. ``evict.idle_time`` requires ``columns["time"]`` [local batch] int64.
+    """This rank's rows of a global batch of ``batch_size`` rows. A batch may also have row
+    ``weights`` [local batch], whose mean over the data set is 1. The loss of a step is sum(weight *
+    row loss) / rows. Dividing by the sum of the weights instead would need a collective before the
+    backward pass, and steps with small weights would have as much influence as steps with large
+    weights. ``evict.idle_time`` requires ``columns["time"]`` [local batch] int64.
     """
 
     @property
@@ -42,7 +42,7 @@ class Batch(Protocol):
 
 
 def event_time(batch: Batch) -> int | None:
-    """Return the latest event time of this rank's rows, or None if rows have no times."""
+    """Return the latest event time among this rank's rows, or None if the batch has no times."""
     times = getattr(batch, "columns", {}).get("time")
     return None if times is None or not times.numel() else int(times.max())
 
@@ -61,7 +61,7 @@ class Loader(Protocol):
 
 
 def check_batch(batch: object) -> None:
-    """Raise SbpError if ``batch``, an argument of ``Trainer.step``, is not a ``Batch``."""
+    """Raise SbpError if ``batch``, passed to ``Trainer.step``, is not a ``Batch``."""
     for name in ("labels", "dense", "ids", "batch_size"):
         if not hasattr(batch, name):
             raise SbpError(

@@ -5,17 +5,16 @@ from sbpflow.training.trainer import Trainer
 
 
 class CacheWatch:
-    """Averages cache metrics over the steps since the last call; has none if this rank has no
-    cached tables.
-    """
+    """Averages this rank's cache metrics over the steps of each log interval."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._step = trainer, trainer.num_steps
         self._last = trainer.cache_counts() or CacheCounts()
 
     def figures(self, step: int) -> dict[str, float]:
-        """Return the numbers of fetched, new (never written) and written rows, and the waiting
-        time."""
+        """Return the rows fetched, new (never written) and written, and the ms waited, all per step
+        since the last call; an empty dict if this rank has no cached tables.
+        """
         counts = self._trainer.cache_counts()
         steps, self._step = step - self._step, step
         if counts is None or not steps:

@@ -1,9 +1,9 @@
 """Clips gradients in any layout by their global norm.
 
-The gradients are derivatives of the mean loss over the whole batch. The norm includes each element
-once, even if several ranks store copies: row gradients are first summed over the batch, and dense
-gradients are first reduced. The norm does not depend on the layout or the number of ranks, except
-for the rounding of a float64 sum. The scale factor is the same as in
+The gradients are derivatives of the mean loss over the global batch. Before the norm is computed,
+row gradients are summed over the batch, and dense gradients are reduced over the ranks. Each
+element counts once, even if several ranks store copies. The norm does not depend on the layout or
+the number of ranks, except for the rounding of a float64 sum. The scale factor is the same as in
 torch.nn.utils.clip_grad_norm_.
 """
 
@@ -23,16 +23,16 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 from sbpflow.tensor.global_tensor import GlobalTensor
 
 CHANNEL = "dense"
-_EPSILON = 1e-6  # added to the norm before dividing by it, as in torch
+_EPSILON = 1e-6  # added to the norm before the limit is divided by the norm, as in torch
 
 
 def clip_steps(
     config: ClipConfig, layouts: Sequence[Layout], world: Placement, backend: str
 ) -> tuple[BoxingStep, ...]:
-    """Return the steps that sum each rank's squares, a float64, over all ranks (P -> B).
+    """Return the boxing steps that sum the ranks' float64 sums of squares over all ranks (P -> B).
 
-    ``layouts`` are the layouts of the dense parameters. If every rank stores all gradients, there
-    are no steps.
+    ``layouts`` are the layouts of the dense parameters. If every rank stores all gradients, the
+    result is empty.
     """
     whole = Layout(world, (Broadcast(),))
     if not config.rows and all(layout == whole for layout in layouts):
@@ -42,9 +42,9 @@ def clip_steps(
 
 
 def _counts_part(layout: Layout, rank: int) -> bool:
-    """Return whether ``rank`` adds its part to the norm.
+    """Return whether ``rank`` adds its part of a gradient to the norm.
 
-    Among ranks with copies, only the first does.
+    Among ranks with copies of the same part, only the first one does.
     """
     coordinates = layout.placement.coord(rank)
     return coordinates is not None and all(

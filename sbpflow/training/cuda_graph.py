@@ -1,10 +1,10 @@
 """Captures a region of a training step as one CUDA graph per batch shape, and replays it.
 
-The first steps with a batch shape run op by op on the capture stream, to create optimizer state,
-library workspaces and compiled code there. The next step is captured, without computing anything,
-and then replayed. All later steps are replayed. Every replay uses the same memory: each batch is
-copied into this memory, and gradients and the loss are read from it. ``graphed_step`` defines the
-regions.
+The first steps with a batch shape run op by op on the capture stream, so that optimizer state,
+library workspaces and compiled code are created there. The next step is captured, which computes
+nothing, and then replayed. All later steps are only replayed. Every replay uses the same memory:
+each batch is copied into this memory, and gradients and the loss are read from it. ``graphed_step``
+defines the regions.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -45,7 +45,7 @@ InputsT = TypeVar("InputsT", bound=Inputs)
 class DenseInputs:
     """This rank's inputs to the dense part for a global batch of ``batch_size`` rows.
 
-    ``vectors`` maps names to embedding outputs, leaf tensors that require gradients.
+    ``vectors`` maps names to embedding outputs, which are leaf tensors that require gradients.
     """
 
     batch_size: int
@@ -83,10 +83,10 @@ class _Captured(Generic[InputsT]):
 
 
 class Graphs(Generic[InputsT]):
-    """Runs ``work``, a function (inputs, random seed) -> results, as CUDA graphs.
+    """Runs the function ``work(inputs, seed)``, which returns a tuple of results, as CUDA graphs.
 
-    ``leaves`` are the tensors other than the inputs that get gradients. ``prepare`` is called
-    before each replay to copy host numbers that ``work`` uses to the device.
+    ``leaves`` are the tensors other than the inputs that get gradients. Before each replay,
+    ``prepare`` copies the host numbers that ``work`` uses to the device.
     """
 
     def __init__(
@@ -106,9 +106,11 @@ class Graphs(Generic[InputsT]):
         self._runs: dict[object, int] = {}
 
     def run(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
-        """Return the results of ``work``; leaves and inputs get the same gradients as in ``work``.
+        """Return the results of ``work``; set the gradients that ``work`` computes for leaves and
+        inputs.
 
-        Gradients are valid until the next run. Raises ConfigError if capturing the region fails.
+        The gradients are valid until the next run. Raises ConfigError if capturing the region
+        fails.
         """
         shapes = tuple(t if t is None else (t.shape, t.dtype) for t in inputs.tensors())
         runs = self._runs[shapes] = self._runs.get(shapes, 0) + 1
@@ -124,12 +126,14 @@ class Graphs(Generic[InputsT]):
     def forget(self) -> None:
         """Drop all graphs.
 
-        Call this after replacing parameters or optimizer state by other tensors.
+        Call this method after replacing the tensors of parameters or optimizer state.
         """
         self._captured, self._runs = {}, {}
 
     def _run_uncaptured(self, inputs: InputsT, seed: int) -> tuple[Tensor, ...]:
-        """Run op by op on the capture stream; the current stream waits for it."""
+        """Run ``work`` op by op on the capture stream; the current stream waits for the capture
+        stream.
+        """
         current = torch.cuda.current_stream(self._world.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), self._drawing():
@@ -185,9 +189,9 @@ class Graphs(Generic[InputsT]):
 
 
 def _copy(target: Inputs, source: Inputs) -> None:
-    """Copy all tensors in one call.
+    """Copy all tensors in one call of a torch function that is private, because no public one
+    exists.
 
-    The torch function is private, because there is no public one.
     """
     targets = [tensor for tensor in target.tensors() if tensor is not None]
     sources = [tensor for tensor in source.tensors() if tensor is not None]
@@ -196,8 +200,8 @@ def _copy(target: Inputs, source: Inputs) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the original error; the error from ending a broken capture is less
-    specific.
+    """Return the first line of the original error, because the error from ending a broken capture
+    is less specific.
     """
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__

@@ -27,16 +27,16 @@ _CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
 def make_dense_optimizer(
     config: DenseOptimizer, parameters: Iterable[Tensor], *, capturable: bool = False
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer of this rank's parts, or ``None`` if there are no parameters.
+    """Return an optimizer of this rank's parts of the parameters, or ``None`` if there are none.
 
-    If ``capturable`` and torch supports it for the class, a CUDA graph can contain the optimizer's
-    step, and the learning rate is a tensor.
+    If ``capturable`` is set and torch supports it for the optimizer class, CUDA graphs can contain
+    the optimizer's step, and the learning rate is a tensor.
     """
     listed = list(parameters)
     if not listed:
         return None
     make = _CLASSES[type(config)]
-    # All other fields of the configuration class are arguments of the torch class.
+    # The remaining fields of the configuration class are arguments of the torch class.
     options = dataclasses.asdict(config)
     del options["name"]
     if isinstance(config, DenseAdagrad):

@@ -13,13 +13,16 @@ class DensePart(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, GlobalTensor]:
-        """Return the leaf tensors by name, in the layouts that the part was built with."""
+        """Return the trainable leaf tensors by name, in the layouts that the dense part was built
+        with.
+        """
         ...
 
     @property
     def buffers(self) -> Mapping[str, GlobalTensor]:
-        """Return the state with layout B that ``forward`` updates, such as batch norm
-        statistics."""
+        """Return the tensors with layout B that ``forward`` updates, such as batch norm
+        statistics.
+        """
         ...
 
     def forward(
@@ -32,11 +35,13 @@ class DensePart(Protocol):
     ) -> GlobalTensor:
         """Return logits [batch, 1] from the embedding outputs by name and the dense fields.
 
-        ``seed`` differs for every batch of every step. Random numbers depend only on the seed, a
-        name, and the position in the tensor.
+        ``seed`` differs for every batch of every step. Random numbers must depend only on the seed,
+        a name, and the position in the tensor.
         """
         ...
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """Return the loss of each row, [batch, 1]; the trainer takes the mean over the batch."""
+        """Return the loss of each row, [batch, 1]; the trainer averages these losses over the
+        batch.
+        """
         ...

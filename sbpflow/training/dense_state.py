@@ -1,8 +1,8 @@
 """Names the tensors of the dense part, so that checkpoints do not depend on the layout.
 
 ``dense/P`` is the parameter or buffer P; ``dense/P/STATE`` is the parameter's optimizer state
-STATE, with one value per element. The optimizer's own step count is not saved, because the job
-saves one step count for all.
+STATE, with one value per element. The optimizer's step counts are not saved, because the job saves
+one step count for all parameters.
 """
 
 import copy
@@ -24,10 +24,10 @@ def dense_state(
     buffers: Mapping[str, GlobalTensor],
     optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, LogicalTensor]:
-    """Return all tensors of the dense part by name. After the first step, all ranks have the same
-    names.
+    """Return all tensors of the dense part by name. After the first step, the names are the same on
+    all ranks.
 
-    Rectangles refer to the tensor as a matrix [first dim, product of other dims].
+    Rectangles are those of the tensor viewed as a matrix [first dim, product of other dims].
     """
     tensors: list[LogicalTensor] = []
     for name, parameter in parameters.items():
@@ -39,8 +39,8 @@ def dense_state(
 
 
 def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
-    """Allocate the state that the optimizer creates in its first step, so that a restore can fill
-    it.
+    """Allocate the state that the optimizer would create in its first step, so that a restore can
+    fill the state.
 
     All tensors are zero, and the step count of each parameter is ``step``.
     """
@@ -61,10 +61,11 @@ def begin_state(optimizer: torch.optim.Optimizer | None, step: int) -> None:
 def _first_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], part: Tensor
 ) -> dict[str, Any]:
-    """Run one step of a copy of the optimizer; return the resulting state of a one-element
+    """Return the state that one step of a copy of the optimizer creates for a one-element
     parameter.
 
-    torch does not provide a function that lists an optimizer's state.
+    A trial step is needed because torch cannot list the state of an optimizer before its first
+    step.
     """
     probe = torch.zeros(1, dtype=part.dtype, device=part.device, requires_grad=True)
     probe.grad = torch.zeros_like(probe)

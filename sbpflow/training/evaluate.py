@@ -1,8 +1,9 @@
 """Evaluates a whole split: every rank predicts its rows, and rank 0 computes the metrics.
 
 If the split has at most ``exact_rows`` rows, rank 0 gathers all predictions first, so the metrics
-do not depend on the number of ranks. For larger splits, all ranks add up their counts and sums.
-GAUC and slices stay exact, because the ranks then exchange rows by group.
+do not depend on the number of ranks. For larger splits, the ranks' histograms and sums are added
+up, and AUC is approximate. GAUC and slices stay exact for larger splits, because the ranks exchange
+rows by group.
 """
 
 import difflib
@@ -34,9 +35,9 @@ CHANNEL = "control"
 class ScoreOptions:
     """Options of a scoring pass.
 
-    * ``exact_rows``: gather up to this many rows for exact metrics.
+    * ``exact_rows``: the maximum number of rows that are gathered to compute exact metrics.
     * ``max_rows``: stop after the batch that reaches this number of rows.
-    * ``slices``: also score the rows of each value of these id columns, {name: column}.
+    * ``slices``: the id columns, {name: column}, whose values' rows are also scored separately.
     """
 
     exact_rows: int = 20_000_000
@@ -46,17 +47,17 @@ class ScoreOptions:
 
 @dataclass(slots=True)
 class _Rows:
-    """Collects this rank's rows and the sizes of all ranks.
+    """Collects this rank's rows and the number of rows of each rank.
 
-    If there are too many rows, a histogram replaces them; rows that groups or slices need are also
+    Beyond ``exact_rows`` rows, a histogram replaces the rows, but rows that GAUC or slices need are
     kept on the host.
     """
 
     boxing: Boxing
     options: ScoreOptions
-    scores: list[Tensor] = field(default_factory=list[Tensor])  # [rows, 2]: logits, labels
-    keys: list[Tensor] = field(default_factory=list[Tensor])  # [rows, group and slices] int64
-    kept: list[Tensor] = field(default_factory=list[Tensor])  # rows beyond exact_rows, on the host
+    scores: list[Tensor] = field(default_factory=list[Tensor])  # Logits and labels [rows, 2].
+    keys: list[Tensor] = field(default_factory=list[Tensor])  # Group and slices, [rows, columns].
+    kept: list[Tensor] = field(default_factory=list[Tensor])  # Rows beyond exact_rows, on the host.
     sizes: list[int] = field(default_factory=list[int])
     total: int = 0
     grouped: bool = False
@@ -111,7 +112,7 @@ class _Rows:
         return replace(histogram.evaluation(), gauc=gauc, slices=slices)
 
     def _by_group(self) -> tuple[float | None, tuple[Slice, ...]]:
-        """Return GAUC and slices; every rank must call this."""
+        """Return GAUC and slices; every rank must call this method."""
         rows, columns = torch.cat(self.kept), list(torch.cat(self.keys).unbind(1))
         gauc, slices = None, list[Slice]()
         if self.grouped:
@@ -122,9 +123,9 @@ class _Rows:
 
 
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
-    """Return the id column of each field in ``train.slices``.
+    """Return the id column of each of the fields ``names``, which ``train.slices`` lists.
 
-    Raises ConfigError, with the valid fields, if a name is not a field with one id.
+    Raises ConfigError, listing the valid fields, if a name is not a field with one id per row.
     """
     if not names:
         return {}

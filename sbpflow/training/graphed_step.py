@@ -18,15 +18,15 @@ from sbpflow.training.clipping import Clipper
 from sbpflow.training.cuda_graph import DenseInputs, Graphs
 from sbpflow.training.step_schedule import CLIP, GATHER_OUTPUTS, RECEIVE_GRADS, SEND_GRADS, UPDATE
 
-# Maps (inputs, random seed) to this rank's loss term [1], and sets the gradients of the leaf
-# tensors.
+# A function of inputs and a random seed that returns this rank's loss term [1] and sets the
+# gradients of the leaf tensors.
 DensePass = Callable[[DenseInputs, int], Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:
-    """A batch after ``EmbeddingCollection.arrive``; ``dense`` does not contain vectors yet.
-    ``step`` is the job's step number, counted from 1.
+    """A batch whose ids have arrived (``EmbeddingCollection.arrive``); ``dense`` has no vectors
+    yet. ``step`` is the job's step number, counted from 1.
     """
 
     dense: DenseInputs
@@ -40,7 +40,9 @@ class StepInputs:
         return StepInputs(dense=self.dense.new_like(), rows=self.rows.new_like(), step=self.step)
 
     def take_gradients(self, source: "StepInputs") -> None:
-        """Do nothing, because the gradients of the vectors were already applied to the rows."""
+        """Do nothing, because the step has already applied the gradients of the vectors to the
+        rows.
+        """
 
 
 class GraphedStep:
@@ -76,14 +78,14 @@ class GraphedStep:
 
     @property
     def updates_dense(self) -> bool:
-        """Return whether the graph contains the step of the dense optimizer."""
+        """Return whether the graph includes the step of the dense optimizer."""
         return self._optimizer is not None
 
     @property
     def takes_rows(self) -> bool:
         """Return whether the graph of the next batch starts by reading rows.
 
-        The result is False while a before-update hook is installed, because graphs cannot call
+        While a before-update hook is installed, the result is False, because graphs cannot call
         hooks.
         """
         return self._all is not None and not self._embeddings.is_watched
@@ -95,7 +97,7 @@ class GraphedStep:
 
     @property
     def warm_up_steps(self) -> int:
-        """Return the number of batches of a shape that run op by op before a capture."""
+        """Return the number of batches of the same shape that run op by op before a capture."""
         return self._graphs.warm_up_steps
 
     @warm_up_steps.setter
@@ -103,7 +105,9 @@ class GraphedStep:
         self._graphs.warm_up_steps = count
 
     def forget(self) -> None:
-        """Drop all graphs, after parameters or optimizer state were replaced by other tensors."""
+        """Drop all graphs; call this method after replacing the tensors of parameters or optimizer
+        state.
+        """
         self._graphs.forget()
 
     def describe(self) -> str:
@@ -114,8 +118,8 @@ class GraphedStep:
         return f"the whole step after sorting the ids is replayed{optimizer}"
 
     def run_dense(self, inputs: DenseInputs, seed: int) -> Tensor:
-        """Return the loss term [1], and set the gradients of the vectors. Also sets the gradients
-        of the leaves unless ``updates_dense``.
+        """Return the loss term [1], and set the gradients of the vectors and, unless
+        ``updates_dense``, of the leaves.
         """
         if self._dense is None:
             raise RuntimeError("run_dense needs graphs that start at the vectors")
@@ -162,6 +166,6 @@ class GraphedStep:
         self._embeddings.write_numbers(inputs.step)
 
 
-# ``run_all`` includes these moves of a batch and of a step.
+# The moves of a batch and of a step that ``run_all`` includes.
 OF_BATCH = frozenset({GATHER_OUTPUTS.name, SEND_GRADS.name, RECEIVE_GRADS.name})
 OF_STEP = frozenset({CLIP.name, UPDATE.name})

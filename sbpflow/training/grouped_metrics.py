@@ -1,5 +1,5 @@
-"""Computes GAUC and slices of any number of rows by moving all rows of a group to one rank. The
-results are bit-for-bit equal to those computed from gathered rows, because every group is evaluated
+"""Computes GAUC and slices of any number of rows by sending all rows of a group to one rank. The
+results are bitwise equal to those computed on rank 0 from all rows, because each group is evaluated
 on one rank and the sum over the groups is exact.
 """
 
@@ -20,7 +20,7 @@ from sbpflow.sbp.sbp import Partial
 from sbpflow.training.metrics import Slice, group_terms, slice_of
 
 _CHANNEL = "control"
-# 2^64 / golden ratio as int64; multiplying by it spreads nearby keys
+# 2^64 / golden ratio as int64; multiplying keys by this number spreads nearby keys
 _GOLDEN = -7046029254386353131
 _MANTISSA_BITS, _HALF_BITS = 53, 26
 _MIN_EXPONENT, _NUM_EXPONENTS = -80, 160
@@ -28,10 +28,12 @@ _CHUNK = 1 << 26
 
 
 class GroupSums:
-    """The rows of some groups of a column, with all rows of each of these groups."""
+    """All rows of the groups of a column that this rank owns."""
 
     def __init__(self, boxing: Boxing, column: str, keys: Tensor, rows: Tensor) -> None:
-        """Exchange this rank's ``keys`` int64 [n] and ``rows`` [n, 2] (logits and labels)."""
+        """Send this rank's ``keys`` int64 [n] and ``rows`` [n, 2] (logits and labels) to the
+        owners.
+        """
         self._boxing, self._column = boxing, column
         packed = torch.stack([keys, *rows.to(torch.float64).view(torch.int64).unbind(1)], 1)
         packed = exchange(boxing, f"evaluate/{column}", packed, owners(keys, boxing.world.size))
@@ -58,7 +60,9 @@ class GroupSums:
         return float(whole) / num_rows, num_rows
 
     def slices(self, most: int = 10) -> tuple[Slice, ...]:
-        """Return the column's summary, followed by slices of the ``most`` most frequent values."""
+        """Return the column's summary, followed by the slices of its ``most`` most frequent
+        values.
+        """
         area, num_rows = self.gauc()
         values, counts = np.unique(self._keys, return_counts=True)
         order = np.argsort(-counts, kind="stable")[:most]
@@ -83,8 +87,8 @@ def owners(keys: Tensor, num_ranks: int) -> Tensor:
 
 
 def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
-    """Send each of ``rows`` int64 [n, columns] to its ``owner`` [n]; return, on the host, the rows
-    that this rank owns.
+    """Send each row of ``rows`` int64 [n, columns] to its ``owner`` [n]; return the rows that this
+    rank owns, on the host.
     """
     world = boxing.world
     if world.size == 1:
@@ -104,9 +108,9 @@ def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
 
 
 def exponent_sums(terms: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return exact sums [2, exponents] of non-negative ``terms`` [n]: of the upper and the lower
-    halves of the 53-bit mantissas, by exponent. The halves are integers of at most 27 bits, so
-    floats add up to 2^26 of them without rounding.
+    """Return the exact sum of non-negative ``terms`` [n] as integers [2, exponents]: for each
+    exponent, the sums of the upper and of the lower halves of the 53-bit mantissas. A half has at
+    most 27 bits, so float64 can add up to 2^26 halves without rounding.
     """
     sums = np.zeros((2, _NUM_EXPONENTS), dtype=np.int64)
     for start in range(0, len(terms), _CHUNK):

@@ -1,5 +1,5 @@
-"""Reports the keys and rows of growing tables for each log interval, and warns if a limit is too
-small.
+"""Reports metrics of growing tables for each log interval, and warns if a table has too few
+rows.
 """
 
 import logging
@@ -9,18 +9,22 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 
 logger = logging.getLogger(__name__)
 
-_FULL = 0.9  # with few rows per bucket, this is the highest share of rows that get keys
+_FULL = 0.9  # with few rows per bucket, no larger share of the rows ever gets keys
 _REFUSED = 0.01
-"""If refused keys cause more than this share of an interval's lookups, the limit is too low."""
+"""If more than this share of an interval's lookups have refused keys, ``evict.max_rows`` is too
+low.
+"""
 _CHURN = 0.2
-"""Evictions are compared with lookups once there are this many per row"""
+"""Evictions are compared with lookups once their number exceeds this share of the rows."""
 _PER_LOOKUP = 0.1
-"""With more evictions per lookup, most rows are replaced before they have learned much."""
+"""With more evictions per lookup than this, most rows are replaced before they have learned
+much.
+"""
 
 
 class GrowthWatch:
-    """Computes metrics of each growing field; ``counts`` returns the counts over all ranks, by
-    field. Each warning is logged once per field.
+    """Computes metrics of each growing field. ``counts`` returns each field's counts over all
+    ranks. Each warning is logged at most once per field.
     """
 
     def __init__(self, counts: Callable[[], Mapping[str, GrowthCounts]]) -> None:
@@ -29,10 +33,11 @@ class GrowthWatch:
         self._begin = dict(self._last)  # counts at the last comparison of evictions with lookups
 
     def figures(self) -> dict[str, float]:
-        """Return ``growth.FIELD.NAME`` for each field, and three totals over all fields.
+        """Return the metrics ``growth.FIELD.NAME`` of each field, and three metrics over all
+        fields.
 
-        ``admitted``, ``evicted`` and ``forgotten`` count keys since the tables were created. Shares
-        refer to the lookups since the last call.
+        ``admitted``, ``evicted`` and ``forgotten`` count keys since the tables were created.
+        ``pending_share`` and ``refused_share`` are shares of the lookups since the last call.
         """
         counts = self._counts()
         if not counts:

@@ -1,4 +1,4 @@
-"""Ends broken runs: checks that the loss is finite and that replicas are equal."""
+"""Stops broken runs: checks that the loss is finite and that replicas are equal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class LossWatch:
     """Stops the run if the loss is NaN or infinite, naming the step and the faulty fields.
 
     On CPU, the loss is checked immediately. On CUDA, the loss is copied to the host during the next
-    step and checked one step later, so the check never waits for the device.
+    step and checked after that step, so the check never waits for the device.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class LossWatch:
     def push(
         self, step: int, loss: Tensor, batches: Sequence[Batch], norm: Tensor | None = None
     ) -> None:
-        """Check the loss of ``step``, or queue it.
+        """Check the loss of ``step`` now on CPU, or one step later on CUDA.
 
-        The batches and, if computed, the gradient norm are used for the message.
+        The error message names the gradient norm, if given, or the fields of ``batches`` with NaN
+        or infinite values.
         """
         values = [loss] if norm is None else [loss, norm]
         if not loss.is_cuda:
@@ -65,8 +66,8 @@ class LossWatch:
     def _check_values(self, step: int, batches: Sequence[Batch]) -> None:
         """Raise TrainingError if a label or a dense value is outside the range in the manifest.
 
-        Such a value means that a file has changed since the data was prepared, which may not be
-        visible in the loss. The check runs only on CPU.
+        Such a value means that a file has changed since the data was prepared, which the loss may
+        not reveal. The check runs only on CPU.
         """
         for batch in batches:
             dense = batch.dense
@@ -111,7 +112,7 @@ class LossWatch:
                     "smaller learning rate"
                 )
             return
-        # The loss is the same on every rank, so every rank reaches this collective.
+        # Every rank reaches this collective, because the loss is the same on every rank.
         dense = torch.cat([batch.dense for batch in batches])
         bad = (~torch.isfinite(dense)).sum(0).to(torch.int64)
         counts = combine_parts(self._boxing, bad, Partial(), "health/fields").tolist()
@@ -129,7 +130,9 @@ class LossWatch:
 
 
 def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
-    """Count out-of-range ids per field over all ranks; every rank must call this function."""
+    """Return the out-of-range ids per field, counted over all ranks, as text; every rank must call
+    this function.
+    """
     policy = embeddings.plan.out_of_range
     if policy == "error":
         return "none (an out-of-range id ends the run)"
@@ -158,9 +161,11 @@ def peak_memory_bytes(boxing: Boxing) -> list[int]:
 def check_replicas(
     parameters: Mapping[str, GlobalTensor], embeddings: EmbeddingCollection, boxing: Boxing
 ) -> None:
-    """Raise ReplicaError on every rank if copies on different ranks are not bitwise equal.
+    """Raise ReplicaError on every rank if copies of a tensor on different ranks are not bitwise
+    equal.
 
-    Copies exist for tensors with layout B, and for the optimizer state of rows with split columns.
+    Tensors with layout B have copies, and so does the optimizer state of rows whose columns are
+    split.
     """
     copies = [*_copies_of(parameters, boxing.world.size), *embeddings.copies()]
     if difference := _first_difference(copies, boxing):
@@ -205,7 +210,9 @@ def _first_difference(
 
 
 def _checksum(tensors: Sequence[Values], device: torch.device) -> Tensor:
-    """Sum the bits as wrapping integers, so that neither the order nor NaNs matter."""
+    """Return the wrapping sum of the values' bits as integers, which depends neither on the order
+    nor on how NaNs compare.
+    """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.itemsize]

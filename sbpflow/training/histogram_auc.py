@@ -1,8 +1,8 @@
 """Computes metrics from a histogram and sums when there are too many predictions to gather.
 
-Each rank counts its rows in bins of equal width over the predicted probability p. Sums of integer
-counts are exact, so the AUC and its error bound do not depend on the order of rows or the number of
-ranks. The last bits of the float64 sums of logloss and p depend on both, however.
+Each rank counts its rows in bins of equal width over the predicted probability p. The counts are
+integers and add up exactly, so the AUC and its error bound do not depend on the order of rows or
+the number of ranks. The float64 sums of logloss and p do depend on both, in their last bits.
 """
 
 import math
@@ -28,15 +28,15 @@ class ScoreHistogram:
     """Counts this rank's rows by bin and label, and sums logloss and p."""
 
     def __init__(self, device: torch.device) -> None:
-        # Negatives by bin, positives by bin, NaN predictions, and invalid labels.
+        # Counts of negatives by bin, positives by bin, NaN predictions, and invalid labels.
         self.counts = torch.zeros(2 * NUM_BINS + 2, dtype=torch.int64, device=device)
-        # The logloss, and then the sums of p by bin.
+        # The sum of the logloss, followed by the sums of p by bin.
         self.sums = torch.zeros(NUM_BINS + 1, dtype=torch.float64, device=device)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count rows with ``logits`` and ``labels`` [n].
 
-        ``evaluation`` raises errors for NaN and invalid labels.
+        NaN and invalid labels are counted here; ``evaluation`` raises the error.
         """
         is_nan = logits.isnan()
         self.counts[-2] += is_nan.sum()
@@ -61,7 +61,9 @@ class ScoreHistogram:
         return not bool(self.counts[-2:].any())
 
     def evaluation(self) -> Evaluation:
-        """Return the metrics; raise MetricError for NaN, labels other than 0 and 1, or no rows."""
+        """Return the metrics; raise MetricError for NaN, for labels other than 0 and 1, or if there
+        are no rows.
+        """
         counts, (nans, wrong) = self.counts[:-2].cpu().view(2, -1), self.counts[-2:].tolist()
         if nans or wrong:
             raise MetricError(
@@ -93,8 +95,8 @@ class ScoreHistogram:
 def auc_of_counts(positives: list[int], negatives: list[int]) -> tuple[float, float]:
     """Return (AUC, its error bound) from the number of rows per label and bin, by ascending score.
 
-    A pair within the same bin counts one half. The bound is the error if all of these pairs are
-    ordered wrongly: sum(positives * negatives) / (2 P N).
+    A positive and a negative in the same bin count as half a correct pair. The error bound assumes
+    that all such pairs are ordered correctly, or all wrongly: sum(positives * negatives) / (2 P N).
     """
     below, in_order, within_bins = 0, 0, 0
     for positive, negative in zip(positives, negatives, strict=True):

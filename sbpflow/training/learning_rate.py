@@ -18,9 +18,9 @@ def constant(step: int) -> float:
 def rate_factor(config: ScheduleConfig) -> RateFactor:
     """Return a function that maps the step, counted from 1, to the factor.
 
-    The factor rises linearly to 1 over ``warmup_steps``. From ``decay_start`` on, the factor falls
-    to ``end_factor`` over ``decay_steps`` and then stays constant. The decay follows (1 - progress)
-    ** power (MLPerf's DLRM uses power 2), or half a cosine wave (I. Loshchilov and F. Hutter, SGDR,
+    The factor rises linearly to 1 over ``warmup_steps``. From ``decay_start`` on, it falls to
+    ``end_factor`` over ``decay_steps`` and then stays constant. The decay follows (1 - progress) **
+    power (MLPerf's DLRM uses power 2) or half a cosine wave (I. Loshchilov and F. Hutter, SGDR,
     2017, equation 5, without restarts).
     """
 

@@ -1,5 +1,6 @@
-"""Runs the training loop: epochs, evaluations, and progress reports. The loop does not handle
-tensors."""
+"""Runs the training loop: epochs, evaluations, and progress reports. The loop itself does not
+compute with tensors.
+"""
 
 import logging
 import time
@@ -32,7 +33,9 @@ _KEEP_BEST = "checkpoint.keep_best"
 
 
 class Reporter(Protocol):
-    """The interface for progress reports. Only rank 0's reporter displays and writes them."""
+    """The interface of an object that receives progress reports. Only the reporter of rank 0
+    displays and writes reports.
+    """
 
     def step(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
@@ -65,25 +68,27 @@ class Result:
     val: Evaluation | None
     test: Evaluation | None
     overlap: str
-    stopped: str = ""  # why the run ended early
-    best: str = ""  # best value of the watched metric on val, and its step
+    stopped: str = ""  # Why the run ended early.
+    best: str = ""  # Best value of the watched metric on val, and its step.
     best_step: int | None = None
     last_val: Evaluation | None = None
     last_test: Evaluation | None = None
 
     @property
     def notes(self) -> dict[str, str]:
-        """Return additional lines for the end summary, by title."""
+        """Return the lines to add to the end summary, by title."""
         best = self.best
         if self.best_step not in (None, self.steps):
-            best += f"; these results use its weights, and last_* those of step {self.steps}"
+            best += (
+                f"; these are the results of its weights, and last_* are those of step {self.steps}"
+            )
         lines = {"stopped": self.stopped, "best val": best, "overlap": self.overlap}
         return {title: line for title, line in lines.items() if line}
 
 
 class Pace:
     """Counts the rows and seconds of training and, separately, the seconds spent waiting for data
-    and for transfers. Evaluations are not counted. Neither is the first step, because it allocates
+    and for transfers. Evaluations are excluded, and so is the first step, because it allocates
     memory and opens connections.
     """
 
@@ -115,17 +120,18 @@ class Pace:
         self._restart(now)
 
     def resume(self) -> None:
-        """Ignore the time since the last step."""
+        """Exclude the time since the last step, such as the time of an evaluation."""
         self._restart(time.perf_counter())
 
     def _restart(self, now: float) -> None:
         self._begin, self._waited = now, self._waits.seconds if self._waits else 0.0
 
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Return the samples/s since the last call, and the ms per step: total, data, wait, and
-        each move.
+        """Return the samples/s since the last call, and the ms per step: in total, for reading
+        data, waiting for transfers, and for each move.
 
-        ``moves`` contains the seconds of each move. The rate is NaN if only the first step has run.
+        ``moves`` contains the seconds of each move. The samples/s are NaN if only the first step
+        has run.
         """
         steps, rows, seconds, data, wait = self._interval
         self._interval = [0, 0, 0.0, 0.0, 0.0]
@@ -138,7 +144,9 @@ class Pace:
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the number of steps of a run. The last step of an epoch may have fewer batches."""
+    """Return the number of steps of a run. The last step of an epoch may have fewer than
+    ``accumulate`` batches.
+    """
     total = train.epochs * -(-steps_per_epoch // train.accumulate)
     return total if train.max_steps is None else min(total, train.max_steps)
 
@@ -146,8 +154,9 @@ def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
 def is_logged(step: int, log_every: int) -> bool:
     """Return whether ``step`` ends a log interval of ``log_every`` steps.
 
-    The result is also True for steps 2, 5, 10, 20, 50 and so on in the first interval, so that even
-    short runs show whether the model learns. Step 1 is excluded because it is not timed.
+    Within the first ``log_every`` steps, the result is also True for steps 2, 5, 10, 20, 50 and so
+    on, so that even short runs show whether the model learns. Step 1 is excluded because it is not
+    timed.
     """
     if step >= log_every:
         return step % log_every == 0
@@ -158,7 +167,7 @@ def is_logged(step: int, log_every: int) -> bool:
 def _is_scored(step: int, last: int, train: TrainConfig, watchers: Watchers) -> bool:
     """Return whether ``val`` is scored during the run after ``step``.
 
-    The last step can be the best, so it must be evaluated on the same rows as the others.
+    The last step is included if the run looks for the best step, which can be the last one.
     """
     if not train.eval_every or step < last:
         return bool(train.eval_every) and step % train.eval_every == 0
@@ -193,7 +202,7 @@ def fit(
     _check_profile(profiler, last)
     pace, times, caches = Pace(boxing.world), MoveTimes(), CacheWatch(trainer)
     growth, step = GrowthWatch(trainer.growth_counts), checkpoints.step
-    overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
+    overlap = OverlapWatch(trainer, boxing.world.size, last - step, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     steps_left = 0 if watchers.stops else max(last - step, 0)
     window = _Window(islice(steps, steps_left), trainer)
@@ -202,7 +211,7 @@ def fit(
         pace.got_batch()
         step += 1
         scored = _is_scored(step, last, train, watchers)
-        with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
+        with overlap.step(), _named(step), _watched(trainer, times, profiler, step):
             loss = trainer.step(batches)
         watch.push(step, loss, batches, trainer.gradient_norm)
         logged = is_logged(step, train.log_every) or step == last
@@ -231,7 +240,7 @@ def fit(
         if is_last:
             break
         pace.resume()
-    trainer.drain()  # If the run stops early, some announced batches are not trained.
+    trainer.drain()  # If the run stops early, announced batches are left over.
     _close(profiler, step)
     result = Result(
         steps=step,
@@ -250,7 +259,9 @@ def fit(
 def _with_best_weights(
     result: Result, best_step: int, checkpoints: Checkpoints, score: "_Scores"
 ) -> Result:
-    """Load and score the best weights, unless the last weights are the best."""
+    """Load the best weights, unless the last weights are the best, and return ``result`` with the
+    best weights' scores.
+    """
     if best_step == result.steps:
         return replace(result, best_step=best_step)
     logger.info("step %d is the best on val; loading and scoring its weights", best_step)
@@ -302,7 +313,7 @@ def _check_val(
 def _watched(
     trainer: Trainer, times: MoveTimes, profiler: StepProfiler | None, step: int
 ) -> Generator[None]:
-    """Time the moves of the step; also trace them if the profiler covers the step."""
+    """Time the moves of the step; also trace them if ``profiler`` traces this step."""
     trainer.move_watch = times
     if profiler is None:
         yield
@@ -313,7 +324,7 @@ def _watched(
 
 @contextmanager
 def _named(step: int) -> Generator[None]:
-    """Add the step number to any error raised inside the context."""
+    """Add a note with the step number to any error raised inside the context."""
     try:
         yield
     except Exception as error:
@@ -330,7 +341,9 @@ class Step:
 
 
 def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Iterator[Step]:
-    """Yield the steps of several epochs. The last step of an epoch may have fewer batches."""
+    """Yield the steps of several epochs. The last step of an epoch may have fewer than
+    ``accumulate`` batches.
+    """
     for epoch in epochs:
         batches = iter(loader.epoch(epoch))
         while group := list(islice(batches, accumulate)):
@@ -340,8 +353,8 @@ def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Itera
 class _Window:
     """Reads steps ahead, up to the trainer's lookahead, and announces their batches.
 
-    The window can span several epochs. All batches in the window will be trained, unless an
-    evaluation or a signal stops the run.
+    The window can span several epochs. All batches in the window are trained unless an evaluation
+    or a signal stops the run.
     """
 
     def __init__(self, steps: Iterator[Step], trainer: Trainer) -> None:
@@ -349,7 +362,7 @@ class _Window:
         self._queue: deque[Step] = deque()
 
     def next_step(self) -> Step | None:
-        """Return the step to train now; ``None`` when all steps are trained."""
+        """Return the next step to train, or ``None`` if all steps are trained."""
         while not self._queue or self._num_behind < self._trainer.lookahead:
             step = next(self._steps, None)
             if step is None:
@@ -362,12 +375,12 @@ class _Window:
 
     @property
     def _num_behind(self) -> int:
-        """Return the number of batches in the window that belong to steps after the next step."""
+        """Return the number of batches read for steps after the next step."""
         return sum(len(step.batches) for step in islice(self._queue, 1, None))
 
 
 class _Scores:
-    """Scores and reports splits, but never scores a whole split twice with the same weights."""
+    """Scores and reports splits; never scores a whole split twice with the same weights."""
 
     def __init__(
         self,
@@ -386,7 +399,7 @@ class _Scores:
         self._done: dict[tuple[str, int], Evaluation | None] = {}
 
     def __call__(self, split: str, step: int, max_rows: int | None = None) -> Evaluation | None:
-        """Score ``max_rows`` rows of the split, or all rows, after ``step``.
+        """Score the split after ``step``, on ``max_rows`` rows or on all rows.
 
         Returns ``None`` on all ranks except rank 0.
         """

@@ -1,6 +1,6 @@
 """Modifies row losses in training: positive class weight, label smoothing, focal loss.
 
-Evaluations are not affected: they report the plain logloss of the predictions.
+Evaluations are not affected and report the plain logloss of the predictions.
 """
 
 from sbpflow.config.train_options import LossConfig
@@ -14,7 +14,7 @@ PLAIN = LossConfig()
 def row_losses(
     model: DensePart, logits: GlobalTensor, labels: GlobalTensor, config: LossConfig
 ) -> GlobalTensor:
-    """Return losses [batch, 1], as configured, from logits and labels (0 or 1) [batch, 1]."""
+    """Return the configured row losses [batch, 1] of logits and labels (0 or 1) [batch, 1]."""
     weight, smoothing, gamma = config.positive_weight, config.label_smoothing, config.focal_gamma
     targets = ops.smooth_labels(labels, smoothing) if smoothing else labels
     losses = model.row_losses(logits, targets)

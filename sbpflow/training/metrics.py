@@ -1,7 +1,7 @@
 """Computes exact metrics that do not depend on the order of rows or the number of ranks.
 
-Callers gather the scores first. All functions accept numpy arrays or torch tensors. docs/metrics.md
-lists definitions and their sources.
+Callers must first gather the scores of all ranks. All functions accept numpy arrays or torch
+tensors. docs/metrics.md lists the definitions and their sources.
 """
 
 import math
@@ -21,7 +21,9 @@ NUM_CALIBRATION_BINS = 20
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Rows with similar predictions: their number, mean prediction p, and share of label 1."""
+    """A group of rows with similar predictions: number of rows, mean prediction p, share of label
+    1.
+    """
 
     num_rows: int
     predicted: float
@@ -32,10 +34,11 @@ class CalibrationBin:
 class Evaluation:
     """The metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
 
-    * ``gauc``: None unless some group of rows has both classes.
+    * ``gauc``: the mean AUC within groups of rows, or None if no group has both classes.
     * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
       1.
-    * ``auc_error``: bounds the error of an AUC from a histogram; None if the AUC is exact.
+    * ``auc_error``: an upper bound of the error of an AUC from a histogram, or None for an exact
+      AUC.
 
     The metrics do not use sample weights.
     """
@@ -65,8 +68,8 @@ class Evaluation:
 class Slice:
     """The metrics of the rows with one ``value`` in an id column.
 
-    If ``value`` is None, the metrics summarize the column. ``auc`` is then the GAUC with the
-    column's values as groups, and ``num_rows`` counts the rows of groups with both classes.
+    If ``value`` is None, the slice summarizes the column: ``auc`` is the GAUC with the column's
+    values as groups, and ``num_rows`` counts the rows of groups with both classes.
     """
 
     column: str
@@ -78,11 +81,11 @@ class Slice:
 
 
 def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Evaluation:
-    """Compute all metrics. The AUC is undefined if all rows have the same label."""
+    """Compute all metrics. The AUC is None if all rows have the same label."""
     loss = logloss(logits, labels)
     is_positive = _labels(labels)
     rows, positives = len(is_positive), int(is_positive.sum())
-    # This form of the float64 sigmoid does not overflow and keeps small values.
+    # This form of the float64 sigmoid neither overflows nor rounds small probabilities to 0.
     p = np.exp(-np.logaddexp(0.0, -_scores(logits, labels).astype(np.float64)))
     reason = one_class(positives, rows)
     return Evaluation(
@@ -115,7 +118,7 @@ def normalised_entropy(logloss: float, positives: int, rows: int) -> float | Non
 def slice_by(
     logits: Values, labels: Values, values: Values, column: str, *, most: int = 10
 ) -> tuple[Slice, ...]:
-    """Return the column's summary, then slices of its ``most`` most frequent values.
+    """Return the column's summary, followed by the slices of its ``most`` most frequent values.
 
     Among equally frequent values, the smaller id comes first.
     """
@@ -143,8 +146,8 @@ def calibration_groups(
 ) -> tuple[CalibrationBin, ...]:
     """Merge adjacent bins of ascending p into ``NUM_CALIBRATION_BINS`` bins of about equal size.
 
-    The arguments contain, for each bin, the number of rows, the sum of p, and the number of rows
-    with label 1.
+    For each bin, ``rows`` is the number of rows, ``predicted`` the sum of p, and ``positives`` the
+    number of rows with label 1.
     """
     total, want = sum(rows), 1
     groups: list[CalibrationBin] = []
@@ -164,7 +167,7 @@ def _calibration(
 ) -> tuple[CalibrationBin, ...]:
     """Sort rows by p into ``NUM_CALIBRATION_BINS`` bins of equal size.
 
-    Ties may be split between bins.
+    Rows with equal p may end up in different bins.
     """
     order = np.argsort(p, kind="stable")
     parts = np.array_split(order, NUM_CALIBRATION_BINS)
@@ -193,16 +196,17 @@ def auc(scores: Values, labels: Values) -> float:
 
 
 def gauc(scores: Values, labels: Values, groups: Values) -> float:
-    """Return the mean of the AUCs within groups, weighted by rows: sum(n_g AUC_g) / sum(n_g).
-
-    The sums include only groups with both classes; n_g is the number of rows of a group.
-    Definition: G. Zhou et al., Deep interest network for click-through rate prediction, KDD 2018,
-    section 6 (equation 8), with impressions as weights. ``groups [n]`` can be any integers. Raises
+    """Return the mean of the groups' AUCs, weighted by rows: sum(n_g AUC_g) / sum(n_g), where n_g
+    is the number of rows of group g. The sums include only groups with both classes. Definition: G.
+    Zhou et al., Deep interest network for click-through rate prediction, KDD 2018, section 6
+    (equation 8), with impressions as weights. ``groups [n]`` can be any integers. Raises
     MetricError if no group has both classes.
     """
     mean = _gauc(scores, labels, groups)
     if mean is None:
-        raise MetricError("GAUC: no group has rows of both classes; no pairs to compare")
+        raise MetricError(
+            "GAUC: no group has rows of both classes, so there are no pairs to compare"
+        )
     return mean
 
 
@@ -212,8 +216,8 @@ def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
 
 
 def group_terms(scores: Values, labels: Values, groups: Values) -> tuple[NDArray[np.float64], int]:
-    """Return (number of rows) * AUC of each group with both classes, and the total number of these
-    rows.
+    """Return n_g AUC_g (see ``gauc``) of each group with both classes, and the sum of n_g over
+    these groups.
     """
     if not len(_flat(groups)) and not len(_flat(labels)):
         return np.empty(0), 0
@@ -230,7 +234,8 @@ def group_terms(scores: Values, labels: Values, groups: Values) -> tuple[NDArray
     negatives = np.diff(tied, append=len(values)) - positives
     below = np.cumsum(negatives) - negatives
     below -= below[np.searchsorted(tied, first)][group_of_tied]
-    # Count twice the ordered pairs, plus ties: an integer, so no rounding occurs.
+    # Compute twice the number of correctly ordered pairs, plus the number of ties. Unlike half
+    # ties, this is an integer, so no rounding occurs.
     in_order = np.add.reduceat(positives * (2 * below + negatives), np.searchsorted(tied, first))
     rows = np.diff(first, append=len(values))
     of_class_1 = np.add.reduceat(is_positive, first, dtype=np.int64)
@@ -281,8 +286,9 @@ def one_class(positives: int, rows: int) -> str | None:
 
 
 def _flat(values: Values) -> NDArray[np.generic]:
-    """Flatten on the host; convert float16, and bfloat16, which numpy does not support, to float32
-    exactly."""
+    """Return the values as a flat array on the host. float16 and bfloat16 (which numpy does not
+    support) become float32, which is exact.
+    """
     if isinstance(values, Tensor):
         tensor = values.detach().cpu()
         half = tensor.is_floating_point() and tensor.itemsize < 4

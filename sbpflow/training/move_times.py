@@ -1,6 +1,6 @@
-"""Times the moves of a step on this rank, and traces some steps with the bytes they send. Times are
-measured on the host; on CUDA, a move may return before the device has finished its work. The trace
-also contains device events.
+"""Times the moves of a step on this rank, and traces some steps with the bytes that they send.
+Times are measured on the host; on CUDA, a move may return before the device has finished its work.
+The trace also contains events measured on the device.
 """
 
 import json
@@ -54,7 +54,7 @@ class MoveTimes:
 
 @dataclass(slots=True)
 class _MoveTraffic:
-    """A transfer of a traced move: its id, collective, channel, and bytes."""
+    """A transfer that a traced move started: its id, collective, channel, and bytes."""
 
     move: str
     step: int
@@ -65,8 +65,8 @@ class StepProfiler:
     """Traces steps ``first`` to ``last`` into ``folder``, one file per rank in Chrome's format.
 
     Each move becomes an event of category ``user_annotation``, above the events of torch's
-    profiler. Its arguments are the step, the transfers that the move started, and the bytes that
-    this rank sent. Traces can be viewed in chrome://tracing or ui.perfetto.dev.
+    profiler. The event's arguments are the step, the transfers that the move started, and the bytes
+    that this rank sent in them. Traces can be viewed in chrome://tracing or ui.perfetto.dev.
     """
 
     def __init__(self, first: int, last: int, folder: Path, world: World) -> None:
@@ -80,12 +80,14 @@ class StepProfiler:
 
     @staticmethod
     def of(steps: tuple[int, int] | None, folder: Path, world: World) -> "StepProfiler | None":
-        """Return the profiler for ``train.profile``, or ``None`` if the key is not given."""
+        """Return a profiler for ``steps``, the value of ``train.profile``, or ``None`` if ``steps``
+        is None.
+        """
         return None if steps is None else StepProfiler(*steps, folder, world)
 
     @contextmanager
     def step(self, step: int, times: MoveWatch) -> Generator[MoveWatch]:
-        """Wrap training step ``step``; yield the watch for the step's moves."""
+        """Trace training step ``step`` if it is in range; yield the watch for the step's moves."""
         if not self.first <= step <= self.last:
             yield times
             return
@@ -125,7 +127,7 @@ class StepProfiler:
 
     @contextmanager
     def traced(self, name: str) -> Generator[None]:
-        """Wrap the move ``name`` of the current step."""
+        """Record the move ``name`` of the current step, with the transfers that it starts."""
         records = self._world.log.records
         before = len(records)
         with record_function(name):
@@ -143,7 +145,7 @@ class StepProfiler:
 
 
 class _Traced:
-    """Wraps every move in both a timer and a tracer."""
+    """A ``MoveWatch`` that both times and traces every move."""
 
     def __init__(self, profiler: StepProfiler, times: MoveWatch) -> None:
         self._profiler, self._times = profiler, times
@@ -157,7 +159,7 @@ class _Traced:
 def _add_traffic(events: list[dict[str, Any]], traffic: list[_MoveTraffic]) -> None:
     """Add each move's step and transfers to its event.
 
-    Events have no ids, but the n-th event with a name belongs to the n-th move with that name.
+    Events have no ids, so the n-th event with a name is matched with the n-th move of that name.
     """
     by_name: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
     for event in sorted(events, key=lambda event: event.get("ts", 0)):

@@ -1,6 +1,6 @@
 """Measures the time that overlap saves, by running some steps without overlap.
 
-Results do not depend on the schedule, so a run can switch schedules for a few steps to compare.
+Results do not depend on the schedule, so a run can switch to a serial schedule for a few steps.
 """
 
 import statistics
@@ -12,11 +12,11 @@ import torch
 
 from sbpflow.training.trainer import Trainer
 
-FIRST_STEP = 11  # by this step, memory is allocated and connections are open
+FIRST_STEP = 11  # The measurement starts when memory is allocated and connections are open.
 # Blocks run alternately with and without overlap; the first step of a block is not timed.
 BLOCK_STEPS = 5
 NUM_BLOCKS = 8
-# in runs of at least this many steps, the measurement affects at most a tenth of the steps
+# in runs of at least this many steps, at most a tenth of the steps run without overlap
 MIN_RUN_STEPS = 200
 
 
@@ -35,7 +35,9 @@ def _host_clock() -> Callable[[], Reading]:
 
 
 def _device_clock() -> Callable[[], Reading]:
-    """Start a clock that uses device events, because on CUDA the host runs ahead of the device."""
+    """Start a clock that records device events, because on CUDA the host runs ahead of the
+    device.
+    """
     start = torch.cuda.Event(enable_timing=True)
     start.record()
 
@@ -53,7 +55,7 @@ def _device_clock() -> Callable[[], Reading]:
 
 
 class OverlapWatch:
-    """Times steps 11 to 50 of an overlapped run of several ranks, and summarizes the result."""
+    """Times steps 11 to 50, half of them without overlap, in a run of several ranks."""
 
     def __init__(
         self, trainer: Trainer, world_size: int, num_steps: int, device: torch.device
@@ -69,11 +71,13 @@ class OverlapWatch:
         elif num_steps < MIN_RUN_STEPS:
             self._why_not = f"on; measured only in runs of {MIN_RUN_STEPS} steps or more"
         self._readings: dict[bool, list[Reading]] = {True: [], False: []}
+        self._num_steps = 0  # of this process, which may have resumed a run
 
     @contextmanager
-    def step(self, step: int) -> Generator[None]:
-        """Wrap training step ``step``, counted from 1."""
-        block, place = divmod(step - FIRST_STEP, BLOCK_STEPS)
+    def step(self) -> Generator[None]:
+        """Wrap the next training step of this process."""
+        self._num_steps += 1
+        block, place = divmod(self._num_steps - FIRST_STEP, BLOCK_STEPS)
         if self._why_not or not 0 <= block < NUM_BLOCKS:
             yield
             return
@@ -88,7 +92,7 @@ class OverlapWatch:
             self._trainer.schedule = self._overlapped
 
     def summary(self) -> str:
-        """Return one line for the end of a run."""
+        """Return one line for the end summary of a run."""
         on, off = ([read() for read in self._readings[overlaps]] for overlaps in (True, False))
         if not off:
             return self._why_not or "on; the run ended before overlap was measured"

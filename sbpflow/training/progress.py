@@ -1,6 +1,6 @@
 """Shows the progress of a run: a bar on a terminal or in a notebook, otherwise log lines.
 
-Callers provide the measured values; this module only measures time for the ETA.
+Callers provide the values; this module only measures the time that the ETA needs.
 """
 
 import logging
@@ -20,8 +20,9 @@ def can_show_bars() -> bool:
 
 
 class Progress:
-    """Shows progress if ``visible`` (on rank 0); ``bar`` allows a progress bar if stderr supports
-    bars."""
+    """Shows progress if ``visible``, which is True on rank 0. With ``bar``, it shows a progress bar
+    if stderr supports one.
+    """
 
     def __init__(
         self,
@@ -47,14 +48,15 @@ class Progress:
 
     def advance(self, step: int) -> None:
         """Record the end of step ``step``, counted from 1."""
-        if self._start is None:  # the first step is not timed: it compiles, allocates, connects
+        if self._start is None:  # the first step, which allocates memory and connects, is not timed
             self._start = (step, self._clock())
         if self._bar is not None:
             self._bar.update(1)
 
     def eta_s(self, step: int) -> float | None:
-        """Return the estimated seconds until the end, including evaluations, or None after one
-        step."""
+        """Return the estimated seconds until the end, including evaluations, or None before step
+        2.
+        """
         if self._start is None or step <= self._start[0]:
             return None
         pace = (self._clock() - self._start[1]) / (step - self._start[0])
@@ -82,5 +84,5 @@ class Progress:
 
 
 def _rate(samples_per_s: float) -> list[str]:
-    """Return the rate as text, or an empty list if no step was timed."""
+    """Return the rate as a list of one text, or an empty list if no step was timed."""
     return [f"{samples_per_s:,.0f} samples/s"] if math.isfinite(samples_per_s) else []

@@ -29,7 +29,7 @@ _RANK_TIMES = {
 class PrometheusReporter:
     """A ``Reporter`` whose thread answers requests with the values of the last log interval.
 
-    Raises ConfigError if the address cannot be used.
+    Raises ConfigError if the server cannot listen on the address.
     """
 
     def __init__(self, address: PrometheusConfig) -> None:
@@ -51,9 +51,9 @@ class PrometheusReporter:
 
     @staticmethod
     def of(config: Config, boxing: Boxing) -> "PrometheusReporter | None":
-        """Return the endpoint on rank 0 if ``train.prometheus`` is given, else None.
+        """Return the reporter on rank 0 if ``train.prometheus`` is given, else None.
 
-        Every rank must call this; if rank 0 fails, every rank raises its error.
+        Every rank must call this method; if rank 0 fails, every rank raises rank 0's error.
         """
         address, rank = config.train.prometheus, boxing.world.rank
         if address is None:
@@ -80,7 +80,7 @@ class PrometheusReporter:
         self._step = lines
 
     def advance(self, step: int, loss: float) -> None:
-        """Do nothing, because values change only at the end of a log interval."""
+        """Do nothing, because the served values change only at the end of a log interval."""
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         """Replace the scores of a split."""

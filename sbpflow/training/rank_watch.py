@@ -2,7 +2,7 @@
 
 In synchronous training, all ranks take the same time per step, because fast ranks wait for slow
 ones. A rank's own time is therefore its step time without the waits for transfers. On CUDA, ranks
-wait on the device, which the host cannot measure, so only data reading times can differ.
+wait on the device, which the host cannot measure, so only ranks that read data slowly are found.
 """
 
 import logging
@@ -20,15 +20,18 @@ from sbpflow.training.metrics import Evaluation
 
 logger = logging.getLogger(__name__)
 
-_PERSISTS = 3  # number of consecutive windows before a warning
-_WINDOW_STEPS = 20  # minimum length of a window, because single steps vary
-_FACTOR = 1.2  # a rank is slow if its own time is this many times the median of the other ranks,
-_SHARE = 0.05  # and the difference is at least this share of a step
+_PERSISTS = 3  # Number of consecutive windows before a warning.
+_WINDOW_STEPS = 20  # Minimum length of a window, because single steps vary.
+# A rank is slow if its own time exceeds _FACTOR times the median of the other ranks, and the
+# difference exceeds the share _SHARE of a step.
+_FACTOR, _SHARE = 1.2, 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """The ms per step of each rank in one interval; ``own_ms`` excludes waits."""
+    """The ms per step of each rank in one log interval; ``own_ms`` excludes waiting for
+    transfers.
+    """
 
     step: int
     hosts: Sequence[str]
@@ -38,12 +41,14 @@ class RankTimes:
 
     @property
     def own_ms(self) -> list[float]:
-        """Return the time that each rank spends on its own work, including reading data."""
+        """Return the ms per step that each rank spends on its own work, including reading data."""
         return [step - wait for step, wait in zip(self.step_ms, self.wait_ms, strict=True)]
 
     @property
     def slow_rank(self) -> int | None:
-        """Return the rank that the others wait for; None if no rank's own time is much longer."""
+        """Return the rank that the other ranks wait for, or None if no rank's own time is much
+        longer than the others'.
+        """
         own = self.own_ms
         slowest = max(range(len(own)), key=own.__getitem__)
         median = statistics.median([*own[:slowest], *own[slowest + 1 :]])
@@ -53,8 +58,8 @@ class RankTimes:
 
 
 class RankWatch:
-    """A ``Reporter`` that gathers the times of all ranks and passes them to ``write`` on every
-    rank.
+    """A ``Reporter`` that gathers the times of all ranks, passes them to the functions ``write`` on
+    every rank, and warns about a slow rank.
 
     The only communication is one small all-gather per log interval.
     """
@@ -69,7 +74,7 @@ class RankWatch:
         self._named: int | None = None
 
     def advance(self, step: int, loss: float) -> None:
-        """Do nothing: only intervals are compared."""
+        """Do nothing; ranks are compared only at the end of a log interval."""
 
     def evaluation(self, split: str, step: int, evaluation: Evaluation) -> None:
         """Do nothing."""
@@ -92,7 +97,7 @@ class RankWatch:
             self._add(step, parts.cpu())
 
     def _add(self, step: int, parts: torch.Tensor) -> None:
-        """Add an interval to the current window; if the window is long enough, look for a slow
+        """Add a log interval to the current window; once the window is long enough, look for a slow
         rank.
         """
         steps, self._last_step = step - self._last_step, step

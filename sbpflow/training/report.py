@@ -1,6 +1,6 @@
-"""Writes the output of a run: log lines, metrics.jsonl, start.txt, tracker events, an end summary.
+"""Writes the output of a run: log lines, metrics.jsonl, start.txt, tracker events, and a summary.
 
-Only rank 0 writes files; writers on other ranks do nothing.
+Only rank 0 writes files; on other ranks, writers do nothing.
 """
 
 import io
@@ -72,8 +72,8 @@ class MetricsWriter:
     """Writes ``run.dir/metrics.jsonl``, one JSON object per line.
 
     Files of an earlier run are moved to a folder ``previous-N``. If the run resumes, ``resumed``
-    contains the step and the length of metrics.jsonl at the checkpoint: the file is truncated to
-    this length, and new lines are appended.
+    contains the step of the checkpoint and the length of metrics.jsonl at that step. The file is
+    truncated to this length, and new lines are appended.
     """
 
     def __init__(self, folder: Path, *, rank: int, resumed: tuple[int, int] | None = None) -> None:
@@ -91,7 +91,7 @@ class MetricsWriter:
 
     @property
     def length(self) -> int:
-        """Return the bytes of metrics.jsonl so far, or 0 on ranks that do not write the file."""
+        """Return the length of metrics.jsonl in bytes, or 0 on ranks that do not write the file."""
         return self._file.tell() if self._file is not None else 0
 
     def close(self) -> None:
@@ -99,7 +99,9 @@ class MetricsWriter:
             self._file.close()
 
     def write(self, event: Event, values: Mapping[str, Value]) -> None:
-        """Write and flush one line, with the current time. NaN and infinity become null."""
+        """Write one line with the current time, and flush the file. NaN and infinity become
+        null.
+        """
         if self._file is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
@@ -111,7 +113,9 @@ class MetricsWriter:
 
 
 def _cut(file: TextIOWrapper, length: int) -> None:
-    """Remove the lines written after the checkpoint."""
+    """Truncate the file to ``length`` bytes, which removes the lines written after the
+    checkpoint.
+    """
     size = file.seek(0, io.SEEK_END)
     if size < length:
         logger.warning(
@@ -130,7 +134,7 @@ def _finite(value: Value) -> Value:
 
 
 class Report:
-    """Reports a run to the log, metrics.jsonl, trackers and the terminal; implements ``Reporter``.
+    """A ``Reporter`` that writes to the log, metrics.jsonl, the trackers and the terminal.
 
     A report is a context manager. On ranks other than 0, its methods do nothing, so callers need
     not check their rank.
@@ -151,7 +155,7 @@ class Report:
         """Log a short start summary and write the full summary to START_FILE.
 
         * ``devices``: one name per rank.
-        * ``sections``: lines of text by title, such as layouts, kernels, memory per rank.
+        * ``sections``: lines of text by title, such as "layouts", "kernels" and "memory per rank".
         * ``best``: the best possible (AUC, logloss), known only for generated data.
         * ``resumed``: see ``MetricsWriter``.
         * ``trackers``: a function that opens the trackers on rank 0, given the step at which the
@@ -193,7 +197,7 @@ class Report:
         return self._metrics.length
 
     def keep(self, name: str, text: str) -> None:
-        """On rank 0, write a file into the run folder."""
+        """On rank 0, write ``text`` into the file ``name`` of the run folder."""
         if self._rank == 0:
             (self._folder / name).write_text(text, encoding="ascii")
 
@@ -208,10 +212,10 @@ class Report:
         samples_per_s: float,
         extra: Mapping[str, float],
     ) -> None:
-        """Report a log interval; the names of times in ``extra`` end in ``_ms``.
+        """Report a log interval. In ``extra``, the names of times end in ``_ms``.
 
         The times of moves (``move_*``) and the metrics of growing fields (``growth.*``) are written
-        to the file but not shown.
+        to metrics.jsonl but not logged.
         """
         scale = extra.get("lr_scale", 1.0)
         rates = {name: lr * factor(step) * scale for name, (lr, factor) in self._rates.items()}
@@ -314,7 +318,7 @@ def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:
-    """Return a line for the evaluation, and one more for each sliced column."""
+    """Return one line of text for the evaluation, and another one for each sliced column."""
     figures, parts = figures_of(evaluation), list[str]()
     for name, kind in METRICS.items():
         if name in figures:
@@ -331,8 +335,8 @@ def describe_evaluation(evaluation: Evaluation) -> str:
         )
     parts.append(f"{evaluation.num_rows} rows")
     within = "".join(
-        f"\n  AUC within {part.column}: {_show(part.auc)}, mean over {part.num_rows:,} rows of "
-        "the values with both classes"
+        f"\n  AUC within {part.column}: {_show(part.auc)}, the mean over {part.num_rows:,} rows "
+        "whose values have both classes"
         for part in evaluation.slices
         if part.value is None
     )
@@ -340,7 +344,9 @@ def describe_evaluation(evaluation: Evaluation) -> str:
 
 
 def _start_lines(config: Config, devices: Sequence[str], num_steps: int) -> str:
-    """Return a four-line summary, short enough to stay on screen together with the first step."""
+    """Return a four-line summary, which is short enough to remain on the screen with the first
+    step.
+    """
     kinds = "; ".join(f"{count} x {name}" for name, count in Counter(devices).items())
     several = "s" if len(devices) > 1 else ""
     versions = version_summary()

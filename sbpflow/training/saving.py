@@ -1,4 +1,4 @@
-"""Defines how the training loop uses checkpoints: where a run starts and when it saves."""
+"""Defines how the training loop uses checkpoints: where a run starts and when it is saved."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -22,32 +22,38 @@ class Checkpoints(Protocol):
 
     @property
     def steps_of_before(self) -> int:
-        """Return the number of steps that were trained on an earlier data set, which epochs do not
+        """Return the number of steps trained on earlier data sets, which ``epoch`` does not
         count.
         """
         ...
 
     @property
     def loop(self) -> Mapping[str, Any]:
-        """Return the ``loop`` that was passed to ``save``; it is empty at the start of a run."""
+        """Return the training loop's state that was passed to ``save``, or an empty mapping at the
+        start of a run.
+        """
         ...
 
     @property
     def best_metric(self) -> Metric | None:
-        """Return the val metric that selects the best weights, or ``None`` to keep the last
-        weights."""
+        """Return the metric on val that selects the best weights, or ``None`` to end with the last
+        weights.
+        """
         ...
 
     def load_weights(self, step: int) -> None:
-        """Load the weights saved after ``step`` into the job; every rank must call this."""
+        """Load the weights saved after ``step`` into the job; every rank must call this method."""
         ...
 
     def is_due(self, step: int, *, last: bool, best: bool) -> bool:
-        """Return whether to save after this step; ``best`` means the best step so far."""
+        """Return whether to save after ``step``. ``best`` means that ``step`` is the best step so
+        far.
+        """
         ...
 
     def save(self, step: int, batch: Batch, loop: Mapping[str, Any]) -> None:
-        """Save the job after ``step``, whose last batch is ``batch``; every rank must call this.
+        """Save the job after ``step``, whose last batch is ``batch``; every rank must call this
+        method.
 
         ``loop`` is the training loop's state as JSON values.
         """
@@ -55,16 +61,18 @@ class Checkpoints(Protocol):
 
     @property
     def stops(self) -> bool:
-        """Return whether the last ``is_due`` call stopped the run. All ranks agree."""
+        """Return whether the run must stop, as decided by the last ``is_due`` call. All ranks
+        agree.
+        """
         ...
 
     def leave(self) -> None:
-        """End a stopped run, after its last transfers."""
+        """Leave a stopped run, after its last transfers."""
         ...
 
 
 class NoCheckpoints:
-    """Starts a run at its first step and never saves it."""
+    """Starts every run at its first step and never saves."""
 
     step = epoch = steps_of_before = 0
     stops = False

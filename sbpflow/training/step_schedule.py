@@ -29,13 +29,12 @@ class Move:
     starts: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[str, str], "Move"], tuple[str, str]]:
-        # unpickling must return the constant of this process, because moves are compared by
-        # identity
+        # Unpickling must return this process's constant, because moves are compared by identity.
         return saved_move, (self.name, self.says)
 
 
-# Ids are sent immediately if their number is known. For lists and unique rows, counts are sent
-# first.
+# Ids are sent immediately if the receiver knows their number. For id lists and unique rows, counts
+# are sent first.
 IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
 FLAGS, EARLY_VECTORS = "flags", "early vectors"
 VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
@@ -63,13 +62,13 @@ UPDATE = Move("update", "one optimizer step on the rows", waits=(LATE_GRADIENTS,
 RECEIVE_DENSE = Move("receive_dense", "buckets back to gradients", waits=(DENSE_GRADIENTS,))
 UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
-# A schedule contains a clip move only if gradients are clipped. It must come after all gradients
-# that it scales.
+# A schedule contains a clip move only if gradients are clipped. The clip move must come after all
+# moves that compute the gradients that it scales.
 CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
-# A schedule contains these moves only with early rows. The first two prepare the batch after the
-# one being trained, so they need the ids of two batches.
+# A schedule contains the following moves only with early rows. The first two moves prepare the
+# batch after the trained batch, so they need the ids of two batches.
 MARK_EARLY = Move("mark_early", "rows with final values found", starts=(FLAGS,))
 SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
 SEND_LATE = Move("send_late", "last batch's late gradients", starts=(LATE_GRADIENTS,))
@@ -77,7 +76,7 @@ OF_THE_NEXT = (MARK_EARLY, SEND_EARLY)
 EARLY = (*OF_THE_NEXT, SEND_LATE)
 EARLY_LOOKAHEAD = 2
 
-# These moves do not depend on trained values, so they may run ahead.
+# The moves of ids do not depend on trained values, so they may run in earlier steps.
 OF_IDS = (START_ID_EXCHANGE, EXCHANGE_IDS, RECEIVE_IDS)
 OF_A_BATCH = (*OF_IDS, LOOKUP, GATHER_OUTPUTS, FORWARD, BACKWARD, SEND_GRADS, RECEIVE_GRADS)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)
@@ -112,8 +111,7 @@ def current_name(name: str) -> str:
 
 
 def saved_move(name: str, says: str) -> Move:
-    """Return the move with a name from a file; ``says`` distinguishes the two moves called
-    ``clip``.
+    """Return the move that a file names; ``says`` distinguishes the two moves named ``clip``.
 
     Raises ValueError for an unknown name.
     """
@@ -128,7 +126,7 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
     waits_for_clip = (move is UPDATE_DENSE and CLIP in moves) or (
         move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves
     )
-    waits_for_flags = move is SEND_GRADS and MARK_EARLY in moves  # which gradients are late
+    waits_for_flags = move is SEND_GRADS and MARK_EARLY in moves  # says which are late
     return (
         *_AFTER.get(move, ()),
         *((CLIP.name,) if waits_for_clip else ()),
@@ -138,7 +136,7 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
 
 @dataclass(slots=True, eq=False)
 class BatchInFlight:
-    """Tracks one batch during a step; ``done`` lists the moves already made for it."""
+    """Tracks one batch during a step; ``done`` lists the moves already made for the batch."""
 
     done: set[str] = field(default_factory=set[str], init=False)
 
@@ -151,10 +149,10 @@ class StepSchedule:
     """Runs ``each_batch`` for one batch after another, and then ``each_step`` once.
 
     A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
-    ``wait_at_once``, the schedule waits for every transfer right after starting it. Moves of
+    ``wait_at_once``, the schedule waits for each transfer right after starting it. Moves of
     ``OF_IDS`` may come before or after ``LOOKUP``; they prepare the batch that is ``distance``
-    batches after the trained batch. The three moves of a batch may begin in one step and end in the
-    next. Raises ValueError if a move uses a result before it exists.
+    batches after the trained batch. A batch's three moves of ``OF_IDS`` may start in one step and
+    end in the next. Raises ValueError if a move would use a result before it exists.
     """
 
     each_batch: tuple[Move, ...]
@@ -177,7 +175,7 @@ class StepSchedule:
             if move in (*OF_A_STEP, CLIP, CLIP_ROWS) and in_batch:
                 raise ValueError(f"{move.name} is a move of a step, not of each batch")
             if move in (*OF_IDS, LOOKUP):
-                continue  # these moves may belong to different batches, so they are checked below
+                continue  # checked below, because these moves may belong to different batches
             for before in _after(move, moves):
                 if names.index(before) > place:
                     raise ValueError(f"{move.name} must come after {before}")
@@ -197,8 +195,8 @@ class StepSchedule:
         return sum(later < earlier for earlier, later in pairwise(places))
 
     def moves(self, lookahead: int) -> tuple[Move, ...]:
-        """Return ``each_batch`` in the order of a step. Without lookahead, id moves come first.
-        Early rows need a lookahead of 2 or more.
+        """Return the moves of ``each_batch`` in the order of a step. Without lookahead, moves of
+        ``OF_IDS`` come first. With a lookahead below 2, moves of early rows are left out.
         """
         moves = self.each_batch
         if lookahead < EARLY_LOOKAHEAD:
@@ -223,14 +221,14 @@ class StepSchedule:
         world: World,
         watch: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Make the moves of one step over ``batches``; ``window`` contains the batches announced
-        next.
+        """Make the moves of one step over ``batches``; ``window`` contains the announced batches
+        after ``batches``.
 
-        Moves of ``OF_IDS`` are made for up to ``lookahead`` batches after the trained batch.
+        Moves of ``OF_IDS`` are made for the trained batch and up to ``lookahead`` batches after it.
         ``of_batch`` and ``of_step`` map move names to functions that make the moves;
         ``watch(name)`` wraps each move. No move is made twice for a batch. A batch that was
-        announced late first catches up on its overdue moves, so that transfers on each channel
-        start in batch order with any lookahead.
+        announced late first catches up on its overdue moves, so that the transfers on each channel
+        always start in batch order.
         """
         world.wait_at_once = self.wait_at_once
 
@@ -258,7 +256,7 @@ class StepSchedule:
 
     @property
     def clips(self) -> Move | None:
-        """Return the clip move, or ``None``."""
+        """Return the schedule's clip move, or ``None`` if it has none."""
         return next((move for move in self.each_step if move in (CLIP, CLIP_ROWS)), None)
 
     def serial(self) -> "StepSchedule":
@@ -270,13 +268,13 @@ class StepSchedule:
     ) -> list[tuple[Move, tuple[str, ...]]]:
         """Return every move of a one-batch step, and the transfers in flight during the move.
 
-        ``transfers`` contains the transfers of the run; a run on a single rank has no transfers.
+        ``transfers`` names the transfers that the run makes, which are none on a single rank.
         """
         moves = (*self.moves(lookahead), *self.each_step)
         during: list[tuple[Move, tuple[str, ...]]] = []
-        flying: list[tuple[int, str]] = []  # (distance of the batch, transfer)
-        # transfers still in flight after the first pass are in flight at the start of the second
-        # pass
+        flying: list[tuple[int, str]] = []  # Distance of the batch, and transfer.
+        # Transfers still in flight at the end of one step are in flight at the start of the next
+        # step, so two steps are simulated.
         for _ in range(2):
             during = []
             flying = [(distance - 1, name) for distance, name in flying]
@@ -290,7 +288,7 @@ class StepSchedule:
         return during
 
     def describe(self, transfers: Collection[str] = TRANSFERS, lookahead: int = 1) -> str:
-        """Return ``in_flight`` as a table."""
+        """Return the result of ``in_flight`` as a text table."""
         lines = [f"{'move':<18} {'of':<11} {'what it does':<30} in flight during it"]
         for move, in_flight in self.in_flight(transfers, lookahead):
             of_step = move in self.each_step and move not in OF_A_BATCH
@@ -308,11 +306,11 @@ class StepSchedule:
 def _order_of_step(
     schedule: StepSchedule, lookahead: int
 ) -> tuple[tuple[tuple[Move, int], ...], tuple[tuple[Move, ...], ...]]:
-    """Return a step's moves with the distances of their batches, and overdue moves by distance.
+    """Return a step's moves with the distances of their batches, and the overdue moves by distance.
 
-    A move is overdue if it should have been made in an earlier step for a batch at its distance.
-    The result is constant during a run. It is cached, because computing it takes about 100 Python
-    calls.
+    For a batch at a given distance, the overdue moves are those that belong to earlier steps. The
+    result is cached, because it stays the same for many steps and takes about 100 Python calls to
+    compute.
     """
     order = tuple((move, schedule.distance(move, lookahead)) for move in schedule.moves(lookahead))
     overdue = tuple(
@@ -323,7 +321,9 @@ def _order_of_step(
 
 
 def _of(distance: int, name: str) -> str:
-    """Return a label for a distance from the trained batch."""
+    """Return ``name`` with a label for the distance from the trained batch, such as "next
+    batch".
+    """
     if distance == 0:
         return name
     return f"next {name}" if distance == 1 else f"{name} +{distance}"
@@ -335,7 +335,7 @@ def _call(
     function: Callable[..., None],
     *args: object,
 ) -> None:
-    """Make a move; if it raises an error, add a note that names the move."""
+    """Make a move; if it raises an error, add a note to the error that names the move."""
     try:
         with watch(move.name):
             function(*args)
@@ -378,8 +378,8 @@ def with_early_moves(schedule: StepSchedule, *, late: bool) -> StepSchedule:
     """Return ``schedule`` with the moves of early rows and, if ``late``, of late gradients.
 
     Early rows and late gradients are sent after the vectors of the trained batch have arrived, so
-    that they do not delay those vectors. Late gradients come first, because the update of this step
-    waits for them.
+    that the vectors are not delayed. Late gradients are sent before early rows, because the update
+    of this step waits for the gradients.
     """
     moves, sends_late = list[Move](), [SEND_LATE] if late else []
     for move in schedule.each_batch:

@@ -1,7 +1,7 @@
-"""Uses val scores to stop runs early, lower learning rates on plateaus, and find the best step.
+"""Uses scores on val to stop runs early, lower learning rates on plateaus, and find the best step.
 
 Every rank creates the same objects and gets the same metrics, so all ranks make the same decisions.
-Checkpoints use ``state()`` and ``load()``; states are JSON values.
+Checkpoints use ``state()`` and ``load()``; a state consists of JSON values.
 """
 
 import math
@@ -29,7 +29,7 @@ _KEYS = {
 
 @dataclass
 class Best:
-    """Tracks a metric's best value, its step, and the number of evaluations since then
+    """Tracks a metric's best value, the step of that value, and the number of evaluations since
     (``waited``).
     """
 
@@ -108,7 +108,7 @@ class Plateau(Best):
 
 
 class Watchers:
-    """All optional watchers of val in a run; ``best`` tracks the best weights."""
+    """The watchers of val in a run, each of which is optional; ``best`` tracks the best weights."""
 
     def __init__(
         self, stop: Stopper | None, plateau: Plateau | None, best: Best | None = None
@@ -117,8 +117,9 @@ class Watchers:
 
     @staticmethod
     def of(config: TrainConfig, best: Metric | None = None) -> "Watchers":
-        """Return the watchers that ``train`` configures; ``best`` is the metric that selects the
-        best weights."""
+        """Return the watchers that ``config``, the section ``train``, enables. The metric ``best``
+        selects the best weights.
+        """
         return Watchers(
             None if config.stop is None else Stopper(config.stop),
             None if config.plateau is None else Plateau(config.plateau),
@@ -146,19 +147,20 @@ class Watchers:
 
     @property
     def rate_scale(self) -> float:
-        """Return the factor of all learning rates."""
+        """Return the factor that multiplies all learning rates."""
         return 1.0 if self.plateau is None else self.plateau.factor
 
     def push(self, step: int, evaluation: Evaluation | None, boxing: Boxing) -> None:
-        """Record an evaluation of val, which only rank 0 passes; every rank must call this method.
+        """Record an evaluation of val; every rank must call this method, but only rank 0 has an
+        evaluation.
 
-        Raises TrainingError on every rank if the evaluation does not contain the watched metric.
+        Raises TrainingError on every rank if the evaluation does not contain a watched metric.
         """
         watchers = self._all
         if not watchers:
             return
         metrics: list[Metric] = [watcher.metric for watcher in watchers.values()]
-        # Other ranks contribute zeros, so the sum gives every rank the values of rank 0.
+        # Ranks other than 0 contribute zeros, so the sum gives every rank the values of rank 0.
         mine = [_value(evaluation, metric) if boxing.world.rank == 0 else 0.0 for metric in metrics]
         part = torch.tensor(mine, dtype=torch.float64, device=boxing.world.device)
         values = combine_parts(boxing, part, Partial(), "evaluate/fwd/watched").tolist()
@@ -168,7 +170,9 @@ class Watchers:
             watcher.push(step, value)
 
     def figures(self) -> dict[str, float]:
-        """Return ``lr_scale``, the factor of the learning rates, if there is a ``Plateau``."""
+        """Return ``lr_scale``, the factor of the learning rates, or an empty dict without a
+        ``Plateau``.
+        """
         return {} if self.plateau is None else {"lr_scale": self.rate_scale}
 
     def state(self) -> dict[str, dict[str, float | int | str | None]]:
@@ -176,7 +180,7 @@ class Watchers:
         return {name: watcher.state() for name, watcher in self._all.items()}
 
     def load(self, state: Mapping[str, State]) -> None:
-        """Restore a saved state. A watcher starts over if the state does not contain its metric."""
+        """Restore a saved state. A watcher whose metric is missing from the state starts over."""
         for name, watcher in self._all.items():
             if name in state and state[name].get("metric", watcher.metric) == watcher.metric:
                 watcher.load(state[name])

@@ -1,6 +1,6 @@
 """Logs a run to the trackers in ``train.trackers``: TensorBoard, MLflow, Weights & Biases.
 
-Each tracker needs its own package, which is imported only if ``train.trackers`` names it.
+Each tracker needs a package, which is imported only if ``train.trackers`` names the tracker.
 """
 
 import logging
@@ -21,7 +21,7 @@ from sbpflow.runtime.files.run_folder import BOARD_FOLDER
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]  # same values as in MLflow
+Status = Literal["FINISHED", "FAILED", "KILLED"]  # the names that MLflow uses
 _RUN_TAG = "sbpflow.run"
 
 
@@ -38,7 +38,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(names: Iterable[TrackerName]) -> None:
-    """Raise ConfigError if the package of a tracker is not installed."""
+    """Raise ConfigError if the package of a tracker in ``names`` is not installed."""
     if missing := [name for name in names if find_spec(name) is None]:
         raise ConfigError(
             f"train.trackers: {show(missing)}: packages are not installed; run "
@@ -49,14 +49,14 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
 def open_trackers(config: Config, run: str, resumed_step: int | None) -> list[Tracker]:
     """Start logging to the configured trackers.
 
-    A resumed run continues the trackers' run with the ID ``run``. Raises ConfigError if a tracker
-    cannot start, for example because its server does not respond.
+    A resumed run continues the run that the trackers store under the ID ``run``. Raises ConfigError
+    if a tracker cannot start, for example because its server does not respond.
     """
     return [_open(name, config, run, resumed_step) for name in config.train.trackers]
 
 
 def status_of(error: type[BaseException] | None) -> Status:
-    """Return the status of an ended run; KILLED means that a signal stopped it."""
+    """Return the status of an ended run; KILLED means that a signal stopped the run."""
     if error is None:
         return "FINISHED"
     stopped = issubclass(error, PeerStoppedError) or not issubclass(error, Exception)
@@ -78,7 +78,9 @@ def _cannot_start(name: TrackerName, error: Exception, hint: str) -> ConfigError
 
 
 class _TensorBoard:
-    """Writes event files to the run folder. A resumed run drops values after ``resumed_step``."""
+    """Writes event files to the run folder. When a run resumes, values after ``resumed_step`` are
+    dropped.
+    """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -98,7 +100,8 @@ class _MLflow:
     """Logs to the server and experiment that MLflow's environment variables select.
 
     MLflow cannot delete values, so steps that the interrupted run logged after its last checkpoint
-    are not logged again. If a later request fails, its values are dropped and training continues.
+    are not logged again when the run resumes. If a request fails during training, its values are
+    dropped and training continues.
     """
 
     def __init__(self, config: Config, run: str, *, resumed: bool) -> None:

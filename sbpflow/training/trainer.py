@@ -1,9 +1,9 @@
 """Runs one training step, or one prediction, on the ranks of a world.
 
-This module implements the moves of a step; a ``StepSchedule`` defines the order of moves, which
-determines the overlap. The order does not affect results, because every move reads fully updated
-values. Announced batches form the window; their ids are exchanged during earlier steps. The loss is
-reduced together with the dense gradients.
+This module implements the moves of a step; a ``StepSchedule`` defines their order, which determines
+which transfers overlap computation. The order does not affect results, because every move reads
+fully updated values. Batches can be announced before they are trained; their ids are then exchanged
+during earlier steps. The loss is reduced together with the dense gradients.
 """
 
 from collections import deque
@@ -58,12 +58,12 @@ from sbpflow.training.step_schedule import (
 
 @dataclass(slots=True, eq=False)
 class _BatchInFlight(BatchInFlight):
-    """Results of a batch's moves, for use by later moves."""
+    """A batch and the results of its moves, which later moves use."""
 
     batch: Batch
-    share: float = 1.0  # this batch's fraction of the step's rows
-    number: int = 0  # number of the batch within the step
-    begins_step: bool = True  # False if the previously announced batch belongs to the same step
+    share: float = 1.0  # This batch's fraction of the step's rows.
+    number: int = 0  # Number of the batch within the step.
+    begins_step: bool = True  # False if the previously announced batch is of the same step.
     embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
@@ -71,7 +71,7 @@ class _BatchInFlight(BatchInFlight):
 
     @property
     def started(self) -> EmbeddingsInFlight:
-        """Return the embeddings; raise RuntimeError if ``start_id_exchange`` has not run."""
+        """Return the embeddings; raise RuntimeError before ``start_id_exchange`` has run."""
         if self.embeddings is None:
             raise RuntimeError("the id exchange of this batch has not started")
         return self.embeddings
@@ -80,15 +80,16 @@ class _BatchInFlight(BatchInFlight):
 class Trainer:
     """Trains a dense part and its embeddings; ``optimizer`` updates this rank's parameters.
 
-    * ``schedule``: the order of a step's moves, which may be changed between steps.
-    * ``rate_factor``: the factor of the learning rates by step; ``table_rate_factor`` overrides it
-      for the tables. ``rate_scale``, which may be set between steps, multiplies both.
-    * ``clipper``: makes the clip move, if the schedule has one. ``loss``: changes row losses.
-    * ``gradients``: the run plan's exchange of dense gradients and loss (``plan_gradients`` with
-      a ``total``).
-    * ``planned``: a batch size, and the only conversions that a forward with this size may make.
+    * ``schedule``: the order of a step's moves; this and ``lookahead`` may change between steps.
+    * ``rate_factor``, ``table_rate_factor`` (default: equal): map a step to the factors of the
+      dense and table learning rates. The attribute ``rate_scale``, which may be set between steps,
+      multiplies both.
+    * ``clipper``: makes the clip move, if the schedule has one. ``loss``: modifies the row losses.
+    * ``gradients``: the planned exchange of dense gradients and loss (``plan_gradients`` with a
+      ``total``).
+    * ``planned``: a batch size, and the only conversions that a forward pass of this size may make.
     * ``cuda_graph``: run batches of the planned size with a ``GraphedStep``.
-    * ``lookahead``: the number of announced batches whose ids are exchanged early; may change.
+    * ``lookahead``: the number of announced batches whose ids are exchanged early.
     """
 
     def __init__(
@@ -126,14 +127,14 @@ class Trainer:
         self.move_watch: MoveWatch = MoveTimes()
         self._line = Placement.line(boxing.world.device.type, boxing.world.size)
         leaves = list(model.parameters.values())
-        # The loss has layout P, like the gradients, so it is reduced with a gradient bucket, which
-        # saves a collective.
+        # The loss has layout P, like the gradients, so it is reduced as part of a gradient bucket,
+        # which saves a collective.
         plan = gradients or plan_gradients(
             leaves, total=Total.over(self._line, dtype), backend=boxing.world.backend
         )
         self.gradients = GradientSync(leaves, plan=plan, boxing=boxing)
-        self._loss_terms: Tensor | None = None  # [1], this rank's part of the step's loss
-        self._loss: Tensor | None = None  # [1], the sum over all ranks
+        self._loss_terms: Tensor | None = None  # This rank's part of the step's loss [1].
+        self._loss: Tensor | None = None  # The step's loss [1], summed over all ranks.
         self._pending_gradients: PendingSync | None = None
         self._planned_size, self._conversions = planned or (None, ())
         groups = optimizer.param_groups if optimizer else []
@@ -148,7 +149,7 @@ class Trainer:
                 optimizer=optimizer,
                 clipper=clipper,
             )
-        # whether a CUDA graph made the dense update, and which other moves it made
+        # whether this step's CUDA graph made the dense update, and which other moves the graph made
         self._updated = False
         self._done: frozenset[str] = frozenset()
         self.lookahead = lookahead
@@ -170,12 +171,12 @@ class Trainer:
         return self._embeddings.growth_counts()
 
     def announce(self, batch: Batch, *, begins_step: bool = True) -> None:
-        """Append ``batch`` to the announced batches; every rank must announce the same batches.
+        """Announce a batch that will be trained later; every rank must announce the same batches.
 
-        The first ``lookahead`` announced batches exchange their ids during earlier steps. This call
-        sends nothing. A batch without rows is ignored. With growing tables, pass
-        ``begins_step=False`` for all but the first batch of a step. Raises SbpError if ``batch`` is
-        not a batch, and TrainingError after a failed step.
+        Each step exchanges the ids of the next ``lookahead`` announced batches. This call sends
+        nothing. A batch without rows is ignored. With growing tables, pass ``begins_step=False``
+        for all but the first batch of a step. Raises SbpError if ``batch`` is not a batch, and
+        TrainingError after a failed step.
         """
         check_batch(batch)
         self._check_usable("announce")
@@ -183,14 +184,14 @@ class Trainer:
             self._window.append(_BatchInFlight(batch, begins_step=begins_step))
 
     def step(self, batches: Batch | list[Batch]) -> Tensor:
-        """Train on one batch, or on several as if they were one batch.
+        """Make one optimizer step on one batch, or on several batches as if they were one.
 
-        Returns the mean loss over all rows, 0-d, on every rank. Several batches make one optimizer
-        step with the mean gradient over all rows. Announced batches must be passed in announcement
-        order, before any other batches. Batches without rows are skipped. Raises SbpError, without
-        any effect, if no batch has rows, an argument is not a batch, or a batch differs from the
-        announced batch. Raises DataError for an out-of-range id. After any error other than these
-        SbpErrors, further steps raise TrainingError.
+        Returns the mean loss over the rows of all batches, 0-d, on every rank. The gradient is also
+        the mean over these rows. Announced batches must be passed in announcement order, before any
+        other batches. Batches without rows are skipped. Raises SbpError, without any effect, if no
+        batch has rows, an argument is not a batch, or a batch differs from the announced batch.
+        Raises DataError for an out-of-range id. After any error other than these SbpErrors, further
+        steps raise TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in given:
@@ -202,8 +203,8 @@ class Trainer:
             self._updated, self._done = False, frozenset()
             self._set_learning_rates()
             self.schedule.run(
-                # Stored as attributes, these maps would create a reference cycle, which delays
-                # freeing the tables.
+                # The maps are not attributes, because they would create a reference cycle, which
+                # delays freeing the tables.
                 {move.name: self._of_batch(move) for move in (*OF_A_BATCH, *EARLY)},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,
@@ -221,7 +222,7 @@ class Trainer:
         return loss.squeeze(0)
 
     def train_on(self, batches: Iterable[Batch]) -> Iterator[Tensor]:
-        """Train on each batch, announcing ``lookahead`` batches ahead; yield the losses."""
+        """Train on each batch and yield its loss; announce the next ``lookahead`` batches early."""
         source = iter(batches)
         queue: deque[Batch] = deque()
         while True:
@@ -233,8 +234,8 @@ class Trainer:
             yield self.step(queue.popleft())
 
     def drain(self) -> None:
-        """Cancel all announced batches; every rank must call this. Id exchanges in flight are first
-        completed, so that all ranks make the same transfers, unless a step has failed.
+        """Cancel all announced batches; every rank must call this method. Unless a step has failed,
+        id exchanges in flight are completed first, so that all ranks make the same transfers.
         """
         window, self._window = self._window, deque()
         if self._failure:
@@ -248,14 +249,15 @@ class Trainer:
                 self._embeddings.cancel(flight.embeddings)
 
     def settle(self) -> None:
-        """Apply the late gradients of the last step, unless it failed; every rank must call this
-        before it reads rows. ``step``, ``predict``, and ``drain`` do it themselves."""
+        """Apply the late gradients of the last step, unless it failed. Every rank must call this
+        method before reading rows; ``step``, ``predict``, and ``drain`` do so.
+        """
         if not self._failure:
             self._embeddings.settle()
 
     @property
     def num_announced(self) -> int:
-        """Return the number of batches that were announced but not trained."""
+        """Return the number of batches that are announced but not yet trained."""
         return len(self._window)
 
     def _check_usable(self, call: str) -> None:
@@ -266,7 +268,7 @@ class Trainer:
             )
 
     def _of_batch(self, move: Move) -> Callable[[_BatchInFlight], None]:
-        """Return the method that makes a move, which belongs to this class or to the tables."""
+        """Return the method that makes a move: a method of this class or of the tables."""
         own: Callable[[_BatchInFlight], None] | None = getattr(self, f"_{move.name}", None)
         if own is not None:
             return own
@@ -274,9 +276,7 @@ class Trainer:
         return lambda flight: make(flight.started)
 
     def _of_step(self, move: Move) -> Callable[[], None]:
-        """Return a function that makes a move, or nothing if this step's CUDA graph has already
-        made it.
-        """
+        """Return a function that makes a move unless this step's CUDA graph has already made it."""
         make: Callable[[], None] = getattr(self, f"_{move.name}")
 
         def unless_done() -> None:
@@ -286,7 +286,7 @@ class Trainer:
         return unless_done
 
     def _take(self, batches: list[Batch]) -> list[_BatchInFlight]:
-        """Remove the batches from the window. Batches that were not announced start fresh."""
+        """Return the batches in flight: announced batches from the window, or else new ones."""
         if not batches:
             raise SbpError("step: no batch has rows; pass at least one batch with rows")
         for group in self.embedding_plan.groups:
@@ -438,9 +438,9 @@ class Trainer:
 
     @torch.no_grad()
     def predict_all(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield each batch with its logits. The next batch's rows are read during the computation.
+        """Yield each batch with its logits. The next batch's rows are read at the same time.
 
-        Every rank must iterate over all batches, without training steps in between.
+        Every rank must iterate over all batches, without training steps during the iteration.
         """
         self.settle()
         ready: tuple[Batch, EmbeddingsInFlight] | None = None
@@ -478,23 +478,23 @@ class Trainer:
         )
 
     def _mask_seed(self, number: int) -> int:
-        """Return the seed of the dropout masks for batch ``number`` of this step."""
+        """Return the seed of the dropout masks of batch ``number`` within this step."""
         within = f"/{number}" if number else ""
         return stream_key(self._seed, f"dropout/{self.num_steps}{within}")
 
     def _home(self, part: Tensor, batch_size: int) -> GlobalTensor:
-        """Return this rank's rows of the batch as a global tensor, S(0)."""
+        """Return the global tensor with layout S(0) whose part on this rank is ``part``."""
         layout, shape = self._home_layout(batch_size), (batch_size, *part.shape[1:])
         return GlobalTensor.from_local(part.to(self._dtype), layout, shape, self._boxing)
 
     def _home_layout(self, batch_size: int) -> Layout:
-        """Return the layout S(0) over all ranks, with explicit sizes if a rank has no rows."""
+        """Return layout S(0) over all ranks, with explicit sizes if some rank has no rows."""
         size = self._boxing.world.size
         sizes = balanced_sizes(batch_size, size) if batch_size < size else None
         return Layout(self._line, (Split(0, sizes),))
 
 
 def _terms_after_backward(loss: GlobalTensor) -> Tensor:
-    """Run the backward pass; return this rank's loss term [1]."""
+    """Run the backward pass from ``loss``; return this rank's loss term [1]."""
     loss.backward()
     return loss.detach().to("P", id="loss").part.reshape(1)

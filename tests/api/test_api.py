@@ -77,7 +77,7 @@ def events(folder: Path) -> list[dict]:
 
 
 def state() -> dict[str, object]:
-    """Return the process state that a training run must not change in the caller."""
+    """Return the parts of this process's state that a training run must not change."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     loggers = ("", "sbpflow", "torch.distributed.elastic", "torch.distributed.launcher")
     return {
@@ -102,7 +102,7 @@ def children() -> list[str]:
 def temporary(run, tmp_path, monkeypatch):
     """Yield a folder for temporary files that no other process uses.
 
-    ``run`` comes first, because the first import of parts of torch sets environment variables.
+    ``run`` is requested first, because importing parts of torch sets environment variables.
     """
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -138,7 +138,7 @@ def test_the_process_state_is_unchanged(tmp_path):
         sbpflow.fit(large, data=rows(100), schema=SCHEMA, run={"dir": tmp_path / "other"})
     assert state() == before
     assert threading.active_count() <= threads + 1, "tqdm has one"
-    fit(tmp_path / "other")  # the lock of the run folder has been released
+    fit(tmp_path / "other")  # works only if the first run's lock is released
 
 
 def test_arguments_are_not_changed(tmp_path):
@@ -194,7 +194,7 @@ def test_a_crash_of_a_rank_comes_with_its_traceback(tmp_path):
 
 
 def interrupt_at(monkeypatch, step: int, *, times: int = 1) -> None:
-    """Send SIGINT during the step, like the interrupt of a notebook."""
+    """Send SIGINT during the step, as interrupting a notebook does."""
     real = Trainer.step
 
     def interrupted(self, batches):
@@ -306,7 +306,7 @@ def test_missing_values_of_pandas_are_missing(run):
 def test_errors_use_the_callers_names_for_rows_in_memory(run, tmp_path):
     new = rows(30)
     with pytest.raises(
-        DataError, match=r"^data: no column 'price'; it has user, item, city, click"
+        DataError, match=r"^data: no column 'price'; the columns are user, item, city, click"
     ):
         run.predict(new.drop(columns="price"))
     new["price"] = "$1,234.50"
@@ -381,7 +381,8 @@ def test_an_exported_model_gives_the_same_scores(run, tmp_path):
     files = run.export(tmp_path / "model", pt2=True)
     assert {"model.json", "model.pt2", "scorer.py"} <= {file.name for file in files}
     model = torch.export.load(tmp_path / "model" / "model.pt2").module()
-    ids, dense = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 1)  # all values are missing
+    # The rows have no value in any field.
+    ids, dense = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 1)
     missing = pl.DataFrame({"user": [None], "item": [None], "city": [None], "price": [0.0]})
     (score,) = run.predict(missing)["score"]
     assert torch.sigmoid(model(ids, dense, {})).tolist() == pytest.approx([score] * 2, abs=1e-6)

@@ -1,5 +1,6 @@
-"""Tests that examples/movies.ipynb runs as shown, and that a kernel survives failures and
-interrupts."""
+"""Tests that examples/movies.ipynb runs as shown, and that a notebook's kernel survives failures
+and interrupts.
+"""
 
 import json
 import re
@@ -77,7 +78,9 @@ class Kernel:
         self.manager, self.client = start_new_kernel(cwd=str(folder))
 
     def run(self, code: str, *, interrupt_after: str = "") -> tuple[str, list[dict]]:
-        """Run a cell; interrupt it once this run has logged a step."""
+        """Run a cell; with ``interrupt``, interrupt the kernel once the run in that folder has
+        logged a step.
+        """
         outputs: list[dict] = []
         if interrupt_after:
             file = self.folder / interrupt_after / "metrics.jsonl"

@@ -15,7 +15,7 @@ from sbpflow.errors import CheckpointError
 from sbpflow.runtime.ranks.world import World
 
 STEPS, DELTAS = 8, 3
-NUMBERS = [None, 1, 2, 3, None, 1, 2, 3]  # of the checkpoints of steps 1 to 8
+NUMBERS = [None, 1, 2, 3, None, 1, 2, 3]  # delta numbers of steps 1 to 8; None: full
 CASES = [
     Case(Lying(1, "3"), Lying(2, "mixed"), "lazy_adam"),
     Case(Lying(2, "mixed"), Lying(1, "dp"), "rowwise_adagrad"),
@@ -29,7 +29,9 @@ def saved_in(folder: Path, case: Case) -> Path:
 
 
 def save_both(world: World, folder: Path):
-    """Save full checkpoints and deltas of the same steps; write the deltas during training."""
+    """Save full checkpoints and deltas of the same steps; the deltas are written while training
+    continues.
+    """
     for case in CASES:
         if case.saved.size != world.size:
             continue
@@ -51,7 +53,9 @@ def save_both(world: World, folder: Path):
 
 
 def restore_both(world: World, folder: Path) -> list[str]:
-    """Return the tensors that differ after restoring a full checkpoint and a chain."""
+    """Return the names of tensors that differ between restoring a full checkpoint and restoring a
+    chain.
+    """
     differ = []
     for case in CASES:
         if case.loaded.size != world.size:
@@ -81,7 +85,8 @@ def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, memory):
             for name, saved in full.tensors.items():
                 assert delta.saved(name).dtype == saved.dtype
                 assert torch.equal(delta.tensor(name), full.tensor(name)), (case, step, name)
-            # A part of a tensor: some of its rows and, if there are several columns, some of these.
+            # Read a part of a tensor: some of its rows and, if it has several columns, some of its
+            # columns.
             whole = full.tensor("tables/deep.C3")
             part = delta.tensor("tables/deep.C3", slice(7, 50), slice(1, 4))
             assert torch.equal(part, whole[7:50, 1:4])

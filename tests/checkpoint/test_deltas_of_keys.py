@@ -70,7 +70,7 @@ CHAINS = {
 
 
 def train(world: World, case: GrowingCase, folder: Path, start: int, stage: Stage) -> None:
-    """Train a stage, and save full checkpoints and deltas of the same steps."""
+    """Train one stage, and save full checkpoints and deltas of the same steps."""
     case = replace(case, deep=stage.deep, wide=stage.wide, batches=stage.stop)
     run = Run(world, case, stores=stores_of(lambda key: folder / "rows", world.device))
     facts = {"num_deltas": DELTAS}
@@ -114,7 +114,9 @@ def check_equal(one: Checkpoint, other: Checkpoint) -> None:
 
 
 def check_changes(delta: Checkpoint, now: Checkpoint, before: Checkpoint) -> dict[str, int]:
-    """Check the changes of table deep.f from ``before`` to ``now``; return their numbers."""
+    """Check how table deep.f changed from ``before`` to ``now``; return how many rows changed in
+    each way.
+    """
     members = [delta]
     while members[0].before.step > before.step:
         members.insert(0, members[0].before)
@@ -164,7 +166,9 @@ def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, memory, na
 
 
 def differences(world: World, folder: Path, case: GrowingCase, step: int) -> list[str]:
-    """Return the tensors that differ after restoring a full checkpoint and a delta."""
+    """Return the names of tensors that differ between restoring a full checkpoint and restoring a
+    delta.
+    """
     states = []
     for name in ("full", "deltas"):
         run = Run(world, case)
@@ -238,7 +242,7 @@ def test_commands_follow_the_chain(folder, capsys):
 
 
 def test_missing_rows_of_new_keys_are_noticed(folder):
-    """The predecessor of a delta is replaced by an earlier one, which lacks some of its keys."""
+    """An earlier checkpoint, which lacks some keys, replaces the predecessor of a delta."""
     delta = open_checkpoint(folder / "deltas" / "step-8")
     delta.before = open_checkpoint(folder / "deltas" / "step-2")
     with pytest.raises(CheckpointError, match=r"tables/deep.f: lacks \d+ values, whose keys"):

@@ -26,7 +26,8 @@ from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.errors import CheckpointError
 
-BLOCK = 64  # in bytes; small, so that small tensors have many blocks that begin within a row
+# Bytes; so few that even small tensors have many blocks, some of which begin within a row.
+BLOCK = 64
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def values_of(shape, dtype, start):
     return (torch.arange(count, dtype=torch.float64) + start).reshape(shape).to(dtype)
 
 
-# name -> (shape, dtype, [(rank, place)]): uneven rows, a grid, an empty piece, no dims, no rows
+# name: (shape, dtype, [(rank, place)]), with uneven rows, a grid, an empty piece, no dims, no rows
 TENSORS = {
     "tables/a": ((9, 5), torch.float32, [(0, (0, 6, 0, 5)), (1, (6, 9, 0, 5))]),
     "tables/b": (
@@ -137,7 +138,7 @@ def test_the_index_is_text_that_gives_an_equal_value(tmp_path):
 
 
 def reads_right_or_raises(path):
-    """Return whether reading raised an error; fail if it returned wrong values."""
+    """Return whether reading raised an error; fail if wrong values were read."""
     try:
         checkpoint = checked(path, run="r1")
         got = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
@@ -179,7 +180,8 @@ def test_truncated_missing_or_unrelated_files_are_never_loaded(tmp_path):
         good = file.read_bytes()
         for cut in (0, 1, len(good) // 2, len(good) - 1):
             file.write_bytes(good[:cut])
-            if name != "index.json" or cut != len(good) - 1:  # the last byte is the newline
+            # Without its last byte, a newline, the index is still valid.
+            if name != "index.json" or cut != len(good) - 1:
                 assert reads_right_or_raises(path), (name, cut)
         file.write_bytes(good + b"\0")
         assert reads_right_or_raises(path) or name == "index.json"
@@ -285,7 +287,8 @@ def test_the_newest_good_checkpoint_is_found(tmp_path, caplog):
     remove_checkpoint(tmp_path / "step-10")
     save(tmp_path, step=9, run="r3")
     assert [checkpoint.run for checkpoint in good_checkpoints(tmp_path)] == ["r3", "r1"]
-    (tmp_path / "step-2").rename(tmp_path / ".replaced-step-2")  # killed during the replacement
+    # This is what a kill during the replacement leaves.
+    (tmp_path / "step-2").rename(tmp_path / ".replaced-step-2")
     assert tidy(tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-9"]
     save(tmp_path / "x", step=2, run="r4").rename(tmp_path / ".replaced-step-2")

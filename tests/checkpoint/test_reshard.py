@@ -1,4 +1,4 @@
-"""Tests that state saved under one layout resumes under another without a difference.
+"""Tests that state saved under one layout gives the same results when resumed under another.
 
 The tests use a seeded sample; ``benchmarks/reshard.py`` runs the full matrix.
 """

@@ -64,7 +64,9 @@ def grow(world: World, folder: Path):
 
 
 def job_of_one_step(world, config):
-    """Return a job that resembles a new job on the grown data set, except for optimizer state."""
+    """Return a job on the grown data set that has trained one step, with all tensors of its
+    embeddings set back to their initial values.
+    """
     job = job_of(world, config, GROWN)
     state = job.embeddings.state().items()
     kept = {name: [r.values.clone() for r in tensor.rectangles] for name, tensor in state}
@@ -103,7 +105,7 @@ def narrow_and_widen(world: World, folder: Path):
     path = save(job, folder / "wide", 3)
     for name, config in (("narrow", narrow), ("again", wide)):
         job = job_of(world, config, FIELDS)
-        train(world, job, 1)  # so that no value is correct by chance
+        train(world, job, 1)  # change all values, so that none is correct by chance
         job.restore(open_checkpoint(path))
         path = save(job, folder / name, 3)
 
@@ -117,7 +119,8 @@ def test_rows_are_rounded_to_the_nearest_and_widened_exactly(ranks, memory):
     assert narrow.tensor("tables/deep.C1").dtype == torch.bfloat16
     for name in wide.tensors:
         value = wide.tensor(name)
-        kept = value.to(narrow.tensor(name).dtype)  # round to the nearest value, ties to even
+        # Copying rounds to the nearest value, ties to even.
+        kept = value.to(narrow.tensor(name).dtype)
         assert torch.equal(narrow.tensor(name), kept), name
         assert torch.equal(again.tensor(name), kept.to(value.dtype)), name
 
@@ -132,7 +135,7 @@ def test_relation_of_a_data_set_to_that_of_a_checkpoint():
     assert replace(facts, vocabulary_digest="v1", ancestors=()).relation(saved) == "grown"
     assert replace(facts, fingerprint="f1").relation(saved) == "same"
     assert replace(facts, content_id="c1").relation(saved) == "same"
-    del saved["content_id"]  # written by an earlier version
+    del saved["content_id"]  # as written by an earlier version
     assert replace(facts, fingerprint="f1").relation(saved) == "same"
     assert facts.relation(saved) == "grown"
     assert facts.relation({**saved, "vocabulary_digest": None}) == "other"
@@ -182,7 +185,7 @@ def look_from_another_machine(world: World, folder: Path):
     messages: list[str] = []
 
     def work() -> None:
-        disk = _mount_over(folder)  # the namespace belongs to this thread and ends with it
+        disk = _mount_over(folder)  # the mount namespace belongs to this thread and ends with it
         messages.append(look(world, [folder] * world.size) if not disk else f"refused: {disk}")
 
     thread = threading.Thread(target=work)

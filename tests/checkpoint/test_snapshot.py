@@ -1,4 +1,6 @@
-"""Tests that a changing state is saved as of the save's start, with every kernel."""
+"""Tests with every kernel that a save writes the state as of its start although training changes
+it.
+"""
 
 import errno
 import os
@@ -56,7 +58,7 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
         monkeypatch.setattr(slabs, "SLAB_BITS", 1)
         monkeypatch.setattr(undo, "PIECE_ROWS", 16)
         monkeypatch.setattr(undo, "SEGMENT_ROWS", 24)
-        # one thread trains and writes, so it must not wait
+        # one thread both trains and writes, so it must not wait for the writer
         monkeypatch.setattr(undo, "MIN_SEGMENTS", 100)
     storage = make_storage(kernel)
     storage.weights.copy_(torch.randn(ROWS, WIDTH))
@@ -65,7 +67,8 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
                   col_stop=WIDTH, base=20)  # fmt: skip
     values = {"tables/t": storage.weights[20:], "tables/t/sum": storage.state["sum"][20:]}
     parts = []
-    # another rank writes the first rows of the weights; this rank writes all of the state
+    # Another rank writes the first rows of the weights; this rank writes the other rows and all
+    # state.
     for name, value in values.items():
         start = 30 if name == "tables/t" else 0
         place = Place(row_start=start, row_stop=ROWS - 20, col_start=0, col_stop=WIDTH)
@@ -75,7 +78,7 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
     real, updates = PieceWriter.write, []
 
     def write(self, data):
-        """Train between two blocks on rows already written, rows still to write, and rows not
+        """Between two blocks, train on rows already written, rows still to be written, and rows not
         saved.
         """
         lookup = Lookup(torch.randint(0, ROWS, (40,)))
@@ -106,7 +109,7 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
 
 @pytest.mark.parametrize("fixed_size", [False, True])
 def test_a_small_table_has_a_small_log(fixed_size, tmp_path):
-    """Repeated rows, as storages of fixed size report them, need no additional room."""
+    """Storages of fixed size report some rows repeatedly; repetitions need no additional room."""
     storage = TorchStorage(
         30, 256, dim=256, optimizer=RULE, dtype=torch.float32, device=CPU, fixed_size=fixed_size
     )
@@ -138,7 +141,9 @@ TIGHT = {"SLAB_SHARE": 0.0, "MIN_SLAB_ROWS": 1, "MIN_SEGMENTS": 1, "SEGMENT_ROWS
 
 @contextmanager
 def tight_memory(tight: bool = True):
-    """Limit the memory: training waits after a few rows until the writer has processed them."""
+    """Limit the memory, so that after a few rows training waits until the writer has processed
+    them.
+    """
     usual = {name: getattr(undo, name) for name in TIGHT}, module.RANGE_BYTES, slabs.SLAB_BITS
     if tight:
         for name, value in TIGHT.items():
@@ -308,7 +313,7 @@ def disk_full_for_rows_put_aside(world: World, folder):
     try:
         with tight_memory():
             saver.start(2, {})
-            for step in range(2, 12):  # training continues although it waited for the writer
+            for step in range(2, 12):  # training continues after waiting for the writer
                 job.trainer.step(make_rows(step, world.rank, world.size))
             saver.wait()
     except CheckpointError as error:
@@ -329,7 +334,7 @@ def test_spill_files_have_no_name_and_are_checked(tmp_path):
     file = spill.SpillFile(tmp_path)
     first = file.append([memoryview(b"some"), memoryview(b" rows")])
     second = file.append([memoryview(b"others")])
-    assert not list(tmp_path.iterdir())  # so that the killed process leaves no files
+    assert not list(tmp_path.iterdir())  # an unnamed file, so a killed process leaves none
     assert [bytes(file.read(one)) for one in (second, first)] == [b"others", b"some rows"]
     os.pwrite(file._file, b"S", first.offset)
     with pytest.raises(CheckpointError, match="spilled rows: the disk did not return the bytes"):
@@ -346,7 +351,7 @@ def test_each_marked_row_is_returned_once(compiled, dtype):
     take = marks.choose_take_marked() if compiled else marks.take_marked_by_numpy
     marked = np.array([True, True, False, True, True])
     found = np.full(8, -1, np.int64)
-    # step 5 is older than all others
+    # row 5 is beyond the last mark
     assert take(np.array([5, 3, 2, 0], dtype), marked, found) == 2
     assert sorted(found[:2].tolist()) == [0, 3]
     assert take(np.array([0, 1, 1, 3], dtype), marked, found[2:]) == 1

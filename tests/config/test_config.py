@@ -131,7 +131,7 @@ def test_an_optimizer_name_brings_its_own_settings(load):
     assert "optimizer.sparse.betas: sgd has no such setting (only lazy_adam)" in message
 
 
-# maps overrides to parts of the message: the key, the value or a near match, and a valid value
+# overrides: parts of the expected message (the key, the value or a near match, and a valid value)
 MISTAKES = {
     "train.epoch=3": ["train.epoch: unknown key", "did you mean train.epochs?"],
     "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],
@@ -273,7 +273,7 @@ def test_the_facts_name_every_key(load):
     base = config_facts(load(""))
     assert base["optimizer.sparse.lr"] == "0.05"
     assert base["model.hidden"] == "[1024, 1024]"
-    assert "data.path" not in base  # None has the same meaning as a missing value
+    assert "data.path" not in base  # a key with the value None counts as missing
     for override in (
         "run.seed=8",
         "optimizer.tables.*.name=ftrl",

@@ -100,8 +100,9 @@ def test_any_value_of_any_key_passes_or_is_refused(name, value):
 
 @pytest.mark.parametrize("part", quick(range(8), lambda n: n < 3))
 def test_every_key_with_difficult_values(part):
-    """Test each key with three of the values, so that each value is tested with all kinds of
-    keys."""
+    """Test each key with three of the values; together, the tests use each value with every kind of
+    key.
+    """
     draw, refused = random.Random(part), 0
     for name in sorted(KEYS)[part::8]:
         for value in draw.sample(VALUES, 3):
@@ -209,7 +210,7 @@ PAIRS = [f"[a{n}, b]" for n in range(MANY)]
     ids=lambda text: text[:40],
 )
 def test_the_longest_lists_are_read_quickly(text, tmp_path):
-    """Process time is measured, because other programs on the machine do not affect it."""
+    """Process time is measured, because other programs on the machine do not affect it much."""
     file = tmp_path / "file.yaml"
     file.write_text(text + "\n")
     began, message = time.process_time(), ""

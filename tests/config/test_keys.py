@@ -1,4 +1,4 @@
-"""Tests the effects of each key, and therefore which keys must be equal for a run to resume."""
+"""Tests what each key affects, and thus which keys must be unchanged for a run to resume."""
 
 import re
 import runpy
@@ -44,9 +44,9 @@ EXECUTION += [
     "parallel.kernels (order)",
     "parallel.dense (order)",
 ]
-# These keys may also change, unless train.stop or train.plateau depends on scores.
+# These keys may also change, unless train.stop or train.plateau makes training depend on scores.
 SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
-# These keys of the group ``parallel`` must be equal, like all keys that are in neither list.
+# These keys of the group ``parallel`` must not change, nor may any key outside these lists.
 RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "comm_dtype", "tables.deep.C1.comm_dtype"]
 
 EVERYTHING = (

@@ -90,7 +90,7 @@ def test_s1_needs_only_one_column_per_rank(resolve):
     assert resolve("{scheme: 1}", 16)["deep.C1"].exchange == "columns"
 
 
-# maps (parallel group, world size) to parts of the message
+# (parallel group, world size, parts of the expected message)
 MISFITS = [
     ("{scheme: 1}", 17, ["parallel.scheme 1 (deep.C1)", "17 ranks", "deep.C1 has 16", "S(0)"]),
     (

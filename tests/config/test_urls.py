@@ -73,7 +73,7 @@ COMMANDS: dict[str, Callable[[list[str]], Any]] = {
 
 
 class ParserMade(Exception):
-    """Raised once a command has created its parser."""
+    """Raised by the test once a command has created its parser."""
 
 
 def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
@@ -109,7 +109,7 @@ def name_of(action: argparse.Action) -> str:
 
 
 def words_before(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
-    """Return a word for each positional argument before this one and for required options."""
+    """Return words for the required options and the positional arguments before this one."""
     names = [other.dest for other in parser._actions if not other.option_strings]
     words = ["x"] * names.index(action.dest) if action.dest in names else []
     for other in parser._actions:
@@ -190,7 +190,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
 
 
 def test_a_path_from_python_is_also_rejected(tmp_path, monkeypatch):
-    """``Path`` has already replaced the double slash by a single slash."""
+    """``Path`` has already replaced the double slash of a URL by a single slash."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError), match="is a URL"):
         load_manifest(Path("s3://bucket/set"))

@@ -34,7 +34,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def table(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
-    """Return hourly rows from 2024-04-01, in time order; one price in fifty is infinite."""
+    """Return one row per hour from 2024-04-01 on; one price in fifty is infinite."""
     rng = random.Random(seed)
     rows: list[dict[str, object]] = []
     for number in range(num_rows):
@@ -62,7 +62,7 @@ def table(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
 
 
 def write_csv(path: Path, rows: list[dict[str, object]]) -> Path:
-    """Write CSV in its common form: a line of names, and quotes around cells that need them."""
+    """Write typical CSV: a line of column names, and quotes around cells that need them."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(list(rows[0]))

@@ -1,4 +1,4 @@
-"""Tests that batch memory is reused after its last view is gone, but not earlier."""
+"""Tests that a batch's memory is reused once its last view is gone, but not earlier."""
 
 import threading
 

@@ -30,7 +30,9 @@ def test_the_checksum_of_a_concatenation_follows_from_its_parts(num_parts):
 
 
 def test_sizes_beyond_the_period_of_the_polynomial():
-    """Appending zeros in one part equals appending two halves, and sizes wrap at the period."""
+    """Appending all zeros at once equals appending them in two halves, and lengths wrap at the
+    CRC's period.
+    """
     long, half = 3 * (2**32 - 1) + 8, 2**33 + 3
     crc32s = np.array([zlib.crc32(b"rows"), 0, 0], dtype=np.uint32)
     whole = joined_crc32(crc32s[:2], np.array([4, 2 * half]))
@@ -116,7 +118,7 @@ def test_column_names_matter(tmp_path, key):
 
 
 def recut(manifest, folder, shard_rows):
-    """Return the train rows of ``make_set`` in shards of another size."""
+    """Return the train rows of ``make_set``, stored in shards of another size."""
     other = make_set(folder, manifest.splits["train"], shard_rows)
     assert other.fingerprint != manifest.fingerprint
     return other

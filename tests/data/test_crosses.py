@@ -75,7 +75,7 @@ def words_of(num_rows, seed):
 
 
 def write_set(folder, *, prepared):
-    """Write the same rows, either without crosses or with crosses as columns."""
+    """Write the rows, either without crosses or with crosses as columns."""
     folder.mkdir()
     splits = {}
     for number, split in enumerate(SPLITS):
@@ -118,8 +118,9 @@ def test_computed_columns_equal_prepared_ones(sets, backend, shuffle):
 
 
 def test_a_computed_cross_is_equivalent_to_the_cross_of_prepare(tmp_path):
-    """Rare values are excluded, because prepare hashes raw values and the loader hashes their
-    ids."""
+    """Rare values are excluded: prepare hashes their raw values, but the loader hashes the rare
+    id.
+    """
     source = write_rows(tmp_path / "rows.tsv", text_rows(600))
     pairs = (("C1", "C2"), ("C7", "C3"))
     rule = parse_split("time:1,0,0")
@@ -174,7 +175,7 @@ def _train(world, manifest, fields, wide):
 
 
 def test_a_model_can_have_hashed_and_raw_wide_columns(ranks, sets):
-    """Two ranks must train like one rank, and the crosses must change the losses."""
+    """Two ranks must give the losses of one rank, and crosses must change the losses."""
     plain, full = sets
     columns = {"C1": 30, "C2": 30, "C3": 30}
     wide = WideConfig(columns=("C3",), crosses=(("C1", "C2"), ("C3", "C2", "C1")), hash_size=50)

@@ -1,5 +1,5 @@
-"""Tests that counts do not depend on groups and ranges, and that dense hash tables find the same
-ids.
+"""Tests that counts do not depend on groups and ranges, and that hash tables find the same ids even
+if dense.
 """
 
 import numpy as np
@@ -17,8 +17,8 @@ from sbpflow.data.prepare.workspace import DamagedWork
 
 
 def counted(folder, groups, most, monkeypatch):
-    """Count groups of frames by field, merge ranges of about ``most`` values; return the counts and
-    the numbers of ranges.
+    """Count values by field in groups of frames, merge them in ranges of about ``most`` values, and
+    return the counts and the numbers of ranges.
     """
     monkeypatch.setattr("sbpflow.data.prepare.distinct.RANGE_VALUES", most)
     monkeypatch.setattr("sbpflow.data.prepare.distinct._SAMPLED", 16)

@@ -19,7 +19,9 @@ from benchmarks import faithful, record
     ],
 )
 def test_only_the_documented_sizes_are_recorded(tmp_path, monkeypatch, capsys, arguments, recorded):
-    """Replace rows and training, because the test checks only where result lines are written."""
+    """Replace generation and training, because the test checks only where result lines are
+    written.
+    """
     (tmp_path / "faithful.jsonl").write_text("earlier\n")
     manifest = SimpleNamespace(fields=(), bayes=SimpleNamespace(auc=0.8, logloss=0.5))
     monkeypatch.setattr(record, "RESULTS", tmp_path)

@@ -1,4 +1,4 @@
-"""Tests cells that could silently change: each makes its line bad, is rejected, or is stored
+"""Tests cells that could silently change: each makes its line bad, stops prepare, or is stored
 exactly.
 """
 
@@ -153,8 +153,9 @@ def test_encoded_rows_cannot_replace_the_set_of_like(tmp_path, capsys):
 
 
 def test_a_file_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
-    """If a file changes during the run, its last line may be incomplete, or its rows may come from
-    two versions."""
+    """If an input changes during the run, its last line may be incomplete, or its rows may come
+    from two versions.
+    """
     text = "".join(f"1,value-{k}\n" for k in range(200))
     real = stage.parse_table
 

@@ -23,7 +23,7 @@ ALPHABET = [b"\t", b"\n", b"\r", b"\r\n", b"+", b"-", b" ", b"g", b"0", b"\x00",
 
 
 def mutated(rng, text, edits):
-    """Return ``text`` after random insertions, deletions, replacements and repetitions."""
+    """Return ``text`` with random insertions, deletions, replacements and repetitions."""
     for _ in range(edits):
         at = rng.randrange(len(text) + 1)
         length = rng.choice([0, 0, 1, 1, 2, 9, 40, 300])

@@ -1,5 +1,6 @@
-"""Tests that each value has its own id, that halves have equal loads, and that tables find their
-keys."""
+"""Tests that each value has its own id, that both halves of a table get equal loads, and that hash
+tables find their keys.
+"""
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_contiguous_parts_have_equal_load(reserved, parts):
     assert load.sum() == counts.sum() + sum(reserved)
     shares = [part.sum() / load.sum() for part in np.array_split(load, 2)]
     assert max(shares) < 0.53
-    # The load of a part includes at least its most frequent row; without that row, the load is
+    # A part's load is at least that of its most frequent row; loads without that row must be
     # balanced, too.
     hottest = max(load) / load.sum()
     shares = [part.sum() / load.sum() for part in np.array_split(load, parts)]

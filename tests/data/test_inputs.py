@@ -285,7 +285,7 @@ def test_the_message_after_an_interrupt_explains_what_a_rerun_does(
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("columns: [label, C1, C1]\nsparse: [C1]\n", "columns has 'C1' twice"),
+        ("columns: [label, C1, C1]\nsparse: [C1]\n", "columns lists 'C1' twice"),
         ("sparse: [C1]\nseparator: '5'\n", "separator '5' must be one of"),
         ('sparse: [C1]\nseparator: "\\n"\n', "must be one of"),
         ("sparse: [C1]\nseparator: '\"'\n", "must be one of"),
@@ -295,7 +295,7 @@ def test_the_message_after_an_interrupt_explains_what_a_rerun_does(
         ('label: "^.*$"\nsparse: [C1]\n', "the column name '^.*$' as a pattern"),
         (
             "sparse: [a/b]\n",
-            "'a/b': because it is used in file names and options, it must start with a letter",
+            "'a/b': a name is used in file names and options, so it must start with a letter",
         ),
         ("sparse: [[C1]]\n", "sparse contains ['C1']; write column names"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),

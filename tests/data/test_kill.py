@@ -1,5 +1,5 @@
-"""Tests kills at random moments: prepare still makes the same set, and reading delivers each row
-once.
+"""Tests kills at random moments: prepare still makes the same set, and reading still delivers each
+row once.
 """
 
 import json

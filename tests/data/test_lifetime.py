@@ -1,4 +1,4 @@
-"""Tests the resources of a read: replaced sets, file descriptors, maps, and threads."""
+"""Tests the resources of a read: replaced sets, file descriptors, memory maps, and threads."""
 
 import shutil
 import subprocess
@@ -31,7 +31,7 @@ def test_a_set_replaced_during_a_read_is_refused(tmp_path, backend):
         loader.epoch(1)
     with pytest.raises(DataError, match="replaced since it was opened"):
         open_loader(old, batch_size=100, backend=backend)
-    rest = [before, *first]  # the current read has maps of the old set only
+    rest = [before, *first]  # the open read has mapped only the old set
     run_prepare(tmp_path / "set", source, seed=7, overwrite=True)
     again = list(loader.epoch(0))
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(rest, again, strict=True))

@@ -21,7 +21,7 @@ def rows_of(batch):
 
 
 def global_steps(manifest, world_size, *, state=None, epoch=0, **options):
-    """Return the rows of each step over all ranks, in rank order; also check batch_size."""
+    """Return each step's rows of all ranks, in rank order; also check batch_size."""
     loaders = [
         open_loader(manifest, rank=rank, world_size=world_size, backend="memmap", **options)
         for rank in range(world_size)
@@ -173,8 +173,9 @@ def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
 
 
 def test_abandoned_epochs_may_be_garbage_collected_in_any_thread(row_set):
-    """If a reader thread collects an abandoned generator, the generator must not wait for its
-    readers."""
+    """An abandoned generator may be garbage-collected in one of its reader threads; it must not
+    wait for these threads then.
+    """
     for backend in INSTALLED:
         for _ in range(20):
             loader = open_loader(row_set(9000), batch_size=100, backend=backend)
@@ -326,7 +327,7 @@ def test_a_dropped_tail_is_counted_from_the_restored_cursor(row_set):
 @pytest.mark.parametrize("shuffle", ["none", "rows"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_window_of_batches_across_epochs_keeps_its_values(row_set, backend, shuffle):
-    """A run keeps the batches of its lookahead while the loader reads more batches."""
+    """A run keeps the batches of its lookahead while the loader reads further batches."""
     options = {"batch_size": 300, "backend": backend, "shuffle": shuffle}
     loader = open_loader(row_set(9000), **options)
     held = [batch for epoch in (0, 1) for batch in loader.epoch(epoch)]

@@ -11,7 +11,7 @@ from sbpflow.data.format.schema import CRITEO, Schema
 from sbpflow.data.prepare import parse
 from tests.data.rows import text_rows
 
-# once the loops are loaded, all sizes use them
+# once loaded, the loops are used for inputs of any size
 pytest.importorskip("numba", reason="the loops need numba")
 SMALL = Schema(
     columns=("h", "n", "label", "k", "m"),

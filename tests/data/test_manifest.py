@@ -19,7 +19,7 @@ from tests.data.conftest import make_set
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Manifest:
-    """Return a set with statistics and known best scores, like the sets of synth."""
+    """Return a set with statistics and known best scores, like those that synth writes."""
     manifest = make_set(tmp_path_factory.mktemp("manifest") / "set", 50, shard_rows=20)
     bayes = {"train": {"auc": 0.8, "logloss": 0.4, "ctr": 0.2}}
     forge(manifest.path, bayes=bayes, stats=stats_json(compute_stats(manifest)))
@@ -143,7 +143,7 @@ def test_an_id_out_of_range_is_reported_with_its_row_and_found_by_verify(copy, c
 
 
 def test_the_loader_delivers_ids_without_checking_them(copy):
-    """As docs/data.md states, embeddings check ids, but readers do not."""
+    """Embeddings check ids, but readers do not, as docs/data.md states."""
     words = np.load(copy.path / "train-0.npy", mmap_mode="r+")
     words[0, 3] = 500
     words.flush()
@@ -198,7 +198,7 @@ def test_a_run_and_stats_give_the_same_message_for_a_missing_folder(tmp_path, ca
     assert main(["stats", str(path)]) == 2
     text = str(of_run.value)
     assert text == str(of_manifest.value)
-    expected = text.replace("data.path:", "DIR:", 1)  # the argument's name in the command
+    expected = text.replace("data.path:", "DIR:", 1)  # the command's name for this argument
     assert capsys.readouterr().err == f"error: {expected}\n"
     problem = "does not exist" if kind == "nothing" else "is not a folder"
     assert text.startswith(f"data.path: {path} {problem}; make a set with `sbpflow prepare")

@@ -1,5 +1,5 @@
-"""Tests splits with more shards than a process may map: equal batches, and a bounded number of
-maps.
+"""Tests splits with more shards than a process may map: batches are equal, and the number of maps
+is bounded.
 """
 
 import gc
@@ -35,7 +35,7 @@ COMBINATIONS = [
 
 @pytest.fixture
 def few_maps(monkeypatch):
-    """Simulate a system with a low limit of maps per process."""
+    """Simulate a system with a low limit on memory maps per process."""
     limit = "sbpflow.data.format.mapped_rows.map_count_limit"
     monkeypatch.setattr(limit, lambda: 4 * MAPS, raising=False)
 
@@ -48,7 +48,7 @@ def one_by_one(monkeypatch):
 
 def num_mapped(folder):
     """Return the number of this process's maps of files in ``folder``."""
-    gc.collect()  # a loader of an earlier test with this folder
+    gc.collect()  # an earlier test's loader may still map this folder
     return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(folder))
 
 
@@ -154,7 +154,7 @@ def test_ranges_of_rows_are_read_from_mapped_and_unmapped_files(tiny_shards):
     rows.read(20, 120, out)
     assert out[:, 3].tolist() == [10 * row for row in range(20, 120)]
     assert rows.view(30, 35) is not None
-    assert rows.view(35, 40) is None  # the first unmapped file
+    assert rows.view(35, 40) is None  # rows of the first unmapped file
 
 
 def test_pieces_grow_with_the_input():

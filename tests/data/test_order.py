@@ -1,5 +1,5 @@
-"""Tests that an epoch's order contains every row once, needs no memory, and trains like a random
-order.
+"""Tests that an epoch's order contains every row once, is not stored, and trains as well as a
+random order.
 """
 
 import tracemalloc
@@ -91,7 +91,8 @@ def test_the_order_of_four_billion_rows_needs_no_memory(shuffle):
     assert rows.min() >= 0
     assert rows.max() < num_rows
     assert peak < 8e6
-    # A batch samples the whole split: its mean is within 4 standard errors of the mean of all rows.
+    # A batch is a sample of the whole split: its mean is within 4 standard errors of the mean of
+    # all rows.
     per_batch = rows.reshape(len(starts), batch).mean(1) / num_rows
     error = (1 / 12 / (batch / RUN_ROWS[shuffle])) ** 0.5
     assert np.abs(per_batch - 0.5).max() < 4 * error
@@ -121,7 +122,7 @@ def _train_on_sorted_labels(clicks, shuffle, seed):
         chosen = ids_train[rows]
         error = 1 / (1 + np.exp(-weights[chosen].sum(1) - bias)) - labels_train[rows]
         step = np.repeat(error, FIELDS)
-        # the rate falls to 0, so that the last rows do not affect the model more than other rows
+        # The rate falls to 0, so that the last rows do not dominate the model.
         rate = 1 - start / half
         weights -= 0.02 * rate * np.bincount(chosen.reshape(-1), step, len(weights))
         bias -= 0.2 * rate * error.mean()
@@ -129,8 +130,9 @@ def _train_on_sorted_labels(clicks, shuffle, seed):
 
 
 def test_rows_sorted_by_label_train_as_well_as_randomly_ordered_ones():
-    """In the worst file, all clicks are at the end, so training in file order favors the last
-    ids."""
+    """In the worst case, all clicks are at the end of the file, so training in file order favors
+    ids of the last rows.
+    """
     clicks = _clicks(400_000)
     for seed in (1, 2, 3):
         random, runs = (_train_on_sorted_labels(clicks, s, seed) for s in ("rows", "runs"))

@@ -1,5 +1,4 @@
-"""Tests prepare by comparing counts, ids, values, input formats, and bad lines with plain
-Python."""
+"""Tests counts, ids, values, input formats, and bad lines of prepare against plain Python."""
 
 import gzip
 
@@ -36,8 +35,8 @@ def source(tmp_path_factory):
 
 
 def check_ids(manifest, rows, train_rows, name, min_count):
-    """Check ids: each frequent value of the train part has its own id, missing is 0, any other
-    value is 1.
+    """Check ids: missing is 0, each value frequent in train has its own id, and any other value is
+    1.
     """
     counts = counts_of(rows[:train_rows], name)
     frequent = {value for value, count in counts.items() if count >= min_count}

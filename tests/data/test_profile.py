@@ -112,13 +112,13 @@ def test_dense_summaries_are_those_of_the_rows(profile, frame):
         assert summary["mean"] == pytest.approx(values.mean(), rel=1e-6)
         assert summary["std"] == pytest.approx(values.std(ddof=0), rel=1e-5)
         for name, part_of in (("p25", 0.25), ("p50", 0.5), ("p99", 0.99)):
-            # bins are 1/128 wide, and a quantile is the lower edge of its bin
+            # Bins are 1/128 wide, and a quantile is the lower edge of its bin.
             exact = values.quantile(part_of, "higher")
             assert exact * (1 - 1 / 64) <= summary[name] <= exact
 
 
 def index(expected, actual):
-    """Return the population stability index of two lists of counts."""
+    """Compute the population stability index of two lists of counts."""
     p, q = (np.maximum(np.array(c) / np.sum(c), 1e-4) for c in (expected, actual))
     return float(((q - p) * np.log(q / p)).sum())
 
@@ -131,7 +131,7 @@ def test_drift_is_the_population_stability_index(profile, frame):
     edges = np.quantile(split["train"]["late"], np.linspace(0, 1, 11)[1:-1])
     deciles = [np.bincount(np.searchsorted(edges, split[n]["late"]), minlength=10)
                for n in ("train", "val")]  # fmt: skip
-    # the deciles of the profile end at the edges of bins
+    # the profile's deciles are edges of its bins
     assert of(profile, "late").psi["val"] == pytest.approx(index(*deciles), rel=0.1)
     assert of(profile, "size").psi["val"] < 0.1
 
@@ -206,7 +206,7 @@ def test_ids_of_large_tables_share_bins(manifest, monkeypatch):
     assert of(profile, "city").missing["train"] == 0.05
 
 
-def test_an_empty_or_unlabelled_part_is_left_out(tmp_path, manifest, frame):
+def test_empty_and_unlabelled_splits_are_left_out_of_the_profile(tmp_path, manifest, frame):
     train = profile_set(prepared(tmp_path / "a", frame, "--split", "time:1,0,0"))
     assert of(train, "leak").auc is None
     assert not any(text.startswith("leakage") for text in concerns(train))

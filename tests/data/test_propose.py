@@ -240,7 +240,11 @@ def test_remote_tables_are_copied_first(tmp_path):
         ("budget", [f'"$1,2{n}.50"' for n in range(10, 70)], "cells such as '$1,210.50' are not"),
         ("budget", [f'"$1,{n // 2}.50"' for n in range(60)], "cells such as '$1,0.50' are not"),
         ("share", [f"{n // 2} %" for n in range(60)], "cells such as '0 %' are not numbers"),
-        ("mixed", cycle("1", "x"), "cells such as 'x' are not numbers; clean them for dense"),
+        (
+            "mixed",
+            cycle("1", "x"),
+            "cells such as 'x' are not numbers; clean them to use the column as dense",
+        ),
         ("day", [f"{n % 9 + 1}/5/2024" for n in range(60)], "or the format %m/%d/%Y"),
     ],
 )

@@ -92,7 +92,9 @@ def test_a_rank_without_rows_has_empty_columns(full_set, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_cursor_of_a_batch_is_the_state_after_it(full_set, backend):
-    """When a trainer saves, it has already read the next batch, which must be read again."""
+    """When a trainer saves, it has already read the next batch; a resumed read must deliver that
+    batch again.
+    """
     manifest, rows = full_set
     loader = open_loader(manifest, batch_size=900, backend=backend)
     batches = loader.epoch(3)

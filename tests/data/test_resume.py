@@ -145,7 +145,7 @@ def edits(record):
     [pytest.param("stage", "stage", marks=pytest.mark.slow), ("encoded", "encoded")],
 )
 def test_an_edited_record_is_ignored(tmp_path, monkeypatch, source, clean, step, folder):
-    """The manifest, but no shard, contains lines, counts and clamped values."""
+    """Numbers of lines, counts and clamped values are only in the manifest, not in a shard."""
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
     record = sorted((whole / folder).glob("*.json"))[1]
     changed = list(edits(json.loads(record.read_text())))
@@ -184,7 +184,7 @@ def test_an_error_of_the_current_run_does_not_start_it_over(tmp_path, monkeypatc
 
 
 def test_a_resumed_run_reports_the_same_bad_lines(tmp_path, monkeypatch, source):
-    """The bad lines are part of the staged records."""
+    """Staged records also contain the bad lines."""
     bad = tmp_path / "bad.tsv"
     bad.write_bytes(source.read_bytes() + b"short\tline\n")
     seen = []

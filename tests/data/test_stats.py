@@ -25,7 +25,7 @@ def test_bins_count_the_rows_of_a_batch_by_their_lookups(tmp_path):
     ids = np.array([5] * 9 + [6] * 8 + [7] * 2 + [8, 9])
     (stats,) = compute_stats(set_of_ids(tmp_path / "set", ids))
     assert stats.bins_samples == 21
-    assert stats.bins_rows == [2, 1, 0, 1, 1] + [0] * 12  # 1, 2, 3-4, 5-8, 9-16
+    assert stats.bins_rows == [2, 1, 0, 1, 1] + [0] * 12  # bins of 1, 2, 3-4, 5-8, 9-16 lookups
     assert stats.bins_lookups == [2, 2, 0, 8, 9] + [0] * 12
     assert stats.distinct == 5
 

@@ -26,9 +26,9 @@ from sbpflow.data.synth.signal import CROSS_TERMS, ID_TERMS, PRODUCT_TERMS, SHAR
 from tests.data.rows import all_words, floats, folder_bytes, ids, run_prepare
 
 NUM_ROWS = 137_139
-"""The number of measured rows."""
-# The distinct ids per 16384 consecutive rows of the real sample (six batches), with missing as one
-# id.
+"""Number of measured rows."""
+# Distinct ids per 16384 consecutive rows, measured on six batches of real rows; missing counts as
+# one id.
 UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12": 8562,
               "C13": 2060, "C15": 2619, "C16": 7574, "C18": 1450, "C19": 671, "C21": 8134,
               "C24": 3708, "C26": 2814, "C2": 427, "C1": 220}  # fmt: skip
@@ -36,7 +36,9 @@ UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12
 
 @cache
 def sample():
-    """Return ranks and integers of as many rows as were measured, with Criteo's own vocabulary."""
+    """Return ranks, integers, and missing masks of NUM_ROWS generated rows with Criteo's own
+    vocabulary.
+    """
     columns = Columns(7, 1.0, {}, 0.0)
     blocks = [columns.block(index) for index in range(3)]
 
@@ -120,8 +122,8 @@ def test_correlated_integers():
     for name, (other, share) in FOLLOWS.items():
         actual = np.corrcoef(ranked(name), ranked(other))[0, 1]
         assert abs(actual - share) < 0.15, name
-    # The share is 0.71 in the real rows. Generated rows copy the quantile instead of the value, to
-    # keep both marginal distributions.
+    # In the real rows, I4 equals I13 in 0.71 of the rows. Generated rows share the quantile instead
+    # of the value, which keeps both marginal distributions.
     assert (integers["I4"] == integers["I13"]).mean() > 0.5
 
 
@@ -179,7 +181,8 @@ def test_halves_of_large_tables_have_equal_load(generated):
 def test_the_reported_best_scores_match_the_options_and_the_labels(generated):
     options = SynthOptions(output=generated.path, **SMALL)
     for auc, logloss in generated.bayes.by_split.values():
-        # The calibration uses other rows; the AUC of splits of 15,000 rows differs by up to 0.004.
+        # The generator calibrates the AUC on other rows; between splits of 15,000 rows, it differs
+        # by up to 0.004.
         assert abs(auc - options.auc) < 0.005
         assert abs(logloss - 0.4497) < 0.01
     labels = np.concatenate([floats(generated, split)[:, 0] for split in generated.splits])
@@ -187,7 +190,7 @@ def test_the_reported_best_scores_match_the_options_and_the_labels(generated):
 
 
 def fitted_auc(features, labels, probabilities, columns):
-    """Return the AUC without label noise of a logistic regression fitted to the first half of the
+    """Return the AUC, without label noise, of a logistic regression fitted to the first half of the
     rows.
     """
     half = len(labels) // 2
@@ -271,7 +274,8 @@ def test_drifting_values_rise_and_fall_in_frequency_and_never_return():
         shares.append([float((own == generation).mean()) for generation in range(5)])
     shares = np.array(shares)
     assert np.allclose(shares.sum(axis=1), 1)
-    assert ((shares > 0).sum(axis=1) <= 3).all()  # a value and its successors within a block
+    # A value has at most two successors within a block.
+    assert ((shares > 0).sum(axis=1) <= 3).all()
     # Four blocks are 0.262 million rows, so a value gains or loses 26 % of the rows of its rank.
     second = shares[:, 1][shares[:, 1] > 0]
     assert np.allclose(np.abs(np.diff(second)).max(), 0.262, atol=0.06)

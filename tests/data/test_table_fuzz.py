@@ -1,4 +1,4 @@
-"""Tests random schemas and cells: no traceback, no lost rows, and equal results for text and
+"""Tests random schemas and cells: no tracebacks, no lost rows, and equal results for text and
 Parquet.
 """
 

@@ -115,7 +115,7 @@ def test_dense_values_are_transformed_with_constants_of_train(as_csv):
 def test_buckets_are_quantiles_of_train(as_csv):
     score = [row["score"] for row in good_rows("train")]
     words = all_words(as_csv, "train")
-    column = 1 + len(as_csv.dense) + 4  # city, shop, genre twice
+    column = 1 + len(as_csv.dense) + 4  # after city, shop, and genre (twice)
     bucket = words[:, column]
     assert set(bucket[[value is None for value in score]]) == {0}
     present = np.array([value is not None for value in score])
@@ -338,7 +338,7 @@ def test_columns_with_an_x_are_crossed_and_ambiguous_names_refused(tmp_path, cap
 
 
 class Stopped(BaseException):
-    """Raised to end a run as suddenly as a kill."""
+    """Raised to end a run abruptly, like a kill."""
 
 
 def _stop(*_, **__):
@@ -399,7 +399,7 @@ def test_a_stopped_run_resumes_and_produces_the_same_bytes(tmp_path, monkeypatch
      ("ids", 1, None, "assigns one id to two values"), ("keys", 3, 0, "do not ascend")],
 )  # fmt: skip
 def test_a_hand_made_vocabulary_is_refused(tmp_path, as_csv, capsys, array, place, value, message):
-    """The checksums and the fingerprint of the edited set are correct."""
+    """The edited set has correct checksums and a correct fingerprint."""
     shutil.copytree(as_csv.path, tmp_path / "set")
     path = tmp_path / "set" / "vocabulary" / f"shop.{array}.npy"
     values = np.load(path)

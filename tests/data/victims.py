@@ -15,7 +15,7 @@ def prepares(ready, source: Path, output: Path) -> None:
 
 
 def reads(ready, folder: Path, state_file: Path, world_size: int) -> None:
-    """Read epoch 0 on all ranks; after each step, save the state and the processed rows."""
+    """Read epoch 0 as all ranks; after each step, save the state and the rows read so far."""
     manifest = load_manifest(folder)
     loaders = [
         open_loader(manifest, batch_size=500, rank=r, world_size=world_size, shuffle="rows")

@@ -154,8 +154,9 @@ def join_outputs(results: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
 def join_tables(
     case: Case, results: list[dict[str, Any]]
 ) -> dict[str, tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Assemble whole tables and state from the ranks' pieces; elements that no rank stores become
-    NaN."""
+    """Assemble whole tables and state from the ranks' pieces; elements that no rank stores are
+    NaN.
+    """
     tables: dict[str, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
     for out in case.outputs():
         for table in out.tables:

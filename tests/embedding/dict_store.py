@@ -11,7 +11,7 @@ from torch import Tensor
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 
-Row = dict[str, Tensor]  # a row and its state by name
+Row = dict[str, Tensor]  # the tensors of a row and its state, by name
 
 
 @dataclass
@@ -30,7 +30,7 @@ class DictStores:
 class DictStore:
     """Stores rows in a dict; rows of announced, unreleased batches never leave their slots.
 
-    Of all other rows, the most recently used one is evicted first, a deliberately bad policy, so
+    Among the other rows, the most recently used one is evicted first: a deliberately bad policy, so
     that only leases protect rows. ``_lock`` guards the dict and the assignment of slots, so that a
     ``read`` by the writer thread finds each row in the dict or in a slot.
     """
@@ -49,7 +49,7 @@ class DictStore:
             for name, tensor in self._block.items()
         }
         self._rows: dict[int, Row] = {}
-        self._slot_of: dict[int, int] = {}  # in order of use, with the most recent row last
+        self._slot_of: dict[int, int] = {}  # in order of use; the last row is the most recent
         # Assign slots from the end of the block, so that few row numbers equal their slots.
         self._free = list(range(slots))
         self._leases: Counter[int] = Counter()
@@ -144,7 +144,7 @@ class DictStore:
         row = next(row for row in reversed(self._slot_of) if not self._leases[row])
         slot = self._slot_of.pop(row)
         self._rows[row] = {name: tensor[slot].clone() for name, tensor in self._block.items()}
-        # Overwrite the slot's content, because a lost row would otherwise go unnoticed.
+        # Overwrite the slot's content, so that tests notice a lost row.
         for tensor in self._block.values():
             tensor[slot] = float("nan")
         self.evicted += 1

@@ -1,4 +1,4 @@
-"""Trains small models with growing tables, and computes the expected results."""
+"""Trains small models with growing tables, and computes their expected results."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from sbpflow.sbp.sbp import balanced_sizes
 from tests.embedding.cases import Spec
 from tests.embedding.vocabulary_reference import address_in
 
-# The idle keys of buckets 130 to 330 leave after batches 8 to 20.
+# Sweeps remove the idle keys of buckets 130 to 330 after batches 8 to 20.
 BUCKETS = (0, 130, 200, 260, 330, 8191, 8192, NUM_BUCKETS - 1)
 BATCH = 24
 UNIQUE = Spec("S(0)", "unique")
@@ -106,7 +106,7 @@ def size_of(batch: int) -> int:
 
 
 def time_of(batch: int, mine: slice) -> int | None:
-    """Return the latest event time of a rank's samples; the latest of all is on one rank."""
+    """Return the latest event time of a rank's samples; only one rank has the latest of all."""
     times = 1000 + 5 * batch + np.random.default_rng(batch).integers(0, 40, size_of(batch))[mine]
     return int(times.max()) if times.size else None
 
@@ -133,7 +133,7 @@ def coefficients(batch: int, name: str, width: int) -> np.ndarray:
 
 
 class Run:
-    """Trains a case on this rank, up to ``case.ahead`` batches ahead."""
+    """Trains a case on this rank, with up to ``case.ahead`` batches announced in advance."""
 
     def __init__(self, world: World, case: GrowingCase, **more: Any) -> None:
         self.world, self.case, self.boxing = world, case, Boxing(world)

@@ -129,7 +129,7 @@ def make_collection(
 
 
 def train(world: World, mix: Mix, stores: StoreFactory = device_store) -> dict[str, Any]:
-    """Return outputs per step, and this rank's pieces after training."""
+    """Train a mix; return the outputs of each step, and this rank's pieces at the end."""
     collection = make_collection(world, mix, stores)
     outputs: list[dict[str, np.ndarray]] = []
 

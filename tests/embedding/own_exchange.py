@@ -1,9 +1,9 @@
 """Implements a user-defined exchange in which requests take two hops.
 
 Ranks 2h and 2h + 1 belong to host h. A rank sends each request to the rank on its own host whose
-position there equals that of the owner on the owner's host. That rank merges the requests of its
-host and forwards them to the owners. Each id is sent with its number of lookups.
-``own_exchange_group`` runs the exchange.
+position there equals that of the owner on the owner's host. That rank merges its host's requests
+and forwards them to the owners. Each id is sent with its number of lookups. ``own_exchange_group``
+runs the exchange.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ HOST = 2  # ranks
 
 
 class TwoHops(Exchange):
-    """Handles S(0) on all ranks, in order, of two or more hosts."""
+    """Supports S(0) over all ranks, in order, of two or more hosts."""
 
     name = "two_hops"
     runs = "tests.embedding.own_exchange_group:TwoHopGroup"

@@ -14,8 +14,8 @@ from tests.embedding.own_exchange import HOST
 
 @dataclass(slots=True)
 class Hop:
-    """Lists requested rows by group rank: ``keys`` [n], and for each request its position ``at`` in
-    ``keys``.
+    """The distinct requested rows by group rank: ``keys`` [n], and each request's position ``at``
+    in ``keys``.
     """
 
     keys: torch.Tensor
@@ -28,7 +28,9 @@ class Hop:
 
 @dataclass(slots=True, kw_only=True)
 class TwoHopInFlight(GroupInFlight):
-    """Stores the batch's ``hops`` so far and the number of lookups that the owner received."""
+    """A batch in flight: its ``hops`` so far, and the number of lookups that this owner
+    received.
+    """
 
     wanted: Lookup
     hops: list[Hop] = field(default_factory=list)

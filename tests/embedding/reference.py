@@ -1,6 +1,6 @@
 """A slow reference for embedding training: one process, float64, row by row in NumPy, without
-sbpflow. It supports all bags, sums and means, weights, and shared tables; optimizers follow their
-papers and torch. State is per logical row.
+sbpflow. It supports bags of any length, sums and means, weights, and shared tables; optimizers
+follow their papers and torch. State is per logical row.
 """
 
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class ReferenceTable:
                 v[row] = b2 * v[row] + (1 - b2) * grad**2
                 scaled = np.sqrt(v[row] / (1 - b2**step)) + rule.eps
                 w = w - lr * (m[row] / (1 - b1**step)) / scaled
-            elif rule.name == "ftrl":  # valid for a constant learning rate
+            elif rule.name == "ftrl":  # this form assumes a constant learning rate
                 lr = rule.lr
                 start = np.full_like(self.weights, rule.initial_accumulator)
                 n = self.state.setdefault("sum", start)

@@ -39,8 +39,9 @@ def test_touched_matches_a_random_draw(rows, draws):
 @pytest.mark.parametrize("exponent", [1.0, 3.0, 7.5])
 @pytest.mark.parametrize("rows", [7, 4000, 3_000_000])
 def test_curve_matches_the_exact_sum(rows, exponent):
-    """The expected value is a sum over slices of equal lookups; the curve is piecewise linear in
-    log-log space."""
+    """The expected value is a sum over groups of rows with equal lookups; the curve is piecewise
+    linear in log-log space.
+    """
     edges = (np.arange(41) / 40) ** exponent
     count = np.diff(edges) * rows
     for draws in np.geomspace(2, 1e9, 97):
@@ -69,8 +70,9 @@ def test_statistics_predict_the_rows_of_a_batch(exponent):
 
 
 def test_prices_and_measurements_use_data_statistics():
-    """If rows are exchanged, ids with more repetition cost less; the default curve is for CTR
-    data."""
+    """If rows are exchanged, more repetition of ids lowers the price; the default curve is that of
+    CTR data.
+    """
     hot, even = (IdFrequencies(bins, 1.0) for bins in ([(3, 900), (50, 100)], [(53, 1000)]))
     plans = {}
     for name, known in (("hot", hot), ("even", even), ("unknown", None)):
@@ -125,7 +127,9 @@ def test_several_hosts_are_priced_by_the_slower_link(exchange):
 
 @pytest.mark.parametrize("exchange", ["unique", "reduce"])
 def test_the_price_is_that_of_the_largest_shard(exchange):
-    """Price shards of equal size once; the largest shard determines the price on any rank."""
+    """Shards of equal size are priced once; the largest shard determines the price, on whatever
+    rank it is.
+    """
     cuts = [(14, 14, 13), (39, 1, 1), (1, 1, 39)]
     rest = {name: Spec("B", "local") for name in "bcd"}
     even, *others = (
@@ -133,7 +137,7 @@ def test_the_price_is_that_of_the_largest_shard(exchange):
         for sizes in cuts
     )
     assert others[0] == pytest.approx(others[1])
-    assert others[0] - even > 1e-4  # in milliseconds; most of the price is for groups and calls
+    assert others[0] - even > 1e-4  # milliseconds; groups and calls are most of a price
 
 
 def test_equal_rules_keep_their_names_and_are_planned_only_once():

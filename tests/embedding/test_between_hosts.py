@@ -17,7 +17,8 @@ from sbpflow.sbp.placement import Placement
 from tests.embedding.mixes import train
 from tests.embedding.test_mixes import EXCHANGES, RULES, mix_of
 
-# sizes [7, 5] on 3 ranks cover even and uneven splits, with and without a part that stays
+# Sizes [7, 5] on 3 ranks cover even and uneven splits, with and without a part that stays on its
+# rank.
 CONVERSIONS = [
     ("S(0)", "S(1)"),
     ("S(1)", "S(0)"),
@@ -83,8 +84,8 @@ def test_tables_train_to_equal_bits(ranks, exchange):
 
 
 def _sized_differently(world: World) -> list[float]:
-    """Return rank 1's data from the second of three transfers; rank 0 skipped the first
-    transfer.
+    """Return what rank 1 receives in the second of three transfers; rank 0 sends nothing in the
+    first.
     """
     link = world.link([0, 1], "sized differently")
     into = torch.full((3, 2), -1.0)
@@ -95,11 +96,10 @@ def _sized_differently(world: World) -> list[float]:
         under_way.append(pairs.pass_messages(sends, receives, link))
     for messages in under_way if world.rank == 0 else under_way[1:2]:
         messages.wait()
-    world.barrier()  # all sent data has arrived
+    world.barrier()  # wait until all sent data has arrived
     return into[1].tolist()
 
 
 def test_transfer_does_not_receive_messages_of_the_next(ranks):
-    """If ranks disagree on a size, an error is raised, and rows of another transfer are not
-    delivered."""
+    """If ranks disagree on a size, a transfer must not deliver rows of another transfer."""
     assert ranks(2, _sized_differently)[1] == [1.0, 1.0]

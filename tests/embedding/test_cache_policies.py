@@ -1,5 +1,6 @@
-"""Tests the policies that ``benchmarks.cache`` compares, by hand counts and by bounds between
-policies."""
+"""Tests the policies that ``benchmarks.cache`` compares against counts by hand and bounds between
+policies.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ def per_step(fetched, read):
 
 
 def test_fetches_counted_by_hand():
-    # Three slots. MIN: 0 1 | 2 | - | 3 for 2, which is used last | - | 2
+    # Three slots. Fetches per batch with MIN: 0 1 | 2 | - | 3 for 2, which is used last | - | 2
     assert belady(TRACE, 4, 3) == per_step(5, 1)
     # LRU: 0 1 | 2 | - | 3 for 1 | 1 for 2 | 2
     assert lru(TRACE, 4, 3) == per_step(6, 2)
@@ -23,8 +24,8 @@ def test_fetches_counted_by_hand():
 
 
 def test_bagpipe_keeps_the_rows_within_its_lookahead():
-    # Uses are 2 (row 0), 4 (row 1), and 4 (row 2) batches apart. To reach 4 batches, batch 1 would
-    # hold 0, 1, and 2, batch 2 the same, and batch 3 also row 3.
+    # The uses of row 0 are 2 batches apart, those of rows 1 and 2 are 4 apart. To keep rows for 4
+    # batches, batches 1 and 2 would hold rows 0, 1, and 2, and batch 3 also row 3.
     assert bagpipe(TRACE, 4, 4) == (per_step(4, 0), len(TRACE))
     assert bagpipe(TRACE, 4, 3) == (per_step(6, 2), 4)
     assert bagpipe(TRACE, 4, 2) == (per_step(6, 2), 4)

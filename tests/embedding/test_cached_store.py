@@ -34,7 +34,7 @@ RULE = sparse_optimizer("adagrad", lr=0.1)
 
 
 class Initial:
-    """Gives every element of a row its number, and calls ``log`` with the rows."""
+    """Fills each row with its row number, and calls ``log`` with the rows."""
 
     def __init__(self, log=lambda rows: None):
         self._log = log
@@ -79,7 +79,7 @@ class SlowRecords(MappedRecords):
         self._around("read", lambda: MappedRecords.read(self, rows, out))
 
     def write(self, rows, records):
-        # Writes are not atomic: the two halves become visible one after the other.
+        # Writes are not atomic: their two halves become visible one after the other.
         half = rows.size // 2
         for part in (slice(0, half), slice(half, None)):
             self._around("write", lambda p=part: MappedRecords.write(self, rows[p], records[p]))
@@ -107,7 +107,7 @@ def batches(seed, count=40, size=30):
 
 
 def train(store, given, known, expected, after=lambda step: None):
-    """In each step, check the rows of the batch, and then add 1000 to them."""
+    """In each step, check the batch's rows, then add 1000 to them."""
     announced = 0
     for step, batch in enumerate(given):
         while announced < min(step + known + 1, len(given)):
@@ -131,7 +131,7 @@ def test_values_are_exact_under_any_timing(seed):
     ends, faults = threading.Event(), []
 
     def watch():
-        """Check that rows only grow, in steps of 1000, and that no read returns an old value."""
+        """Check that values only grow, in steps of 1000, and that no read returns an old value."""
         seen = np.zeros((ROWS, WIDTH))
         while not ends.is_set():
             rows = torch.randint(0, ROWS, (60,))
@@ -198,7 +198,8 @@ def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
     made[0].opens.set()
     store.admit(2)
     store.release(2)
-    store.announce(3, torch.tensor([2, 3, 9, 8]))  # rows that were written are read again
+    # Rows 2 and 3 were written back and are read again.
+    store.announce(3, torch.tensor([2, 3, 9, 8]))
     slots = store.admit(3)
     assert store.kernel.weights[slots, 0].tolist() == [1002, 1003, 9, 8]
     assert store.read(torch.tensor([4, 5]))[WEIGHTS][:, 0].tolist() == [1004, 1005]
@@ -300,7 +301,7 @@ def test_rows_are_read_ahead_for_evaluation():
     store.read_ahead(lookups[0])
     store._mover.wait_idle()
     del lookup, lookups
-    assert not store._ahead  # an unused lookup leaves nothing
+    assert not store._ahead  # an early lookup that was not used leaves nothing
     assert store.counts == before
 
 
@@ -331,7 +332,7 @@ def test_rows_in_any_place_are_written_and_initial_rows_are_not_stored():
     fresh = make_store(60)
     values = {name: value.clone() for name, value in initial(torch.arange(ROWS)).items()}
     values[WEIGHTS][5] += 1
-    for name, value in values.items():  # tensor by tensor, as a restore does
+    for name, value in values.items():  # load one tensor after another, as a restore does
         fresh.write(slice(0, ROWS), {name: value})
     expected = values[WEIGHTS].clone()
     train(fresh, batches(3, 20, 20), 4, expected)

@@ -41,7 +41,7 @@ def forward_twice(world: World) -> None:
         match=r"apply_gradients\(step\).*start_id_exchange.*receive_grads.*update\(step\)",
     ):
         forward()
-    collection.apply_gradients(1)  # the first batch is still pending
+    collection.apply_gradients(1)  # the gradient of the first batch is still pending
     second = forward()
     torch.testing.assert_close(second, first - 1.0)
     with pytest.raises(RuntimeError, match="output deep: has no gradient"):
@@ -55,7 +55,7 @@ def test_a_second_training_forward_is_rejected_before_gradients_are_lost(ranks, 
 
 
 def accumulate(world: World) -> torch.Tensor:
-    """Accumulate as the message suggests: two batches, one update."""
+    """Accumulate as the error message suggests: one update for two batches."""
     collection = make(world)
     before = collection.forward(IDS, 2, training=False)["deep"]
     for _ in range(2):

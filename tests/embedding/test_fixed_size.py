@@ -1,6 +1,4 @@
-"""Tests that a store's fixed-size form, whose ops do not depend on addresses, equals its plain
-form.
-"""
+"""Tests that a fixed-size store, whose ops do not depend on the addresses, equals a plain store."""
 
 import pytest
 import torch
@@ -36,7 +34,7 @@ def storages(name: str) -> list[TorchStorage]:
 
 @st.composite
 def batches(draw):
-    """Return (addresses, which of them are on this rank, offsets or None, weights or None)."""
+    """Return (addresses, a mask of those on this rank, offsets or None, weights or None)."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     count = draw(st.integers(0, 60))
     addresses = (torch.rand(count, generator=generator) ** 2 * ROWS).long()
@@ -95,7 +93,7 @@ def test_sorted_segments_have_the_length_of_the_batch(addresses):
     assert runs.stop.tolist() == [stops[number] for number in runs.number.tolist()]
 
 
-def test_known_count_gives_equal_unique_rows():
+def test_a_known_count_of_unique_rows_changes_no_result():
     addresses = torch.tensor([3, 1, 3, 7, 1, 1])
     plain, known = Lookup(addresses), Lookup(addresses)
     known.num_unique = 3

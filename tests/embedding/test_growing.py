@@ -36,7 +36,7 @@ CASE = GrowingCase()
 EVICTING = Growth(
     evict=Eviction(max_rows=MIN_ROWS, idle_samples=150), admit_count=2, forget_after_samples=100
 )
-SHARE = 0.0003  # 40 slots for 64 rows of live keys
+SHARE = 0.0003  # gives 40 slots for 64 rows of live keys
 TIMED = Growth(evict=Eviction(max_rows=MIN_ROWS, idle_time=30.0), admit_count=2)
 LAYOUTS = {
     "unique": (Spec("S(0)", "unique"), Spec("S(0)", "unique")),
@@ -90,7 +90,7 @@ def reference(case: GrowingCase) -> tuple[list[dict[str, np.ndarray]], dict[str,
 
 
 def train(case, batch, where, rows, fixed) -> dict[str, np.ndarray]:
-    """Return the outputs of a batch, and take a step of SGD on the rows."""
+    """Return the expected outputs of a batch, and take an SGD step on the rows."""
     made = {}
     for output in case.outputs():
         parts = []
@@ -133,7 +133,9 @@ def test_rows_follow_the_rules(ranks, tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Return a function that trains a case on one rank without lookahead, once per case."""
+    """Return a function that returns the result of a case on one rank without lookahead, trained
+    once per case.
+    """
     made = {}
 
     def result(ranks, case):
@@ -165,7 +167,9 @@ def check_as_alone(ranks, alone, size, case, folder: Path, atol=1e-9):
 
 @pytest.mark.parametrize("size", quick([2, 3], lambda n: n == 1))
 def test_event_times_of_all_ranks_decide(ranks, alone, tmp_path, size):
-    """The latest sample of a batch is on one rank, and counts for the keys of every owner."""
+    """The latest sample of a batch, which is on one rank, sets the time for the keys of every
+    owner.
+    """
     check_as_alone(ranks, alone, size, replace(CASE, growth=TIMED, ahead=size), tmp_path)
 
 
@@ -252,7 +256,7 @@ def test_rounding_depends_on_keys(ranks, alone, tmp_path, kernel):
     check_as_alone(ranks, alone, 3, case, tmp_path, atol=2e-2)
 
 
-def test_accumulated_batches(ranks, alone, tmp_path):
+def test_accumulated_batches_train_growing_tables_equally(ranks, alone, tmp_path):
     case = replace(CASE, accumulate=3, ahead=5)
     check_as_alone(ranks, alone, 2, case, tmp_path)
 

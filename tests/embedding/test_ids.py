@@ -318,7 +318,7 @@ def test_ids_with_fitting_bounds_are_not_copied():
     ],
 )
 def test_ids_without_fitting_bounds_are_checked(bounds):
-    """Table d has only 40 rows, so larger bounds guarantee nothing."""
+    """Table d has only 40 rows, so ids within larger bounds must still be checked."""
     given = as_batch(bounds)
     given.lists.values[5] = 40
     with pytest.raises(DataError, match="field d: id 40"):
@@ -337,7 +337,7 @@ def test_lists_of_unused_features_are_dropped():
 
 
 def test_matrix_features_of_a_ragged_table_become_lists():
-    """Features a and c share a table with lookups by lists."""
+    """Features a and c share a table, and one of them has lists of ids."""
     layout = TableLayout(layout=Layout(Placement.line("cpu", 2), (Split(0),)), exchange="unique")
     features = FEATURES[:1] + FEATURES[2:3]
     table = TableConfig(name="t", features=("a", "c"), num_rows=30, dim=4)

@@ -52,8 +52,9 @@ def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) ->
 
 
 def lookups(dtype: torch.dtype):
-    """Return two lookups of each kind, of rows 0 to 39: single rows and bags, with and without
-    weights."""
+    """Return two lookups of rows 0 to 39 of each kind: single rows and bags, with and without
+    weights.
+    """
     for step in range(9):
         addresses = torch.randint(0, 40, (30,), dtype=torch.int32 if step > 5 else torch.int64)
         offsets = torch.tensor([0, 0, 7, 8, 30, 30]) if step % 2 else None
@@ -83,7 +84,7 @@ def test_kernels_match_torch(kernel, rule):
             two = Lookup(*uses)
         plain.update(one, grads, lr, step + 1)
         fused.update(two, grads, lr, step + 1)
-    # nine float32 updates of rows up to 4 have rounding errors of a few 1e-7 each
+    # Nine float32 updates of rows up to 4 have rounding errors of a few 1e-7 each.
     torch.testing.assert_close(plain.weights, fused.weights, rtol=1e-5, atol=1e-5)
     assert plain.state.keys() == fused.state.keys()
     for name, value in plain.state.items():
@@ -96,8 +97,8 @@ def test_kernels_match_torch(kernel, rule):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", ALL_RULES, ids=str)
 def test_compiled_updates_match_torch(rule, dtype, width):
-    """Updates are bit-equal except for roots and float64 weighted sums, because torch's results can
-    be off by one unit in the last place.
+    """Updates are bit-equal except for roots and weighted sums in float64, where torch may be off
+    by one unit in the last place.
     """
     pytest.importorskip("numba")
     torch.manual_seed(0)
@@ -172,7 +173,8 @@ def test_compiled_half_precision_reads_equal_torch(row_dtype, width):
         torch.randn(50, width, generator=generator) * 10.0 ** torch.arange(-9, 1).repeat(5)[:, None]
     )
     bits = {"every": every.to(torch.int16), "finite": finite.to(row_dtype).view(torch.int16)}
-    for name, values in bits.items():  # single rows contain arbitrary bits; sums use finite rows
+    # Lookups of single rows copy arbitrary bits; sums need finite rows.
+    for name, values in bits.items():
         for storage in (plain, compiled):
             storage.weights.view(torch.int16).copy_(values)
         batches = [uses for _, uses in lookups(torch.float32)]

@@ -42,7 +42,7 @@ def shape_of(**changes) -> StackShape:
 @pytest.mark.parametrize(
     ("times", "name"),
     [
-        # the times are within the tolerance band around the default choice
+        # The times are within the tolerance band around the default choice.
         ({"torch": 1.0, "numba": 1.05}, "numba"),
         ({"torch": 1.0, "numba": 1.06}, "torch"),
         ({"torch": 1.0, "fbgemm": 0.9}, "fbgemm"),
@@ -100,7 +100,7 @@ def test_times_are_not_reused_with_another_version_of_a_kernel(package, monkeypa
 
 
 def test_unwritable_cache_logs_a_warning(tmp_path, caplog):
-    """A read-only home directory, as in a container, does not end the run."""
+    """A read-only home directory, as in a container, must not end the run."""
     (tmp_path / "file").touch()
     Profile(tmp_path / "file" / "profile.json").keep(shape_of(), {"torch": 1.5})
     (record,) = caplog.records

@@ -191,7 +191,7 @@ def mix_of(exchange: str, dim: int, rule: SparseOptimizer, **changes) -> Mix:
 EXCHANGES = ["local", "columns", "reduce", "unique", UNIQUE_COLUMNS]
 
 
-# These optimizers have equal results in FBGEMM, except where ranks share the state of a row.
+# FBGEMM gives equal results for these optimizers, except where ranks share a row's state.
 FBGEMM_RULES = [sparse_optimizer("sgd", lr=0.1), RULES[1], RULES[2]]
 FBGEMM_CASES = [
     (exchange, rule)
@@ -206,8 +206,8 @@ FBGEMM_CASES = [
 )
 def test_fbgemm_equals_the_reference(ranks, exchange, rule):
     # Weights are near 0.05 and steps near 0.1: float32 rounds each of 20 steps by about 1e-8.
-    # Adagrad's first steps divide small gradients by their own size and may lose three more digits.
-    # Adagrad's sums of squares reach about 100, with a relative accuracy of 1e-6.
+    # Adagrad's first steps divide small gradients by their own size, which may lose three more
+    # digits. Adagrad's sums of squares reach about 100, with a relative accuracy of 1e-6.
     pytest.importorskip("fbgemm_gpu")
     mix = mix_of(exchange, 8, rule, dtype=torch.float32, kernel="fbgemm")
     check(ranks, mix, 2e-5, rtol=1e-6)
@@ -218,7 +218,7 @@ def test_fbgemm_equals_the_reference(ranks, exchange, rule):
 )
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, tolerance):
-    # Gradients up to 4 have 8 bits (bf16 in both cases), with rates up to 0.1, over 20 steps.
+    # Gradients up to 4 are sent as bf16 (8 bits) in both cases; rates are up to 0.1, over 20 steps.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), comm_dtype=comm_dtype)
     check(ranks, mix, tolerance)
 
@@ -226,8 +226,9 @@ def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, toler
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_in_half_precision_stay_close(ranks, exchange, dtype, tolerance):
-    # Values reach 1.2; there, bf16 has steps of 2^-7. The sum of 20 random roundings has up to five
-    # times the standard deviation of one rounding (0.0023); the bound is four times the sum's.
+    # Values reach 1.2, where bf16 has steps of 2^-7. The sum of 20 random roundings has at most
+    # five times the standard deviation of one rounding (0.0023); the bound is four times that of
+    # the sum.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), row_dtype=dtype)
     check(ranks, mix, tolerance)
 
@@ -240,7 +241,7 @@ def test_overlap_and_table_order_do_not_change_results(ranks, exchange, kernel):
     others = [
         replace(mix, overlap=False),
         replace(mix, outputs=(replace(output, tables=output.tables[::-1]),)),
-        # Keep tables that share a feature together, because the smaller table limits the sampled
+        # Move tables that share a feature together, because the smaller table limits the sampled
         # ids.
         *(
             replace(mix, outputs=(replace(output, tables=tables),))
@@ -278,7 +279,7 @@ def test_unique_sends_each_row_once_in_each_direction(ranks, exchange):
     mix = mix_of(exchange, 8, RULES[2], dtype=torch.float32)
     sent = ranks(2, bytes_of, mix)
     by_rows = exchange == "unique"
-    rows = 0  # rows that one rank requests and the other rank stores, at least in part
+    rows = 0  # number of rows that one rank requests and the other stores, at least in part
     for step, size in enumerate(mix.batch_sizes):
         bags = mix.bags(step)
         for rank in range(2):
@@ -290,7 +291,7 @@ def test_unique_sends_each_row_once_in_each_direction(ranks, exchange):
                     for ids, _ in bags[feature][low:high]
                     for row in ids
                 }
-                # balanced: rank 0 owns the rows below this number
+                # Rows are split evenly: rank 0 owns the rows below this number.
                 first = (table.num_rows + 1) // 2
                 rows += sum(not by_rows or (row < first) != (rank == 0) for row in named)
     assert rows > 0
@@ -330,7 +331,7 @@ def test_reference_keeps_fractions_of_integer_initial_state(name):
 
 
 def small_gradient(world, exchange: str, comm_dtype: torch.dtype | None) -> float:
-    """Return how far Adagrad's first step moves a row whose gradient underflows in fp16."""
+    """Return how far Adagrad's first step moves a row whose gradient underflows if sent as fp16."""
     mix = mix_of(exchange, 8, sparse_optimizer("rowwise_adagrad", lr=0.1, eps=1e-12))
     mix = replace(mix, dtype=torch.float32, comm_dtype=comm_dtype, batch_sizes=(2,))
     collection = make_collection(world, mix)

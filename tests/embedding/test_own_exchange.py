@@ -1,5 +1,5 @@
-"""Tests that an exchange in two files can be trained, explained, logged, measured, priced, and
-planned.
+"""Tests that a user's exchange, defined in two files, can be trained, explained, logged, measured,
+priced, and planned.
 """
 
 import ast
@@ -75,7 +75,7 @@ def test_own_exchange_equals_the_reference_on_four_ranks(ranks, optimizer):
                 np.testing.assert_allclose(step[name], value, rtol=0, atol=1e-12)
         for name, (weights, _) in join_tables(case, results).items():
             np.testing.assert_allclose(weights, model.deep[name][1].numpy(), rtol=0, atol=1e-12)
-    # Three deep tables have one lookup per sample, and the owners received all lookups.
+    # Each of the three deep tables has one lookup per sample, and the owners received all lookups.
     assert sum(result["num_received"] for result in results) == 3 * sum(case.batch_sizes)
     for result in results:
         rank, logged = result["rank"], dict(result["groups"])
@@ -120,12 +120,12 @@ def test_own_exchange_is_priced_and_planned():
         engine = embedding_plan(task, plan)
         assert [group.exchange for group in engine.groups] == ["two_hops"]
         totals = count_work(task, plan)
-        assert totals[0, INDEX["num_row_transfers"]] == 2  # one transfer per round
+        assert totals[0, INDEX["num_row_transfers"]] == 2  # one transfer in each of the two hops
         assert cost.predict(plan).step_ms > 0
         priced = plan_totals(engine, task.batch_size, {})
         assert priced[0, INDEX["num_row_transfers"]] == 2
         assert price_plan(engine, task.batch_size).ms > 0
-        # An unlimited search tries the exchange, and chooses the exchange where it is cheapest.
+        # A search without restrictions tries the exchange, and chooses it where it is cheapest.
         free = problem_of(cost)
         assert all(hops in {option.shape for option in options} for options in free.options)
 
@@ -157,7 +157,9 @@ def test_comparisons_of_exchange_names_are_detected(code):
 
 
 def test_code_does_not_compare_exchange_names():
-    """All information about an exchange must come from its description."""
+    """Code must not test exchange names: all information about an exchange must come from its
+    description.
+    """
     files = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
     found = [f"{name(path)}:{line}" for path in files
              for line in comparisons(ast.parse(path.read_text(encoding="utf-8")))]  # fmt: skip

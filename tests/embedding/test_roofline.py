@@ -12,7 +12,7 @@ SOURCES = (
 )
 ROWS = re.compile(r"^\| `(\w+)`(?:, ([^|]*?))? \| (\d+) \| (\d+) \| (\d+)", re.MULTILINE)
 IDS, UNIQUE, WIDTH = 26 * 16384, 318_728, 16
-HIDDEN = 16384 * 1024  # elements of a layer's output
+HIDDEN = 16384 * 1024  # elements in the output of one hidden layer
 # The bytes of state that an optimizer reads and writes per row.
 STATE = {"SGD": 0, "Adagrad": 128, "rowwise Adagrad": 8, "lazy Adam": 256, "FTRL": 256}
 
@@ -41,7 +41,7 @@ def expected_bytes(kernel: str, variant: str) -> int:
         return HIDDEN * (4 + 4)
     if kernel == "sum_long_runs":
         return IDS * 8
-    sums = IDS * (8 + 8 + row)  # bounds of runs, sources, gradients
+    sums = IDS * (8 + 8 + row)  # run bounds, sources, and gradients of each id
     if kernel == "sum_runs":
         return sums + IDS * row
     rule, _, half = variant.partition(", ")
@@ -56,7 +56,7 @@ def test_page_matches_the_operations_of_the_kernels():
     assert {kernel for kernel, *_ in found} == kernels
     for kernel, variant, loads, stores, megabytes in found:
         parts = [counted[kernel]]
-        if kernel == "update":  # including the step function that it calls
+        if kernel == "update":  # add the accesses of the optimizer's step function
             parts.append(counted["_" + variant.partition(", ")[0].lower().replace(" ", "_")])
         assert (int(loads), int(stores)) == tuple(map(sum, zip(*parts, strict=True))), kernel
         assert int(megabytes) == round(expected_bytes(kernel, variant) / 1e6), (kernel, variant)

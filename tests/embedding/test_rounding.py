@@ -1,4 +1,4 @@
-"""Tests that stochastic rounding picks a neighbor, is unbiased, never leaves the range, and is
+"""Tests that stochastic rounding picks a neighboring value, is unbiased, stays in range, and is
 equal in any layout.
 """
 
@@ -22,8 +22,8 @@ ROWS = torch.arange(40_000)
 
 
 def noise_of(num_rows: int, dim: int, *cut: int, seed: int = 1) -> RowNoise:
-    """Return the noise of a table, or of rows cut[0]:cut[1] and columns cut[2]:cut[3], after
-    another table.
+    """Return the rounding noise of a table or, with ``cut``, of its rows cut[0]:cut[1] and columns
+    cut[2]:cut[3], stored after the rows of another table.
     """
     table = TableConfig(name="t", features=("t",), num_rows=num_rows, dim=dim)
     row_start, row_stop, col_start, col_stop = cut or (0, num_rows, 0, dim)
@@ -79,9 +79,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_rows_are_rounded_equally_in_any_layout(ranks, dtype, name, rule):
-    """A different order of float64 sums hardly ever changes a rounding, so stored rows are
-    bit-equal.
-    """
+    """The order of float64 sums hardly ever changes a rounding, so stored rows are bit-equal."""
     wide, deep, changes = LAYOUTS[name]
     case = replace(make_case("dp", "dp", rule), row_dtype=dtype)
     (alone,) = ranks(1, train, case)
@@ -120,7 +118,8 @@ def test_rounding_is_to_a_neighbor_and_unbiased(dtype):
     rounded = round_randomly(values, dtype, noise_of(40_000, 6).draw(ROWS, 6, 1)).float()
     step = values.abs().clamp(min=1e-30) * torch.finfo(dtype).eps
     assert ((rounded - values).abs() <= step).all()
-    # The mean is of 40,000 samples, each within a step: five standard errors are 0.0125 steps.
+    # The mean is over 40,000 samples, each within one step of bf16; five standard errors are 0.0125
+    # steps.
     assert ((rounded.mean(0) - values[0]).abs() <= 0.0125 * step[0]).all()
     assert (rounded[:, [0, 5]] == values[:, [0, 5]]).all()
 
@@ -151,5 +150,5 @@ def test_steps_below_half_a_unit_accumulate(dtype):
     lookup = Lookup(torch.arange(64))
     for step in range(1, 101):
         storage.update(lookup, torch.ones(64, 64), 1e-4, step)
-    # There are 100 steps of 1e-4 from 1.0; rounding to the nearest would leave every weight at 1.0.
+    # Weights start at 1.0 and take 100 steps of 1e-4; rounding to nearest would leave them at 1.0.
     assert float(storage.weights.float().mean()) == pytest.approx(0.99, abs=1e-3)

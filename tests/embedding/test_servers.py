@@ -101,11 +101,13 @@ def test_servers_return_what_was_written(count):
 
 
 def test_a_slow_server_does_not_bring_back_old_rows():
-    """The newer write of a row goes to one server, the older write also to a slow server."""
+    """The newer write of a row goes to one server; the older write also goes to a second, slow
+    server.
+    """
     released = threading.Event()
 
     class HeldServer(EmbeddingServer):
-        """Confirms no writes of the server with a single row until ``released``."""
+        """Delays writes on the server that has a single row until ``released``."""
 
         def _answer(self, sock, purpose):
             blocks = self._sessions[purpose.session].blocks
@@ -127,9 +129,9 @@ def test_a_slow_server_does_not_bring_back_old_rows():
         row, out = np.array([0]), np.zeros((1, WORDS), np.int64)
         records.write(np.arange(3), np.zeros((3, WORDS), np.int64))
         records.write(row, np.ones((1, WORDS), np.int64))
-        while not out.all():  # until the fast server has both writes
+        while not out.all():  # wait until the fast server has both writes
             reader.read(row, out)
-        for _ in range(30):  # also after this rank knows that the newer write is confirmed
+        for _ in range(30):  # the row stays new after the newer write is confirmed
             time.sleep(0.005)
             records.read(row, out)
             assert out.all()
@@ -294,14 +296,14 @@ def test_a_server_of_another_version_is_named(hello):
 
 
 class Hanging(EmbeddingServer):
-    """Answers nothing after the start of a session."""
+    """Does not answer after the start of a session."""
 
     def _answer(self, sock, purpose):
         time.sleep(3)
 
 
 def short_waits(records):
-    """Make the connections time out early; connecting may take longer on a busy machine."""
+    """Make requests time out early, but not connecting, which may take longer on a busy machine."""
     for sock in (*records._readers, *(writer._sock for writer in records._writers)):
         sock.settimeout(0.3)
     return records
@@ -370,8 +372,8 @@ def test_malformed_requests_end_only_their_connection(name):
 
 
 def test_a_rank_never_connects_to_itself(monkeypatch):
-    """TCP allows this if nothing listens on a port and the connecting socket is assigned the same
-    port.
+    """A socket can connect to itself: TCP allows this if nothing listens on the port and the socket
+    is assigned that port.
     """
     with running(1) as servers:
         pass

@@ -103,8 +103,9 @@ def test_numba_and_numpy_make_the_same_decisions(seed):
 
 
 def belady(batches, num_slots):
-    """Return the rows that MIN fetches: a batch's rows stay, and other rows with the furthest next
-    use leave."""
+    """Return the rows that MIN fetches; MIN keeps a batch's rows and evicts others with the
+    furthest next use.
+    """
     cached, fetched = set(), 0
     uses = {}
     for number, batch in enumerate(batches):

@@ -1,4 +1,4 @@
-"""Tests that updates with learning rate and step in device memory equal updates with host
+"""Tests that updates whose learning rate and step are in device memory equal updates with host
 numbers.
 """
 

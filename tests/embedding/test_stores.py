@@ -1,4 +1,6 @@
-"""Tests kernels with slots, and leases of batches that are announced well before their lookup."""
+"""Tests kernels whose rows are in slots, and leases of batches that are announced well before their
+lookup.
+"""
 
 from collections import deque
 from dataclasses import replace
@@ -51,7 +53,8 @@ def test_kernels_update_rows_in_arbitrary_slots(kernel, rows_as, form):
     generator = torch.Generator().manual_seed(0)
     whole.weights.copy_(torch.randn(ROWS, WIDTH, generator=generator))
     rows = torch.randperm(ROWS, generator=generator)[: SLOTS - 2]
-    slot_of = torch.full((ROWS + 1,), SLOTS)  # an address beyond the last row is absent
+    # The address after the last row stands for absent rows.
+    slot_of = torch.full((ROWS + 1,), SLOTS)
     slot_of[rows] = torch.randperm(SLOTS, generator=generator)[: rows.numel()]
     block.weights.fill_(float("nan"))
     block.weights[slot_of[rows]] = whole.weights[rows]
@@ -109,7 +112,7 @@ def train_ahead(world, mix, stores, ahead):
     """Train while announcing ``ahead`` batches in advance; return outputs and rows. The last
     batches are canceled.
 
-    A batch in the middle is looked up twice without training, once with rows read ahead.
+    One batch is looked up twice more without training, once with rows read ahead.
     """
     collection = make_collection(world, mix, stores)
     window, outputs = deque(), []

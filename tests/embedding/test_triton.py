@@ -98,7 +98,7 @@ def test_lookup_matches_torch(case, width, row_dtype):
     wanted, found = one.lookup(lookup), other.lookup(lookup)
     if lookup.weights is None:
         assert torch.equal(found, wanted)
-    else:  # torch multiplies and adds with one rounding; sums have up to 200 terms of about 1
+    else:  # torch uses fused multiply-add; sums have up to 200 terms of about 1
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
@@ -143,7 +143,7 @@ def compare(one, other, row_dtype=None):
     for key in one.state:
         torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-5, atol=2e-5)
     if row_dtype is None:
-        # The tolerance covers two steps of a tenth of that size.
+        # The tolerance covers two steps, each a tenth of that size.
         torch.testing.assert_close(other.weights, one.weights, rtol=2e-6, atol=6e-6)
         return
     # The last bit of a float32 value occasionally changes the rounding of a half-precision row.

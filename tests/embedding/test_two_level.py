@@ -56,7 +56,8 @@ GRIDS = {
 }
 RULE = TableRule(sbp="(S(0), S(0))", ranks=((0, 1), (2, 3)))
 HOSTS = Topology(hosts=((0, 1), (2, 3)))
-SLOW = replace(HOSTS, network_link=Link(gb_per_s=0.00625))  # 100 Mbit/s for two ranks
+# A link of 100 Mbit/s, shared by two ranks.
+SLOW = replace(HOSTS, network_link=Link(gb_per_s=0.00625))
 
 
 def two_level(grid):
@@ -125,7 +126,7 @@ def _requests(case, grid, ids, stack):
 
 @pytest.mark.parametrize("name", ["2x2", "2x3"])
 def test_each_host_sends_a_distinct_id_only_once(ranks, name):
-    """The bytes between hosts are those of the distinct ids of each host that other hosts own."""
+    """The bytes between hosts are those of each host's distinct ids that other hosts own."""
     grid = GRIDS[name]
     case = make_case(grid, dtype=torch.float32)
     sent = Counter()
@@ -155,7 +156,7 @@ def test_hosts_that_send_messages_give_equal_bits(ranks):
             np.testing.assert_array_equal(weights, same)
 
 
-_GRADS = (257.0, 1.0, 1.0, 1.0)  # of the ranks of hosts (0, 1) and (2, 3)
+_GRADS = (257.0, 1.0, 1.0, 1.0)  # by rank; the hosts are (0, 1) and (2, 3)
 
 
 def _rounded(world, comm_dtype):
@@ -179,7 +180,7 @@ def _rounded(world, comm_dtype):
 
 
 def test_gradients_are_rounded_after_the_sum_of_a_host(ranks):
-    """bf16 has only even numbers above 256: 257 becomes 256, but 257 + 1 is exact."""
+    """Above 256, bf16 has only even numbers: 257 becomes 256, but the sum 257 + 1 is exact."""
     plan = make_case(GRIDS["2x2"], dtype=torch.float32).plan(4)
     steps = {step.id: step.dtype for step in plan.push_steps(16)}
     assert steps["deep/unique/bwd/gradients.host"] == torch.float32
@@ -287,7 +288,7 @@ def test_prices_count_distinct_ids_of_ranks_and_hosts():
     assert two.sent_bytes - two.network_bytes == pytest.approx(wanted / 2 * row_bytes, rel=1e-4)
     assert two.ms < flat.ms
     assert two.work_ms > flat.work_ms
-    # Where the hosts are as fast as the ranks of a host, the additional work does not pay.
+    # If links between hosts are as fast as within a host, the additional work does not pay.
     flat, two = (price_plan(big_plan(s, HOSTS), batch, HOSTS) for s in ("S(0)", "(S(0), S(0))"))
     assert flat.ms < two.ms
 

@@ -14,7 +14,7 @@ from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.runtime.random.streams import unmix
 from tests.embedding.vocabulary_reference import ReferenceVocabulary, address_in, as_arrays
 
-# Buckets at the ends and in the middle, and buckets whose idle keys leave after batches 8 to 24.
+# Buckets at both ends and in the middle, and buckets whose idle keys leave after batches 8 to 24.
 BUCKETS = (0, 130, 200, 260, 330, 390, 8191, 8192, NUM_BUCKETS - 1)
 NO_COUNTS = np.empty(0, np.int64)
 
@@ -49,7 +49,9 @@ def time_of(batch: int) -> int:
 
 
 class Parts:
-    """The vocabularies of all ranks, with their keys counted per rank and sent to the owners."""
+    """The vocabularies of all ranks; each rank counts its keys and sends the counts to the
+    owners.
+    """
 
     def __init__(self, growth: Growth, ranks: int) -> None:
         self.growth, self.ranks = growth, ranks
@@ -130,7 +132,9 @@ class Parts:
 
 
 def run(growth, batches, *, ranks=1, ahead=0, reshards=(), cancel_at=(), accumulate=1):
-    """Run a stream ``ahead`` batches ahead; compare all facts with the reference at every batch."""
+    """Run a stream with ``ahead`` batches announced; compare everything with the reference at every
+    batch.
+    """
     reference = ReferenceVocabulary(growth, growth.evict.max_rows)
     parts, waiting = Parts(growth, ranks), deque()
     everything = sorted({a for addresses, _ in batches for a in addresses})
@@ -255,14 +259,14 @@ def test_idle_keys_leave(policy):
 
 
 def test_idle_time_counts_from_the_first_known_time():
-    """Keys loaded from a run without times are as old as the first batch."""
+    """Keys loaded from a run without event times count as used at the time of the first batch."""
     before, key = Vocabulary(growth_of(), MIN_ROWS, 0, NUM_BUCKETS), keys_of([address_in(9, 1)])
     before.announce(key, NO_COUNTS, 1)
     before.release()
     part = Vocabulary(growth_of(idle_time=100), MIN_ROWS, 0, NUM_BUCKETS)
     part.load(before.save().saved)
     evicted = []
-    for batch in range(1030):  # a whole round of sweeps, at most at time 100; then a later time
+    for batch in range(1030):  # a whole round of sweeps; the time advances by at most 100
         part.announce(key[:0], NO_COUNTS, 1, time=5000 + min(100, batch))
         part.release()
         evicted.append(part.totals.evicted)

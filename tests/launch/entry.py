@@ -1,4 +1,4 @@
-"""Defines an entry point whose mode selects how a rank ends; the tests start it with torchrun."""
+"""Defines a program for torchrun whose mode selects how its ranks end."""
 
 import atexit
 import json
@@ -17,7 +17,7 @@ def fail(mode: str, rank: int) -> None:
     if mode == "mistake_on_one" and rank == 1:
         raise DataError("shard 3: row 7 is cut short")
     if mode == "mistakes_differ":
-        time.sleep(0.5 * rank)  # the printing rank must wait for the other rank
+        time.sleep(0.5 * rank)  # so the rank that prints must wait for the other rank
         raise DataError(f"shard {rank}: row 7 is cut short")
     if mode == "crash_on_all":
         raise SbpError("matmul: [2, 3] x [4, 5] has no common dim")
@@ -43,7 +43,7 @@ def main() -> int | None:
     world = World.start("cpu", timeout_s=float(os.environ.get("TIMEOUT_S", "1200")), facts=facts)
     world.barrier()
     (ready / f"rank{rank}").write_text(str(os.getpid()))
-    world.barrier()  # both ranks have written their files before one fails
+    world.barrier()  # wait until both ranks have written their files
     if mode == "world":
         return None
     fail(mode, rank)
@@ -53,7 +53,7 @@ def main() -> int | None:
     if mode == "stuck":  # both ranks are inside C++, and each waits for the other
         dist.recv(torch.ones(1), src=1 - rank)
     world.barrier()
-    while mode == "train":  # run steps that need all ranks
+    while mode == "train":  # each iteration needs all ranks
         world.barrier()
         time.sleep(0.02)
     if mode == "ok":

@@ -17,7 +17,7 @@ from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
-PORT = 29400  # each pair of namespaces uses different ports
+PORT = 29400  # Each pair of namespaces uses other ports.
 START_S = 60
 
 needs_namespaces = pytest.mark.skipif(
@@ -31,7 +31,9 @@ def ip(*words: str) -> None:
 
 
 class Machine:
-    """A namespace with a torchrun process; ``output`` is the output of torchrun and its ranks."""
+    """A network namespace with a torchrun process; ``output`` is what torchrun and its ranks
+    print.
+    """
 
     def __init__(self, number: int, name: str, interface: str) -> None:
         self.number, self.name, self.interface = number, name, interface
@@ -54,10 +56,9 @@ class Machine:
             self._run([loop, *self._torchrun(), *words], file, {"WAIT_S": "1", **env})
 
     def elastic(self, words: list[str], log: Path, **env: str) -> None:
-        """Start torchrun with the arguments ``words`` on one or two machines, whichever are
-        available.
+        """Start an elastic torchrun (one or two machines) with the arguments ``words``.
 
-        Torch 2.13 admits machines that join later only if the shared store is disabled.
+        Torch 2.13 lets machines join later only if the shared rendezvous store is disabled.
         """
         env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         waits = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"

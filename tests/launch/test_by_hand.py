@@ -158,8 +158,9 @@ def test_more_ranks_than_devices_are_refused_before_nccl_is_used(monkeypatch):
 
 
 def test_ranks_started_by_hand_print_one_message(tmp_path):
-    """Rank 0 serves the store, so rank 0 must not exit before the other ranks have read the
-    store."""
+    """Rank 0 serves the store, so it must not exit before the other ranks have read from the
+    store.
+    """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
     ranks = [start("mistakes_differ", tmp_path, RANK=rank, **address) for rank in range(2)]
     outputs = [output_of(process, LIMIT_S) for process in ranks]
@@ -171,8 +172,9 @@ def test_ranks_started_by_hand_print_one_message(tmp_path):
 
 
 def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "world"):
-    """Return outputs and exit codes of the ranks in ``here``, which maps ranks to timeouts in
-    seconds."""
+    """Start the ranks in ``here``, which maps ranks to timeouts in seconds; return their outputs
+    and exit codes.
+    """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size}
     ranks = [
         start(mode, folder, RANK=rank, TIMEOUT_S=timeout_s, **address)
@@ -192,7 +194,7 @@ def start_some(folder: Path, size: int, here: dict[int, float], mode: str = "wor
     ],
 )
 def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience):
-    """Another rank may time out before rank 0, or the other ranks may wait much longer."""
+    """The other started rank may time out before rank 0 or wait much longer."""
     patience = [round(seconds * load_per_core()) for seconds in patience]
     outputs, codes = start_some(tmp_path, 3, {0: patience[0], 2: patience[1]})
     assert codes == [3, 3]
@@ -334,7 +336,7 @@ def test_an_invalid_rank_or_world_size_is_refused_before_connecting(
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)  # the error must come before the store's error
+    monkeypatch.delenv("MASTER_ADDR", raising=False)  # RANK is checked before the store
     with pytest.raises(ConfigError, match=f"^{message}"):
         call()
 

@@ -1,4 +1,4 @@
-"""Tests that process groups that do not close in time cause an error."""
+"""Tests that an error is raised if process groups do not close in time."""
 
 import threading
 

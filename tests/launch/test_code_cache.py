@@ -37,9 +37,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a f
 
 
 class Plant:
-    """Defines a pickle that creates a folder when loaded; an attacker's pickle could run any
-    command.
-    """
+    """When unpickled, creates a folder; an attacker's pickle could run any command."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -78,14 +76,14 @@ def planted(folder: Path, mark: Path) -> None:
 
 
 def test_numba_loads_cached_code_only_from_a_folder_of_this_user(run, tmp_path):
-    """A planted file is loaded from this user's folder, so the tests below are meaningful."""
+    """A planted file in this user's own folder is loaded, so the other tests can fail."""
     assert run() == ("42 42\n", "")
     folder = tmp_path / "cache" / "sbpflow" / "numba"
     modes = [stat.S_IMODE(one.stat().st_mode) for one in (folder, *list(folder.parents)[:2])]
     assert modes == [0o700] * 3
     planted(folder, tmp_path / "mark")
     with pytest.raises(subprocess.CalledProcessError):
-        run()  # loading the first index creates the mark
+        run()  # loading the first index file creates the mark
     assert (tmp_path / "mark").is_dir()
 
 

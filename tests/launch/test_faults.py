@@ -1,5 +1,5 @@
-"""Tests that disk and memory faults give one clear message and an exit code, and keep saved
-files.
+"""Tests that disk and memory faults give one clear message and an exit code, and that saved files
+survive.
 """
 
 import ast
@@ -150,7 +150,7 @@ CUT_SHORT = """
 def test_a_shard_truncated_while_it_is_read_ends_the_rank_by_sigbus(tmp_path):
     done = script(tmp_path, CUT_SHORT, str(tmp_path))
     assert done.stdout.split() == ["0"]
-    assert done.returncode == -7  # SIGBUS ends this rank, and the other ranks report its number
+    assert done.returncode == -7  # SIGBUS; the other ranks report the rank's number
 
 
 def script(folder: Path, source: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Tests how hosts of ranks are discovered by a handshake or described in a file."""
+"""Tests how the hosts of ranks are discovered by a handshake or read from a file."""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Tests all ways a run can end: exit code, one message, and all ranks gone within seconds."""
+"""Tests the ways in which a run can end: exit code, one message, and all ranks gone within
+seconds.
+"""
 
 import os
 import re
@@ -50,8 +52,7 @@ class Run:
         return output_of(self.process, limit_s)
 
     def close(self) -> None:
-        """Kill and report the remaining processes of a failing test, because ranks have their own
-        sessions."""
+        """Kill and report processes that a failing test left; ranks have their own sessions."""
         pids = [int(file.read_text()) for file in self.folder.glob("rank*")]
         left = [pid for pid in pids if _alive(pid)]
         for pid in left:
@@ -78,8 +79,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
 
 
 def own_traceback(output: str) -> bool:
-    """Return whether the text contains our traceback; unlike torchrun's tracebacks, ours contain
-    run_main.
+    """Return whether the text contains a traceback of sbpflow; unlike torchrun's tracebacks, it
+    contains run_main.
     """
     return "sbpflow/runtime/processes/launch.py" in output
 
@@ -108,7 +109,7 @@ def test_an_error_of_the_program_prints_the_traceback_of_one_rank(run: Run) -> N
     "run", [pytest.param("own_words_on_one", marks=pytest.mark.slow)], indirect=True
 )
 def test_an_unexpected_error_keeps_its_traceback_regardless_of_its_text(run: Run) -> None:
-    """The text of the user's error resembles torch's message for a lost peer."""
+    """The user's error has a text like torch's message for a lost peer."""
     run.pids()
     output = run.output(END_S)
     assert output.count("RuntimeError: Timed out waiting for my own queue") == 1
@@ -185,8 +186,8 @@ def test_the_version_is_that_of_the_package(monkeypatch, capsys):
 
 @pytest.mark.parametrize("lines", [10, 100_000], ids=["within the buffer", "beyond it"])
 def test_a_command_ends_quietly_if_its_output_pipe_is_closed(lines: int) -> None:
-    """Like ``explain`` in ``explain | head``, the program ends without a traceback, with SIGPIPE's
-    exit code.
+    """A program whose output is closed early, as in ``explain | head``, ends without a traceback,
+    with SIGPIPE's exit code.
     """
     code = f"""
 from sbpflow.runtime.processes.launch import dispatch, run_main

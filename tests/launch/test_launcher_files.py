@@ -58,7 +58,8 @@ def test_a_field_that_is_not_in_the_crd_is_detected():
         check("TrainerV1alpha1TrainJob", job)
 
 
-# From the API reference of Kubeflow's Training Operator, v1 (PyTorchJobSpec, ReplicaSpec, ...).
+# Fields in the API reference of Kubeflow's Training Operator, v1 (PyTorchJobSpec, ReplicaSpec,
+# ...).
 PYTORCH_JOB = {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}
 RUN_POLICY = {"activeDeadlineSeconds", "backoffLimit", "cleanPodPolicy", "managedBy"}
 RUN_POLICY |= {"schedulingPolicy", "suspend", "ttlSecondsAfterFinished"}
@@ -81,7 +82,7 @@ def test_the_pytorchjob_has_the_fields_of_its_crd():
         check("IoK8sApiCoreV1PodTemplateSpec", replica["template"])
 
 
-# From SkyPilot's YAML reference.
+# Keys in SkyPilot's YAML reference.
 TASK = {"name", "num_nodes", "workdir", "resources", "envs", "volumes", "setup", "run"}
 
 

@@ -1,4 +1,4 @@
-"""Tests that freed memory stays with the process."""
+"""Tests that freed memory is kept by the process."""
 
 import subprocess
 import sys

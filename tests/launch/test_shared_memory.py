@@ -30,7 +30,7 @@ def message(seed: int, size: int) -> torch.Tensor:
 
 def exchange_at_random(world: World, seed: int) -> int:
     """Send random messages on random channels, and wait for them in a random order."""
-    rng = random.Random(seed)  # equal on all ranks
+    rng = random.Random(seed)  # the same random numbers on all ranks
     others = [rank for rank in range(world.size) if rank != world.rank]
     links = [world.link(range(world.size), f"random {name}") for name in range(3)]
     waiting = []
@@ -48,7 +48,7 @@ def exchange_at_random(world: World, seed: int) -> int:
         receives = {r: torch.empty_like(wanted) for r, wanted in expected.items()}
         waiting.append((pairs.pass_messages(sends, receives, link), receives, expected))
         for sent in sends.values():
-            sent.zero_()  # a message may change once it is sent
+            sent.zero_()  # a sent tensor may be overwritten
         while len(waiting) > 30:
             check(waiting.pop(rng.randrange(len(waiting))))
     for entry in waiting:
@@ -117,7 +117,9 @@ def test_a_message_of_one_element(sharing):
 
 
 def drop_messages(world: World) -> bool:
-    """Every second message is dropped without a wait, as those of batches that are not trained."""
+    """Every second message is dropped without a wait, like messages of batches that are not
+    trained.
+    """
     link, peer = world.link([0, 1], "dropped"), 1 - world.rank
     for number in range(3000):
         target = torch.empty(number % 3)

@@ -1,4 +1,4 @@
-"""Tests the restart loop: it restarts a failed job, forwards signals, and finally gives up."""
+"""Tests the restart loop, which restarts failed jobs, forwards signals, and finally gives up."""
 
 import signal
 import subprocess

@@ -22,8 +22,9 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def start(machines: tuple[Machine, Machine], folder: Path, mode: str = "train") -> dict[int, int]:
-    """Start both machines, and wait until both train. Rank numbers depend on the order of
-    joining."""
+    """Start both machines, wait until both train, and return process IDs by rank; rank numbers
+    depend on the order of joining.
+    """
     for machine in machines:
         machine.start(mode, folder, TIMEOUT_S="20")
     pids = wait_for_ranks(folder)
@@ -50,7 +51,7 @@ def messages(machine: Machine) -> list[str]:
     """Return the messages of a machine's rank."""
     assert machine.process is not None
     if machine.process.poll() is None:
-        time.sleep(2)  # torchrun forwards the output of its ranks, and may hang on a lost store
+        time.sleep(2)  # torchrun forwards its ranks' output, but may hang on a lost store
         machine.process.kill()
     text = machine.output(20)
     return [line for line in text.splitlines() if line.startswith(("error: ", "stopped by "))]

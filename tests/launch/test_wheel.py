@@ -25,7 +25,7 @@ TABLES = {
         for name in ("C1", "C2")
     ],
 }
-# Commands in the order in which a user runs them. `plan --measure` starts `measure` on ranks.
+# Commands in the order in which a user runs them; `plan --measure` runs `measure` on its ranks.
 STEPS = """
 schema clicks.csv
 prepare --input clicks.csv --schema schema.yaml --output clicks
@@ -60,7 +60,7 @@ def test_every_subcommand_is_run():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """Return ``sbpflow`` of a fresh environment with the wheel and its requirements."""
+    """Return the ``sbpflow`` command of a fresh environment with the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")

@@ -1,4 +1,5 @@
-"""Tests that every model trains like its twin in plain PyTorch, for any layouts and ranks.
+"""Tests that every model trains like its twin in plain PyTorch, for any layouts and number of
+ranks.
 
 The parameter totals are also compared with the totals that the authors of the public runs logged.
 """
@@ -34,8 +35,8 @@ SPLIT = {
 
 
 def train_and_score(world, config, steps):
-    """Return the result of ``train``, running statistics, and this rank's logits of the first
-    batch.
+    """Train; return the result of ``train`` with running statistics and this rank's logits of the
+    first batch.
     """
     import tests.training.wdl_case as case
 
@@ -58,7 +59,7 @@ def check(ranks, world_size, name, config, steps):
     losses, twin, logits = twin_run(name, steps)
     for result in results:
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-10, atol=0)
-    # Tolerance for weights and results: sums in a different order, over 50 steps with momentum 0.9.
+    # Weights and logits differ by sums in a different order, over 50 steps with momentum 0.9.
     joined_logits = np.concatenate([result["logits"] for result in results])
     np.testing.assert_allclose(joined_logits, logits.numpy(), rtol=1e-9, atol=1e-8)
     for key, (value, _) in named(twin).items():
@@ -136,7 +137,7 @@ CRITEO_X1 = Fields.of(NUMBERS, rows_of(2_086_303, 26))
 CRITEO_X4 = Fields.of([], rows_of(910_747, 39))
 MLPERF = Fields.of(NUMBERS, rows_of(204_184_588, 26))
 # The totals are from the logs of the public runs (BARS, reczoo/BARS at 5b5e61f). MLPerf's runs do
-# not log them, so their dense parameters are computed by hand from the sizes.
+# not log totals, so their dense parameters were counted by hand from the layer sizes.
 TOTALS = {
     "bars_wdl_x1": (CRITEO_X1, 23_429_477),
     "bars_deepfm_x1": (CRITEO_X1, 23_429_477),

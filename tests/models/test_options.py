@@ -25,14 +25,16 @@ SHORT = 7
 
 
 def config_with(name, scheme, *, dtype="float32", **options):
-    """Return the model's config with other options and a layer norm, so that it may be compiled."""
+    """Return the model's config with these options; with a layer norm, so that the model may be
+    compiled.
+    """
     config = config_of(name, scheme, dtype=dtype, kernel="torch")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
 
 
 @pytest.mark.parametrize("name", quick(MODELS, lambda n: n % 2 == 0))
 def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
-    """Losses are close to float32 losses but not equal; 1 and 3 ranks round the same products."""
+    """Losses are close, but not equal, to float32 losses; 1 and 3 ranks round the same products."""
     narrow = config_with(name, "3", autocast="bf16")
     ((exact), (alone), *_) = (
         ranks(1, train, config_with(name, "1"), SHORT)[0],
@@ -42,7 +44,7 @@ def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
         # A weight's gradient is a sum of terms of all ranks, each rounded to 8 bits, and a batch
         # norm of 30 rows amplifies small differences.
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0.02)
-    # The seventh batch repeats one row: a batch norm divides its rounding error by nearly zero.
+    # The seventh batch repeats one row, so a batch norm divides rounding errors by nearly zero.
     np.testing.assert_allclose(alone["losses"][:6], exact["losses"][:6], rtol=0.1)
     assert not np.allclose(alone["losses"], exact["losses"], rtol=1e-6)
 
@@ -57,7 +59,7 @@ def dtypes_of_one_step(world, name):
         def call(first, *args, **kwargs):
             y = real[op](first, *args, **kwargs)
             one = first[0] if isinstance(first, list) else first
-            half = kwargs.get("half")  # used for products between full-precision sums
+            half = kwargs.get("half")  # the dtype of products; sums have full precision
             seen[kwargs["id"]] = (str(half or one.dtype), str(half or y.dtype))
             return y
 
@@ -143,7 +145,7 @@ def compiled(world, name, scheme):
         result = train(world, config, SHORT)
     finally:
         torch.nn.Module.compile = real
-    # The folder is not torch's default, which any local user may have created.
+    # The compiler must not use torch's default folder, which any local user may have created.
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(code_cache("inductor"))
     assert not torch._inductor.config.cpp_cache_precompile_headers
     return result
@@ -273,7 +275,7 @@ def test_a_trained_model_is_exported_with_its_running_statistics(ranks, name):
 
 
 def on_a_device(world, name):
-    """Return the losses, and the number of host waits within the steps, by line."""
+    """Return the losses, and the number of host waits within the steps by source line."""
     from tests.rehearsal.journal import journal
 
     config = config_with(name, "1", autocast="bf16")
@@ -299,8 +301,8 @@ def test_on_a_rehearsed_device_no_step_waits(rehearsed_ranks, ranks, name):
     assert waits == []
     assert allowed
     (same,) = ranks(1, train, config_with(name, "1", autocast="bf16"), 4)
-    # Concatenated inputs use one product in the twin and a sum of two products here, each rounded
-    # to 8 bits.
+    # For concatenated inputs, the twin computes one product, and the model a sum of two products,
+    # each rounded to 8 bits.
     np.testing.assert_allclose(losses[:3], same["losses"][:3], rtol=5e-3)
 
 

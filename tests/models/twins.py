@@ -1,7 +1,7 @@
 """Defines small models of every kind, each with its twin in plain PyTorch
 (benchmarks/plain_models.py).
 
-A model and its twin share only the starting values, found by their parameter names in a run.
+A model and its twin share only their initial values, which are matched by parameter name.
 """
 
 import dataclasses
@@ -79,13 +79,13 @@ def make_twin(name: str) -> PlainModel:
 
 
 def named(twin: PlainModel) -> dict[str, tuple[Tensor, float]]:
-    """Return the twin's parameters by their names in a run."""
+    """Return the twin's parameters by the names that a run gives them."""
     return twin.named(NAMES)
 
 
 @functools.cache
 def twin_run(name: str, steps: int) -> tuple[list[float], PlainModel, Tensor]:
-    """Return the losses of the steps, the twin after them, and its logits of the first batch."""
+    """Train the twin; return the losses, the trained twin, and its logits of the first batch."""
     twin = make_twin(name).train()
     config = config_of(name, "1")
     sparse, dense = config.optimizer.sparse, config.optimizer.dense

@@ -1,1 +1,1 @@
-"""Tests of files and objects at URLs."""
+"""Tests files and objects at URLs."""

@@ -31,11 +31,13 @@ class Request(NamedTuple):
 
 
 Fault = Callable[[Request], str]
-"""Returns "" to serve a request, or "503", "cut" (after half of the body), "drop", or "hang"."""
+"""Returns a request's fault: "" (none), "503", "cut" (after half of the body), "drop", or
+"hang".
+"""
 
 
 class Proxy:
-    """Forwards requests to a server on this machine; ``fault`` decides about each request."""
+    """Forwards requests to a server on this machine; ``fault`` selects a fault for each request."""
 
     def __init__(self, port: int) -> None:
         self.upstream, self.requests = port, list[Request]()
@@ -50,18 +52,19 @@ class Proxy:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def clear(self) -> None:
-        """Forget earlier requests and faults."""
+        """Delete the recorded requests and the fault."""
         self.requests.clear()
         self.fault = lambda request: ""
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with which clients use this server."""
+        """Return the environment variables that make clients use this server."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",  # the retries to test are those of sbpflow
+            # Disable the client's retries, because sbpflow's own are tested.
+            "AWS_MAX_ATTEMPTS": "1",
             "AWS_EC2_METADATA_DISABLED": "true",
             # rclone sends the checksum of the whole object even with a part of it
             "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
@@ -74,7 +77,7 @@ class Proxy:
     def forward(
         self, request: Request, headers: dict[str, str], body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
-        """Return the answer of the server: status, headers, body."""
+        """Forward the request; return the server's status, headers, and body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
         try:
             sent = {k: v for k, v in headers.items() if k.lower() not in _HOP}

@@ -45,7 +45,7 @@ def folder(request):
 
 
 def save(folder, step, value, nonce="a1", *, only_files=False):
-    """Save a tensor of one value, as one rank would."""
+    """Save a tensor of one value as a one-rank run does."""
     values = torch.full((3_000_000,), float(value))
     file = piece_file(step_folder(folder, step), 0, nonce)
     place = whole_of(tuple(values.shape))
@@ -160,6 +160,6 @@ def test_reading_takes_a_request_per_block(s3):
     open_checkpoint(folder / "step-2").tensor(NAME)  # 12 MB, in 2 blocks
     ranges = [r.range for r in s3.requests if "rank-0" in r.path]
     assert ranges == ["bytes=0-8388607", "bytes=8388608-11999999"]
-    # The other requests are for the size and the content of the index, and for a listing.
+    # The other requests read the index's size and content, and list the folder.
     assert len(s3.requests) == 5
     assert json.loads((folder / "step-2" / INDEX_FILE).read_bytes())["version"] == 1

@@ -16,7 +16,7 @@ IN, SET = RemotePath("s3://bucket/in"), RemotePath("s3://bucket/set")
 
 @pytest.fixture
 def inputs(s3, tmp_path, monkeypatch):
-    """Put 6 files, one of them compressed, into the store; return equal local files."""
+    """Put 6 files, one of them compressed, into the store; return local copies."""
     monkeypatch.setattr(remote_path, "_FIRST_PAUSE_S", 0.001)
     for number in range(6):
         name = f"day_{number}.tsv" + (".gz" if number == 5 else "")
@@ -34,7 +34,7 @@ def test_each_file_takes_two_requests_in_addition_to_its_rows(s3, inputs, tmp_pa
     remote = run_prepare(tmp_path / "set", IN, piece_bytes=1 << 20)
     local = run_prepare(tmp_path / "local", *inputs, piece_bytes=1 << 20)
     assert remote.fingerprint == local.fingerprint
-    # one request per file for its start, one for its rows, and one to see that it is unchanged
+    # Per file: one request for its start, one for its rows, and one to check that it is unchanged.
     assert len(s3.requests) <= 3 + 3 * len(inputs)
 
 

@@ -31,7 +31,7 @@ def quick(monkeypatch):
 
 
 def failing(s3, fault, times):
-    """Return the requests of a file while the first ``times`` fail."""
+    """Read a file while its first ``times`` requests fail; return its requests."""
     seen = []
 
     def decide(request):

@@ -63,7 +63,7 @@ def shard_requests(server, split):
 
 def sizes_in(folder):
     for path in [*folder.glob("*/*.npy"), *folder.glob("*/*.npy.partial")]:
-        with contextlib.suppress(FileNotFoundError):  # renamed or removed by another thread
+        with contextlib.suppress(FileNotFoundError):  # another thread renamed or removed the file
             yield path.stat().st_size
 
 
@@ -77,12 +77,12 @@ def test_rows_from_a_store_equal_local_rows(remote, local, tmp_path, shuffle):
     manifest = load_manifest(SET, cache=options(tmp_path / "sets"))
     assert manifest.fingerprint == local.fingerprint
     assert manifest.origin == SET
-    for _ in range(2):  # the second time, from the cache
+    for _ in range(2):  # the second iteration reads from the cache
         rows = rows_of(manifest, shuffle=shuffle)
         assert np.array_equal(rows, rows_of(local, shuffle=shuffle))
     wanted = sorted(shard.file for shard in local.shards("train"))
     assert sorted(set(shard_requests(remote, "train"))) == wanted
-    # get_file requests the size of a file before reading it
+    # ``get_file`` requests a file's size before its content.
     assert len(shard_requests(remote, "train")) <= 2 * len(wanted)
 
 
@@ -102,11 +102,11 @@ def test_an_unfinished_download_keeps_its_reserved_space(remote, local, tmp_path
     first, second = (shard.file for shard in local.shards("train")[:2])
     limit = max((local.path / name).stat().st_size for name in (first, second)) * 1.5
     cache = load_manifest(SET, cache=options(tmp_path, limit)).cache
-    cache.get_all(())  # the manifest's own files are there
+    cache.get_all(())  # nothing to fetch: the manifest's own files are cached
     download, started, goes_on = RemotePath.download, [], threading.Event()
 
     def slow_download(self, target):
-        target.write_bytes(b"")  # a store's client also creates an empty file first
+        target.write_bytes(b"")  # like a store's client, create an empty file first
         started.append(self.name)
         assert goes_on.wait(60)
         download(self, target)
@@ -150,7 +150,7 @@ def test_a_damaged_download_is_repeated_and_then_reported(remote, local, tmp_pat
     raw = (SET / name).read_bytes()
     (SET / name).write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     manifest = load_manifest(SET, cache=options(tmp_path))
-    with pytest.raises(DataError, match=rf"{SET / name}: differs from the manifest in 3 downloads"):
+    with pytest.raises(DataError, match=rf"{SET / name}: all 3 downloads differ from the manifest"):
         rows_of(manifest)
     assert not [*tmp_path.glob("*/*.partial"), *tmp_path.glob("*/*.reserved")]
     (SET / name).unlink()

@@ -49,7 +49,7 @@ def train(*given):
 
 
 def train_until(s3: Proxy, stop, *given) -> None:
-    """Train, and kill all processes of the run at the first request that ``stop`` selects."""
+    """Train; kill all processes of the run at the first request that ``stop`` selects."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "sbpflow", "train", "--ranks", "2", *words(*given)]
     process = subprocess.Popen(
@@ -110,7 +110,7 @@ def test_an_interrupted_run_on_s3_equals_a_run_on_local_files(s3, cache, tmp_pat
     given = (url / "set", tmp_path / "run", f"checkpoint.dir={url / 'run'}", quiet)
 
     def interrupt(request: Request) -> str:
-        """Fail all requests from the first index of step 6 on."""
+        """Make all requests fail from the first request for step 6's index on."""
         nonlocal is_over
         is_over |= request.method == "PUT" and request.path.startswith("/bucket/job/run/step-6/i")
         return "503" if is_over else ""
@@ -126,7 +126,7 @@ def test_an_interrupted_run_on_s3_equals_a_run_on_local_files(s3, cache, tmp_pat
     assert events(tmp_path / "run") == events(tmp_path / "local")
     assert not [r for r in s3.requests if r.path.startswith("/bucket/job/set/train")], "cached"
     assert {name.partition("/")[0] for name in (url / "run").sizes()} >= {"data", "run.json"}
-    shutil.rmtree(cache / "sets")  # as on another machine, which has no cache
+    shutil.rmtree(cache / "sets")  # another machine would have no cache
     same_predictions(url, tmp_path)
     with pytest.raises(ConfigError, match="cannot be moved aside in a store"):
         train_command.main(words(*given))
@@ -152,7 +152,7 @@ def test_a_killed_run_of_two_ranks_on_s3_equals_a_run_on_local_files(s3, cache, 
     given = (url / "set", tmp_path / "run", f"checkpoint.dir={url / 'run'}")
     given += (f"data.cache.dir={tmp_path / 'sets'}",)
 
-    def in_save(request: Request) -> bool:  # after a rank's file, and before the index
+    def in_save(request: Request) -> bool:  # a rank's file exists, but not the index
         return request.method == "PUT" and "/run/step-6/rank-1." in request.path
 
     train_until(s3, in_save, *given)

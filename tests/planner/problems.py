@@ -4,7 +4,7 @@ import numpy as np
 
 from sbpflow.planner.search.problem import Key, Option, Problem
 
-GROUPS = 0  # the feature of all keys
+GROUPS = 0  # the feature number of all keys
 KEY_LOADS = np.array([[0.1, 0.2, 0.0]])
 
 
@@ -19,7 +19,9 @@ def option(shape, shards, home, *keys):
 
 
 def make_problem(num_tables, num_ranks, *, seed=0, slack=2.0, splits=True) -> Problem:
-    """Return random tables with whole, row-split (over 2 and all ranks) and copied options."""
+    """Return a problem of random tables that may be whole, split by rows over 2 or all ranks, or
+    copied.
+    """
     random = np.random.default_rng(seed)
     work = random.lognormal(0.0, 1.0, num_tables)
     sent = 0.5 * random.lognormal(0.0, 1.0, num_tables)

@@ -36,7 +36,7 @@ def make_task(
 
 
 def laws_of(task):
-    """Return the task with the laws that ``make_task`` computes its statistics from."""
+    """Return the task with the id distributions from which ``make_task`` computes statistics."""
     return Sample(task=task, laws={table.name: Law(s=0.9, q=5.0) for table in task.tables})
 
 

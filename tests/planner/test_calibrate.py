@@ -122,8 +122,8 @@ def test_a_sample_is_reproducible():
 
 
 def test_the_digest_of_the_drawing_depends_on_its_code(monkeypatch, tmp_path):
-    """If the code changes, the journal must not be reused, because its measurements would be of
-    different tasks.
+    """If the sampling code changes, the journal must not be reused, because its sample numbers then
+    mean other tasks.
     """
     (tmp_path / "design.py").write_text("changed")
     before = drawing()
@@ -149,8 +149,8 @@ def test_texts_of_any_length_reach_all_ranks(ranks):
 
 
 def rows_sent(world, shape):
-    """Return [(bytes that this rank sent in a step, bytes counted)] of ids, vectors and
-    gradients.
+    """Return (bytes that this rank sent in a step, bytes that the planner counts) of ids, vectors
+    and gradients.
     """
     boxing, task = Boxing(world), make_task(world_size=world.size, rows=(2000, 500))
     everyone = tuple(range(world.size))
@@ -190,9 +190,8 @@ def status_bytes(name):
 
 
 def peak_and_prediction(world):
-    """Return (this process's growth for a plan with 50 MB of tables, the predicted bytes).
-
-    The lower of two measurements counts: on a busy machine, messages wait in shared memory.
+    """Return (bytes by which this process grows for a plan with 50 MB of tables, predicted bytes).
+    The lower of two measurements counts, because on a busy machine, messages wait in shared memory.
     """
     boxing = Boxing(world)
     task = make_task(world_size=2, batch_size=2048, rows=(400_000, 50, 300_000), dim=16)
@@ -201,11 +200,11 @@ def peak_and_prediction(world):
         "t1": Choice(Shape("B", "local"), (0, 1)),
         "t2": Choice(Shape("B", "columns"), (1,)),
     }
-    measure_in_turns(boxing, laws_of(task), [plan], rounds=1)  # makes the one-time allocations
+    measure_in_turns(boxing, laws_of(task), [plan], rounds=1)  # trigger one-time allocations
     used: list[list[int]] = []
     for _ in range(2):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that earlier tests freed
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from the present size
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # return memory that earlier tests freed
+        Path("/proc/self/clear_refs").write_text("5")  # restart the peak at the present size
         before = status_bytes("VmRSS")
         measure_in_turns(boxing, laws_of(task), [plan], rounds=1)
         growth = gather_texts(boxing, str(status_bytes("VmHWM") - before))
@@ -258,13 +257,15 @@ def test_predicted_memory_is_what_the_ranks_use(ranks):
 
 
 def machine():
-    """Return [2, F] prices of a machine: the constants times 3 for work, and its own link."""
+    """Return the prices [2, F] of an imaginary machine: three times the constants for work, and its
+    own link.
+    """
     prices = 3.0 * vector_of({"read_elements": 4e-7}) + 3.0 * WORK_MS
     return np.stack([prices + vector_of({"always": 0.5}), transfer_ms(4e-6, 0.1)])
 
 
 def synthetic_records(noise, samples=24):
-    """Return records of a machine with known prices, with six plans for each task."""
+    """Return records of tasks, with six plans each, on a machine with known prices."""
     random = np.random.default_rng(4)
     records = []
     for sample in range(samples):
@@ -298,11 +299,11 @@ def test_a_fit_finds_the_link_and_adapts_the_constants():
     records = synthetic_records(0.0)
     kept = fitted_prices(records, math.inf)
     ratios = kept[0, WORK_MS > 0] / WORK_MS[WORK_MS > 0]
-    np.testing.assert_allclose(ratios, ratios[0])  # the ratios of the constants
+    np.testing.assert_allclose(ratios, ratios[0])  # prices keep the ratios of the constants
 
 
 def test_shrinkage_keeps_prices_near_the_constants_with_few_measurements():
-    """Of three noisy tasks, a fit without shrinkage sets most prices to 0."""
+    """With only three noisy tasks, a fit without shrinkage sets most prices to 0."""
     records = synthetic_records(0.3, samples=3)
     used = WORK_MS > 0
     free, shrunk = (fitted_prices(records, weight)[0, used] for weight in (1e-9, 1.0))

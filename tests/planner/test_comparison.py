@@ -1,4 +1,6 @@
-"""Tests how the benchmarks compare plans: single measurement, choice, and reported rounds."""
+"""Tests how the benchmarks compare plans: equal plans are measured once, some rounds select, the
+others are reported.
+"""
 
 import json
 import math
@@ -27,8 +29,8 @@ def test_a_case_is_read_from_its_file_and_equal_plans_are_measured_once():
 
 
 def test_rounds_that_choose_a_plan_are_not_reported():
-    """Among ten rounds, the even rounds decide the choice; auto 2 is faster in the even and slower
-    in the odd rounds.
+    """Of ten rounds, the even ones select a plan: auto 2 is faster in the even rounds and slower in
+    the odd ones.
     """
     ours = [2.0] * 10
     other = [1.0, 4.0] * 5
@@ -47,11 +49,11 @@ def test_a_plan_is_measured_until_its_difference_is_significant():
     noisy = [1.2, 2.0, 1.0, 2.4, 1.1, 1.9, 1.2, 2.0]
     assert settled([ms * 1.5 for ms in ours], ours)  # 50 % slower in every round
     assert settled([ms * 2.0 for ms in noisy], ours)
-    assert settled([ms * 1.001 for ms in ours], ours)  # the plan is as fast, with a narrow interval
+    assert settled([ms * 1.001 for ms in ours], ours)  # as fast as ours, with a narrow interval
     assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # four rounds may agree by chance
     assert not settled(noisy, ours)
-    # The difference is computed on the plan's own rounds, and then applied to our time over all
-    # rounds.
+    # The difference is computed over the rounds that the plan ran, and then applied to our median
+    # over all rounds.
     drifted = [1.0] * 4 + [3.0] * 6
     row = compared(CASE, {"auto": drifted, "auto 2": [1.5] * 4, "dim": [2.0] * 10})
     assert row["plans"]["auto 2"]["slower_than_auto"] == pytest.approx(0.5)

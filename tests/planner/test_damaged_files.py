@@ -30,7 +30,9 @@ PLAN = make_plan("dim", COST).plan
 
 
 def refusal(read) -> str:
-    """Return the message of a ConfigError, or "" without one; any other error fails the test."""
+    """Return the message of a ConfigError, or "" if none is raised; any other error fails the
+    test.
+    """
     message = ""
     try:
         read()

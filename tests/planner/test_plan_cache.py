@@ -1,4 +1,4 @@
-"""Tests the cache of chosen plans: one search for all ranks of a machine."""
+"""Tests the cache of chosen plans: all ranks of a machine share one search."""
 
 import errno
 import hashlib

@@ -68,7 +68,9 @@ def test_the_engine_runs_the_plans_of_heuristics(name, world_size):
     [("cpu", {"ddr_cap", "ddr_mem_bw"}), ("cuda", {"hbm_cap", "hbm_mem_bw"})],
 )
 def test_torchrec_plans_for_the_device_of_the_task(device_type, memory):
-    """The device determines the planner's shardings, memory and bandwidth."""
+    """The task's device determines the shardings, memory and bandwidth that TorchRec's planner
+    assumes.
+    """
     task_setting = setting(world_size=2, device_type=device_type)
     arguments = machine(task_setting)
     assert arguments["compute_device"] == device_type
@@ -165,7 +167,7 @@ def cost_error(net, model, one):
 
 
 def test_dreamshard_learns_costs_and_a_placement_policy():
-    """All tables on one device are expensive, so the planner learns to use both devices."""
+    """Placing all tables on one device is expensive, so the planner learns to use both."""
     train = [setting(6, 2, seed) for seed in range(3)]
     amount = dreamshard.Amount(iterations=3, placements=8, cost_steps=60, policy_steps=10)
     model = dreamshard.DreamShard.train(train, 0, amount)
@@ -178,7 +180,7 @@ def test_dreamshard_learns_costs_and_a_placement_policy():
 
 
 def test_the_targets_of_vtrace_are_returns_if_nothing_differs():
-    """With equal policies and no discount, every target is the reward, for any values."""
+    """With equal policies and no discount, every target is the reward, whatever the values are."""
     values = torch.tensor([[0.3, 0.1], [0.7, 0.2], [0.5, 0.9]])
     rewards = torch.tensor([1.0, 2.0])
     targets, advantages = autoshard.vtrace(torch.zeros(3, 2), values, rewards)
@@ -245,12 +247,12 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_remedies():
     assert "fits 30.00 MB per rank" in text
     assert f"rank {rank} needs {held} " in text
     assert f"would fit with {held} per rank" in text  # the size is rounded up, so it is enough
-    assert "cache" not in text  # 10 % of the rows are still too many
+    assert "cache" not in text  # even caching 10 % of the rows takes too much memory
     total = replace(task_setting.task, device_bytes=int(0.4 * planned.priced.memory.sum() / 2))
     tight = TaskCost(PROFILE, total)
     text = infeasible_text(make_plan("auto", tight, insertions=SMALL), tight)
     assert re.search("would fit with [48] ranks", text)
-    assert "bfloat16" not in text  # half of the rows are too many
+    assert "bfloat16" not in text  # halving the bytes of rows is not enough
     assert "would fit with parallel.storage: {'*': {kind: file, cache: 25%}}" in text
     needed = float(planned.priced.memory.max())
     enough = TaskCost(PROFILE, replace(task_setting.task, device_bytes=int(needed) + 1))

@@ -1,5 +1,5 @@
-"""Tests other machines: link costs with growing numbers of ranks, and figures reported as
-assumed.
+"""Tests profiles of other machines: link costs as ranks are added, and which figures are reported
+as assumed.
 """
 
 import json

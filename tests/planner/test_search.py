@@ -29,9 +29,7 @@ SMALL = 300  # insertions
 
 
 def all_plans(problem):
-    """Yield every plan of whole tables, tables on all ranks and copied tables; ranks are
-    distinct.
-    """
+    """Yield every plan of tables that are whole, split over all ranks, or copied."""
     size = problem.num_ranks
     moves = [
         [
@@ -57,7 +55,7 @@ def test_enumeration_misses_no_plan():
     )
     optimum, count = enumerated(problem, numbers)
     assert price_of(problem, optimum).rank == pytest.approx(best)
-    assert count < 5**4  # plans that differ only in rank names count once
+    assert count < 5**4  # plans that differ only in the numbering of ranks count once
     assert enumerated(problem, numbers, most=10) is None
 
 
@@ -95,8 +93,8 @@ def test_local_search_improves_a_bad_plan():
 
 
 def test_tables_with_uneven_columns_share_a_storage():
-    """Splits of 16 columns on 3 ranks are 6, 5 and 5; tables in different orders would need two
-    storages.
+    """A split of 16 columns over 3 ranks has 6, 5 and 5; tables with different orders of ranks
+    would need two storages.
     """
     task = make_task(world_size=3, rows=(4000, 900, 3000), dim=16)
     problem = problem_of(TaskCost(described("h100-dgx"), task))
@@ -147,7 +145,9 @@ def test_no_plan_is_faster_than_the_bound():
 
 
 def with_heavy_table(problem, times):
-    """Add a first table that, if whole, is ``times`` the work of all other tables together."""
+    """Make the first table so heavy that, if whole, it is ``times`` the work of all other tables
+    together.
+    """
     first, *others = problem.options
     total = sum(options[0].shards.sum(0) for options in problem.options)
     heavy = option(("whole",), [times * total * [1, 1, 0]], [0.0] * 3, (GROUPS, "columns"))
@@ -163,8 +163,9 @@ def test_the_bound_counts_a_table_larger_than_the_share_of_a_rank():
 
 
 def test_the_bound_leaves_out_options_that_no_better_plan_has():
-    """Storing the table whole increases the mean least, but its rank would then be slower than the
-    plan."""
+    """Storing the heavy table whole increases the mean least, but its rank would then be slower
+    than the best plan.
+    """
     problem = with_heavy_table(make_problem(12, 4, seed=9, slack=9.0), 3.0)
     result = search(problem, insertions=SMALL)
     assert problem.options[0][result.assignment[0].option].shape != ("whole",)

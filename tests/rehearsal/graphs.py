@@ -1,4 +1,4 @@
-"""Rehearses CUDA graphs on the simulated device: the content of a captured region, and replays.
+"""Rehearses CUDA graphs on the simulated device: what a captured region may contain, and replays.
 
 During a capture, ops run only to determine shapes, and their effects are then undone: existing
 memory is restored, and memory allocated inside has no contents until the first replay. A replay
@@ -56,7 +56,7 @@ class Graph:
         self.generators.append(generator)
 
     def add(self, func: Any, hosts: Any, kwargs: Any, out: Any) -> None:
-        """Run one op on host tensors."""
+        """Record an op on host tensors, for replays."""
         drawn = kwargs.get("generator")
         # Compare generators by address, because dispatch makes a new wrapper of a generator.
         known = [generator._cdata for generator in self.generators]
@@ -77,7 +77,7 @@ class Graph:
         self.calls.append(again)
 
     def made(self, block: streams.Block | None, host: Tensor) -> None:
-        """Keep the pool's memory alive as long as the graph."""
+        """Keep memory of the graph's pool alive as long as the graph."""
         if block is not None and block not in [kept for kept, _ in self._made.values()]:
             self._made[id(block)] = block, _bytes_of(host)
 
@@ -105,8 +105,8 @@ class Graph:
         for whole, before in self._before.values():
             whole.copy_(before)
         for block, whole in self._made.values():
-            block.used.clear()  # a capture must not change anything
-            whole.fill_(255)  # fill every floating dtype with NaN
+            block.used.clear()  # a capture must leave no trace
+            whole.fill_(255)  # NaN in every floating dtype
         self._before.clear()
 
     def replay(self) -> None:
@@ -140,7 +140,9 @@ def _bytes_of(host: Tensor) -> Tensor:
 def capture(
     graph: Graph, *, stream: Any = None, capture_error_mode: str = "global", **_: object
 ) -> Any:
-    """Replaces ``torch.cuda.graph``; needs thread_local, since NCCL's threads query events."""
+    """Replaces ``torch.cuda.graph``; requires the capture mode thread_local, since NCCL's threads
+    query events.
+    """
     if capture_error_mode != "thread_local":
         raise RefusedError(f"capture_error_mode {capture_error_mode} fails in NCCL's threads")
     note("sync", "torch.cuda.graph synchronizes")

@@ -1,4 +1,4 @@
-"""Simulates a CUDA device for a process. Use a separate process, because this is irreversible."""
+"""Simulates a CUDA device in this process, which is irreversible: use a separate process."""
 
 import contextlib
 import importlib
@@ -37,9 +37,7 @@ def install() -> None:
 
 
 def check_end() -> None:
-    """Raise AssertionError if a transfer was never waited for, and reset the state for the next
-    test.
-    """
+    """Raise AssertionError if a transfer was never waited for; reset all state."""
     left = [flight.what for flight in IN_FLIGHT]
     forget()
     assert not left, f"never waited for: {left}"
@@ -157,7 +155,7 @@ def _claim_device() -> None:
     cuda.reset_peak_memory_stats = lambda *_: None
     cuda.max_memory_allocated = cuda.memory_allocated = lambda *_: 0
     cuda.empty_cache = lambda: None
-    optimizer: Any = torch.optim.Optimizer  # a torch build with CUDA would call the driver
+    optimizer: Any = torch.optim.Optimizer  # with CUDA, torch would call the driver
     for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
         setattr(optimizer, name, _check_capturable)
 
@@ -212,7 +210,7 @@ def _claim_factories() -> None:
     real_to = Tensor.to
 
     def to(self: Tensor, *args: Any, **kwargs: Any):
-        # C++ asks the driver for the index of a device without an index.
+        # For a device without an index, C++ would ask the driver for the index.
         if args and args[0] == "cuda":
             args = (torch.device("cuda", Rehearsed.index), *args[1:])
         return real_to(self, *args, **kwargs)
@@ -234,7 +232,7 @@ def _claim_collectives() -> None:
     patched.batch_isend_irecv = rehearsed_pairs(dist.batch_isend_irecv)
     gather = rehearsed("all_gather", world.all_gather_single)
     scatter = rehearsed("reduce_scatter", world.reduce_scatter_single)
-    for module in (world, executor):  # these modules import names from the replaced torch
+    for module in (world, executor):  # these modules have imported what is replaced
         module.all_gather_single, module.reduce_scatter_single = gather, scatter
 
 
@@ -255,7 +253,7 @@ def _plan_without() -> None:
     planning.dense_steps = dense_steps
     kernels: Any = choose
     kernels.import_fbgemm = lambda: None
-    # Triton is not rehearsed either, except in tests that enable it
+    # Triton kernels are rehearsed only in tests that enable them.
     kernels.find_spec = lambda name: None
     dropping: Any = importlib.import_module("sbpflow.tensor.ops.dropout")
     dropping.find_kernels = lambda: None
@@ -304,7 +302,9 @@ def _claim_kernels() -> None:
 
 
 def dropout_kernels() -> Any:
-    """Return the dropout kernel that ``find_kernels`` returns, for tests that enable it."""
+    """Return the rehearsed dropout kernel for tests that enable it, in place of
+    ``find_kernels``.
+    """
     from sbpflow.tensor.ops import triton_dropout
 
     launcher = _Launcher(triton_dropout)

@@ -1,7 +1,7 @@
 """Tracks memory that must not be accessed: both ends of transfers, and host copies in flight.
 
-A real device would sometimes read garbage. The rehearsal rejects ops that access such memory, and
-names the line that started the transfer.
+A real device would sometimes read garbage there. The rehearsal rejects ops that access such memory,
+naming the line that started the transfer.
 """
 
 import threading
@@ -18,7 +18,7 @@ class RefusedError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A transfer that has started but was not waited for; ``tensors`` are host tensors."""
+    """A transfer that was started but not yet waited for; ``tensors`` are host tensors."""
 
     what: str
     sent: tuple[Tensor, ...]
@@ -102,7 +102,7 @@ class Pinned:
                 target.fill_(torch.iinfo(target.dtype).max - 1)
 
     def arrive(self, sees: Mapping[int, int] | None = None) -> None:
-        """Finish all copies, or the copies that a wait covers."""
+        """Finish all copies, or those that a wait covers."""
         with self._lock:
             left = []
             for stream, count, target, values in self._coming:

@@ -12,7 +12,8 @@ from tests.rehearsal import graphs
 from tests.rehearsal.journal import note
 from tests.rehearsal.memory import RefusedError
 
-# The host must read a number from the device: the size of the result, or the result itself.
+# For these ops, the host must read a number from the device: the result's size, or the result
+# itself.
 _SYNCS = frozenset(
     "_local_scalar_dense equal is_nonzero nonzero nonzero_numpy masked_select unique_consecutive "
     "_unique _unique2 unique_dim unique_dim_consecutive bincount histc linalg_solve".split()
@@ -20,7 +21,7 @@ _SYNCS = frozenset(
 _MATMUL = frozenset(
     "mm addmm mv addmv bmm baddbmm dot linear matmul addmm_ addmv_ _addmm_activation vdot".split()
 )
-# CUDA rejects a 0-d CPU tensor here, unlike in arithmetic.
+# In these ops, CUDA rejects 0-d CPU tensors, which it accepts in arithmetic.
 _ALL_ON_DEVICE = frozenset(
     "index_select embedding gather scatter_ scatter scatter_add_ mm addmm mv cat index_copy_ "
     "searchsorted _embedding_bag".split()
@@ -64,7 +65,7 @@ def _check_device(func: Any, name: str, tensor: Tensor, on_device: type[Tensor])
         return
     if tensor.dim() == 0 and name not in _ALL_ON_DEVICE:
         return
-    if name in _INDEXED:  # torch moves the index itself, and waits
+    if name in _INDEXED:  # torch copies the index to the device, and waits
         graphs.refuse(f"{name} with an index in host memory")
         note("upload", f"{name} with an index in host memory")
         return
@@ -80,7 +81,7 @@ def wait_of(name: str, args: Any, kwargs: Any) -> str:
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         return "repeat_interleave without output_size"
     if name in _INDEXED and any(_is_mask(index) for index in args[1]):
-        # Setting one value with a mask is masked_fill_; its result has a known size.
+        # Setting one value with a mask runs masked_fill_, whose result has a known size.
         fills = name != "index" and args[2].numel() == 1
         return "" if fills else f"{name} with a mask"
     return ""

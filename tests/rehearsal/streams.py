@@ -23,7 +23,7 @@ Seen = dict[int, int]  # maps each stream number to the amount of completed work
 
 
 class Clock:
-    """Models the queue of a stream; NCCL uses one stream per process group.
+    """Models a stream's queue of work; NCCL uses one stream per process group.
 
     Several threads can submit work to a stream, so its counts change only under a lock.
     """
@@ -44,7 +44,7 @@ class Clock:
         return self.sees[self.number]
 
     def tick(self) -> None:
-        """Add one op, ordered after all work that the host has waited for."""
+        """Add one op to the stream, ordered after all work that the host has waited for."""
         host = _thread.host
         with self._lock:
             if self._host_version != host.version:
@@ -53,7 +53,7 @@ class Clock:
             self.sees[self.number] += 1
 
     def join(self, sees: Seen) -> None:
-        """Order subsequent work after ``sees``."""
+        """Order the stream's later work after ``sees``."""
         # Copy the items, because another thread may submit work to this stream at the same time.
         with self._lock:
             for number, count in tuple(sees.items()):
@@ -65,7 +65,7 @@ _versions = itertools.count(1)
 
 
 class _Host:
-    """Tracks the work that the host's thread has waited for; no two threads share a version."""
+    """The work that a host thread has waited for; every thread has its own."""
 
     def __init__(self) -> None:
         self.sees: Seen = {}
@@ -120,8 +120,8 @@ def host_waits_for_all() -> None:
 class Block:
     """Represents device memory, which exists as long as a tensor uses it.
 
-    ``used`` contains the last uses by stream: (count, is a write, part, op). For the stream that
-    allocated the memory, all parts are one part.
+    ``used`` contains the last uses by stream: (count, is a write, part, op). Uses by the stream
+    that allocated the memory are not tracked by part.
     """
 
     __slots__ = ("__weakref__", "made_on", "recorded", "used", "where")
@@ -162,7 +162,7 @@ class Block:
                     )
 
     def __del__(self) -> None:
-        """Require that all uses at the time of freeing the memory complete before its reuse."""
+        """Require that all uses so far complete before the freed memory is reused."""
         covered: Seen = {}
         for clock in self.recorded:
             covered |= {n: max(count, covered.get(n, 0)) for n, count in clock.sees.items()}

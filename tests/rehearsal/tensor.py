@@ -148,7 +148,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.split("::")[1]
     has = any(isinstance(leaf, Rehearsed) for leaf in tree_leaves((args, kwargs)))
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
-    # C++ uses "meta" for tensors next to a Rehearsed one; a caller can also request it.
+    # C++ asks for "meta" when it creates tensors next to a Rehearsed one; a caller can ask for it,
+    # too.
     target = has if wanted is None else wanted.type in ("cuda", "meta") and not _is_meta_meant()
     if name == "_foreach_copy_" and _crosses(*args[:2]):
         for mine, theirs in zip(*args[:2], strict=True):  # torch also copies these one by one
@@ -181,7 +182,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _fresh(out: Any, args: Any, kwargs: Any) -> list[Rehearsed]:
-    """Move results to new memory that no argument shares."""
+    """Return the results that do not share an argument's memory."""
     leaves = tree_leaves((args, kwargs))
     known = {id(leaf.block) for leaf in leaves if isinstance(leaf, Rehearsed)}
     results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Rehearsed)]
@@ -197,7 +198,7 @@ def wait(what: str) -> None:
 
 
 def _is_meta_meant() -> bool:
-    """Return True within ``with torch.device("meta")``."""
+    """Return whether the code is inside ``with torch.device("meta")``."""
     current = torch.utils._device.CURRENT_DEVICE
     return current is not None and current.type == "meta"
 
@@ -243,7 +244,7 @@ def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool)
     if to_device:
         _note_upload(source, non_blocking)
         return Rehearsed(out)
-    # the target is not pinned: the host does not wait, and the completion is unknown
+    # The target is not pinned: the host does not wait, and nothing tells when the copy is complete.
     if non_blocking:
         raise RefusedError("an asynchronous copy to the host; use pinned memory")
     wait("copy to the host")

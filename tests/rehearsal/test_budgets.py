@@ -1,8 +1,8 @@
-"""Tests upper bounds on a training step's waits for the device and on the ops it submits.
+"""Tests upper bounds on how often a training step waits for the device and on the ops it submits.
 
-The goal is no waits with one rank and for ``columns`` and ``reduce``. If sizes depend on the batch,
-the goal is one asynchronous pinned read per batch and dependent size. Ids come with bounds, as from
-a loader.
+The goal is no waits with one rank and for ``columns`` and ``reduce``. Where a size depends on the
+batch, the goal is one asynchronous read into pinned memory per batch and size. Ids come with
+bounds, as from a loader.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from tests.training.wdl_case import NUM_ROWS, make_batches, make_config, make_jo
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits one step on any rank; ``waits`` counts syncs and blocking uploads."""
+    """Limits of one step on any rank; ``waits`` counts syncs and blocking uploads."""
 
     waits: int
     late_reads: int
@@ -53,7 +53,7 @@ def second_step(world, config, accumulate):
         to_device(batch.part(world.rank, world.size), world.device)
         for batch in make_batches(4 * accumulate, config.data.batch_size)
     ]
-    for batch in batches:  # the ids have bounds, as from a loader
+    for batch in batches:  # give the ids bounds, as a loader does
         batch.ids = BatchIds(batch.ids, None, columns)
     steps = [batches[n * accumulate : (n + 1) * accumulate] for n in range(4)]
     for batch in batches[: 3 * accumulate]:
@@ -65,8 +65,9 @@ def second_step(world, config, accumulate):
             second = made
     sort = "aten.sort.stable"
     on_main = second.ops[sort] - second.elsewhere[sort]
-    if accumulate == 1:  # the rows of several batches are sorted together a second time
-        # The rows of dense gradients are known only on arrival; all other sorts run ahead.
+    if accumulate == 1:  # rows of several batches are merged by a second sort
+        # The rows of dense gradients are known only when they arrive; all other sorts run ahead on
+        # other streams.
         assert on_main == sum(
             len(group.stacks)
             for group in job.plan.embeddings.groups
@@ -92,16 +93,14 @@ def test_step_stays_within_its_budget(rehearsed_ranks, budget, sparse):
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[budget])
 
 
-# These ops place rows in buffers: on the id stream, and around the transfers.
+# These ops move rows into buffers, on the id stream and around the transfers.
 LAID_OUT = {"3": 80, "dp": 110}
 
 
 @pytest.mark.parametrize("share", [1.0, 0.9])
 @pytest.mark.parametrize("scheme", LAID_OUT)
 def test_fixed_size_buffers_need_no_counts(rehearsed_ranks, scheme, share):
-    """If buffers fit any batch, counts are not read; otherwise, the row counts are read one step
-    later.
-    """
+    """If buffers fit any batch, no counts are read; otherwise, they are read one step later."""
     config = make_config(scheme, "rowwise_adagrad", dtype="float32", dense="adam")
     config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=share))
     ops = BUDGETS[2, scheme].ops + LAID_OUT[scheme]

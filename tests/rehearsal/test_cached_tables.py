@@ -1,4 +1,4 @@
-"""Tests cached tables on rehearsed devices: the streams, events, and memory of the mover."""
+"""Tests cached tables on rehearsed devices: the streams, events, and memory that move rows."""
 
 from dataclasses import replace
 from functools import partial

@@ -33,8 +33,8 @@ def step(job, number):
 
 
 def save_both_ways(world, config, folder):
-    """Save the same run in the foreground and in the background. Return the host waits during both
-    saves and in a step after the save, the maximum size of the undo log, and the stores.
+    """Save a run in the foreground and in the background. Return the host waits during both saves
+    and in a step after the save, the maximum size of the undo log, and the stores.
     """
     _, saver = begun(world, config, folder / "a")
     saver.save(SAVED_AT, {})
@@ -42,7 +42,7 @@ def save_both_ways(world, config, folder):
     real, asked, answered = PieceWriter.write, threading.Event(), threading.Event()
 
     def write(self, data):
-        """After the first block, pause the writer thread and continue training."""
+        """After the first block, pause the writer thread while training continues."""
         real(self, data)
         asked.set()
         assert answered.wait(60)

@@ -107,7 +107,7 @@ def test_replays_equal_eager_steps(rehearsed_ranks, optimizer):
 
 
 CAPTURED = ("adam", "rmsprop")
-TABLES = {  # optimizer of the deep tables, and row dtype
+TABLES = {  # optimizer of the deep tables: row dtype
     "sgd": None,
     "adagrad": "float16",
     "rowwise_adagrad": "bfloat16",
@@ -117,7 +117,7 @@ TABLES = {  # optimizer of the deep tables, and row dtype
 
 @pytest.mark.parametrize("sparse", quick(TABLES, lambda n: n % 2 == 0))
 def test_tables_are_updated_in_the_graph(rehearsed_ranks, sparse):
-    """Change the learning rate every step, except for FTRL, which requires a constant rate."""
+    """The learning rate changes in every step, except for FTRL, which requires a constant rate."""
     wide = Ftrl() if sparse == "adagrad" else None
     config = make_config("1", sparse, dtype="float32", dense="adam", wide=wide)
     config = with_graph(config, table_dtype=TABLES[sparse])
@@ -144,12 +144,12 @@ def test_rows_with_listeners_are_updated_eagerly(rehearsed_ranks):
     ((losses, weights, notified, on_main),) = rehearsed_ranks(1, both_ways_watched, config)
     assert losses
     assert weights
-    assert notified == 2  # the deep and the wide store
+    assert notified == 2  # one notification from the deep and one from the wide store
     assert on_main[3] < 20 < 100 < on_main[2]
 
 
 def wrong_id(world, config):
-    """Return the error of a step with an out-of-range id, and whether the step changed anything."""
+    """Train on an out-of-range id; return the error, and whether the step changed anything."""
     job = make_job(world, config)
     job.trainer.graphs.warm_up_steps = 1
     batches = [to_device(batch, world.device) for batch in make_batches(4, config.data.batch_size)]
@@ -254,7 +254,7 @@ def test_interactions_and_norms_can_be_captured(rehearsed_ranks, name):
 
 
 class Net(nn.Module):
-    """Uses ``odd`` to select an operation that a graph cannot contain."""
+    """A model with an operation, selected by ``odd``, that a graph cannot contain."""
 
     def __init__(self, odd: str) -> None:
         super().__init__()

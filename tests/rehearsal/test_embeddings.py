@@ -1,4 +1,4 @@
-"""Runs the equality cases of the CPU tests on rehearsed devices, by exchange."""
+"""Runs the CPU tests' equality cases on rehearsed devices, by exchange."""
 
 from dataclasses import replace
 

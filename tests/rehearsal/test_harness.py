@@ -1,4 +1,6 @@
-"""Tests that the rehearsal rejects errors and wrong computations of a GPU, and lists host waits."""
+"""Tests that the rehearsal rejects what would fail or compute garbage on a GPU, and lists host
+waits.
+"""
 
 import pytest
 import torch

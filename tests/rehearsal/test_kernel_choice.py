@@ -13,7 +13,9 @@ from tests.training.wdl_case import FIELDS, make_config
 
 
 def measured(world, folder, kernels):
-    """Return kernels and reasons of a run with these kernels available, and the measured shapes."""
+    """Choose kernels with only these available; return the kernels, the reasons, and the measured
+    shapes.
+    """
     shapes, real = [], measure.measure
 
     def spy(shape, names):

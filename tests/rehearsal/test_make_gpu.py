@@ -13,7 +13,7 @@ import pytest
 from benchmarks import gpu, gpu_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-# A CUDA machine has torch, numpy, yaml, tqdm, pytest, triton, and perhaps hypothesis.
+# What a CUDA machine has: torch, numpy, yaml, tqdm, pytest, triton, and perhaps hypothesis.
 ABSENT = (
     "nvidia",
     "fbgemm_gpu",
@@ -102,7 +102,7 @@ def test_a_hanging_part_is_killed_and_a_failing_part_is_reported():
 def test_no_part_starts_after_the_total_time_limit():
     lines = []
     gpu.run_parts(gpu.PARTS[:1], lambda **line: lines.append(line), limit_s=5, run=pytest.fail)
-    assert lines[0]["why"] == "skipped: 5 s are over"
+    assert lines[0]["why"] == "skipped: the total limit of 5 s has passed"
 
 
 @pytest.mark.parametrize("part", gpu.PARTS, ids=lambda part: part.name)
@@ -126,7 +126,7 @@ SMALL = ["data.batch_size=64", "model.hidden=[8, 8]", "model.embedding_dim=4"]
 
 
 def whole_programs(world, folder):
-    """Run the modules of ``make gpu`` by command line, with less work; return their records."""
+    """Run the modules of ``make gpu`` as commands, with less work; return their records."""
     from benchmarks import gpu_dlperf, gpu_kernels, gpu_mlp, gpu_trace, record
 
     def timed(work, **_):

@@ -59,7 +59,7 @@ def test_adjacent_inputs_use_one_aligned_product(rehearsed_ranks):
 
 
 class Switch:
-    """The parts of a trainer that the overlap watch uses."""
+    """The trainer attributes that the overlap watch uses."""
 
     schedule = OVERLAPPED
 
@@ -69,8 +69,8 @@ def watched_steps(world):
 
     watch = OverlapWatch(Switch(), 2, 500, world.device)
     with journal() as steps:
-        for step in range(1, 61):
-            with watch.step(step):
+        for _ in range(60):
+            with watch.step():
                 torch.ones(2, device=world.device)
     with journal() as end:
         summary = watch.summary()
@@ -98,8 +98,8 @@ def ids_in_host_memory(world):
 
 def test_ids_in_host_memory_are_rejected_with_the_feature_name(rehearsed_ranks):
     ((whole, by_name),) = rehearsed_ranks(1, ids_in_host_memory)
-    assert re.fullmatch(r'ids: is on cpu,.*on cuda:0; pass .to\("cuda:0"\)', whole)
-    assert by_name.startswith("feature C1: ids: is on cpu")
+    assert re.fullmatch(r'ids: got a tensor on cpu,.*on cuda:0; pass .to\("cuda:0"\)', whole)
+    assert by_name.startswith("feature C1: ids: got a tensor on cpu")
 
 
 def bad_ids(world):

@@ -1,4 +1,4 @@
-"""Tests that fixed-size row buffers give the same bits as counted transfers, for any buffer
+"""Tests that fixed-size row buffers, whatever their size, give the same bits as transfers of exact
 size.
 """
 
@@ -90,12 +90,13 @@ QUICK = {(2, "unique")}
 )
 def test_any_buffer_fraction_trains_to_equal_bits(rehearsed_ranks, ranks, case):
     wanted = rehearsed_ranks(ranks, train_ahead, config_of(case, None))
-    # For three ranks, the summation order of an all-reduce depends on an element's position.
+    # With three ranks, the order in which an all-reduce sums depends on an element's position.
     rtol = 1e-6 if (ranks, case) == (3, "squares of columns") else 0.0
     for share in (1.0, 0.6, 0.05):
         results = rehearsed_ranks(ranks, train_ahead, config_of(case, share))
         assert_equal(results, wanted, rtol)
-        # With buffers of a twentieth of the maximum size, nearly every exchange is repeated.
+        # With buffers of a twentieth of the maximum, nearly every exchange overflows and is
+        # repeated.
         assert bool(results[0][3]) == (share == 0.05) or share == 0.6
 
 

@@ -167,7 +167,7 @@ def test_unordered_use_of_streams_is_rejected(rehearsed_ranks):
 
 
 def step_without(world, config, what):
-    """Run a step of an engine that omits the action ``what``."""
+    """Run a step of an engine from which the action ``what`` is removed."""
     from sbpflow.embedding.ids.ahead import IdStream
     from tests.training.wdl_case import train
 

@@ -10,7 +10,9 @@ from tests.rehearsal.streams import Clock, host_waits
 
 
 class Other:
-    """When called, runs ``action`` in another thread; if a lock is held, the wait times out."""
+    """When called, runs ``action`` in another thread; the wait times out if a lock blocks that
+    thread.
+    """
 
     def __init__(self, action):
         self._thread = threading.Thread(target=action)

@@ -1,8 +1,8 @@
 """Rehearses collectives of CUDA tensors: checks NCCL's rules and runs them with gloo.
 
 The tensors of a collective must not be accessed until its ``wait`` (see ``memory``). A collective
-runs on a stream of its group, after the stream that started it; ``wait`` orders the waiting stream
-after it.
+runs on its group's stream, ordered after the stream that starts it; ``wait`` orders the waiting
+stream after the collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +81,9 @@ def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``real``, a batch of one rank's sends and receives, for tensors of either device."""
+    """Wrap ``real``, torch's batch of one rank's sends and receives, for tensors of either
+    device.
+    """
 
     def batch(moves: Sequence[dist.P2POp]) -> list[Any]:
         if not any(isinstance(move.tensor, Rehearsed) for move in moves):
@@ -103,7 +105,7 @@ def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
 def _fly(
     name: str, sent: Sequence[Any], received: Sequence[Any], group: Any
 ) -> tuple[InFlight, streams.Seen]:
-    """Start a transfer on NCCL's stream of the group; return its work object."""
+    """Start a transfer on the group's NCCL stream; return its work object."""
     stream = streams.nccl_stream("of all ranks" if group is None else group.group_name)
     stream.join(streams.current().sees)
     stream.tick()

@@ -31,7 +31,7 @@ def defines(text: str, word: str) -> bool:
     return bool(re.search(rf"(def|class) {last}\b|^ *(self\.)?{last}\b[^\n]*( = |: )", text, re.M))
 
 
-def test_the_page_was_read():
+def test_the_page_has_paths_and_names_to_check():
     assert len(PATHS) >= 80
     assert len(NAMES) >= 80
     assert len(DECIDED) >= 60
@@ -49,7 +49,7 @@ def test_a_name_is_in_the_file_that_the_page_gives(file, word):
 
 @pytest.mark.parametrize("word", NAMES)
 def test_every_name_on_the_page_exists_in_the_code(word):
-    """Names on the page may also be keys, values of keys, folders, or commands."""
+    """A name on the page may also be a key, a key's value, a folder, or a command."""
     tops = ("sbpflow", "data", "models", "planner")
     sources = [path for path in PYTHON if name(path).split("/")[0] in tops]
     folders = {part for path in sources for part in path.relative_to(ROOT).parts[:-1]}

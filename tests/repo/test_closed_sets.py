@@ -1,8 +1,9 @@
 """Tests that branches over the values of a Literal raise an error for any other value.
 
 In a chain ``if x == "a": .. elif x == "b": .. else: ..``, or in consecutive ifs that leave the
-block, a value added later must not use the branch of an older value. A single branch with an else
-often means "this, or anything else". If there are only two values, the else means the other value.
+block, a value added later must not run an older value's branch. Two forms are allowed: a single
+branch with an else, which often means "this, or anything else", and an else for the second of only
+two values.
 """
 
 import ast
@@ -16,7 +17,9 @@ OURS = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
 
 
 def _texts(node: ast.expr) -> set[str] | None:
-    """Return the strings with which a value is compared, if all strings are constants."""
+    """Return the strings in an expression, or an empty set if it has anything but constant
+    strings.
+    """
     values = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
     texts = {value.value for value in values if isinstance(value, ast.Constant)}
     return texts if len(texts) == len(values) and all(isinstance(t, str) for t in texts) else None
@@ -42,8 +45,8 @@ def _compared(test: ast.expr) -> tuple[str, set[str]] | None:
 
 
 def _chain(block: list[ast.stmt]) -> tuple[str, set[str], int, list[ast.stmt]] | None:
-    """Return the chain at the start of a block: its subject, its strings, its branches, and the
-    code that runs for any other value. Return None if a branch continues after the chain.
+    """Return the chain at the start of a block: its subject, strings, branches, and the code for
+    any other value; return None if a branch continues after the chain.
     """
     subject, texts, branches = "", set(), 0
     while block and isinstance(first := block[0], ast.If):
@@ -60,7 +63,9 @@ def _chain(block: list[ast.stmt]) -> tuple[str, set[str], int, list[ast.stmt]] |
 
 
 def open_chains(tree: ast.AST, closed: list[frozenset[str]]) -> list[tuple[int, str]]:
-    """Return line and subject of chains over a closed set that do not raise for other values."""
+    """Return line and subject of each chain over a closed set that does not raise for other
+    values.
+    """
     found, seen = [], set()
     for node in ast.walk(tree):
         for field in ("body", "orelse"):

@@ -1,4 +1,4 @@
-"""Tests that docs/criteo.md follows from the records, and that its commands run."""
+"""Tests that the numbers in docs/criteo.md follow from the records, and that its commands run."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "criteo.md").read_text()
 PAGE = Page("docs/criteo.md")
 KAGGLE, TERABYTE = 45_840_617, 4_373_472_329  # rows
-TERABYTE_TRAIN = 4_195_197_692  # without the last day
+TERABYTE_TRAIN = 4_195_197_692  # training rows: all days but the last
 KAGGLE_TEXT = 11.1e9  # bytes
 TEXT_ROW = KAGGLE_TEXT / KAGGLE
 RATE = 35_000  # rows per second
@@ -28,7 +28,7 @@ def records(name: str, **wanted: object) -> list[dict]:
 
 
 def cells(title: str) -> list[str]:
-    """Return the cells of each table row with this title."""
+    """Return the cells of the table row with this title."""
     return [
         [cell.strip() for cell in row.split("|")]
         for row in re.findall(rf"^\| {re.escape(title)} \| (.+) \|$", TEXT, re.M)
@@ -65,7 +65,7 @@ def test_the_estimates_follow_from_the_rates():
         assert float(peak) == pytest.approx(disk[0], rel=0.03)
         assert float(end) == pytest.approx(disk[1], rel=0.01)
         assert train[0] == f"{trained / RATE / seconds:.0f} {name}"
-    # deep and wide vectors, and one number of optimizer state per row
+    # deep and wide columns, plus one number of optimizer state for each row
     weights, states = MLPERF_ROWS * 17 * 4, MLPERF_ROWS * 2 * 4
     assert cells("`train`, 1 epoch")[1][1] == f"{(weights + states) / 1e9:.1f} GB of tables"
     assert f"{MLPERF_ROWS * 128 * 4 / 1e9:.1f} GB of weights" in TEXT

@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "embeddings.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-def test_the_module_of_the_page_is_that_of_the_example():
+def test_the_first_block_is_part_of_the_example():
     assert len(BLOCKS) == 5
     assert BLOCKS[0].strip() in (ROOT / "examples" / "own_module.py").read_text()
 
@@ -32,7 +32,7 @@ def test_the_module_of_the_page_is_that_of_the_example():
 def train_linear(world, dense):
     """Return the losses of the page's model on global tensors, over four steps."""
     names = {"__name__": "page"}
-    sys.modules["page"] = types.ModuleType("page")  # dataclasses need their module in sys.modules
+    sys.modules["page"] = types.ModuleType("page")  # a dataclass's module must be in sys.modules
     exec(compile(BLOCKS[1], "embeddings.md block 1", "exec"), names)
     config = sbpflow.Config(
         model=names["LinearModel"](),
@@ -78,8 +78,8 @@ def run_on_two_ranks(script: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_block_trains_equally_on_one_rank_and_on_two(tmp_path, capfd):
-    """Every rank uses the same samples, so the mean over the batch is the same for any number of
-    ranks, unless gradients were wrongly multiplied by this number.
+    """All ranks use the same samples, so losses do not depend on the number of ranks, unless
+    gradients are wrongly multiplied by it.
     """
     script = tmp_path / "block.py"
     script.write_text(BLOCKS[2])

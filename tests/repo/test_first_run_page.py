@@ -14,14 +14,14 @@ PAGE = Page("docs/first_run.md")
 RECORD = ROOT / "benchmarks" / "results" / "demo.jsonl"
 
 
-def test_the_page_has_what_the_test_runs():
+def test_the_page_has_the_expected_files_and_commands():
     assert list(PAGE.files) == ["demo.yaml"]
     names = [step.command.split()[1] for step in PAGE.steps]
     assert names == ["synth", "explain", "train", "train", "report"]
     assert [bool(step.shown) for step in PAGE.steps] == [False, True, True, False, False]
 
 
-def test_it_does_what_make_demo_does():
+def test_the_page_runs_the_configuration_of_make_demo():
     demo = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
     here = yaml.safe_load(PAGE.files["demo.yaml"])
     del demo["run"], here["run"], demo["data"]["path"], here["data"]["path"]
@@ -32,7 +32,7 @@ def test_it_does_what_make_demo_does():
     assert f"--vocab-scale {scale} --output .demo/data" in makefile
 
 
-def test_the_scores_it_shows_are_recorded():
+def test_the_shown_scores_are_the_recorded_ones():
     events = [json.loads(line) for line in RECORD.read_text().splitlines()]
     (event,) = [event for event in events if event["run"] == "wide & deep"]
     shown = PAGE.steps[2].shown

@@ -1,4 +1,4 @@
-"""Tests the speed gate's verdicts, and that each commit is measured with its own code."""
+"""Tests the speed gate's verdicts, and that it measures each commit with that commit's code."""
 
 import math
 import subprocess
@@ -35,7 +35,7 @@ def test_slower_means_significant_and_above_the_margin(factors, cost, rate):
 def test_the_interval_is_students_on_logarithms_of_pairs():
     verdict = gate.judge("demo", "wall_s", [1.0, 10.0], [1.1, 10.0 * 1.3])
     logs = math.log(1.1), math.log(1.3)
-    half = 12.706 * (logs[1] - logs[0]) / 2  # one degree of freedom; stdev / sqrt(2)
+    half = 12.706 * (logs[1] - logs[0]) / 2  # t for one degree of freedom, times stdev / sqrt(2)
     assert math.log(verdict.low) == pytest.approx(sum(logs) / 2 - half)
     assert math.log(verdict.high) == pytest.approx(sum(logs) / 2 + half)
     assert (verdict.cost_ratio, verdict.base, verdict.head) == pytest.approx((1.2, 5.5, 7.05))
@@ -53,7 +53,7 @@ def test_a_figure_that_was_slower_once_is_not_slower():
     ("head", "text"),
     [
         ({"loss of step 1": 0.50001, "loss of step 2": 0.4}, ""),
-        ({"loss of step 2": 0.4}, ""),  # logged at different steps
+        ({"loss of step 2": 0.4}, ""),  # no step in common
         ({"loss of step 1": 0.5, "loss of step 2": 0.4001}, "loss of step 2 is 0.4 and 0.4001"),
         ({"loss of step 1": math.nan}, "loss of step 1 is 0.5 and nan"),
         ({"loss of step 3": 0.5}, "no number in common: loss of step 1, loss of step 2 and "),
@@ -66,8 +66,9 @@ def test_different_work_is_reported(head, text):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Make a repository with two packages, which are committed and then changed in the working
-    tree."""
+    """Make a repository with two packages that differ between the last commit and the working
+    tree.
+    """
     folder = tmp_path / "repository"
     for package in ("sbpflow", "benchmarks"):
         (folder / package).mkdir(parents=True)
@@ -82,7 +83,7 @@ def repository(tmp_path, monkeypatch):
 
 
 def test_each_checkout_imports_its_own_packages_and_is_removed(repository, tmp_path):
-    """The measured process must not import the installed sbpflow, which the tests use."""
+    """The measured process must import the checkout's sbpflow, not the installed one."""
     for name, side in (("HEAD", "base"), (gate.WORKING_TREE, "head")):
         before = gate.git("status", "--short")
         with gate.checkout(gate.resolve(name, tmp_path), tmp_path / side) as root:
@@ -97,7 +98,7 @@ def test_each_checkout_imports_its_own_packages_and_is_removed(repository, tmp_p
 
 
 def test_a_package_from_another_place_is_refused(repository, tmp_path, monkeypatch):
-    """If Python ignored the current folder, the wrong checkout would be measured."""
+    """If Python ignored the current folder, another checkout would be measured."""
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setenv("PYTHONPATH", str(repository))
     with (
@@ -113,7 +114,7 @@ def test_a_package_from_another_place_is_refused(repository, tmp_path, monkeypat
     "name", ["vs_torchrec", "vs_torchrec_whole", "demo", "loader", "prepare", "explain", "start"]
 )
 def test_every_row_can_be_measured(tmp_path, name):
-    """Run the gate with tiny sizes in this tree; simulating the link needs root."""
+    """Run the gate on this tree with tiny sizes; simulating the link needs root."""
     measured = gate.Bench(tmp_path, ROOT, quick=True).measure(name, ROOT)
     assert len(measured.figures) >= 2
     assert all(value > 0 for value in measured.figures.values())

@@ -32,7 +32,7 @@ def prose(path: Path) -> str:
 
 
 def places(path: Path) -> set[str]:
-    """Return the link names of a page's headings, as GitHub and MyST make them."""
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
     heads = re.findall(r"^#{1,6} (.+)$", prose(path), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 

@@ -35,7 +35,7 @@ def test_every_row_of_the_table_is_parsed():
 
 
 @pytest.mark.parametrize(("seen", "file", "name"), [(r[1], r[3], r[4]) for r in ROWS])
-def test_a_row_states_what_its_test_sees(seen, file, name):
+def test_the_messages_in_a_row_occur_in_its_test(seen, file, name):
     source = bare(sources(file)[name])
     for message in re.findall(r"`([^`]+)`", seen):
         if not message.startswith(("python -m", "data.", "parallel.", "--")):  # a remedy

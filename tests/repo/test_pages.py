@@ -1,4 +1,4 @@
-"""Tests that pages with lists of parts of the tree are complete and correct."""
+"""Tests that pages that list parts of the project are complete and correct."""
 
 import runpy
 from pathlib import Path

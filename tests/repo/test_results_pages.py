@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "results"
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs" / "results").glob("*.md")}
-# A row of a page's last table contains a record, its CPU and its commits.
+# A row of the page's last table: a record, its CPU, and its commits.
 NAMED = [
     (page, *row)
     for page, text in PAGES.items()

@@ -1,5 +1,5 @@
-"""Tests the rules for folders: which files call collectives, which names are public, and no
-references to models.
+"""Tests the rules for folders: which files call collectives, which names are public, and that
+nothing refers to models.
 """
 
 import ast
@@ -23,8 +23,8 @@ COLLECTIVES = set(
     "reduce_scatter_tensor broadcast reduce scatter gather send recv isend irecv batch_isend_irecv "
     "all_gather_object broadcast_object_list gather_object barrier".split()
 )
-# Files that may call collectives: for conversions, messages, rows whose number depends on the
-# batch, and the headers of the checked mode.
+# Files that may call collectives: those for conversions, for messages, for rows whose number
+# depends on the batch, and for the headers of the checked mode.
 CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
     "boxing/pairs.py": {"batch_isend_irecv"},
@@ -95,7 +95,7 @@ def test_collectives_are_called_only_in_the_listed_files():
     assert called <= {(file, call) for file, calls in CALLERS.items() for call in calls}
 
 
-# The JSON in these files is from messages between ranks, or from values serialized just before.
+# These files parse JSON that comes from other ranks or that they have just written.
 MESSAGES = set(
     "sbpflow/runtime/processes/exit_messages.py sbpflow/runtime/processes/startup.py "
     "sbpflow/runtime/ranks/hosts.py sbpflow/boxing/agreement.py "
@@ -128,7 +128,7 @@ def test_json_and_yaml_files_are_each_read_in_one_place():
 
 
 def test_torch_distributed_has_no_other_name():
-    """A different name would hide calls from the test above."""
+    """With another name, calls of collectives would go unnoticed."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -156,8 +156,8 @@ def test_public_names_are_few_lazy_and_documented():
 
 
 def order(folder: Path, *, but: set[str]) -> list[str]:
-    """Return the folders of a room, each after the folders from which it imports; fail if there is
-    no such order.
+    """Return a room's folders, each after the folders from which it imports; fail if no such order
+    exists.
     """
     prefix = ".".join(folder.relative_to(ROOT).parts) + "."
     below: dict[str, set[str]] = {}
@@ -184,8 +184,8 @@ def order(folder: Path, *, but: set[str]) -> list[str]:
 def import_edges() -> set[tuple[str, str]]:
     """Return the pairs (part of ``sbpflow/``, part from which it imports).
 
-    Parts are rooms, modules next to rooms, and ``sbpflow`` itself for a name of the package.
-    Imports for type checkers are included. data, models and planner are outside ``sbpflow/`` and
+    Parts are rooms, modules next to rooms, and ``sbpflow`` itself for names imported from the
+    package. Imports for type checkers count. data, models and planner are outside ``sbpflow/`` and
     not included. ``api`` is not included, because it composes all parts, and no part imports
     ``api``.
     """
@@ -222,7 +222,9 @@ def test_layers_are_counted():
 
 
 def test_the_rooms_have_no_more_layers_and_edges_than_before():
-    """Commit d4baee1 had 10 layers and 56 edges; ``serving`` has five edges."""
+    """Commit d4baee1 had 10 layers and 56 edges; ``serving``, which is newer, has five more
+    edges.
+    """
     edges = import_edges()
     assert len(edges) <= 61, sorted(edges)
     assert len(layers(edges)) <= 10, layers(edges)

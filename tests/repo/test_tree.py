@@ -1,4 +1,4 @@
-"""Tests rules for every file of the tree: dependencies, text, size, and packaging."""
+"""Tests rules for all files of the repository: dependencies, text, size, and packaging."""
 
 import ast
 import os
@@ -14,9 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = {"sbpflow", "sbpflow.models", "sbpflow.data", "sbpflow.planner", "benchmarks", "tests"}
-OWN |= {"train_wdl", "models", "data", "planner"}  # the last three are imported as sbpflow.NAME
-# maps a folder to the packages of OWN that it may import; a __main__, sbpflow/commands, and
-# sbpflow/api.py may import all packages
+OWN |= {"train_wdl", "models", "data", "planner"}  # code must import the last three as sbpflow.NAME
+# The packages of OWN that each folder may import. A __main__, sbpflow/commands, and sbpflow/api.py
+# may import all.
 MAY_IMPORT = {
     "sbpflow": {"sbpflow"},
     "models": {"sbpflow.models", "sbpflow"},
@@ -66,7 +66,7 @@ def imports(path: Path) -> set[str]:
     }
 
 
-def test_the_lists_above_match_the_tree():
+def test_the_file_lists_are_not_empty():
     names = {name(path) for path in FILES}
     assert {"pyproject.toml", "sbpflow/config/schema.py", "data/__init__.py", "README.md"} <= names
     assert len(PYTHON) > 20
@@ -88,7 +88,7 @@ def test_dependencies_point_one_way(package):
 
 
 def test_packages_are_imported_under_one_name():
-    """``data`` and ``sbpflow.data`` would define different classes from the same code."""
+    """Importing both ``data`` and ``sbpflow.data`` would define every class twice."""
     assert [name(path) for path in PYTHON if imports(path) & {"data", "models", "planner"}] == []
 
 
@@ -103,7 +103,7 @@ def test_the_list_of_packages_matches_the_folders():
     assert set(settings["packages"]) == found
 
 
-# These kernel modules need compilers, so they may be imported only at their use.
+# These modules need compilers, so they may be imported only where they are used.
 COMPILED = (
     "compiled",
     "compiled_half",
@@ -149,7 +149,9 @@ def test_importing_sbpflow_imports_neither_dali_nor_fbgemm():
 
 
 def test_the_launcher_does_not_import_torch():
-    """run_main, not the import of the launcher, must handle a Ctrl-C or a broken torch."""
+    """A Ctrl-C or a broken torch must be handled by run_main, so importing the launcher must not
+    import torch.
+    """
     assert (
         run_python("import sbpflow.runtime.processes.launch, sys; print('torch' in sys.modules)")
         == "False"
@@ -183,7 +185,7 @@ def test_files_and_functions_are_not_too_long():
     wrong = []
     for path in PYTHON:
         text = path.read_text()
-        if (count := len(text.splitlines())) > 500:  # the aim is 400
+        if (count := len(text.splitlines())) > 500:  # aim for 400
             wrong.append(f"{name(path)}: {count} lines; past 500 a file holds two subjects")
         tree = ast.parse(text)
         wrong += [

@@ -16,7 +16,7 @@ PAGE = Page("docs/tutorial.md")
 RUNS = ("runs/clicks", "runs/rows")
 
 
-def test_the_page_has_what_the_test_runs():
+def test_the_page_has_the_expected_files_and_commands():
     assert list(PAGE.files) == ["make_clicks.py", "schema.yaml", "clicks.yaml"]
     assert [step.command.split()[1] for step in PAGE.steps] == [
         *("make_clicks.py", "schema", "prepare", "stats", "explain", "train", "train"),
@@ -27,7 +27,7 @@ def test_the_page_has_what_the_test_runs():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Follow the page in a folder, compare the outputs, and return the folder."""
+    """Follow the page's steps in a folder, compare the outputs, and return the folder."""
     folder = tmp_path_factory.mktemp("tutorial")
     PAGE.save_files(folder)
     for command, shown in PAGE.steps:
@@ -71,7 +71,7 @@ def test_both_layouts_have_the_same_losses(folder):
 
 
 @pytest.mark.slow
-def test_the_files_that_the_page_names_are_there(folder):
+def test_the_page_creates_the_files_it_names(folder):
     assert (folder / "runs/clicks/report.html").is_file()
     assert (folder / "out/model/scorer.py").is_file()
     assert "label rate by time" not in (folder / "out/stats.html").read_text()

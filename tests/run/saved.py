@@ -1,4 +1,6 @@
-"""Saves a job as a checkpoint in a run folder, with the run's copy of its set."""
+"""Saves a job as a checkpoint in a run folder, with a copy of the set's manifest and
+vocabularies.
+"""
 
 import json
 import shutil

@@ -1,5 +1,6 @@
-"""Tests that a run that watches val ends with its best weights, and that outputs use these
-weights."""
+"""Tests that a run that watches val ends with its best weights, and that its outputs use these
+weights.
+"""
 
 import json
 import os
@@ -69,7 +70,7 @@ def events(folder: Path, kind: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def stopped(data, tmp_path_factory) -> Path:
-    """Train a run that stops early by logloss; return its folder."""
+    """Train until the run stops early by logloss; return its folder."""
     folder = tmp_path_factory.mktemp("stopped")
     assert run(data, folder, STOP) == 0
     return folder
@@ -131,7 +132,7 @@ def test_all_outputs_use_the_best_step(data, stopped, tmp_path, capsys):
 
 
 def scores_of(frame: pl.DataFrame):
-    """Evaluate scores, after converting the probabilities to logits."""
+    """Evaluate probabilities, after converting them to logits."""
     scores = frame["score"].to_numpy().astype(np.float64)
     return evaluate(np.log(scores / (1 - scores)), frame["label"].to_numpy())
 
@@ -232,7 +233,9 @@ def test_the_best_checkpoint_is_kept_until_a_better_one_is_complete(data, tmp_pa
 
 @pytest.mark.slow
 def test_two_ranks_end_with_the_best_weights(data, tmp_path):
-    """Each rank loads its own rows; a prediction on one rank must give the run's scores."""
+    """Two ranks restore the best weights, each its own rows; a prediction on one rank must give the
+    run's scores.
+    """
     words = [*WORDS, STOP, f"data.path={data}", f"run.dir={tmp_path / 'run'}"]
     done = deadlines.run(
         [sys.executable, "-m", "sbpflow", "train", "-n", "2", "--config", CONFIG, *words],
@@ -267,7 +270,7 @@ def test_a_damaged_best_checkpoint_ends_the_run_with_a_remedy(data, tmp_path, mo
         ) as caught:
             run(data, tmp_path, STOP)
     best = int(re.search(r"step-(\d+)", str(caught.value))[1])
-    del caught  # the frames of the traceback hold the lock
+    del caught  # frees the run's lock, which the traceback keeps alive
     shutil.rmtree(tmp_path / "checkpoints" / f"step-{best}")
     assert run(data, tmp_path, STOP) == 0
     assert "best_step" not in events(tmp_path, "final")[0]

@@ -16,7 +16,7 @@ SIGNAL_STEP = 5
 
 
 def _train(world, who):
-    """Run steps that need all ranks; return the last step and the exit code."""
+    """Run steps that need all ranks, until they stop; return the last step and the exit code."""
     coordinated_stop._LOOK_S = 0.0
     signals = SimpleNamespace(signum=0, leave=lambda saved: None)
     stop = CoordinatedStop(signals, world, timeout_s=20.0)
@@ -29,7 +29,8 @@ def _train(world, who):
                 stop.leave("step 6 is saved")
             except PeerStoppedError as error:
                 return step, classify(error)[1]
-            return step, EXIT_INTERRUPT  # ``stop.leave`` raised the signal again
+            # The real ``signals.leave`` would raise the signal again.
+            return step, EXIT_INTERRUPT
     raise AssertionError("it did not stop")
 
 

@@ -36,7 +36,9 @@ MAX_CHARACTERS = 3000  # maximum length of a message
 
 
 def outcome(read: Callable[[], Any]) -> tuple[Any, str]:
-    """Return (result, ""), or (None, message) for one of our errors; other errors propagate."""
+    """Return (result, ""), or (None, message) for one of sbpflow's errors; other errors
+    propagate.
+    """
     try:
         return read(), ""
     except OURS as error:
@@ -121,7 +123,7 @@ def test_a_damaged_index_is_refused(tmp_path):
 
 
 def rewritten(raw: bytes, documents: Mapping[str, Any]) -> bytes:
-    """Write the index with changed documents and a valid digest."""
+    """Write the index with a changed document and a valid digest."""
     tree = json.loads(raw)
     tree["content"]["documents"] = documents
     tree["sha256"] = hashlib.sha256(json.dumps(tree["content"]).encode()).hexdigest()
@@ -154,7 +156,7 @@ def test_documents_with_a_valid_digest_are_checked(tmp_path):
                 changed = {**without, **json.loads(copy)}
                 file.write_bytes(rewritten(raw, changed))
             except (ValueError, TypeError, RecursionError):
-                continue  # it is not a JSON object, so there is no digest
+                continue  # not a JSON object, so it has no digest
             refused += bool(outcome(use)[1])
     assert refused > 60
 

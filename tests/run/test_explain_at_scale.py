@@ -33,7 +33,7 @@ GRID = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    """Make a plan first, so that its imports are not counted later."""
+    """Make one plan first, so that imports are not counted."""
     plan_run(make_config("1", "adagrad"), FIELDS, world_size=2, device_type="cpu")
 
 
@@ -51,7 +51,8 @@ def _imported():
     ),
 )
 def test_planning_for_many_ranks_needs_few_calls_and_lines(scheme, size, most, fields, tables):
-    """Count function calls (about two million a second), because times depend on the load.
+    """Function calls are counted (about two million take a second), because times depend on the
+    load.
 
     ``scheme: auto`` plans and prices up to 16 layouts of all tables.
     """

@@ -1,5 +1,6 @@
-"""Tests that exported models equal their job, load with only torch, and support 8- and 16-bit
-rows."""
+"""Tests that exported models score as their job does, load with only torch, and support 8- and
+16-bit rows.
+"""
 
 import json
 import os
@@ -166,8 +167,9 @@ def test_an_exported_file_gives_the_logits_of_the_job_with_only_torch(ranks, tmp
 
 
 def _lists(world: World, folder):
-    """Return the same differences for lists with and without weights, fixed fields, means and
-    sums."""
+    """Return the differences of logits for lists with and without weights, fixed fields, means and
+    sums.
+    """
     manifest = load_manifest(folder / "set")
     data = DataConfig(path=folder / "set", batch_size=64, loader="memmap")
     config = replace(make_config("2", "adagrad", dtype="float32"), data=data, model=Pooled())
@@ -350,7 +352,7 @@ def test_an_exported_model_hashes_the_columns_of_the_set_itself(ranks, tmp_path)
 
 def test_the_error_of_8_bit_rows_is_at_most_half_a_step():
     weight = torch.randn(300, 16, generator=torch.Generator().manual_seed(1))
-    weight[7] = 0.25  # the quantization step of a constant row is 0
+    weight[7] = 0.25  # a constant row, whose quantization step is 0
     rows = make_rows("t", weight, "int8", torch.float32)
     assert {name: (list(t.shape), t.dtype) for name, t in rows.stored().items()} == {
         "/int8": ([300, 16], torch.uint8),

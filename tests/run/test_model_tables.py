@@ -1,6 +1,4 @@
-"""Tests ``model.fields`` and ``model.tables``: tables set by pattern, shared tables, and
-mistakes.
-"""
+"""Tests ``model.fields`` and ``model.tables``: options by pattern, shared tables, and mistakes."""
 
 from dataclasses import replace
 
@@ -18,8 +16,8 @@ from sbpflow.run.planning.kernels import _measurable
 from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import make_batches, make_config, pieces_of
 
-# The ids of ``make_batches`` are below 37 in C1, 11 in C2, 53 in C3 and 3 in C4; two crosses
-# follow.
+# The sizes fit ``make_batches``, whose ids are below 37 in C1, 11 in C2, 53 in C3 and 3 in C4; two
+# crosses follow.
 FIELDS = Fields(
     dense=("I1", "I2", "I3"),
     sparse=(
@@ -110,7 +108,7 @@ def test_fields_of_one_table_need_equal_numbers_of_rows():
 
 
 def test_kernels_are_requested_by_pattern():
-    """Tables with different kernels are stored separately; among patterns, the last match wins."""
+    """Tables with different kernels are stored separately; the last matching pattern wins."""
     pytest.importorskip("numba", reason="two kernels are needed")
     config = make_config("1", "adagrad", kernel="numba")
     patterns = {"*": "torch", "deep.*": "auto", "deep.sho?": "torch"}

@@ -1,4 +1,4 @@
-"""Tests the doctor's comparison of machines and links: each problem is named with its machine."""
+"""Tests how the doctor compares machines and links: each problem is reported with its machine."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def facts(**changes):
 
 
 def links(slow=None, *, hosts="abcd", directed=False):
-    """Return links of 1 GB/s, and slower ones of the host or pair ``slow``."""
+    """Return links of 1 GB/s, except for slower links of the host or pair ``slow``."""
     pairs = [(x, y) for x in hosts for y in hosts if x != y]
     is_slow = (lambda pair: pair == slow) if directed else (lambda pair: slow in pair)
     return {pair: Measured(0.1 if slow and is_slow(pair) else 1.0, 1e-4) for pair in pairs}
@@ -102,7 +102,7 @@ def test_names_that_lead_to_another_address_are_named():
     assert found.text.startswith("b resolves its own name m to 127.0.1.1, so sbpflow uses the")
     found = node_checks.names_finding(facts(**{"main addresses": "10.9.9.9"}), "main")
     assert "MASTER_ADDR main is 10.0.0.9 on a, 10.9.9.9 on b" in found.text
-    # on rank 0's own machine, a loopback address is normal
+    # a loopback address is normal on rank 0's own machine
     found = node_checks.names_finding(facts(**{"main addresses": "127.0.1.1"}), "main")
     assert found.state == "ok"
 

@@ -47,10 +47,10 @@ from tests.fixtures.facts import events, norms, row_digests, rows_of, tensor_dig
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
 EXPECTED = json.loads((OLD / "expected.json").read_text())
 LAYOUTS = EXPECTED["layouts"]
-# The files may be from a different CPU, on which exp and log differ in the last of 53 bits and sums
-# use a different order; a few training steps amplify the difference about 1e3 times.
+# The files may come from another CPU, where exp and log differ in the last of 53 bits and sums have
+# another order. A few training steps amplify these differences about 1e3 times.
 FLOAT64 = 1e-10
-# 8-bit rows and vectors: a value midway between two steps may be rounded either way.
+# For 8-bit rows and vectors: a value midway between two steps may be rounded either way.
 BFLOAT16 = 1e-3
 # The tolerance is for float32 logits, with sums in another order.
 FLOAT32 = 1e-5
@@ -125,8 +125,9 @@ def _go_on(world: World, name: str, steps: int, data: str = "set"):
 
 
 def _held(job):
-    """Return this rank's rectangles by name, as the full shape, and the position and values of each
-    part."""
+    """Return, by name, the full shape of each tensor, and the position and values of this rank's
+    parts.
+    """
     return {
         name: (
             tuple(tensor.shape),
@@ -178,7 +179,7 @@ def test_an_old_checkpoint_has_the_same_values_and_training_resumes(ranks, name,
 
 
 def test_state_per_column_shard_is_restored_only_to_equal_shards(ranks):
-    """The parameters include bfloat16 rows, which are exchanged as bfloat16."""
+    """The fixtures include bfloat16 rows, which are exchanged as bfloat16."""
     expected = LAYOUTS["per-shard"]
     results = ranks(2, _go_on, "per-shard", len(expected["losses"]))
     restored = whole([before for before, _, _ in results])

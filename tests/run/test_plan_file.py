@@ -77,8 +77,9 @@ def test_a_changed_plan_is_refused():
 
 
 def test_a_plan_whose_optimizers_have_every_constant_is_read():
-    """Older files contain the constants of all optimizers, because one class defined all
-    optimizers."""
+    """Older files contain the constants of all optimizers, because these were options of a single
+    class.
+    """
     plan = plan_of("3", dim=8)
     content = json.loads(plan_to_json(plan))
 

@@ -260,7 +260,7 @@ def test_predictions_of_several_ranks_equal_their_evaluation_bit_for_bit(
 
 
 def _slow(world: World, kind: str):
-    """Makes rank 0's work take longer than the interval between its reports."""
+    """Makes rank 0 take longer for a batch than the interval between reports."""
 
     def work():
         time.sleep(0.4)
@@ -324,12 +324,13 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys, m
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
     monkeypatch.setattr("sbpflow.data.load_manifest", None)
     with pytest.raises(ConfigError, match="a: already exists; use a new folder"):
-        export([*base, "--output", str(tmp_path / "a")])  # without reading a set
+        export([*base, "--output", str(tmp_path / "a")])  # refused before the set is read
 
 
 def test_a_few_rows_are_scored_without_compilers(run, tmp_path):
-    """Importing these packages would take longer than scoring; only lists of ids need numba's
-    loops."""
+    """Importing torch._dynamo, DALI, or FBGEMM would take longer than scoring; numba's loops are
+    needed only for lists of ids.
+    """
     source = write_csv(tmp_path / "one.csv", [row for row in table(9) if row["price"] != INF][:1])
     code = (
         "import sys\nfrom sbpflow.commands.predict import predict\npredict(sys.argv[1:])\n"

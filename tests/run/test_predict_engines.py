@@ -1,4 +1,4 @@
-"""Tests predictions that run as tasks on engines: files do not depend on workers, kills, or the
+"""Tests predictions that run as tasks on engines: the files do not depend on workers, kills, or the
 engine.
 """
 
@@ -56,6 +56,6 @@ def test_the_files_do_not_depend_on_workers_and_kills(run, folder, tmp_path, mon
     assert folder_bytes(tmp_path / "two") == folder_bytes(tmp_path / "one")
 
 
-def test_a_file_is_refused(run, folder, tmp_path):
+def test_an_output_file_is_refused_because_engines_write_folders(run, folder, tmp_path):
     with pytest.raises(ConfigError, match=r"s\.parquet must be a folder, .* --output .*/s$"):
         predict(words(run, folder / "new", tmp_path / "s.parquet", "--engine", "processes"))

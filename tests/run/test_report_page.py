@@ -135,7 +135,7 @@ def test_a_page_has_all_parts_and_loads_no_resources(tmp_path):
         "3.00 GiB",  # peak
         "model.embedding_dim",
         "32",
-        "C<1>",  # appears escaped in the page
+        "C<1>",  # must be escaped in the page
         "7.00 ms",
     ):
         assert part in page.texts, part

@@ -1,4 +1,4 @@
-"""Tests that a job's state has the same names, shapes and values on any number of ranks."""
+"""Tests that a job's state has the same names, shapes and values for any number of ranks."""
 
 import numpy as np
 import pytest

@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Uses ``kind`` to select the module; ``dropout`` applies to the plain module."""
+    """A model whose ``kind`` selects the module; ``dropout`` applies to the plain module."""
 
     name: str = "own"
     kind: str = "plain"
@@ -65,7 +65,7 @@ class Model:
             "compiled batch norm": lambda: torch.compile(
                 Net(norm=nn.BatchNorm1d), backend="aot_eager"
             ),
-            # aot_eager traces and runs without a compiler, as the default backend would with one.
+            # aot_eager traces like the default backend, but needs no compiler.
             "compiled": lambda: torch.compile(Net(), backend="aot_eager"),
             "apart": Apart,
             "in turn": InTurn,
@@ -103,7 +103,7 @@ class OddNorm(Net):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
         x = self.first(torch.cat([vectors["deep"], dense], 1))
-        if len(x) < BATCH:  # the dry run uses two rows of zeros
+        if len(x) < BATCH:  # not in the dry run, which uses two rows of zeros
             return self.last(x)
         return self.last(self.norm(x.t()).t())
 
@@ -189,7 +189,9 @@ def run(job: Job, world: World) -> list[float]:
 
 
 def expected(norm: type[nn.Module] = nn.LayerNorm) -> tuple[list[float], dict[str, Tensor]]:
-    """Train in plain torch: one process, dense tables, one optimizer; with buffers."""
+    """Train in plain torch (one process, dense tables, one optimizer); the result includes
+    buffers.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(stream_key(SEED, "module"))
         net = Net(norm=norm).double()
@@ -253,7 +255,7 @@ class InTurn(nn.Module):
 
 
 def test_transfers_of_batch_norms_are_in_the_plan():
-    """The plan must list transfers in the order of the calls, because a run executes its plan."""
+    """The plan must list transfers in the order of the calls, because a run executes the plan."""
     given = config("3", Model(kind="in turn"))
     _, plan = plan_run(given, FIELDS, world_size=2, device_type="cpu")
     found = [(step.id, step.total_bytes) for step in plan.dense_forward]
@@ -401,7 +403,7 @@ def run_example(num_ranks: int) -> str:
 
 
 def run_example_here(world: World) -> str:
-    """Run the example on existing ranks, replacing only its startup; return its output."""
+    """Run the example on existing ranks, with only its startup replaced; return its output."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
         patch.setattr(World, "start", lambda device: nullcontext(world))
         own_module.main()

@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_kernel_refuses_an_unknown_rule():
-    """The numba kernel gets a rule without a function for numba."""
+    """The numba kernel gets an optimizer rule that has no function for numba."""
     if find_spec("numba") is None:
         pytest.skip("numba is not installed")
 

@@ -39,8 +39,8 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
     """Check this rank's part of ``full`` with ``layout``; P parts must add up to ``full`` in each
     replica.
 
-    Whole numbers are compared exactly. ``tolerance`` is for functions such as exp, whose last bit
-    depends on an element's position in a vector register.
+    Whole numbers are compared exactly. ``tolerance`` allows for functions such as exp, whose last
+    bit depends on an element's position in a vector register.
     """
     assert part.device == world.device_of(layout), f"{what}: on {part.device}"
     part = part.cpu()
@@ -58,7 +58,7 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
         return
     replicas, mine = _cells(world.rank, layout, Broadcast)
     terms, my_term = _cells(world.rank, layout, (Split, Partial))
-    # Compute the sum of terms for each replica, and the sum of replicas for each term.
+    # For each replica, sum its terms; for each term, sum its replicas.
     sums = torch.zeros((len(replicas) + len(terms), *full.shape), dtype=torch.float64)
     if inside:
         oracle.cut(sums[mine], extent).add_(part)
@@ -67,19 +67,20 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
     for replica, total in zip(replicas, sums, strict=False):
         right = _same(total, full.double(), tolerance)
         assert right, f"{what}: terms of replica {replica} do not add up"
-    if inside:  # ranks that differ only along B have equal terms: each term equals their mean
+    # Ranks that differ only along B axes have equal terms, so each term equals their mean.
+    if inside:
         mean = oracle.cut(sums[len(replicas) + my_term], extent) / len(replicas)
         assert torch.allclose(mean, part.double()), f"{what}: replicas of a term differ"
 
 
 def _check_extremum(world, part, layout, full, what):
-    """Check that each replica's extremum over the terms is the value, and that replicas of a term
+    """Check that the extremum over each replica's terms is the value, and that replicas of a term
     are equal.
     """
     sign = 1.0 if oracle.reduction(layout) == "max" else -1.0
     replicas, mine = _cells(world.rank, layout, Broadcast)
     terms, my_term = _cells(world.rank, layout, (Split, Partial))
-    # Compute the maximum of each replica, and for each term its maximum and the maximum of -term.
+    # Compute each replica's maximum, and each term's maximum and minimum (as the maximum of -term).
     best = torch.full((len(replicas) + 2 * len(terms), *full.shape), -torch.inf).double()
     extent = oracle.extent(layout, full.shape, world.rank) if mine is not None else None
     if extent is not None:
@@ -98,7 +99,7 @@ def _check_extremum(world, part, layout, full, what):
 
 
 def _cells(rank, layout, kinds):
-    """Return the coordinates along all axes with an sbp of ``kinds``, and the coordinate of
+    """Return all coordinates along the axes whose sbp is one of ``kinds``, and the coordinate of
     ``rank``.
     """
     sizes = [
@@ -118,8 +119,8 @@ def _same(a, b, tolerance):
 
 
 def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, products=None):
-    """Check values, local parts, names and bytes of the forward, and the exact gradient and adjoint
-    identity of the backward.
+    """Check the forward's values, local parts, collectives and bytes, and the backward's exact
+    gradient and adjoint identity.
 
     The two inner products of the identity are added to ``products``, for ``check_products`` to
     compare. The gradient of P(max) has the placement of the terms, because it comes from a consumer
@@ -175,8 +176,7 @@ def check_traffic(world, meter, steps, what):
     mine = [step for step in steps if step.group_of(world.rank)]
     assert meter.names == [step.collective for step in mine], f"{what}: ran {meter.names}"
     planned = sum(step.bytes_sent(world.rank) for step in mine)
-    # The ring of an all-reduce divides sizes unevenly, so the error is less than one element per
-    # rank.
+    # An all-reduce's ring may divide sizes unevenly; the difference is below one element per rank.
     assert abs(meter.bytes_sent - planned) < 16 * (1 + len(mine)), f"{what}: {meter.calls}"
 
 
@@ -200,9 +200,8 @@ def _propagate(world, x, y, grad_layout, cotangent, what):
 
 
 def check_holders(world, x, y, shares, cotangent, what):
-    """Check dL/dx for L = <y, c> and x of P(max): the first term with the extremum gets all of c.
-
-    The gradients of copies along B axes add up to c.
+    """Check dL/dx for L = <y, c> and x in P(max): the first term that has the extremum gets all of
+    c, and gradients of copies along B axes add up to c.
     """
     _, gradient = _propagate(world, x, y, y.layout.dual(), cotangent, what)
     assert gradient.shape == x.part.shape, f"{what}: a gradient of {list(gradient.shape)}"
@@ -249,7 +248,7 @@ def one_axis(dims, partial=True):
 
 
 # The collectives on gloo between two layouts on one placement of several ranks. The table is
-# written by hand, for readers and as the expected result of any change to the planner.
+# written by hand: it informs readers and must hold after any change to the planner.
 NONE, GATHER, EXCHANGE, REDUCE = [], ["all_gather"], ["all_to_all"], ["all_reduce"]
 SAME_PLACEMENT = {
     ("S", "S"): NONE,

@@ -1,8 +1,8 @@
 """Simulates all ranks of a world in one process: runs every rank's compiled programs and emulates
 collectives.
 
-The simulator covers worlds larger than the machine and missing backends; the real executor has its
-own tests.
+Use it for worlds larger than the machine and for missing backends; the real executor has its own
+tests.
 """
 
 import torch
@@ -51,7 +51,7 @@ def run_step(step, parts):
 
 
 class Lender:
-    """Lends buffers that contain garbage, like reused buffers."""
+    """Lends buffers filled with garbage, as reused buffers may be."""
 
     def take(self, shape, like):
         return like.new_full(shape, 77)

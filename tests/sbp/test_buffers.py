@@ -41,10 +41,9 @@ def test_a_part_is_overwritten_only_if_donated(ranks):
 
 
 def _results_kept(world):
-    """Convert all pairs twice, with different values in between; the first results must not
-    change."""
+    """Convert between all pairs twice, with different values; the first results must not change."""
     boxing = Boxing(world)
-    usual, staging.MIN_BYTES = staging.MIN_BYTES, 1  # every buffer is lent
+    usual, staging.MIN_BYTES = staging.MIN_BYTES, 1  # lend buffers of every size
     kept = []
     for factor in (1.0, 2.0):
         full = torch.arange(35.0).view(7, 5) * factor
@@ -70,7 +69,7 @@ def test_staging_buffers_are_reused_and_released(monkeypatch):
     assert (first.shape, first.dtype) == ((50, 100), torch.float64)
     second = loan.take((50, 100), torch.empty(0, dtype=torch.float64))
     assert second.data_ptr() != first.data_ptr()
-    assert loan.take((10,), first).numel() == 10  # too small to keep
+    assert loan.take((10,), first).numel() == 10  # too small to be kept for reuse
     loan.give_back()
     assert pool.kept_bytes == 80_000
     again = pool.loan().take((9000,), torch.empty(0, dtype=torch.int32))
@@ -85,8 +84,9 @@ def test_staging_buffers_are_reused_and_released(monkeypatch):
 
 @contextlib.contextmanager
 def _own_terms(apart):
-    """Convert once with each rank's own terms omitted from the exchange, and once with the usual
-    threshold."""
+    """Convert once with each rank's own terms left out of the exchange, and once with the usual
+    threshold.
+    """
     usual = boxing_program.APART_BYTES
     boxing_program.APART_BYTES = 0 if apart else usual
     try:

@@ -43,7 +43,7 @@ def _across_devices(world, src_ranks, dst_ranks):
 
 
 def _dropped(world, shape):
-    """Return the dropout of ones, and its gradient."""
+    """Return dropout applied to ones, and its gradient."""
     boxing = Boxing(world)
     layout = Layout(Placement.of("cuda", [0]), parse_nd_sbp("B"))
     part = torch.ones(shape, device=world.device, requires_grad=True)

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 
-# ``sbpflow.tensor.ops.dropout`` as an attribute is the function, so import the module by name.
+# The attribute ``sbpflow.tensor.ops.dropout`` is the function, so import the module by name.
 dropout = import_module("sbpflow.tensor.ops.dropout")
 # On CPU, the kernel runs in the interpreter (see tests/conftest.py); on a GPU, it is compiled.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -75,5 +75,5 @@ def test_the_triton_kernel_equals_the_torch_kernel(shape, held, dtype, monkeypat
     assert torch.equal(made == 0, expected == 0)
     if dtype == torch.float32:
         assert torch.equal(made, expected)
-    else:  # the interpreter truncates float32, but a GPU rounds
+    else:  # the interpreter truncates float32, where a GPU rounds
         torch.testing.assert_close(made, expected, rtol=2**-7, atol=0)

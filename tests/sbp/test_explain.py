@@ -1,9 +1,9 @@
-"""Tests that the bytes that ``explain`` shows for the schemes equal their derivations, by backend.
+"""Tests that ``explain`` shows, for each scheme and backend, the bytes that the derivations give.
 
-A batch consists of B rows with f = 26 deep columns of d = 16, and 2 wide columns summed to one
-number; there are p ranks. Sums are over all ranks, with 4 bytes per number. The published
-comparison gives 2 D (p-1) / p for the deep table of scheme 2, which contradicts its own derivation,
-and counts ids including each rank's own copy.
+On p ranks, a batch consists of B rows with f = 26 deep columns of d = 16, and 2 wide columns summed
+to one number. Sums are over all ranks, with 4 bytes per number. The published comparison gives 2 D
+(p-1) / p for the deep table of scheme 2, which contradicts its own derivation, and also counts each
+rank's own copy of the ids.
 """
 
 import pytest
@@ -23,9 +23,9 @@ FIELDS = Fields.of(
     {"C1xC2": 1000, "C3xC4": 1000},
 )
 D = B * F * D_EACH * 4  # the deep vectors
-WIDE = B * 4  # the wide sums
+WIDE = B * 4  # the sums of the wide columns
 MLP = 4 * (HIDDEN * (F * D_EACH + DENSE + 1) + HIDDEN * (HIDDEN + 1) + HIDDEN + 1)
-LOSS = 4  # sent with the gradients
+LOSS = 4  # the loss, reduced with the gradients
 
 
 def derived(scheme, p):
@@ -37,9 +37,9 @@ def derived(scheme, p):
     deep = {"1": 2 * D * (p - 1) // p, "2": 2 * D * (p - 1)}
     if scheme in deep:
         return ids + wide + deep[scheme] + dense
-    # In the worst case of scheme 3, every id is requested from another rank, its row is received,
-    # and its gradient is sent. Ids are sent only once, because the owner keeps the ids for the
-    # gradients. Counts: 2 groups, p x (p-1) int64.
+    # In scheme 3's worst case, every id is sent to another rank, its row is received, and its
+    # gradient is sent. The owner keeps the ids for the gradients, so they are sent only once.
+    # Counts add p x (p-1) int64 for each of 2 groups.
     rows = D + CROSSES * WIDE
     return B * (F + CROSSES) * 4 + 2 * rows + dense + 2 * 8 * p * (p - 1)
 

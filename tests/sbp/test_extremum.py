@@ -44,7 +44,7 @@ def _reduced(world, ranks):
         best = plain.amax(dim)
         weights = torch.arange(1.0, 1 + len(best), dtype=torch.float64)
         (best * weights).sum().backward()
-        # each value occurs in some cases
+        # Each value occurs in some cases.
         for dst in list(_destinations(grid))[number % 3 :: 3]:
             x = GlobalTensor.from_full(full, Layout(grid, nd_sbp), boxing).requires_grad_()
             y = ops.reduce_max(x, [dim])
@@ -65,7 +65,7 @@ def test_a_replicated_maximum_counts_only_once_on_every_grid(ranks, ranks_of):
 
 
 def _terms(world, ranks, op):
-    """Use leaves that are already P(max): terms with ties, where the first term gets the whole
+    """Convert leaves that are already P(max), with ties; the first of equal terms gets the whole
     gradient.
     """
     boxing = Boxing(world)
@@ -127,8 +127,7 @@ def test_converting_to_a_maximum_and_back_is_the_identity(ranks, ranks_of):
 
 
 def _promised(world, grad_sbp):
-    """Return the gradient that a single process would compute, or half of this gradient, on each
-    rank."""
+    """Return on each rank the gradient that a single process would compute, or half of it."""
     boxing = Boxing(world)
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp("P(max)"))
     part = torch.tensor([1.0, 2]) if world.rank else torch.tensor([3.0, 1])

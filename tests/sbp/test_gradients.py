@@ -117,8 +117,9 @@ def _overrides(world):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_grad_sbp(ranks, world_size):
-    """The gradient must be exact in the layout that the consumer declares, for every legal
-    choice."""
+    """For every legal choice, the gradient must be exact in the layout that the consumer
+    declares.
+    """
     ranks(world_size, _overrides)
 
 
@@ -150,7 +151,7 @@ def test_grad_sbp_on_a_grid(ranks):
 )
 @pytest.mark.parametrize("trains", [True, False])
 def test_impossible_gradient_layouts_are_refused(src, dst, grad_sbp, message, trains):
-    """Illegal layouts are refused on every rank, even if no tensor requires a gradient."""
+    """An illegal grad_sbp is refused on every rank, even if no tensor requires a gradient."""
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(src))
     part = torch.empty(layout.part_shape((4, 4), 0), device="meta", requires_grad=trains)
     x = GlobalTensor(part, layout, (4, 4), DryBoxing(2))
@@ -172,8 +173,8 @@ def _second_derivative(world, src, dst):
     ("src", "dst"), [("S(0)", "B"), ("B", "S(0)"), ("P(max)", "B"), ("S(0)", "P(max)")]
 )
 def test_a_second_derivative_is_refused(ranks, src, dst):
-    """The refusal also covers other terms of a sum; first derivatives work with and without
-    create_graph.
+    """The error is raised even if other terms have a derivative; first derivatives work with and
+    without create_graph.
     """
     ranks(2, _second_derivative, src, dst)
 
@@ -262,8 +263,9 @@ def test_ranks_without_a_part_declare_requires_grad(ranks):
 
 @pytest.mark.checked
 def test_ranks_with_different_requires_grad_are_named(ranks):
-    """Every rank raises an error at the conversion; without the checked mode, the other ranks would
-    wait."""
+    """In checked mode, every rank raises an error at the conversion; otherwise, the other ranks
+    would wait.
+    """
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _starts_outside, {})
     assert len(caught.value.errors) == 3
@@ -274,8 +276,9 @@ def test_ranks_with_different_requires_grad_are_named(ranks):
 
 
 def _outside_unchecked(world):
-    """Without checked mode, rank 2 raises an error with advice; in this test, the other ranks do
-    not wait."""
+    """Without checked mode, only rank 2 raises the error; in this test, the other ranks do not
+    wait.
+    """
     world.checked = False
     try:
         if world.rank == 2:
@@ -307,12 +310,14 @@ def _plain(world, side):
 
 @pytest.mark.parametrize("side", [4, 1200])
 def test_boxing_has_no_autograd(ranks, side):
-    """Neither a slice of a part that requires grad nor a received part has history."""
+    """Neither a slice of a part that requires grad nor a received part may have autograd
+    history.
+    """
     ranks(2, _plain, side)
 
 
 def _sync(world, grid, specs, bucket_bytes):
-    """Sync several parameters; the synced gradient of sum(c * w) must be c."""
+    """Sync the gradients of several parameters; the synced gradient of sum(c * w) must be c."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", grid)
     parameters, cotangents = [], []
@@ -350,8 +355,7 @@ def test_buckets_have_a_size(ranks):
 
 
 def test_buckets_on_a_grid(ranks):
-    """The three (S, B) parameters share a bucket, (B, B) uses another bucket, and (S, S) needs no
-    bucket."""
+    """The three (S, B) parameters share one bucket, (B, B) has another, and (S, S) needs none."""
     assert ranks(4, _sync, [[0, 1], [2, 3]], GRID_SPECS, 1 << 20) == [["all_reduce"] * 2] * 4
 
 
@@ -390,8 +394,8 @@ def test_the_holder_of_a_maximum_gets_the_gradient(ranks, dst, names):
         dst = (Split(0, (1, 0, 1)),)
     values = ranks(3, _extremum, "max", dst)
     assert [n for n, _ in values] == [names] * 3
-    # Ties: ranks 1 and 2 have (0, 0), ranks 0 and 1 have (0, 1), ranks 0 and 2 have (1, 1); the
-    # first wins.
+    # Two ranks share each maximum: ranks 1 and 2 at (0, 0), 0 and 1 at (0, 1), 0 and 2 at (1, 1).
+    # The first one gets the gradient.
     assert [g for _, g in values] == [
         [[0, 10], [0, 1000]],
         [[1, 0], [0, 0]],
@@ -457,7 +461,7 @@ def _extremum_elsewhere(world, src, dst):
 
 @pytest.mark.parametrize("src", ["S(0)", "B", "P", "P(max)", "P(min)"])
 def test_conversions_to_a_maximum_have_gradients(ranks, src):
-    """Values are sent once, or not at all if the new owner already has them."""
+    """Values are sent once, or not at all if the new owner already stores them."""
     names = [] if src == "B" else ["all_to_all"]
     assert ranks(3, _extremum_elsewhere, src, "P(max)") == [names] * 3
 

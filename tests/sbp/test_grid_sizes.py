@@ -1,7 +1,7 @@
 """Tests ops on grids with explicit sizes and with one dim split by two axes.
 
 Candidate layouts that do not fit the shape are ignored: for any legal operand layouts, an op finds
-a layout that fits, and its value equals the plain op's value.
+one that fits, and its value equals that of the plain op.
 """
 
 import itertools
@@ -34,7 +34,9 @@ PLACEMENTS = [Placement("cpu", tuple(range(math.prod(shape))), shape) for shape 
 
 @st.composite
 def layouts(draw, placement, shape, learns):
-    """Sample any layout that a user may give, with explicit sizes on any axis and at any depth."""
+    """Sample any layout that a user may give, with explicit sizes on any axis, also in nested
+    splits.
+    """
     nd_sbp = []
     lengths = [{length} for length in shape]  # sizes of the pieces that the previous axes leave
     for parts in placement.shape:
@@ -94,7 +96,7 @@ def test_no_legal_operands_are_refused(name):
 
 @st.composite
 def reshapes(draw):
-    """Sample two shapes with the same number of elements, which may be zero or one."""
+    """Sample two shapes with equal numbers of elements, including zero and one."""
     factors = draw(st.lists(st.sampled_from([0, 1, 2, 2, 3, 5, 7]), min_size=1, max_size=4))
 
     def grouped():
@@ -114,7 +116,9 @@ def reshapes(draw):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_reshape_of_any_layout(data):
-    """The kernel reshapes the part on every rank; if a split is kept, its rows are kept, too."""
+    """Every rank reshapes only its own part, so a reshape that keeps a split must keep each rank's
+    rows.
+    """
     old, new = data.draw(reshapes())
     placement = data.draw(st.sampled_from(PLACEMENTS))
     layout = data.draw(layouts(placement, old, True))
@@ -126,7 +130,7 @@ def test_any_reshape_of_any_layout(data):
         part = torch.empty(layout.part_shape(old, rank), device="meta")
         y = ops.reshape(GlobalTensor(part, layout, old, boxing), new)
         assert y.shape == new
-        # The kernel reshaped the operand's part under the operand's converted layout.
+        # The part was reshaped after converting the operand to this layout.
         before = boxing.trace[-1].dst if boxing.trace else layout
         values = oracle.cut(full, oracle.extent(before, old, rank)).reshape(-1)
         expected = oracle.cut(full.reshape(new), oracle.extent(y.layout, new, rank)).reshape(-1)
@@ -156,9 +160,9 @@ def _reshape(world, cases):
 
 
 RESHAPES = [
-    # 6 is split as 3, 3 and then as 2, 1; equally, 12 is split as 6, 6 and then as 4, 2.
+    # Splitting 6 gives 3, 3 and then 2, 1; likewise, 12 gives 6, 6 and then 4, 2.
     ((6, 2), -1, "(S(0), S(0))", "(S(0), S(0)[4, 2])"),
-    # Pieces 3, 2 become 21, 14, but 21 is split as 14, 7 and 14 as 7, 7, so no sizes fit both.
+    # Pieces 3, 2 become 21, 14. But 21 is then split as 14, 7 and 14 as 7, 7, so no sizes fit both.
     ((5, 7), -1, "(S(0), S(0))", None),
     ((8, 3), -1, "(S(0), S(0))", "(S(0), S(0))"),
     ((6, 2), 12, "(S(0)[4, 2], S(0))", "(S(0)[8, 4], S(0))"),
@@ -223,7 +227,9 @@ def _fits(nd_sbp, full, differentiable):
 
 
 def test_sizes_that_do_not_add_up_are_refused_on_every_rank():
-    """The sizes are refused even on a rank outside the placement, which has no part to compare."""
+    """Wrong sizes are refused even on a rank outside the placement, which has no part to
+    compare.
+    """
     layout = Layout(Placement.of("cpu", GRID), parse_nd_sbp("(S(0), S(0)[4, 2])"))
     text = re.escape("the sizes of S(0)[4, 2] sum to 6, but the length of the dim is 3")
     for rank in (0, 4):

@@ -82,7 +82,9 @@ def test_dtensor_chunks_become_explicit_sizes(ranks):
 
 
 def _short(world):
-    """Convert dims with fewer rows than ranks, which DTensor allows, from DTensor and back."""
+    """Convert from DTensor and back if a dim is smaller than the number of ranks, which DTensor
+    allows.
+    """
     boxing = Boxing(world)
     line = Placement.line("cpu", 4)
     mesh = to_mesh(line)
@@ -112,7 +114,7 @@ def _agree(world, shape):
     full = whole_numbers(shape, torch.float64)
     for (a,), (b,) in itertools.product(one_axis([0, 1]), repeat=2):
         if isinstance(b, Partial):
-            continue  # DTensor divides by the number of ranks on the way into Partial
+            continue  # when converting to Partial, DTensor divides by the number of ranks
         ours = _lay_out(world, boxing, full, Layout(line, (a,)))
         theirs = DTensor.from_local(ours.part, mesh, _placements((a,)), run_check=False)
         moved = theirs.redistribute(mesh, _placements((b,))).to_local()

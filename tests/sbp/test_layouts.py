@@ -139,8 +139,9 @@ def test_different_layouts_print_differently():
     ids=repr,
 )
 def test_a_layout_may_be_given_as_text(written, nd_sbp):
-    """Layouts given as a string, an sbp or a list equal the layout given as a tuple, and have the
-    same hash."""
+    """A layout given as a string, an sbp or a list equals the one given as a tuple, and has the
+    same hash.
+    """
     line = Placement.line("cpu", 2)
     layout = Layout(line, written)
     assert layout == Layout(line, nd_sbp)
@@ -168,7 +169,7 @@ def test_numbers_may_come_from_arrays():
     assert json.dumps(Placement.of("cpu", [np.int64(2)]).nested()) == "[2]"
 
 
-def test_dual():
+def test_duals_of_layouts():
     assert [dual(s) for s in (S0, B, P)] == [S0, P, B]
     assert Layout(Placement.of("cpu", [[0, 1]]), (B, S1)).dual().nd_sbp == (P, S1)
     with pytest.raises(SbpError, match=r"P\(max\) is not linear and has no dual"):

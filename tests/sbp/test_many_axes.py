@@ -76,7 +76,8 @@ def _both(grid, values):
     return [(grid, nd) for nd in values if len(nd) == ndim]
 
 
-# The even shape covers no additional cases; the default is a twelfth of the uneven cases.
+# Even shapes would add no cases, so only an uneven shape is tested: by default, a twelfth of its
+# cases.
 @pytest.mark.parametrize(
     ("shape", "share"),
     [
@@ -124,7 +125,7 @@ def test_three_axes(ranks):
 
 
 def test_large_tensors_take_the_route_that_sends_least():
-    """First reducing to one split sends (p1 - 1) T; sending every term to all ranks would send p1 *
+    """Reducing to one split first sends (p1 - 1) T; sending every term to all ranks would send p1 *
     p2 * T.
     """
     src = _layout([0, 1], (Partial(),))

@@ -1,8 +1,7 @@
-"""Tests user mistakes with ops and dtypes: every rank raises one message that explains the
-solution.
+"""Tests user mistakes with ops and dtypes: every rank raises one message that says what to do.
 
-All ranks see the same shapes, dims and dtypes, but a value (such as an out-of-range id) is visible
-only to the ranks that store this value.
+All ranks see the same shapes, dims and dtypes, but only the ranks that store a value (such as an
+out-of-range id) see it.
 """
 
 import re
@@ -75,20 +74,22 @@ def wrong(text, call):
         ),
         wrong("concat: dim 2 is out of range", lambda: ops.concat([dry(3, 5)], 2)),
         wrong(
-            "reduce_sum: dims [1, -1] has dim 1 twice; list each once",
+            "reduce_sum: dims [1, -1] contains dim 1 twice; list each dim once",
             lambda: ops.reduce_sum(dry(5, 7), [1, -1]),
         ),
         wrong(
             "reduce_sum: dim 2 is out of range for GlobalTensor(float32[5, 7] B@[0, 1]); use 0..1",
             lambda: ops.reduce_sum(dry(5, 7), [2]),
         ),
-        wrong("reduce_mean: dims [0, 0] has dim 0 twice", lambda: ops.reduce_mean(dry(5), [0, 0])),
+        wrong(
+            "reduce_mean: dims [0, 0] contains dim 0 twice", lambda: ops.reduce_mean(dry(5), [0, 0])
+        ),
         wrong(
             "reduce_mean: dim 1 is out of range for GlobalTensor(float32[5] B@[0, 1]); use 0",
             lambda: ops.reduce_mean(dry(5), [1]),
         ),
         wrong(
-            "reduce_max: dims [0, 1, 0] has dim 0 twice",
+            "reduce_max: dims [0, 1, 0] contains dim 0 twice",
             lambda: ops.reduce_max(dry(5, 7), [0, 1, 0]),
         ),
         wrong("reduce_max: dim -3 is out of range", lambda: ops.reduce_max(dry(5, 7), [-3])),
@@ -366,7 +367,7 @@ BAD_IDS = {"too high": (3, 1, 7), "negative": (4, 0, -1), "first": (0, 0, 99)}
 
 
 def _look_up(world, table_sbp, ids_sbp, ranks, bad):
-    """Return this rank's error, if any, even if the rank has no ids."""
+    """Return this rank's error, if any; a rank without ids must raise it, too."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     row, column, value = bad
@@ -466,7 +467,9 @@ def _sizes_do_not_add_up(world):
 
 
 def test_sizes_are_checked_on_every_rank(ranks):
-    """Rank 2 must check the sizes, too: it has no part, and would wait in the next collective."""
+    """Rank 2 has no part, but must check the sizes, too, or it would wait in the next
+    collective.
+    """
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _sizes_do_not_add_up)
     assert len(caught.value.errors) == 3

@@ -1,4 +1,4 @@
-"""Tests that a small Wide & Deep on logical tensors gives the same losses and weights on any number
+"""Tests that a small Wide & Deep on global tensors gives the same losses and weights on any number
 of ranks.
 
 Only the layouts differ: the schemes of the WDL article, and an MLP with column-parallel and
@@ -32,8 +32,7 @@ LAYOUTS = {
 
 
 def _model(x, ids, dense, seed=None):
-    """Return the logits [BATCH, 1]; the code requests only the two conversions of vectors
-    explicitly."""
+    """Return the logits [BATCH, 1]; ops insert all conversions except the two of the vectors."""
     deep = ops.gather(x["deep"], ids, id="deep").to("S(0)", id="deep/vectors")
     features = ops.concat([ops.flatten(deep, 1), dense], 1)
     hidden = ops.relu(ops.linear(features, x["w1"], x["b1"], id="mlp.0"))
@@ -103,8 +102,7 @@ def train(world, *layouts):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
-    """Values are float64; the bound covers the effect of a different summation order in four
-    steps."""
+    """Values are float64; the bound covers sums in a different order over four steps."""
     ((losses, weights),) = ranks(1, train, *LAYOUTS["dp"])
     assert losses[0] != losses[-1]
     for other_losses, other_weights in ranks(world_size, train, *layouts):
@@ -114,8 +112,9 @@ def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
 
 
 def _traffic(world, *layouts):
-    """Return the logged traffic of one step, after checking that it agrees with the requests to
-    c10d."""
+    """Return the logged traffic of one step, after checking that it agrees with the calls of
+    c10d.
+    """
     lay = _layer(Boxing(world), world.device)
     parameters = _parameters(lay, layouts)
     sync = GradientSync(list(parameters.values()))

@@ -134,7 +134,7 @@ def test_the_sum_of_interactions_of_a_half_type_is_float32():
 @pytest.mark.parametrize("low", [False, True], ids=["full rank", "low rank"])
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
 def test_cross_layers_by_blocks_of_rows(low, half):
-    """Compare three layers over several blocks of rows with autograd through whole tensors."""
+    """Compare three layers computed in several blocks of rows with autograd over whole tensors."""
     shapes = [(5, 9), (9, 5), (9,)] if low else [(9, 9), (9,)]
     values = torch.Generator().manual_seed(3)
     dtype = torch.float64 if half is None else torch.float32

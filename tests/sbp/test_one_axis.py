@@ -29,8 +29,9 @@ def test_same_placement(ranks, line):
 
 
 def convert_apart(world, *case):
-    """Convert like ``convert_all``, but let every piece that stays on its rank bypass the
-    buffers."""
+    """Convert like ``convert_all``, but copy every piece that stays on its rank directly, without
+    buffers.
+    """
     usual, boxing_program.APART_BYTES = boxing_program.APART_BYTES, 0
     try:
         return convert_all(world, *case)
@@ -77,7 +78,7 @@ def test_placement_relations(ranks, src, dst):
     ranks(4, convert_all, src, dst, one_axis([0, 1]), [(5, 7), (8, 4)], ["float64"])
 
 
-def test_later_dims(ranks):
+def test_conversions_of_dims_beyond_the_second(ranks):
     values = one_axis([2, 3])
     shapes = [(4, 4, 5, 7)]
     ranks(4, convert_all, [0, 1, 2, 3], [0, 1, 2, 3], values, shapes, ["float64"],
@@ -86,7 +87,7 @@ def test_later_dims(ranks):
 
 
 @pytest.mark.parametrize("shape", [(8, 0, 4), (5, 0, 7), (0, 4)], ids=str)
-def test_no_elements(ranks, shape):
+def test_conversions_of_tensors_without_elements(ranks, shape):
     values = one_axis([0, 1, len(shape) - 1])
     expected = {(str(a), str(b)): [] for (a,) in values for (b,) in values}
     ranks(4, convert_all, [0, 1, 2, 3], [0, 1, 2, 3], values, [shape], ["float64"], expected)
@@ -125,6 +126,6 @@ def test_dtype_that_gloo_cannot_reduce(ranks):
     ranks(3, convert_all, [0, 1, 2], [0, 1, 2], values, [(5, 7)], ["int16"], expected)
 
 
-def test_bool(ranks):
+def test_conversions_of_bool_tensors(ranks):
     values = one_axis([0, 1], partial=False)
     ranks(3, convert_all, [0, 1, 2], [0, 1, 2], values, [(5, 7)], ["bool"])

@@ -1,8 +1,8 @@
 """Tests that every op, for every combination of operand layouts, equals the plain torch op,
 including gradients.
 
-The signature tables are written by hand, so removing or adding a signature needs a change here.
-Each signature is also run without any traffic.
+The signature tables are written by hand, so removing or adding a signature requires a change here.
+Each signature is also checked to run without traffic.
 """
 
 import inspect
@@ -45,13 +45,13 @@ def running_of(x):
 
 
 def _dots(x):
-    """Compute products pair by pair, by rows of the lower triangle."""
+    """Compute dot products pair by pair, in row order of the lower triangle."""
     pairs = [(i, j) for i in range(x.shape[1]) for j in range(i)]
     return torch.stack([(x[:, i] * x[:, j]).sum(1) for i, j in pairs], 1)
 
 
 def _cross(x, *weights):
-    """Apply one layer: w, b or v, w, b."""
+    """Apply one cross layer with tensors w, b or v, w, b."""
     *lower, upper, bias = weights
     entering = x @ lower[0].T if lower else x
     return x * (entering @ upper.T + bias) + x
@@ -61,7 +61,7 @@ def _sum_of_dots(x):
     return _dots(x).sum(1, keepdim=True)
 
 
-# maps names to (op on global tensors, op on plain tensors, shapes); "ids" marks integer operands
+# name: (op on global tensors, op on plain tensors, shapes); "ids" marks integer operands.
 OPS = {
     "matmul": (ops.matmul, torch.matmul, [(5, 7), (7, 6)]),
     "linear": (ops.linear, F.linear, [(5, 7), (6, 7)]),
@@ -171,7 +171,7 @@ def _lay_out(world, boxing, full, layout, seed):
 
 
 def _run_combinations(world, name, ranks, combinations):
-    """Run all combinations of one nd-sbp per operand; return the number of combinations."""
+    """Run ``combinations``, each with one nd-sbp per operand; return how many there are."""
     boxing = Boxing(world)
     placement = Placement.of("cpu", ranks)
     expected, cotangent, gradients = _reference(name)
@@ -195,7 +195,7 @@ def _run_combinations(world, name, ranks, combinations):
                 got = operand.part.grad
                 assert got is not None, f"{what}: an operand without gradient"
                 dual = operand.layout.dual()
-                # Halves of whole numbers add up exactly; functions such as tanh do not.
+                # Halves of whole numbers add up exactly; results of functions such as tanh do not.
                 check_parts(world, got, dual, gradient, f"gradient of {what}", tolerance)
     return len(combinations)
 
@@ -273,7 +273,7 @@ def test_signatures_match_the_table(name, monkeypatch):
     placement = Placement.line("cpu", 2)
     for text in SIGNATURES[name].split("; "):
         if "S(1)" in text and any(s == (7, 1) for s in OPS[name][2]):
-            continue  # a column of labels cannot be split along its second dim
+            continue  # labels have a single column, which cannot be split
         given, output = text.split(" -> ")
         boxing = DryBoxing(2)
         operands = dry_operands(
@@ -322,8 +322,8 @@ def legal_signatures(name):
 
 
 def _price(operand, target):
-    """Return the bytes for converting an operand to a signature; None if the operand would become P
-    or does not fit.
+    """Return the bytes for converting an operand to a layout; None if the operand would become P or
+    does not fit.
     """
     sbp = operand.layout.nd_sbp[0]
     if target == Partial() != sbp:
@@ -342,7 +342,9 @@ def _price(operand, target):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_no_legal_signature_is_cheaper(name, size):
-    """Check all combinations of layouts against the table above; no operand may become P."""
+    """Check that every combination of layouts uses the cheapest signature of the table; no operand
+    may become P.
+    """
     placement = Placement.line("cpu", size)
     for combination in itertools.product(*(_values(name, n) for n in range(len(OPS[name][2])))):
         boxing = DryBoxing(size)
@@ -354,7 +356,7 @@ def test_no_legal_signature_is_cheaper(name, size):
         best = min(sum(each) for each in prices if None not in each)
         OPS[name][0](*operands)
         spent = sum(step.total_bytes for step in boxing.trace)
-        # A linear op may also return P and add its bias later, if this order sends fewer bytes.
+        # A linear op may also return P and add its bias later, if that sends fewer bytes.
         assert spent <= best if name == "linear_bias" else spent == best, combination
         assert not any(
             oracle.has_partial(step.dst) and not oracle.has_partial(step.src)
@@ -363,7 +365,9 @@ def test_no_legal_signature_is_cheaper(name, size):
 
 
 def test_every_op_is_compared_with_plain_torch():
-    """Every op must be compared in this file, or in the files for masks, extrema and dtypes."""
+    """Every op must be compared with torch in this file or in those for masks, extrema and
+    dtypes.
+    """
     public = {
         name
         for name, value in vars(ops).items()
@@ -439,7 +443,7 @@ def _dropped(world, nd_sbp, seed):
     x = GlobalTensor.from_full(torch.ones(64, 32), layout, boxing).requires_grad_()
     kept = ops.dropout(x, 0.25, seed)
     kept.part.sum().backward()
-    assert torch.equal(x.part.grad, kept.part)  # the gradient has the same mask and factor
+    assert torch.equal(x.part.grad, kept.part)  # the gradient of ones is the same mask and factor
     again = ops.dropout(x, 0.25, seed)
     assert torch.equal(kept.part, again.part)
     assert ops.dropout(x, 0.25, seed, training=False) is x

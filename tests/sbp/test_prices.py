@@ -22,7 +22,7 @@ from tests.meter import Meter
 from tests.oracle import line_layout
 
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
-# divisible by 2, 3 and 4, and so large that bytes, not calls, determine the route
+# divisible by 2, 3 and 4; so large that bytes, not calls, determine the route
 SHAPE = (768, 1536)
 T = 768 * 1536 * 4
 
@@ -109,7 +109,7 @@ def test_partial_to_split_uses_the_best_collective_of_the_backend(backend, colle
 
 
 def _scheme(table_sbp, p, batch, fields, width, backend):
-    """Return the bytes of a table's traffic in a step: ids to B, vectors to S(0), and the vectors'
+    """Return the bytes that a step sends for a table: ids to B, vectors to S(0), and the vectors'
     adjoint.
     """
     line = Placement.line("cpu", p)
@@ -131,7 +131,7 @@ def test_schemes_cost_what_their_derivations_say(p, backend):
     2, and 2 D (p-1) / p for deep tables of scheme 1.
 
     D is the full vector tensor. The published comparison gives 2 D (p-1) / p for deep tables of
-    scheme 2, which contradicts its own derivation. Ids cost B f (p-1), without each rank's own
+    scheme 2, which contradicts its own derivation. Ids cost B f (p-1), not counting each rank's own
     copy.
     """
     batch, fields, width = 1024, 26, 16
@@ -198,8 +198,8 @@ def _carry(world, a, b, repeats):
 )
 @pytest.mark.parametrize(("a", "b"), [(S0, S1), (S0, B), (S1, B), (P, S0), (P, B)], ids=str)
 def test_loopback_traffic_matches_the_plan(ranks, a, b):
-    """The plan, wrapped c10d calls and the interface's counters agree within 2 %, including link
-    headers.
+    """The plan, the wrapped c10d calls, and the interface's counters, which include link headers,
+    agree within 2 %.
 
     Other traffic on lo can only increase a measurement, so the test takes the best attempt.
     """

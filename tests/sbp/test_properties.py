@@ -121,8 +121,9 @@ def test_plans_are_chains_whose_bytes_add_up(case):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(case=cases(6))
 def test_closed_form_bytes_equal_the_sum_over_transfers(case):
-    """A plan sends bytes if and only if there is a transfer. On one axis, transfers are not
-    listed."""
+    """A plan must send exactly the bytes of the transfers between ranks, and none if there are
+    none.
+    """
     src, dst, shape, dtype = case
     expected = dict.fromkeys(range(6), 0)
     for move in find_moves(src, dst, shape):
@@ -193,7 +194,7 @@ def test_any_conversion_on_real_ranks(ranks, world_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ten_thousand_gradients_on_real_ranks(ranks, world_size):
-    """Run a third of the conversions for each number of ranks."""
+    """Each number of ranks runs a third of the conversions."""
     tried = _convert_any(ranks, world_size, 1500, FLOATS)
     assert tried >= 3334, f"only {tried} of the cases drawn fill their ranks"
 
@@ -209,7 +210,7 @@ def _fills(case):
 
 
 def test_the_simulator_detects_errors():
-    """A wrong part on one rank must be detected, which proves that the property above can fail."""
+    """A wrong part on one rank must be detected, so the property test can fail."""
     line = Placement.line("cpu", 3)
     src, dst = Layout(line, (Split(0),)), Layout(line, (Broadcast(),))
     full = whole_numbers((5, 2), torch.float64)

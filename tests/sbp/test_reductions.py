@@ -1,4 +1,4 @@
-"""Tests reductions in dtypes whose sums overflow and in dtypes without addition."""
+"""Tests reductions in dtypes whose sums may overflow and in dtypes without addition."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_a_mean_of_half_types_does_not_overflow(ranks, sbp, dtype, dims):
 
 def test_terms_of_a_mean_have_its_dtype(ranks):
     for _, _, sent in ranks(2, _mean, "S(0)", "float16", 0):
-        assert sent == 16 * 2  # each rank sends half of its 16 terms and half of the result
+        assert sent == 16 * 2  # each rank sends half of its 16 terms, then half of the result
 
 
 def _loss(world, sbp):
@@ -80,7 +80,7 @@ def test_a_loss_of_many_half_logits_is_finite(ranks, sbp):
     expected = F.binary_cross_entropy_with_logits(logits.double(), labels.double()).item()
     assert F.binary_cross_entropy_with_logits(logits, labels, reduction="sum").isinf()
     for loss in ranks(2, _loss, sbp):
-        # The losses of the elements are also rounded, all in the same way.
+        # Losses of single elements are rounded, too, all in the same way.
         assert loss == pytest.approx(expected, rel=2 * HALF_ULPS * torch.finfo(torch.float16).eps)
 
 
@@ -110,7 +110,7 @@ def _any(world, nd_sbp, ranks, dims, dtype):
     ],
 )
 def test_bool_maximum_without_partial(ranks, ranks_, nd_sbp, dims):
-    """The dtype bool does not support P(max), so S or B is chosen."""
+    """bool does not support P(max), so another layout is chosen."""
     expected = _flags().amax(() if dims is None else dims).tolist()
     size = 4 if isinstance(ranks_[0], list) else 2
     assert ranks(size, _any, nd_sbp, ranks_, dims, "bool") == [expected] * size

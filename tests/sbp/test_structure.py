@@ -11,7 +11,7 @@ from sbpflow.tensor import ops
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ["sbp", "boxing", "runtime", "tensor"]
-BESIDE = {  # tools around a run
+BESIDE = {  # these are not part of a run
     "runtime/compute/doctor",
     "runtime/compute/versions",
     "runtime/processes/launch",
@@ -22,7 +22,7 @@ LAYER = [
     for path in sorted((ROOT / "sbpflow" / room).rglob("*.py"))
     if (name := str(path.relative_to(ROOT / "sbpflow").with_suffix(""))) not in BESIDE
 ]
-# These value modules may be imported without torch.distributed or any tensor.
+# Modules of plain values: they must not need torch.distributed or any tensor.
 PURE = ["sbp.sbp", "sbp.placement", "sbp.layout", "errors"]
 COLLECTIVES = {"all_to_all_single", "all_reduce", "all_gather_single", "reduce_scatter_single",
                "all_gather", "broadcast", "reduce", "scatter", "gather", "isend", "irecv",
@@ -98,7 +98,7 @@ def _is_property(node):
 
 
 def test_values_do_not_import_torch():
-    """Layouts must work without torch, for example in a config check."""
+    """Layouts must work without importing torch, for example to check a configuration."""
     names = ", ".join(f"sbpflow.{name}" for name in PURE)
     code = f"import sys, {names}; print('torch' in sys.modules)"
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""Tests the world, the communication log, the checked mode, and how conversions start and wait."""
+"""Tests the world, the communication log, the checked mode, and starting and waiting for
+conversions.
+"""
 
 import os
 import sys
@@ -142,7 +144,7 @@ def test_all_ranks_end_when_one_raises(ranks):
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _one_raises)
     assert "the table deep.C3 has no rows" in caught.value.errors[1]
-    assert ranks(3, _rank) == [0, 1, 2]  # a fresh set of ranks
+    assert ranks(3, _rank) == [0, 1, 2]  # the pool has been rebuilt
 
 
 def _dies(world):
@@ -211,7 +213,9 @@ def _one_refuses(world):
 
 
 def _one_refuses_many_sizes(world):
-    """Return the result of comparing a step of 16 ranks with explicit sizes on two ranks."""
+    """Let two ranks compare their plans of a step on 16 ranks with explicit sizes; return the
+    result.
+    """
     sizes = tuple(100_000 + n for n in range(16))
     src, dst = line_layout("cpu", 16, Split(0, sizes)), line_layout("cpu", 16, S1)
     step = f"all_to_all, 123 bytes, {src} -> {dst} torch.float32[{sum(sizes)}, 64], channel main"

@@ -131,7 +131,7 @@ def make_set(
 
 
 def crowded_keys() -> list[int]:
-    """Return keys of one bucket, of at most 17 digits."""
+    """Return keys with at most 17 digits that are all in one bucket."""
     keys = unmix(first_address(130) + torch.arange(2000)).tolist()
     return [key for key in keys if abs(key) < 10**17]
 
@@ -139,7 +139,7 @@ def crowded_keys() -> list[int]:
 def drifting_rows(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
     """Return ``good_rows`` whose shops and cities come and go; some occur only once.
 
-    Later shops need the rows of earlier shops. Only later cities are missing.
+    Later shops take over the rows of earlier ones. Cities are missing only in later rows.
     """
     rows, shops = good_rows(num_rows, seed), crowded_keys()
     for number, row in enumerate(rows):
@@ -154,7 +154,9 @@ def drifting_rows(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
 
 
 def make_keyed_set(folder: Path, rows: int = 900) -> Path:
-    """Prepare ``drifting_rows`` with keys, but with vocabularies for ``more`` and ``score``."""
+    """Prepare ``drifting_rows`` with keys, except for ``more`` and ``score``, which have
+    vocabularies.
+    """
     keys = "--keys", "city,shop,tags,genre,cityxshop"
     return make_set(folder, *keys, rows=drifting_rows(rows))
 

@@ -1,4 +1,6 @@
-"""Tests that a bundle encodes rows exactly as ``sbpflow encode``, with numpy and compiled."""
+"""Tests that a bundle encodes rows exactly as ``sbpflow encode`` does, with numpy and with compiled
+loops.
+"""
 
 import csv
 import tempfile
@@ -47,7 +49,7 @@ def encoder_of(manifest, growing, folder, loops=None) -> Encoder:
 
 
 def saved_keys(manifest) -> dict[str, SavedKeys]:
-    """Return every second key of each field with keys, as if the others had no rows."""
+    """Return every second key of each keyed field, as if the other keys had no rows."""
     growing = {}
     names, matrix, lists = batch_of(manifest, "train")
     for field in manifest.fields:
@@ -61,7 +63,9 @@ def saved_keys(manifest) -> dict[str, SavedKeys]:
 
 
 def batch_of(manifest, split):
-    """Return the columns of the matrix, the matrix, and the values and lengths of each list."""
+    """Return the names of the matrix's columns, the matrix, and the values and lengths of each
+    list.
+    """
     size = manifest.splits[split]
     loader = open_loader(manifest, split=split, batch_size=size, backend="memmap", shuffle="none")
     (batch,) = loader.epoch(0)
@@ -88,7 +92,7 @@ def ids_of(field, values, growing):
 
 
 def found(rule, cell, *more):
-    """Return the result of a rule of ``cells``, None for missing, and "misfit"."""
+    """Apply a rule of ``cells``; return its result, None for a missing value, or "misfit"."""
     if cells.is_missing(cell):
         return None
     try:
@@ -176,7 +180,7 @@ GOOD = {"hex": ["05db9164", "FFFFFFFF", "00000000", ""], "integer": ["7", "-12",
 
 @st.composite
 def tables(draw):
-    """Draw a schema, options of prepare, good rows to train on, and any rows to encode."""
+    """Sample a schema, options of prepare, good rows to train on, and arbitrary rows to encode."""
     dense = {f"d{n}": each for n, each in enumerate(draw(st.lists(DENSE, max_size=3)))}
     singles = {
         f"s{n}": {"kind": k} for n, k in enumerate(draw(st.lists(KIND, min_size=1, max_size=3)))
@@ -209,7 +213,7 @@ def tables(draw):
         options += ["--crosses", "none"]
     keyed = draw(st.lists(st.sampled_from(can_have_keys), unique=True)) if can_have_keys else []
     hashed = {"s0"} if "--hash-size" in options else set()
-    if {*can_have_keys, *singles} - hashed - {*keyed} and keyed:  # a field has a vocabulary
+    if {*can_have_keys, *singles} - hashed - {*keyed} and keyed:  # some field has a vocabulary
         options += ["--keys", ",".join(keyed)]
     good = {name: st.sampled_from(values) for name, values in cells_of.items()}
     rows = draw(st.lists(st.fixed_dictionaries(good), min_size=12, max_size=24))
@@ -300,7 +304,7 @@ def check_equal(got, batch, manifest, growing):
 
 @pytest.fixture(scope="module")
 def plain_encoders(tmp_path_factory):
-    """Return encoders with and without compiled loops, of a set without lists."""
+    """Return encoders with and without compiled loops for a set without lists."""
     folder = tmp_path_factory.mktemp("plain")
     dense = {"whole": {"kind": "integer"}, "real": {}}
     dense = {name: {"transform": "identity", **spec} for name, spec in dense.items()}

@@ -1,4 +1,6 @@
-"""Tests which version a server uses when deltas and bundles appear, or are damaged or repaired."""
+"""Tests which version a server uses when deltas and bundles appear, are damaged, or are
+repaired.
+"""
 
 import json
 import os
@@ -94,7 +96,7 @@ def test_a_rewritten_chain_is_loaded_from_its_base(chain):
     shutil.rmtree(chain.bundle / "deltas")
     anew = Chain(chain.bundle, load(chain.bundle))
     anew.write(7)
-    anew.write(8)  # its predecessor is not the delta that was applied
+    anew.write(8)  # its predecessor is not the applied delta
     assert follower.poll()
     assert events[0] == "delta_errors"
     assert same(follower, anew)

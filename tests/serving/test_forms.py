@@ -1,4 +1,4 @@
-"""Tests the optional files of a bundle: machine code and ONNX, with the weights as inputs."""
+"""Tests a bundle's optional files, machine code and ONNX, which have the weights as inputs."""
 
 import json
 import shutil

@@ -232,8 +232,10 @@ def test_a_bundle_needs_only_torch_and_numpy(exported, prepared, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_whole_model_takes_keys(exported, prepared, tmp_path):
-    """``model.pt2`` looks keys up by their addresses, and the scorer in hash tables."""
+def test_model_pt2_and_the_scorer_accept_keys(exported, prepared, tmp_path):
+    """``model.pt2`` finds keys by their addresses, and the scorer in hash tables; both must give
+    the run's scores.
+    """
     folder, _ = exported
     for name in ("wdl", "wide", "own"):
         export(folder / name / "run", config(prepared, name), tmp_path / name, pt2=True)

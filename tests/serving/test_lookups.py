@@ -14,7 +14,9 @@ LOOKUPS = [Lookup("a", 0, 20, (0, 1), False), Lookup("b", 20, 30, (2, 4), False)
 
 
 def stores():
-    """Return a store, and two versions with changed rows, of which the second has older slots."""
+    """Return a store and two versions of it with changed rows; the second version has older
+    slots.
+    """
     values = torch.arange(ROWS * DIM, dtype=torch.float32).view(ROWS, DIM)
     store = Store([values], torch.float32)
     first = store.with_rows(torch.tensor([3, 20, 49]), torch.full((3, DIM), -1.0))
@@ -22,7 +24,7 @@ def stores():
 
 
 def gathered(store, ids, policy="error"):
-    """Return the vectors by the loops, after comparing them with torch's."""
+    """Return the vectors that the loops gather, after comparing them with torch's."""
     encoded = Encoded(ids, np.empty((len(ids), 0), np.float32))
     found = [
         Gather(LOOKUPS, loops)(store, ids, encoded, policy)[0] for loops in (encoder_loops, None)

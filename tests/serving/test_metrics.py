@@ -11,7 +11,7 @@ COLUMNS = {"a": ["I1", "C1"], "b": ["C1"]}
 
 
 def values(text: str) -> dict[str, float]:
-    """Return the numbers of Prometheus' text format by name and labels, as a scraper reads them."""
+    """Parse Prometheus' text format as a scraper does; return the numbers by name and labels."""
     found: dict[str, float] = {}
     kinds: dict[str, str] = {}
     for line in text.splitlines():
@@ -34,7 +34,7 @@ def test_the_counts_of_all_processes_are_added_up():
     metrics = Metrics(COLUMNS, 2)
     for number in (0, 1, 1):
         pid = os.fork()
-        if not pid:  # a worker, or its replacement
+        if not pid:  # in a child: a worker or its replacement
             counts = metrics.worker(number)
             counts["a"].answer(200, 0.0006)
             counts["a"].answer(400, 2.0)
@@ -74,5 +74,5 @@ def test_a_value_on_a_bound_is_in_the_bucket_of_the_bound(size):
     counts = Metrics({"a": []}, 1).worker(0)["a"]
     counts.observe("score", np.full(size, 0.5, dtype=np.float32))
     counts.answer(200, LATENCIES[2])
-    assert counts.histograms["score"][7] == size  # 0.5 is bound 7
+    assert counts.histograms["score"][7] == size  # 0.5 is the upper bound of bucket 7
     assert counts.histograms["request_seconds"][2] == 1

@@ -39,7 +39,7 @@ def server(exported):
 
 
 def rows_of(model: Model, count: int, seed: int = 3) -> list[dict]:
-    """Return rows as JSON has them, with the columns that the model needs."""
+    """Return rows as in JSON, with the columns that the model needs."""
     names = [column.name for column in model.columns if column.required]
     rows = [{name: row[name] for name in names} for row in good_rows(2 * count, seed)[:count]]
     bad = (float("inf"), float("nan"))
@@ -175,7 +175,7 @@ def test_a_refused_large_request_gets_its_answer_on_a_connection_that_stays_usab
 
 def test_answers_do_not_wait_for_acknowledgments(server):
     found = send_load(server.port, [request("/none", b"")], 0.5, 1)
-    assert found.latency.min() < 0.03  # a delayed acknowledgment takes 0.04
+    assert found.latency.min() < 0.03  # seconds; a delayed acknowledgment takes 0.04
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,12 @@ def test_metrics_count_what_the_server_did(exported, model):
     rows[0]["city"] = "a city that no row has"
     bundle = exported / "model"
     with serving(f"a={bundle}", f"b={bundle}", "--shadow", "b", workers=2) as server:
-        for _ in range(10):  # each worker answers some of them
+        for _ in range(10):  # so many that each worker answers some
             assert server.request("POST", "/score", json.dumps(rows), JSON).status == 200
         server.request("POST", "/score", "[{}]", JSON)
         server.request("GET", "/nothing")
         deadline = Deadline(20)
-        while True:  # scores of the shadow model and counts come after the response
+        while True:  # the shadow model and the counts are updated after the response
             found = values(server.request("GET", "/metrics").body.decode())
             counted = 'sbpflow_requests_total{model="",status="404"}' in found
             if counted and found['sbpflow_shadow_rows_total{model="a"}'] == 60:
@@ -281,7 +281,7 @@ def test_deltas_are_applied_and_faults_keep_the_model(chain, model):
         assert np.allclose(scores_of(server, rows), second.score(rows), rtol=0, atol=1e-6)
         key = 'sbpflow_staleness_seconds{model="a"}'
         assert found[key] > before[key]
-        time.sleep(0.3)  # the error is reported once, not at each poll
+        time.sleep(0.3)  # several polls, which must not report the error again
         later = values(server.request("GET", "/metrics").body.decode())
         assert later['sbpflow_delta_errors_total{model="a"}'] == 1
         printed = stop(server)
@@ -290,7 +290,7 @@ def test_deltas_are_applied_and_faults_keep_the_model(chain, model):
 
 
 def damage_next(chain: Chain) -> None:
-    """Publish a delta whose values are damaged, as one rename."""
+    """Publish a delta with damaged values by renaming its folder."""
     folder = chain.bundle / "deltas"
     hidden = chain.bundle.with_name("hidden")
     shutil.copytree(chain.bundle, hidden)
@@ -314,7 +314,7 @@ def test_a_newer_bundle_replaces_the_older_one_and_its_deltas(chain, model, expo
         content["origin"]["step"] = 9
         (partial / "model.json").write_text(json.dumps(content))
         partial.rename(newer)
-        shutil.rmtree(chain.bundle)  # as `export --follow` does
+        shutil.rmtree(chain.bundle)  # `export --follow` removes the old bundle
         wait_for(server, load(newer))
         assert np.allclose(scores_of(server, rows), model.score(rows), rtol=0, atol=1e-6)
         last = Chain(newer, load(newer)).write(4)
@@ -324,7 +324,7 @@ def test_a_newer_bundle_replaces_the_older_one_and_its_deltas(chain, model, expo
 
 @pytest.mark.slow
 def test_every_answer_is_one_version_while_deltas_faults_and_kills_happen(chain, model, tmp_path):
-    """The short form of ``benchmarks.serving soak``."""
+    """A short version of ``benchmarks.serving soak``."""
     bodies = [json.dumps(rows_of(model, count, seed)).encode() for count, seed in ((1, 3), (7, 4))]
     sent = [request("/score", body, JSON) for body in bodies]
     sent += [request("/score", b"{", JSON), request("/none", b""), b"GARBAGE\r\n\r\n"]
@@ -366,7 +366,7 @@ def test_requests_in_flight_are_answered_after_sigterm(exported, model):
     with serving(exported / "model") as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
             connection.sendall(sent[:-5])
-            time.sleep(0.3)  # the worker has the headers
+            time.sleep(0.3)  # the worker has read the headers
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.3)
             connection.sendall(sent[-5:])

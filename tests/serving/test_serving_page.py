@@ -1,4 +1,6 @@
-"""Tests the commands of docs/serving.md from a finished run to an answer, and the manifest."""
+"""Tests the commands of docs/serving.md, from a finished run to an answer, and the page's
+manifest.
+"""
 
 import shlex
 import shutil

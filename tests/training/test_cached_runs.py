@@ -12,7 +12,8 @@ from sbpflow.commands.export import export
 from sbpflow.commands.predict import predict
 from tests.training.test_resume import CONFIG, events, interrupted, run, words
 
-# The configuration sets the kernel, because runs with different storage measure kernels again.
+# The kernel is fixed, because runs with different storage would measure and choose kernels
+# separately.
 COMMON = (
     *("parallel.kernel=numba", "train.accumulate=2", "optimizer.clip={norm: 0.5, rows: true}"),
     *("train.stop={metric: logloss, patience: 1, min_delta: 0.01}", "checkpoint.background=true"),

@@ -52,10 +52,11 @@ class FileStores:
 
 
 def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Train, save during training, and continue; then resume from the checkpoint of the other kind
-    of store."""
+    """Train, save during training, and continue; then resume from the checkpoint that the other
+    kind of store saved.
+    """
     found: list[dict[str, Any]] = []
-    # room for the rows of a step's two batches and, if rows are sent early, of the next batch
+    # Slots for the rows of a step's two batches and, if rows are sent early, of the next batch.
     slots = (2 + case.early) * 4 * BATCH
     cached = FileStores(folder / "scratch", slots)
     kinds = {"device": device_store, "file": cached}

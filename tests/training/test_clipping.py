@@ -18,11 +18,11 @@ from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import make_batches, make_config, make_job
 
-RATE = 0.1  # learning rate of both optimizers, in make_config
+RATE = 0.1  # learning rate of both optimizers in make_config
 
 
 def one_step(world: World, config: Config, together: int = 1) -> dict[str, Any]:
-    """Return the change of every full tensor in a step, by name, and the norm from the trainer."""
+    """Train a step; return the change of every full tensor by name, and the trainer's norm."""
     job = make_job(world, config)
     before = {name: whole(world, tensor) for name, tensor in job.state().items()}
     batches = [b.part(world.rank, world.size) for b in make_batches(3, 30)[:together]]

@@ -37,8 +37,9 @@ def early_config(config: Config, value: bool | str = True, **train: Any) -> Conf
 
 
 def run(world: World, config: Config, lookahead: int, per_step: int, clip: bool = False) -> Any:
-    """Return the outcome of steps of several batches with an evaluation in between, and the bytes
-    that this rank sent by transfer."""
+    """Train steps of several batches with an evaluation in between; return the results, and the
+    bytes that this rank sent by transfer.
+    """
     if clip:
         clipped = replace(config.optimizer, clip=ClipConfig(norm=0.05, rows=True))
         config = replace(config, optimizer=clipped)
@@ -102,7 +103,7 @@ def test_no_bit_changes_with_clipping_and_half_precision(ranks):
 
 
 def switching(world: World, config: Config, lookaheads: list[int], serial: bool) -> Any:
-    """Change the lookahead and the schedule from step to step, and drain the window twice."""
+    """Train with another lookahead and schedule in every step, and drain the window twice."""
     job = make_job(world, config)
     early, losses, batches = job.trainer.schedule, list[float](), parts(world)
     for number, batch in enumerate(batches):
@@ -156,7 +157,7 @@ ROWS = 6000
 
 
 def steady(world: World, config: Config) -> Any:
-    """Return the bytes of the plan's transfers and of the log, for one of many steps."""
+    """Return the bytes of each transfer in one of many steps, planned and logged."""
     spec, plan = plan_run(config, CLICKS, world_size=world.size, device_type="cpu")
     trainer = build_job(config, spec, plan, Boxing(world)).trainer
     sent, count = Counter[str](), 6
@@ -165,7 +166,7 @@ def steady(world: World, config: Config) -> Any:
         generator = torch.Generator().manual_seed(100 * number + world.rank)
         each = ROWS // world.size
         draws = torch.rand(each, len(CLICKS.ids), generator=generator) ** 3
-        # frequent rows are spread over the table, and so over the ranks
+        # Spread frequent rows over the table, and thus over the ranks.
         ids = (draws * torch.tensor([one.rows for one in CLICKS.ids])).int()
         ids = torch.stack(
             [(ids[:, n].long() * 7919 % f.rows).int() for n, f in enumerate(CLICKS.ids)], 1
@@ -174,7 +175,7 @@ def steady(world: World, config: Config) -> Any:
     for batch in batches:
         trainer.announce(batch)
     for number, batch in enumerate(batches[:count]):
-        world.log.enabled = number > 1  # the first two batches have fewer early rows
+        world.log.enabled = number > 1  # skip the first two batches, which have fewer early rows
         trainer.step(batch)
     world.log.enabled = False
     order = [record.step_id for record in world.log.records]
@@ -265,7 +266,7 @@ def test_auto_depends_on_the_price():
         ({"size": 1}, "a single rank sends no rows"),
     ],
 )
-def test_true_is_refused_if_nothing_can_be_early(change, message):
+def test_early_rows_true_is_refused_if_no_rows_can_be_early(change, message):
     config = make_config(change.get("scheme", "3"), "sgd")
     config = replace(config, parallel=replace(config.parallel, overlap=change.get("overlap", True)))
     train = {"lookahead": change["lookahead"]} if "lookahead" in change else {}
@@ -279,7 +280,7 @@ def test_true_is_refused_if_nothing_can_be_early(change, message):
     assert not any(group.early_rows for group in auto.embeddings.groups)
 
 
-def test_false_and_auto_for_cached_tables_send_no_early_rows(tmp_path):
+def test_no_early_rows_with_false_or_with_auto_for_cached_tables(tmp_path):
     config = make_config("3", "sgd", dtype="float32", dim=16)
     assert {g.reason for g in planned(early_config(config, False), SLOW).early_rows} == {
         "train.early_rows is false"
@@ -303,7 +304,7 @@ def test_false_and_auto_for_cached_tables_send_no_early_rows(tmp_path):
         ({"clip": ClipConfig(norm=1.0, rows=True)}, "optimizer.clip.rows is true"),
     ],
 )
-def test_true_is_refused_if_no_gradient_can_be_late(change, message):
+def test_late_gradients_true_is_refused_if_no_gradient_can_be_late(change, message):
     config, clip = make_config("3", "sgd"), change.pop("clip", None)
     config = replace(config, optimizer=replace(config.optimizer, clip=clip))
     train = {"early_rows": True, **change}
@@ -351,7 +352,9 @@ def test_rows_with_late_gradients_are_not_read(ranks):
 
 
 def accumulated(world: World, config: Config) -> str:
-    """Train pairs of batches, also as the last step; return the messages. Single batches train."""
+    """Train two batches per step, also as the last step; return the messages. Single batches
+    train.
+    """
     trainer, batches = make_job(world, config).trainer, parts(world)
     for batch in batches[:3]:
         trainer.announce(batch)

@@ -102,7 +102,7 @@ def check_float64(
             np.testing.assert_allclose(got, expected.detach().numpy(), rtol=0, atol=1e-9)
 
 
-# On one rank every scheme runs the same code, so one scheme is enough.
+# On one rank, every scheme runs the same code, so one scheme suffices.
 PLACES = [(1, "1"), *((2, scheme) for scheme in SCHEMES)]
 
 
@@ -146,7 +146,7 @@ def test_the_wide_part_can_have_its_own_optimizer(ranks, scheme, steps):
     check_float64(ranks, 3, config, "rowwise_adagrad", "sgd", steps)
     _, model = reference_run("rowwise_adagrad", "sgd", steps, wide)
     zeros = [int((table == 0).sum()) for _, table in model.wide.values()]
-    assert min(zeros) > 0  # FTRL with l1 sets some weights to zero
+    assert min(zeros) > 0  # with l1, FTRL sets some weights to exactly zero
     assert all((table != 0).all() for _, table in model.deep.values())
 
 
@@ -190,8 +190,7 @@ def test_ranks_without_a_column_train_like_one_process(ranks, sparse):
 
 @pytest.mark.parametrize("sparse", quick(SPARSE, lambda n: n > 1))
 def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
-    # As below, d = 8 because FBGEMM supports it, and sums differ by rounding errors of 1e-7 per
-    # step.
+    # FBGEMM supports d = 8; sums in a different order differ by 1e-7 per step.
     rules = columns_on_some_ranks(8)
     config = make_config("1", sparse, dtype="float32", dim=8, tables=rules)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
@@ -220,7 +219,7 @@ DENSE_LAYOUTS = {
 
 @pytest.mark.parametrize(("name", "world_size"), diagonal(list(DENSE_LAYOUTS), [2, 3]))
 def test_split_linears_train_like_one_process(ranks, world_size, name):
-    # mlp.2.weight is [1, 6]: "all rows" splits its six inputs
+    # mlp.2.weight is [1, 6]: "all rows" splits its six inputs.
     config = make_config("1", "sgd", dense_layouts=DENSE_LAYOUTS[name])
     results = ranks(world_size, train, config, 40)
     losses, _ = reference_run("sgd", "sgd", 40)

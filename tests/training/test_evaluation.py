@@ -1,5 +1,5 @@
-"""Tests normalized entropy, calibration, and AUC by histogram and by slices against brute force in
-float64.
+"""Tests normalized entropy, calibration, and AUC (by histogram and by slices) against brute force
+in float64.
 
 The oracles are loops over rows and pairs, which share no code with the product.
 """
@@ -105,11 +105,11 @@ def test_a_histogram_is_within_its_error_bound_and_has_the_exact_sums(monkeypatc
         assert evaluation.normalised_entropy == pytest.approx(want.normalised_entropy, rel=1e-12)
         assert sum(one.num_rows for one in evaluation.calibration) == 700
         assert len(evaluation.calibration) <= 20
-    assert evaluation.auc_error < 0.01  # only ties contribute to the error
+    assert evaluation.auc_error < 0.01  # only ties within a bin cause errors
 
 
 def test_the_error_bound_is_tight():
-    # one bin of 3 positives and 2 negatives; all pairs have the same order
+    # One bin of 3 positives and 2 negatives, with all pairs in the same order.
     assert auc_of_counts([3], [2]) == (0.5, 0.5)
     assert auc_of_counts([0, 4], [5, 0]) == (1.0, 0.0)
     area, bound = auc_of_counts([1, 2], [3, 1])
@@ -141,7 +141,7 @@ def test_groups_of_bins_take_all_rows():
 
 def test_slices_are_evaluations_of_their_rows():
     logits, labels, values = made_up(400)
-    labels[values == 25] = 0  # all rows with this value are negatives
+    labels[values == 25] = 0  # a slice with only negatives
     whole, *slices = slice_by(logits, labels, values, "C1", most=4)
     counts = {int(v): int((values == v).sum()) for v in set(values)}
     frequent = sorted(counts, key=lambda v: (-counts[v], v))[:4]
@@ -169,7 +169,7 @@ def test_score_options_do_not_depend_on_the_number_of_ranks(ranks):
     rows = sum(batch.batch_size for batch in make_batches(6, 31, seed=8))
     options = [
         ScoreOptions(slices={"C1": 0, "C2": 1}),
-        ScoreOptions(exact_rows=40),  # gathers one batch first
+        ScoreOptions(exact_rows=40),  # the first batch still fits
         ScoreOptions(exact_rows=0),
         ScoreOptions(max_rows=40),
     ]

@@ -9,7 +9,9 @@ from sbpflow.errors import ConfigError
 
 
 def two_runs_in_a_group(world, folder, data) -> str:
-    """Make two runs in the group of the ranks; return the error of a run with different seeds."""
+    """Make two runs in the ranks' existing group; return the error of a run with different
+    seeds.
+    """
     words = [f"data.path={data}", "data.batch_size=64", "model.hidden=[8]", "train.max_steps=3"]
     for run in ("a", "b"):
         run_rank("configs/scheme3.yaml", [*words, f"run.dir={folder}/{run}"])

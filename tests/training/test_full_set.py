@@ -118,8 +118,7 @@ class WeightedRows(Rows):
 
 
 def _weighted(world: World, scheme: str, repeat: bool):
-    """Return rows with weights 0, 1 and 2; with ``repeat``, use each row 0, 1 or 2 times
-    instead."""
+    """Return rows with weights 0, 1 and 2 or, with ``repeat``, each row 0, 1 or 2 times."""
     job = make_job(world, make_config(scheme, "sgd"))
     losses = []
     for batch in make_batches(5, 30)[:4]:
@@ -149,7 +148,7 @@ def test_weights_count_as_repeated_rows(ranks, scheme, size):
 
 
 def _batches_at_once(world: World, together: bool):
-    """Train on two weighted batches as one step, or on their rows as one batch."""
+    """Train on two weighted batches as one step, and on their rows as one batch."""
     job = make_job(world, make_config("2", "adagrad"))
     first, second = make_batches(6, 30)[:2]
     weights = torch.linspace(0, 2, 60)

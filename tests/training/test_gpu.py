@@ -68,8 +68,8 @@ def losses_of(world, config, warm_up_steps, steps):
 def check_graph(ranks, world_size, dense, steps):
     both = (ranks(world_size, losses_of, captured(dense), warm, steps) for warm in (3, steps))
     for graphed, plain in zip(*both, strict=True):
-        # Numbers are close but may differ: libraries may choose different kernels if less memory
-        # remains.
+        # Results are close but may differ, because libraries may choose other kernels if less
+        # memory is free.
         np.testing.assert_allclose(graphed, plain, rtol=1e-5)
 
 

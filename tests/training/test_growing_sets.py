@@ -169,7 +169,7 @@ def test_a_run_continues_on_rows_of_another_day(run):
 )
 def test_settings_are_checked_before_training(run, words, message):
     path = run / "first"
-    if message is None:  # a single rank needs no copies
+    if message is None:  # on one rank, nothing is copied
         assert start(run, path, "dp", "train.max_steps=2", *words) == 0
         return
     with pytest.raises(ConfigError, match=message):
@@ -185,7 +185,7 @@ def test_copies_of_growing_tables_are_refused(run):
 
 
 def remains(folder, arrays):
-    """Return the files that contain one of the byte strings."""
+    """Return the files that contain any of the byte strings."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return [path for path in files for array in arrays if array in path.read_bytes()]
 
@@ -224,12 +224,13 @@ def test_listed_keys_are_erased_from_the_files(run, tmp_path, capsys):
     (tmp_path / "keys.txt").write_text("4-5\n")
     with pytest.raises(ConfigError, match="field C3: '4-5' is not a value of kind hex"):
         checkpoint(words)
-    with pytest.raises(ConfigError, match="--field C99: does not grow"):  # before values are read
+    # The mistake is found before values are read.
+    with pytest.raises(ConfigError, match="--field C99: does not grow"):
         checkpoint([*words[:3], "C99", *words[4:]])
 
 
 def test_a_fitted_run_continues_with_keys(run, tmp_path):
-    """The run scores rows as before: known values have their rows, and others the rare row."""
+    """The run scores rows as before: known values use their rows, and other values the rare row."""
     fitted = make(tmp_path, "fitted", 1)
     words = ["--config", str(run / "run.yaml"), f"data.path={fitted}", "model.fields={}"]
     assert train.main([*words, f"run.dir={tmp_path / 'run'}"]) == 0
@@ -272,7 +273,9 @@ train: {log_every: 100, eval_every: 0}
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_keys_leave_by_the_event_time_of_the_rows(tmp_path, timed):
-    """Row i has time i and user i / 3, so no user returns, and only idle time evicts keys."""
+    """Row i has time i and user i / 3: no user returns, and keys are evicted only for being
+    idle.
+    """
     rows = "\n".join(f"{row % 2},{row}.5,u{row // 3},{row}" for row in range(2700))
     (tmp_path / "rows.csv").write_text(f"click,price,user,ts\n{rows}\n")
     text = "header: true\nseparator: ','\nlabel: click\ndense: {price: log1}\n"

@@ -37,7 +37,7 @@ PLACES = [*product(["dp", "1", "2", "3"], [2, 3]), ("mixed", 3)]
     ),
 )
 def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
-    """With float64 sums, the order does not change any rounding, so tables are bit-equal."""
+    """With float64 sums, their order changes no rounding, so tables are bit-equal."""
     one = ranks(1, train, half("dp", "float64", row_dtype=row_dtype), STEPS)[0]["losses"]
     tables = MIXED if scheme == "mixed" else None
     config = half("dp" if tables else scheme, "float64", tables, row_dtype)

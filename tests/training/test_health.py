@@ -72,7 +72,7 @@ def push_a_label_of_2(world: World) -> str:
 
 
 def test_a_label_that_is_neither_0_nor_1_ends_the_run(ranks):
-    """A shard has changed after preparation, but the loss looks normal."""
+    """A label of 2, from a shard that changed after preparation, leaves the loss plausible."""
     (message,) = ranks(1, push_a_label_of_2)
     assert message.startswith("step 9: the label in row 1 of rank 0's part of the batch is 2;")
     assert "sbpflow verify" in message
@@ -83,7 +83,7 @@ def push_a_dense_value_of_1e30(world: World) -> str:
     watch = LossWatch(Boxing(world), FIELDS.dense, ranges)
     batch = make_batches(1, 4)[0]
     batch.dense.clamp_(-2.0, 9.5)
-    batch.dense[0, 0] = 1e30  # the range of the column is not known
+    batch.dense[0, 0] = 1e30  # not reported: this column has no known range
     batch.dense[1, 1] = 9.5
     watch.push(8, torch.tensor(0.5), [batch])
     batch.dense[1, 1] = 1e30
@@ -146,7 +146,7 @@ def test_differences_list_five_keys_and_shorten_values():
     text = differences(both, [1])
     assert "400, 8, 1" in text
     assert "024, 200 on rank 1)" in text
-    assert text.count("...") == 3  # text is omitted before both values and after the first value
+    assert text.count("...") == 3  # text is left out before both values and after the first
     assert len(text) < 200
 
 
@@ -168,8 +168,9 @@ def hold(world: World, folder: Path) -> str:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_folders_in_use_are_refused_on_every_rank(ranks, tmp_path, world_size):
-    """Only rank 0 has the fault; without a check, the other ranks would wait in their next
-    collective."""
+    """Only rank 0 has the fault; if it were not shared, the other ranks would wait in their next
+    collective.
+    """
     first = RunLock(tmp_path, rank=0)
     for message in ranks(world_size, hold, tmp_path):
         assert message.startswith(f"run.dir: {tmp_path} is in use by another run")

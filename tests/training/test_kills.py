@@ -1,4 +1,6 @@
-"""Runs a short form of ``benchmarks/faults.py``: interrupt, kill and resume a run of two ranks."""
+"""Runs a short version of ``benchmarks/faults.py``: interrupts, kills and resumes a run of two
+ranks.
+"""
 
 import random
 import signal

@@ -138,8 +138,8 @@ def test_every_accumulated_batch_has_different_dropout_masks(ranks):
     one, three = ranks(2, mask_seeds, 1)[0], ranks(2, mask_seeds, 3)
     assert three[0] == three[1]
     assert len(set(three[0])) == len(set(one)) == 6
-    # The seed of a step's first batch equals the seed of a step with one batch, as in recorded
-    # results.
+    # A step's first batch has the seed of a step with one batch, so that recorded results stay
+    # valid.
     assert [three[0][0], three[0][3]] == one[:2]
     seed = make_config("dp", "sgd").run.seed
     assert one == [stream_key(seed, f"dropout/{step}") for step in range(1, 7)]

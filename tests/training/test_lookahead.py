@@ -48,7 +48,7 @@ def assert_same(found: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def train(world: World, config: Any, lookahead: int, overlapped: bool) -> Any:
-    """Return losses, and the id transfers in the order in which this rank started the transfers."""
+    """Return losses, and the id transfers in the order in which this rank started them."""
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     job.trainer.schedule = OVERLAPPED if overlapped else SERIAL
@@ -164,7 +164,7 @@ def test_a_bad_id_fails_in_its_own_step_regardless_of_announcements(ranks, looka
 
 
 def counted(world: World, config: Any, lookahead: int) -> list[list[int]]:
-    """After each of four steps, return the count of out-of-range ids that a save or a metric would
+    """Return, after each of four steps, the count of out-of-range ids that a save or a metric would
     read.
     """
     job = make_job(world, config)
@@ -212,7 +212,7 @@ def test_explain_shows_the_window_and_its_memory():
     assert found[4] == [5 * each for each in found[0]]
 
 
-def test_the_key_accepts_a_number_or_auto():
+def test_the_lookahead_key_accepts_a_number_or_auto():
     from sbpflow.config.parse import build
 
     assert build(TrainConfig, {}, {}).lookahead == "auto"

@@ -33,7 +33,7 @@ LABELS = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.floa
 
 
 def focal(logits: torch.Tensor, labels: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Compute equation 4 of the paper."""
+    """Compute the focal loss, equation 4 of the paper."""
     p = torch.sigmoid(logits)
     chance = torch.where(labels == 1, p, 1.0 - p)
     return -((1.0 - chance) ** gamma) * torch.log(chance)
@@ -89,7 +89,7 @@ def test_a_loss_equals_that_of_plain_torch(ranks, world_size, case):
     results = ranks(world_size, losses_of, config)
     logits = LOGITS.clone().requires_grad_()
     want = plain(logits, LABELS)
-    # The paper's formula loses precision far from the label, where our formula is exact.
+    # Far from the label, the paper's formula loses precision, but ours does not.
     near = LOGITS.abs() < 20
     (gradient,) = torch.autograd.grad(want[near].sum(), logits)
     got = np.concatenate([losses for losses, _ in results])
@@ -113,7 +113,7 @@ def train(world: World, config: Config) -> list[float]:
 
 
 def test_a_changed_loss_trains_equally_on_several_ranks(ranks):
-    """The model has split linears, and the plan has their conversions."""
+    """If linears are split, the plan must contain their conversions."""
     config = make_config("1", "sgd", dense_layouts={"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"})
     loss = LossConfig(positive_weight=2.0, focal_gamma=1.5)
     changed = replace(config, train=replace(config.train, loss=loss))
@@ -217,8 +217,8 @@ OWN = {
         # Each output uses one exchange, regardless of the rates.
         ("1", ["wide/reduce", "deep/columns"]),
         ("2", ["wide/reduce", "deep/reduce"]),
-        # Rows are exchanged from a store with one numbering, so a different rate needs a different
-        # group.
+        # Single rows are exchanged per store, and a store has one rate, so other rates need
+        # groups of their own.
         (
             "3",
             ["wide/unique.0", "wide/unique.1", "deep/unique.0", "deep/unique.1", "deep/unique.2"],

@@ -78,7 +78,7 @@ def test_torch_and_numpy_agree(dtype):
 @given(st.lists(st.tuples(st.floats(-30, 30), st.booleans()), min_size=1, max_size=30))
 def test_logloss_is_the_mean_of_minus_log_p(rows):
     expected = [math.log1p(math.exp(-s if y else s)) for s, y in rows]
-    # The tolerance is one rounding in log1p(exp()) here and one in logaddexp there
+    # one rounding in log1p(exp()) and one in logaddexp
     assert logloss(*arrays(rows)) == pytest.approx(math.fsum(expected) / len(rows), rel=1e-14)
 
 

@@ -59,7 +59,7 @@ MISTAKES = {
 
 @pytest.fixture
 def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the environment of rank 0 of 4; every mistake must be found before ranks connect."""
+    """Set the environment of rank 0 of 4; mistakes must be found before ranks connect."""
     for key, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -138,7 +138,7 @@ class Run:
     def end(self) -> str:
         text = output_of(self.process, 60)
         assert self.process.returncode != 0
-        assert "sbpflow/runtime/processes/launch.py" not in text, text  # a traceback of ours
+        assert "sbpflow/runtime/processes/launch.py" not in text, text  # no traceback of sbpflow
         return text
 
     def ranks(self) -> list[int]:
@@ -166,7 +166,7 @@ def training_run(synth_set: Path, folder: Path) -> Run:
     return run
 
 
-@pytest.mark.alone  # under load, ranks fail seconds apart, and the message then names ranks
+@pytest.mark.alone  # if ranks fail seconds apart, under load, the message names ranks
 def test_two_ranks_report_a_mistake_once(synth_set):
     output = Run(f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
     assert output.count("error: ") == 1
@@ -183,7 +183,7 @@ def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):
     output = run.end()
     assert output.count("error: ") == 1
     assert "error: rank 1 died" in output
-    # Either the broken transfer or torchrun reports the fault, whichever is first.
+    # Whichever comes first reports the fault: the broken transfer or torchrun.
     told_by = r"\(([\w./]+, (all_to_all|all_gather|all_reduce): |SIGTERM\))"
     assert re.search(told_by, output), output
 

@@ -77,7 +77,7 @@ def test_a_trace_has_every_move_with_its_bytes(ranks, tmp_path):
         sent = {one["id"] for event in timed for one in event["args"]["transfers"]}
         assert sent == set(result["planned"])
         assert any(event["name"].startswith("aten::") for event in trace["traceEvents"])
-        # The event of a move lies inside the event of its step.
+        # Events of moves lie inside the event of their step.
         step = next(e for e in trace["traceEvents"] if e.get("name") == "step 2")
         assert all(step["ts"] <= e["ts"] <= step["ts"] + step["dur"] for e in timed[: len(moves)])
         assert result["peak"] > 1 << 20

@@ -1,7 +1,7 @@
 """Tests a user's sparse optimizer, which consists of a module and a function for one kernel.
 
-The optimizer trains like a reference for every layout and exchange, and can be saved, restored,
-planned and priced. Kernels that do not support the optimizer are not chosen.
+It trains like a reference for every layout and exchange, and can be saved, restored, planned and
+priced. Kernels that do not support it are not chosen.
 """
 
 import json

@@ -43,7 +43,7 @@ def _single_steps(world, intervals):
 
 
 def _warnings(world, intervals, steps=20):
-    """Return the messages of rank 0 for given [(step_ms, data_ms, wait_ms) by rank]."""
+    """Return rank 0's messages for [(step_ms, data_ms, wait_ms) by rank]."""
     watch, messages = RankWatch(Boxing(world)), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

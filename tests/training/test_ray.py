@@ -51,7 +51,7 @@ def log_of(run: Path) -> Path:
 def ray_trainer(data: Path, run: Path, *more: str) -> Iterator["subprocess.Popen[str]"]:
     """Run the example with two workers; its output goes to the file ``log_of(run)``."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    # Ray starts workers with niceness 15, so on a busy machine they would not get to train.
+    # Ray starts workers with niceness 15, so on a busy machine they would get hardly any CPU.
     env |= {"RAY_RESULTS": str(run.parent / "ray"), "RAY_worker_niceness": "0"}
     command = [sys.executable, str(EXAMPLE), "--workers=2", "--cpus=0.5", *words(data, run), *more]
     with log_of(run).open("w") as log:
@@ -62,7 +62,7 @@ def ray_trainer(data: Path, run: Path, *more: str) -> Iterator["subprocess.Popen
         yield process
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the processes of the local Ray
+            os.killpg(process.pid, signal.SIGKILL)  # kills all processes of the local Ray
 
 
 def test_two_ray_workers_train_like_one_process(synth_set, tmp_path):

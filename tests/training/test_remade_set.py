@@ -93,5 +93,5 @@ def test_runs_of_earlier_versions_resume_only_on_their_data(sets, whole, tmp_pat
 
     monkeypatch.setattr(Trainer, "step", counted)
     assert run(sets / "one", tmp_path, *MORE) == 0
-    assert steps[0] == 8  # the run does not start from the beginning
+    assert steps[0] == 8  # the run continues from its checkpoint
     assert events(tmp_path) == whole

@@ -146,7 +146,7 @@ def test_a_folder_can_be_used_by_only_one_run_at_a_time(tmp_path):
         f"run.dir: {folder} is in use by another run (process {os.getpid()} on {platform.node()});"
     )
     assert f"run.dir={folder}-3)" in str(caught.value)
-    RunLock(folder, rank=1)  # another rank of the same run
+    RunLock(folder, rank=1)  # ranks other than 0 need no lock
     first.close()
     RunLock(folder, rank=0).close()
 
@@ -199,7 +199,7 @@ def test_resumed_runs_cut_later_metrics(tmp_path, caplog):
     writer = MetricsWriter(tmp_path, rank=0)
     writer.write("step", {"step": 1})
     length = writer.length
-    writer.write("step", {"step": 2})  # this step was trained, but not saved
+    writer.write("step", {"step": 2})  # a step after the last checkpoint
     writer.close()
     writer = MetricsWriter(tmp_path, rank=0, resumed=(1, length))
     assert writer.length == length
@@ -216,7 +216,7 @@ def test_resumed_runs_cut_later_metrics(tmp_path, caplog):
 def test_lines_are_valid_json_even_for_nan(tmp_path):
     writer = MetricsWriter(tmp_path, rank=0)
     writer.write("step", {"step": 1, "loss": float("nan"), "samples_per_s": float("inf")})
-    # read the file before close, because a killed run must keep its lines
+    # Read the file before it is closed: a killed run must keep its lines.
     text = (tmp_path / "metrics.jsonl").read_text()
     writer.close()
     line = json.loads(text)
@@ -275,7 +275,7 @@ def test_without_a_terminal_each_interval_logs_a_line(caplog):
     for step in range(1, 5):
         progress.advance(step)
     progress.interval(4, 0.25, 1234.0, {"data_ms": 1.5})
-    # 3 s for the 3 steps after the first step, so 6 s for the 6 remaining steps
+    # The 3 steps after the first took 3 s, so the 6 remaining steps take 6 s.
     expected = "step 4/10, loss 0.25000, 1,234 samples/s, data_ms 1.5, ETA 00:06"
     assert [record.getMessage() for record in caplog.records] == [expected]
 

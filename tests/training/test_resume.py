@@ -38,7 +38,7 @@ def words(synth_set, folder, *more):
         "train.log_every=1",
         "train.plateau={metric: logloss, patience: 1, factor: 0.5}",
         "checkpoint.every=4",
-        # otherwise the thread of a run that was not really killed continues
+        # The run is not really killed, so a background save would continue.
         "checkpoint.background=false",
         *more,
     ]
@@ -49,7 +49,7 @@ def run(synth_set, folder, *more):
 
 
 def interrupt(monkeypatch, step):
-    """Raise before the step, so that steps since the last checkpoint are lost."""
+    """Raise before step ``at``, so that steps since the last checkpoint are lost."""
     real = Trainer.step
 
     def until(self, batches):
@@ -107,7 +107,7 @@ def test_a_run_with_deltas_resumes_bit_for_bit(synth_set, whole, tmp_path, monke
         interrupted(synth_set, tmp_path, monkeypatch, at, *deltas)
     assert run(synth_set, tmp_path, *deltas) == 0
     assert events(tmp_path) == events(whole)
-    # The chain of deltas continues after interrupts: 2 is full, then 4, 6, 8; 10 is full, and so
+    # Chains of deltas continue after interrupts: 2 is full, 4 to 8 are deltas, 10 is full, and so
     # on.
     folder = tmp_path / "checkpoints"
     assert [path.name for path in list_checkpoints(folder)] == ["step-20", "step-18"]
@@ -168,7 +168,7 @@ def test_damaged_run_files_explain_how_to_recover(synth_set, tmp_path, monkeypat
         run(synth_set, tmp_path, "train.max_steps=6")
     assert not (tmp_path / "previous-1").exists()
     ways = [(tmp_path, "never"), (tmp_path / "b", str(tmp_path / "previous-1" / "checkpoints"))]
-    # the second run starts from the files that the first run moved aside
+    # the second run resumes from the checkpoints that the first run moved aside
     for folder, resume in ways:
         assert run(synth_set, folder, f"checkpoint.resume={resume}", "train.max_steps=6") == 0
 
@@ -181,7 +181,7 @@ def test_checkpoints_without_their_run_file_are_not_moved_aside(synth_set, tmp_p
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "train.max_steps=6")
     message = str(caught.value)
-    del caught  # the frames of the traceback keep the lock
+    del caught  # frees the run's lock, which the traceback keeps alive
     assert "run.json" in message
     assert f"checkpoint.resume={step}" in message
     assert "checkpoint.resume=never" in message
@@ -195,7 +195,7 @@ def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeyp
     with pytest.raises(ConfigError) as caught:
         run(synth_set, tmp_path, "run.seed=8", "optimizer.sparse.lr=0.5", "train.log_every=3")
     messages = str(caught.value)
-    del caught  # the frames of the traceback keep the lock
+    del caught  # frees the run's lock, which the traceback keeps alive
     assert "run.seed was 7 and is 8" in messages
     assert "optimizer.sparse.lr was 0.001 and is 0.5" in messages
     assert "log_every" not in messages
@@ -237,7 +237,7 @@ def test_the_best_checkpoint_survives_an_interruption(synth_set, tmp_path, monke
 
 def test_never_and_finished_runs_move_checkpoints_aside(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
-    # the file is from a save that was killed
+    # a killed save left this file
     (tmp_path / "checkpoints" / ".step-6.partial-0123456789").mkdir()
     assert run(synth_set, tmp_path, "checkpoint.resume=never", "train.max_steps=5") == 0
     assert (tmp_path / "previous-1" / "checkpoints" / "step-4" / "index.json").is_file()

@@ -88,7 +88,8 @@ def test_an_error_of_the_model_names_step_move_and_operation(synth_set, tmp_path
     real, steps = LayeredPart.forward, []
 
     def wrong(self, vectors, dense, **more):
-        steps.extend([] if dense.part.is_meta else ["step"])  # planning calls this function, too
+        # Planning also calls this function, with meta tensors.
+        steps.extend([] if dense.part.is_meta else ["step"])
         if len(steps) == 3:
             ops.matmul(dense, dense)
         return real(self, vectors, dense, **more)
@@ -184,7 +185,7 @@ def test_a_second_run_in_the_folder_of_a_first_is_refused(synth_set, tmp_path):
 
 
 class Recorder:
-    """The trainer, watch, reporter and loader interfaces, and records all calls."""
+    """Stands in for the trainer, watch, reporter and loader, and records all calls."""
 
     def __init__(self, steps: int) -> None:
         self.num_steps = steps
@@ -330,8 +331,9 @@ def test_hyperparameters_reach_the_optimizers():
 
 
 def memory(world: World, config: Config) -> tuple[dict[str, int], int, int]:
-    """Return this rank's memory according to ``explain``, and the actual memory of its tables and
-    dense parameters."""
+    """Return this rank's memory according to ``explain``, and the memory that its tables and dense
+    parameters take.
+    """
     job = make_job(world, config)
     job.trainer.step(make_batches(2, 30)[0].part(world.rank, world.size))
     dense = sum(p.part.numel() * p.part.itemsize for p in job.model.parameters.values())

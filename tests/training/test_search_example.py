@@ -52,7 +52,7 @@ def test_a_search_runs_prunes_and_continues(synth_set, tmp_path):
     }
     assert set(first.intermediate_values) >= {2, 4, 6, 8}
 
-    # Add three better trials, so that the next real trial is pruned, and a trial that was killed.
+    # Add three better trials, so that the next real trial is pruned, and an unfinished trial.
     for _ in range(3):
         better = dict.fromkeys(first.intermediate_values, 0.99)
         study.add_trial(
@@ -64,7 +64,7 @@ def test_a_search_runs_prunes_and_continues(synth_set, tmp_path):
             )
         )
     killed = study.ask(first.distributions)
-    # the trial ends only if it is pruned
+    # so the trial can end only by being pruned
     tree["train"] |= {"max_steps": 100_000, "epochs": 100_000}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     output = search(tmp_path, 5)

@@ -55,8 +55,9 @@ def job_of(world: World, case: Case, addresses: list[str], secret: Path) -> Job:
 def train_both_ways(
     world: World, case: Case, addresses: list[str], secret: Path, folder: Path
 ) -> list[dict[str, Any]]:
-    """Train and save with rows on the device and on servers. Resume each from the checkpoint of
-    the other, with one server less."""
+    """Train and save with rows on the device and with rows on servers; resume each from the other's
+    checkpoint, with one server less.
+    """
     found: list[dict[str, Any]] = []
     places = {"device": [], "servers": addresses}
     for name, servers in places.items():
@@ -132,7 +133,7 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> str:
 
 
 def servers_of(folder: Path) -> dict[str, int]:
-    """Return the process ID of each local server of a run, by index."""
+    """Return the process IDs of a run's local servers, by index."""
     found: dict[str, int] = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -249,4 +250,4 @@ def test_a_lost_or_wrong_server_is_named_within_the_timeout(synth_set, tmp_path,
     assert process.returncode == exit_code, shown
     assert len(re.findall(rf"^error: .*{message}", shown, re.M)) == 1, shown
     if exit_code == 3:
-        assert took < 20, took  # the timeout, and the end of the ranks
+        assert took < 20, took  # includes the timeout and the end of the ranks

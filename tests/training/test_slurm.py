@@ -70,14 +70,14 @@ def test_a_stopped_job_is_queued_again_and_resumes_on_other_numbers_of_nodes(
         slurm.wait(trained, END_S, "the job did not train")
         slurm("scontrol", "update", "nodename=n2", f"state={new_state}", "reason=test")
         before = out.read_text().count("queued again")
-        slurm("scancel", "--signal=TERM", job)  # what --signal does before the time limit
+        slurm("scancel", "--signal=TERM", job)  # what Slurm's --signal does before the time limit
 
         def queued(before: int = before) -> bool:
             return out.read_text().count("queued again") > before and slurm.state(job) == "PENDING"
 
         slurm.wait(queued, END_S, "the job was not queued again")
         assert out.read_text().count("stopped by SIGTERM") >= start + 1
-        slurm("scontrol", "update", f"jobid={job}", "starttime=now+5")  # not after 2 minutes
+        slurm("scontrol", "update", f"jobid={job}", "starttime=now+5")  # instead of after 2 minutes
         nodes.append(2 if new_state == "resume" else 1)
     slurm.wait(
         lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), END_S, "no end"
@@ -95,7 +95,7 @@ def test_a_mistake_and_a_cancelled_job_are_not_queued_again(slurm, synth_set, tm
     run = tmp_path / "run"
     job, out = submit(slurm, [*words(synth_set, run), "train.log_evry=1"], short_s=1000)
     slurm.wait(lambda: slurm.state(job) == "FAILED", END_S, "the mistake did not end the job")
-    assert out.read_text().count("train.log_evry") == 2  # each node reports the error once
+    assert out.read_text().count("train.log_evry") == 2  # both nodes report the error
     assert "not queued again" in out.read_text()
     out.unlink()
     job, out = submit(slurm, words(synth_set, run), short_s=1)

@@ -27,8 +27,8 @@ from tests.training.wdl_case import (
     pieces_of,
 )
 
-# A schedule that sorts the next ids before anything else, and waits for gradients right after
-# sending them.
+# This schedule sorts the next ids before anything else, and waits for gradients right after sending
+# them.
 ANOTHER = StepSchedule(
     each_batch=(
         moves.START_ID_EXCHANGE,
@@ -83,8 +83,8 @@ def test_no_schedule_changes_a_bit(ranks, scheme):
 
 
 def order_of(schedule: StepSchedule, batches: int, window: int, lookahead: int = 1) -> list[str]:
-    """Return the moves of a step in order, with batch numbers, with ``window`` batches announced
-    after the step's batches.
+    """Return a step's moves in order, with their batch numbers, if ``window`` batches are announced
+    after the step's own.
     """
     made: list[str] = []
 
@@ -212,7 +212,7 @@ def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
 
 
 def fails_and_goes_on(world: World, config: Any) -> list[str]:
-    """Return the messages of a step that fails in the middle, and of the next step."""
+    """Return the error messages of a step that fails in the middle and of the next step."""
     job = make_job(world, config)
     good, bad = (b.part(world.rank, world.size) for b in make_batches(4, 30)[:2])
     messages = []
@@ -291,7 +291,7 @@ def misshapen_ahead(world: World, config: Any) -> str:
 
 def test_ids_that_cannot_be_sent_name_their_batch(ranks):
     (message,) = ranks(1, misshapen_ahead, make_config("3", "sgd"))
-    assert message.startswith("announced batch 1 after step 1: ids: torch.int32[30, 2]")
+    assert message.startswith("announced batch 1 after step 1: ids: got torch.int32[30, 2]")
 
 
 def steps_with_empty(world: World, config: Any) -> tuple[list[float], list[str]]:
@@ -394,7 +394,7 @@ def test_orders_that_use_missing_results_are_refused(each_batch, each_step, mess
 
 
 class Switch:
-    """Provides the trainer attribute that the watch uses."""
+    """Has the one trainer attribute that the watch uses."""
 
     schedule = OVERLAPPED
 
@@ -410,8 +410,8 @@ def test_the_overlap_watch_alternates_and_reports(monkeypatch, off_ms, line):
     trainer, now, seen = Switch(), [0.0], []
     monkeypatch.setattr("sbpflow.training.overlap.time.perf_counter", lambda: now[0])
     watch = OverlapWatch(trainer, 2, 500, torch.device("cpu"))
-    for step in range(1, 61):
-        with watch.step(step):
+    for _ in range(60):
+        with watch.step():
             seen.append(trainer.schedule is OVERLAPPED)
             now[0] += 0.002 if trainer.schedule is OVERLAPPED else off_ms / 1e3
     assert seen[:10] == [True] * 10
@@ -432,7 +432,7 @@ def test_the_overlap_watch_explains_why_it_did_not_measure(world_size, schedule,
     trainer = Switch()
     trainer.schedule = schedule
     watch = OverlapWatch(trainer, world_size, steps, torch.device("cpu"))
-    for step in range(1, 60):
-        with watch.step(step):
+    for _ in range(59):
+        with watch.step():
             assert trainer.schedule is schedule
     assert line in watch.summary()

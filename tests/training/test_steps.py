@@ -1,5 +1,5 @@
-"""Tests that a step's collectives match ``explain`` in name, bytes and order, and that all of them
-are needed.
+"""Tests that a step's collectives match ``explain`` in name, bytes and order, and that each of them
+is needed.
 """
 
 import os
@@ -35,7 +35,7 @@ SPLIT = {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"}
 
 
 def dense_conversions(config: Config, world_size: int) -> list[str]:
-    """Return the steps caused by the layouts of dense layers."""
+    """Return the collectives that layouts of dense layers cause."""
     _, plan = plan_run(config, FIELDS, world_size=world_size, device_type="cpu")
     return [step.id for step in plan.dense_forward]
 
@@ -55,8 +55,8 @@ def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
     }
 
 
-# The table of the schemes maps each step id to its collective on gloo. On gloo, a reduce-scatter is
-# an all-to-all and a local sum.
+# By scheme, the collective of each step id on gloo, where a reduce-scatter is an all-to-all and a
+# local sum.
 EXPECTED = {
     # C2 and C4 have few rows, so their dense gradients are smaller than the rows that 30 samples
     # touch.
@@ -171,16 +171,15 @@ def test_scheme_volumes_follow_the_derivations(ranks):
                 assert sent == pytest.approx(total, rel=0.0 if group.endswith("reduce") else 0.05)
 
 
-# Parts of wrong shapes and inconsistent counts are refused; diverging copies are detected at the
-# end of a run.
+# Wrong shapes and inconsistent counts are refused at once; diverging copies are detected at the end
+# of a run.
 EXPECTED_FAULTS = tuple(
     f"sbpflow.errors.{name}" for name in ("ReplicaError", "SbpError", "TrainingError")
 )
 
 
 def step_without(world: World, config: Config, step_id: str) -> int:
-    """Train with one disabled conversion, which returns its input; return the number of completed
-    steps."""
+    """Train with one conversion replaced by the identity; return the number of completed steps."""
     job = make_job(world, config)
     real_issue, real_start = Boxing._issue, RowTransfer.start
     real_for_all = RowTransfer.start_for_all
@@ -279,7 +278,7 @@ def test_an_update_touches_only_the_rows_of_its_batch(ranks, scheme, sparse, ker
 
 
 def die_at(world: World, config: Config, step_id: str) -> None:
-    """Make rank 1 exit at a step of the second batch."""
+    """Make rank 1 exit at the named transfer of the second batch."""
     job = make_job(world, config)
     batches = [batch.part(world.rank, world.size) for batch in make_batches(2, 30)]
     job.trainer.step(batches[0])
@@ -331,7 +330,7 @@ def test_a_rank_that_dies_in_an_exchange_is_reported_with_the_step(ranks, scheme
     with pytest.raises(RanksFailed) as failure:
         ranks(2, die_at, make_config(scheme, "sgd"), step_id)
     words = str(failure.value)
-    # The remaining rank waits for this transfer, or for another transfer in flight.
+    # The remaining rank was waiting for this transfer or for another one in flight.
     under_way = [
         step for step in EXPECTED[scheme] if f"{step}, {EXPECTED[scheme][step]}: " in words
     ]

@@ -1,4 +1,4 @@
-"""Tests Ctrl-C and SIGTERM: the run saves, if configured, and ends; a second signal ends the run at
+"""Tests Ctrl-C and SIGTERM: the run saves, if configured, and ends; a second signal ends it at
 once.
 """
 
@@ -88,7 +88,7 @@ def test_a_second_signal_ends_the_run_without_a_save(synth_set, tmp_path, monkey
 
 
 def test_a_repeated_sigterm_counts_as_the_same_request(synth_set, tmp_path, monkeypatch, watched):
-    """Under Slurm, a rank gets SIGTERM from Slurm and from torchrun."""
+    """Under Slurm, a rank gets SIGTERM twice: from Slurm and from torchrun."""
     signal_in_step(monkeypatch, 6, signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(launch.Terminated, match="step 6 is saved"):
         run(synth_set, tmp_path)

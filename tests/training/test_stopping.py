@@ -88,7 +88,7 @@ def feed(watchers: Watchers, values: list[float], start: int) -> None:
 
 
 def push_on_rank_0(world: World, metric: str) -> Any:
-    """Return the state of every rank after an evaluation, whose result is given only on rank 0."""
+    """Return this rank's state after an evaluation whose result only rank 0 has."""
     watchers = Watchers.of(TrainConfig(stop=StopConfig(metric=metric)))
     evaluation = Evaluation(9, 0.5, None, "all rows are negative") if world.rank == 0 else None
     try:
@@ -152,14 +152,13 @@ def run(world: World, config: Config, train: TrainConfig) -> dict[str, Any]:
 
 
 def test_a_run_stops_early_on_all_ranks(ranks):
-    """An improvement never exceeds 1, so the run ends two evaluations after the first
-    evaluation."""
+    """No AUC improves by 1, so the run ends two evaluations after the first one."""
     stop = StopConfig(metric="logloss", patience=2, min_delta=1.0)
     train = TrainConfig(epochs=3, eval_every=5, log_every=5, stop=stop)
     for scheme in ("1", "3"):
         first, second = ranks(2, run, make_config(scheme, "sgd"), train)
         assert first["result"].steps == second["result"].steps == 15
-        # the last step is scored once, although the end of the run scores val, too
+        # the last step is scored once, although the end of a run also scores val
         assert first["scored"] == [5, 10, 15]
         assert first["result"].stopped.startswith(
             "at step 15, after 2 consecutive evaluations of val"
@@ -169,8 +168,9 @@ def test_a_run_stops_early_on_all_ranks(ranks):
 
 
 def test_the_evaluation_at_the_end_may_be_the_best(ranks):
-    """The last step is scored even if it is not a multiple of eval_every or evaluations use fewer
-    rows."""
+    """The last step is scored even if it is no multiple of eval_every or evaluations use only some
+    rows.
+    """
     stop = StopConfig(metric="logloss", patience=1, min_delta=0.0)
     for eval_rows, every in ((None, 2), (30, 2), (30, 3)):
         train = TrainConfig(max_steps=4, eval_every=every, eval_rows=eval_rows, stop=stop)

@@ -40,7 +40,7 @@ UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 
 @dataclass(frozen=True)
 class Case:
-    """A job; ``lookahead`` is the number of batches announced ahead of their step."""
+    """A job; ``lookahead`` is the number of batches announced after a step's own."""
 
     scheme: str
     kernel: str
@@ -50,7 +50,7 @@ class Case:
     tables: dict[str, TableRule] | None = None
     lookahead: int = 1
     early: bool = False  # send early rows
-    late: bool = False  # send late gradients; every step then has one batch
+    late: bool = False  # send late gradients, which requires steps of one batch
 
     def slots(self, size: int) -> int:
         """Return the number of slots for all batches in flight: up to two in a step, one with late
@@ -96,9 +96,11 @@ def batches_of(step: int, world: World) -> list[Rows]:
 
 
 def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
-    """Run steps ``first`` to ``last``, and predict a batch in the middle. All rows are final."""
+    """Run steps ``first`` to ``last``, with predictions in between; return once all rows are
+    final.
+    """
     world, found = job.boxing.world, []
-    job.trainer.drain()  # these batches were announced after the last step, when a state was saved
+    job.trainer.drain()  # drop batches that were announced before a save
     job.trainer.lookahead = lookahead
     most = 1 if any(group.late_gradients for group in job.plan.embeddings.groups) else 2
     steps = {step: batches_of(step, world)[:most] for step in range(first, last + 1 + lookahead)}
@@ -107,7 +109,7 @@ def train(job: Job, first: int, last: int, lookahead: int) -> list[float]:
         while job.trainer.num_announced < len(steps[step]) + lookahead:
             job.trainer.announce(next(coming))
         found.append(float(job.trainer.step(steps[step])))
-        if step % 4 == 0:  # the announced batches are in flight
+        if step % 4 == 0:  # while the announced batches are in flight
             found += job.trainer.predict(batch_of(999).part(world.rank, world.size)).tolist()
     job.trainer.settle()
     return found
@@ -126,7 +128,9 @@ def saver_of(job: Job, folder: Path) -> Saver:
 
 
 def train_and_save(job: Job, case: Case, at: Path) -> tuple[list[float], int]:
-    """Return the losses, and the bytes logged by a slow save during training; then save again."""
+    """Save slowly during training, then again; return the losses, and the bytes that the first save
+    logged.
+    """
     real = PieceWriter.write
 
     def slow(self: PieceWriter, data: memoryview) -> None:
@@ -147,8 +151,8 @@ def train_and_save(job: Job, case: Case, at: Path) -> tuple[list[float], int]:
 
 
 def whole_run(world: World, case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Train, save during training, continue, and then resume from the checkpoint, both with rows on
-    the device and with stores of few slots.
+    """Train, save during training, continue, and resume from the checkpoint: with rows on the
+    device, and with stores of few slots.
     """
     found: list[dict[str, Any]] = []
     for name, stores in (("device", device_store), ("slots", DictStores(case.slots(world.size)))):
@@ -188,8 +192,9 @@ def check(ranks, size: int, case: Case, folder: Path) -> None:
 
 
 def check_checkpoints(folder: Path, other: str) -> None:
-    """Results with rows on the device and with the ``other`` stores are equal, and steps changed
-    the rows."""
+    """Check that results with rows on the device and with ``other`` stores are equal, and that
+    steps changed the rows.
+    """
     names = (f"device/step-{SAVED_AT}", f"device/step-{STEPS}", f"device-resumed/step-{STEPS}")
     for name in names:
         one, two = (open_checkpoint(folder / n) for n in (name, name.replace("device", other)))

@@ -114,7 +114,7 @@ def test_mlflow_has_one_run_with_each_step_once_after_interruptions(
     first = {event["step"]: event["loss"] for event in events(folder, "step")}
     assert len(history) == len({metric.step for metric in history})
     losses = {metric.step: metric.value for metric in history}
-    assert set(losses) > set(first)  # more steps had been logged before the last start
+    assert set(losses) > set(first)  # earlier starts logged more steps
     assert {step: losses[step] for step in first} == first
     scores = {e["step"]: e["auc"] for e in events(folder, "eval") if e["split"] == "val"}
     shown = client.get_metric_history(logged.info.run_id, "val/auc")
@@ -125,7 +125,7 @@ def test_mlflow_has_one_run_with_each_step_once_after_interruptions(
         assert logged.data.metrics[f"final/{name}"] == final[name]
 
     config = load_config(CONFIG, words(synth_set, folder, more), models=MODELS)
-    assert logged.data.params["train.log_every"] == "1"  # values logged before the restart
+    assert logged.data.params["train.log_every"] == "1"  # the value logged before the restart
     assert logged.data.params == {
         key.replace("(", "_").replace(")", "_").replace("*", "_"): text
         for key, text in config_facts(config).items()
@@ -133,7 +133,7 @@ def test_mlflow_has_one_run_with_each_step_once_after_interruptions(
 
 
 @needs_mlflow
-def test_a_second_run_in_the_folder_and_a_parent_run(client, synth_set, tmp_path):
+def test_runs_in_one_folder_are_separate_children_of_the_parent_run(client, synth_set, tmp_path):
     import mlflow
 
     folder = tmp_path / "twice"

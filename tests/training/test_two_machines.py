@@ -94,7 +94,7 @@ def test_supervised_jobs_on_two_machines_resume(machines, synth_set, tmp_path, u
         job.wait(lambda: job.output().count("supervise: ended with code") >= 2, "they did not end")
         assert job.output().count("died or does not answer") >= 2
         machines[1].plug_in()
-    elif fault == "killed":  # a new machine that runs the same command replaces this machine
+    elif fault == "killed":  # another machine will run the same command
         machines[1].kill()
         job.wait(lambda: "supervise: ended with code" in job.output(), "the other did not end")
         assert "died or does not answer" in job.output()

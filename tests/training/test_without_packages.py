@@ -1,4 +1,4 @@
-"""Tests training from rows to an AUC without FBGEMM, numba and DALI, as on macOS."""
+"""Tests training, from raw rows to an AUC, without FBGEMM, numba and DALI, as on macOS."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
-# Python runs this file at its start. These packages are then neither importable nor listed as
+# Python runs this file at startup; afterwards, these packages are neither importable nor listed as
 # installed.
 HIDE = """
 from importlib import machinery, metadata

@@ -1,5 +1,5 @@
-"""Defines a small Wide & Deep job without files, for generated batches, any config, and any number
-of ranks.
+"""Defines a small Wide & Deep job for tests: generated batches, any config, any number of ranks,
+and no files.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ class SlotBlock:
         self._loops = find_loops()
         self._device = kernel.weights.device
         self._is_cuda = self._device.type == "cuda"
-        # On the host, each tensor's words as an array, with the first column of its words in a
+        # On the host: each tensor's words as an array, and the first column of these words in a
         # record.
         self._arrays: list[tuple[Array, int]] = []
         if not self._is_cuda:
@@ -39,7 +39,7 @@ class SlotBlock:
             ]
             warm_up_copies(*(array for array, _ in self._arrays))
             none = np.empty(0, np.int32)
-            initial.put(none, none, self._tensors)  # compiled before training
+            initial.put(none, none, self._tensors)  # compiles the loops before training
         self._mover = torch.cuda.Stream(self._device) if self._is_cuda else None
         self._training = torch.cuda.current_stream(self._device) if self._is_cuda else None
 
@@ -58,8 +58,8 @@ class SlotBlock:
         return event
 
     def wait(self, event: torch.cuda.Event | None, *used: Tensor) -> None:
-        """Make the current stream wait for ``event``; keep ``used`` allocated until this stream is
-        done.
+        """Make the current stream wait for ``event``; keep ``used`` allocated until the stream has
+        finished with these tensors.
         """
         if event is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -87,7 +87,7 @@ class SlotBlock:
             torch.from_numpy(out).copy_(records)
 
     def put(self, slots: Array, records: Array) -> None:
-        """Write records to their slots."""
+        """Write ``records`` to ``slots``."""
         if not self._is_cuda:
             for array, first in self._arrays:
                 self._loops.put(array, slots, records, first)
@@ -97,7 +97,7 @@ class SlotBlock:
             self._put(slots, [(self._words[name], on_device[:, at]) for name, at in columns])
 
     def put_values(self, slots: Array, values: Mapping[str, Tensor]) -> None:
-        """Write values by name to their slots."""
+        """Write ``values``, by tensor name, to ``slots``."""
         if self._is_cuda:
             on_device = [
                 (self._tensors[name], self.to_device(value)) for name, value in values.items()
@@ -109,7 +109,7 @@ class SlotBlock:
                 self._loops.put(self._words[name].numpy(), slots, words, 0)
 
     def put_initial(self, slots: Array, rows: Array) -> None:
-        """Write the initial values of ``rows`` to their slots."""
+        """Write the initial values of ``rows`` to ``slots``."""
         if self._is_cuda:
             self.put_values(slots, self._initial(torch.from_numpy(rows)))
         elif slots.size:

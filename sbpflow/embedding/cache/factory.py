@@ -15,9 +15,10 @@ from sbpflow.embedding.storage.store import RowStore, StoreFactory, StoreRequest
 def stores_of(
     folder_of: Callable[[str], Path], device: torch.device, servers: Servers | None = None
 ) -> StoreFactory:
-    """Return a factory that follows ``TableConfig.storage``; files go to ``folder_of(key)``.
+    """Return a factory that creates the kind of store that ``TableConfig.storage`` requests; files
+    go to ``folder_of(key)``.
 
-    For ``servers``, see ``RecordRequest``.
+    ``servers`` is as in ``RecordRequest``.
     """
     numbers = count()
 

@@ -1,10 +1,10 @@
-"""Plans the slots of a cached store and moves its rows, in a thread.
+"""Plans the slots of a cached store and moves its rows in a background thread.
 
-The thread handles the calls ``announce``, ``admit``, and ``release`` in order. For each batch to
-admit, it copies evicted rows out of their slots, reads the missing rows, fills the slots, signals
-the training thread, and writes the evicted rows to the records. Since all this is done by one
-thread, an evicted row is always written before it is read again. Rows that were never written still
-have their initial values, which are computed instead of read.
+The thread executes ``announce``, ``admit``, and ``release`` in the order of the calls. For each
+batch to admit, the thread copies evicted rows out of their slots, reads the missing rows, fills the
+slots, signals the training thread, and writes the evicted rows to the records. Since one thread
+does all this, an evicted row is always written before it is read again. Rows that were never
+written still have their initial values, which are computed instead of read.
 """
 
 import threading
@@ -27,8 +27,8 @@ from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 from sbpflow.errors import ConfigError, TrainingError
 
 MakeRecords = Callable[[int, RecordLayout], RecordStore]
-AHEAD = 1  # number of batches admitted ahead of the current lookup
-AT_ONCE = 4096  # rows read or written at once, while the mover waits
+AHEAD = 1  # Number of batches admitted ahead of the current lookup.
+AT_ONCE = 4096  # Maximum number of rows read or written while the mover waits.
 
 _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set after a failure)
 
@@ -37,8 +37,9 @@ _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set
 class CacheCounts:
     """The number of rows that a store has moved, and the seconds that training waited for them."""
 
-    # Numbers of rows brought into slots, of those that had never been written, and of rows written
-    # back. They are one value, because another thread reads them while the mover counts.
+    # The numbers of rows brought into slots, of those among them that had never been written, and
+    # of rows written back. The numbers form one tuple, because another thread reads them while the
+    # mover counts.
     moved: tuple[int, int, int] = (0, 0, 0)
     wait_s: float = 0.0
 
@@ -102,11 +103,12 @@ class Mover:
         self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._initial, self._ahead, self._key = request.initial, ahead, key
         self._name = name_tables(shard.table.name for shard in request.shards)
-        self._flights: dict[int, _Flight] = {}  # by the caller's number, in announcement order
-        self._by_batch: dict[int, _Flight] = {}  # by the planner's number; used only by this thread
+        self._flights: dict[int, _Flight] = {}  # By the caller's number, in announcement order.
+        # By the planner's number; used only by the mover's thread.
+        self._by_batch: dict[int, _Flight] = {}
         self._demanded = -1  # the last batch that training has asked to admit
         self._lock = threading.Lock()
-        self._arriving: Admission | None = None  # its slots are not filled yet
+        self._arriving: Admission | None = None  # The admission whose slots are not filled yet.
         # Evicted rows that are not yet written to the records.
         self._leaving = np.empty(0, np.int64)
         self._leaving_records = self.layout.empty(0)
@@ -137,7 +139,7 @@ class Mover:
         """See ``RowStore.release``."""
         if next(iter(self._flights)) != number:
             raise RuntimeError(
-                f"batch {number} is released before batch {next(iter(self._flights))}"
+                f"batch {number} was released before batch {next(iter(self._flights))}"
             )
         del self._flights[number]
         self.tasks.put((self._release, None))
@@ -157,7 +159,8 @@ class Mover:
     def read_soon(self, rows: Array, block: Tensor) -> Callable[[], None]:
         """Start reading the weights of ``rows`` into ``block`` in the thread.
 
-        Return a function that waits for the result. The rows must not change before it returns.
+        Return a function that waits for the result. The rows must not change until that function
+        returns.
         """
         flight = _Flight(block, self._block.mark())
 
@@ -186,7 +189,9 @@ class Mover:
                 target[part].copy_(self.layout.values(records, name))
 
     def read(self, rows: Array) -> Array:
-        """Return the newest records of ``rows``, wherever they are. Any thread can call this."""
+        """Return the newest records of ``rows``, wherever they are. Any thread can call this
+        method.
+        """
         self.check()
         out = self.layout.empty(rows.size)
         with self._lock:
@@ -206,8 +211,8 @@ class Mover:
                 leaves = self._leaving[place] == rows[away]
                 out[away[leaves]] = self._leaving_records[place[leaves]]
                 away = away[~leaves]
-        # Outside the lock, these rows can be fetched into slots and updated. Their listeners are
-        # then given the old values first, so the undo log stays correct.
+        # Outside the lock, another thread can fetch these rows into slots and update them.
+        # Listeners see the old values before any update, so the undo log stays correct.
         if away.size:
             stored = self.layout.empty(away.size)
             self.records.read(rows[away], stored)
@@ -219,7 +224,9 @@ class Mover:
         return out
 
     def write(self, rows: Array, values: Mapping[str, Tensor]) -> None:
-        """Set values of rows. Rows that still equal their initial values are not stored."""
+        """Set the values of ``rows``; rows that were never written and keep their initial values
+        are not stored.
+        """
         with self._lock, torch.no_grad():
             slots = self.planner.records[rows, SLOT]
             here = torch.from_numpy(slots >= 0)

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-DISTANCE = 48  # a row is prefetched this many rows before it is used
+DISTANCE = 48  # loops prefetch a row this many rows before they use it
 
 
 def _prefetch(typing: Any, array: Any, row: Any) -> Any:  # noqa: ANN401 (types of numba)

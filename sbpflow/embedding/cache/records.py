@@ -1,7 +1,7 @@
-"""Stores records: a row and its optimizer state in one contiguous block.
+"""Stores records. A record is a row with its optimizer state, in one contiguous block.
 
-A record is a sequence of words. The word type is the largest integer type whose size divides the
-row size of every tensor.
+Records consist of words. The word type is the largest integer type whose size divides the row size
+of every tensor.
 """
 
 import errno
@@ -25,7 +25,9 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class RecordLayout:
-    """Where each tensor of a row lies in its record. ``tensors`` may have any number of rows."""
+    """The place of each tensor of a row in the row's record. ``tensors`` may have any number of
+    rows.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         # Sorting by decreasing item size aligns every tensor to its item size.
@@ -50,15 +52,15 @@ class RecordLayout:
         return tensor.view(tensor.shape[0], -1).view(self.word)
 
     def values(self, records: Array, name: str) -> Tensor:
-        """Return a tensor of rows [n, ..] from their records."""
+        """Return the values [n, ..] of the tensor ``name`` from ``records`` [n, words]."""
         like = self.like[name]
-        # contiguous() would keep the stride of a dim of length 1, which may be odd and then cannot
-        # be viewed as another dtype; a copy has no such stride.
+        # contiguous() would keep the stride of a dim of length 1. A tensor with such a stride
+        # cannot be viewed as another dtype if the stride is odd; a copy always can.
         words = torch.from_numpy(records[:, self.columns[name]].copy())
         return words.view(like.dtype).view(len(records), *like.shape[1:])
 
     def pack(self, values: Mapping[str, Tensor], records: Array) -> None:
-        """Write tensors of rows into their records."""
+        """Write ``values``, by tensor name, into ``records`` [n, words]."""
         target = torch.from_numpy(records)
         for name, value in values.items():
             target[:, self.columns[name]] = self.words(value.cpu().contiguous())
@@ -69,7 +71,9 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 class RecordStore(Protocol):
-    """Keeps the records of all rows in slower memory. Several threads can call it at once."""
+    """Keeps the records of all rows in slower memory. Several threads can call its methods at
+    once.
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -111,7 +115,8 @@ def host_records(num_rows: int, layout: RecordLayout, *, pinned: bool) -> Mapped
 
 
 def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) -> MappedRecords:
-    """Create records in an unnamed file in ``folder``; the file ends with the process.
+    """Create records in an unnamed file in ``folder``; the operating system deletes the file when
+    the process ends.
 
     The whole file is allocated here, because writing to a mapped file on a full disk would kill the
     process. Raise ConfigError with ``key`` if the allocation fails.
@@ -138,7 +143,7 @@ class RecordRequest(NamedTuple):
 
     ``folder`` is the folder for files, and ``key`` the configuration key of the storage rule. Each
     request of a rank has a different ``number``. ``servers`` is None for a job that only predicts:
-    it must not disturb a run that uses the servers, so its records go to a file.
+    such a job must not disturb a run that uses the servers, so its records go to a file.
     """
 
     num_rows: int

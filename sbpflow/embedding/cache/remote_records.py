@@ -1,13 +1,15 @@
 """Keeps the records of a rank's stores on embedding servers.
 
-Row r of a store is on server r % n, at place r // n. Every server thus has an equal share of every
-table, even if a table assigns row numbers in the order of first use. Reads wait for the answers of
-all servers. Writes are copied, and sent by one thread per server; until the server has confirmed a
-write, reads take its rows from the copy. Reads and writes can therefore use separate connections,
-and both directions of a link, without a read ever missing an earlier write of the same row.
+With n servers, row r of a store is on server r % n, at place r // n. Every server thus has an equal
+share of every table, even if a table assigns row numbers in the order of first use. Reads wait for
+the answers of all servers. Writes are copied, and then sent by one thread per server. Until all
+servers have confirmed a write, reads take its rows from the copy. Reads and writes can therefore
+use separate connections, and both directions of a link, without a read ever missing an earlier
+write of the same row.
 """
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -43,10 +45,13 @@ from sbpflow.errors import ConfigError, ServerLostError
 from sbpflow.runtime.processes.store import first_line
 
 # Maximum number of read requests in flight per server. While a server sends an answer, it does not
-# read requests, so these must fit into the socket buffers: 3 requests take at most 48 KiB.
+# read requests, so the requests must fit into the socket buffers: 3 requests take at most 48 KiB.
 READS_IN_FLIGHT = 3
-WRITES_IN_FLIGHT = 4  # maximum number of unconfirmed writes per store
-_PAUSE_S = 0.2  # pause between attempts to connect
+WRITES_IN_FLIGHT = 4  # Maximum number of unconfirmed writes per store.
+_PAUSE_S = 0.2  # Pause between attempts to connect.
+_MESSAGE_S = 30.0  # Time between messages about a server that does not answer yet.
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +71,9 @@ class Servers:
     limit_s: float
 
     def begin(self) -> None:
-        """Begin the session on every server. One rank must do this before any rank connects."""
+        """Begin the session on every server. One rank must call this method before any rank
+        connects.
+        """
         for index in range(len(self.addresses)):
             self.connect(index, BEGIN).close()
 
@@ -78,16 +85,22 @@ class Servers:
         Raise ConfigError for a wrong secret or version, and ServerLostError for any other failure.
         """
         end, name = time.monotonic() + self.limit_s, self.name(index)
+        next_message = time.monotonic() + 5.0
         while True:
             try:
                 sock = _connect(self.addresses[index], max(0.01, end - time.monotonic()))
                 break
             except OSError as error:
-                if time.monotonic() + _PAUSE_S >= end:
-                    raise ServerLostError(
-                        f"{name} does not answer within {self.limit_s:g} s "
-                        f"({first_line(error)}); {self.advice(index)}"
-                    ) from error
+                failure = error
+            now = time.monotonic()
+            if now + _PAUSE_S >= end:
+                raise self._unreachable(index, failure) from failure
+            if now >= next_message:
+                logger.warning(
+                    "%s does not answer yet (%s); waiting for at most %.0f s more",
+                    name, first_line(failure), end - now,
+                )  # fmt: skip
+                next_message = now + _MESSAGE_S
             time.sleep(_PAUSE_S)
         sock.settimeout(self.limit_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -123,6 +136,19 @@ class Servers:
             opened.pop_all()
         return sock
 
+    def _unreachable(self, index: int, error: OSError) -> ServerLostError | ConfigError:
+        """Return the error for a server to which no connection can be made."""
+        host, limit = self.addresses[index][0], f"within {self.limit_s:g} s ({first_line(error)})"
+        if isinstance(error, socket.gaierror):
+            return ConfigError(
+                f"{self.key}.addresses: the host {host!r} of embedding server {index} was not "
+                f"found {limit}; use a name that every rank's machine resolves, or an IP address"
+            )
+        return ServerLostError(
+            f"{self.name(index)} does not answer {limit}; {self.advice(index)}; the time is a "
+            "share of parallel.timeout_s"
+        )
+
     def _confirm(self, sock: socket.socket, index: int, expected: int = 0) -> None:
         """Receive the start of a reply; raise ServerLostError if the request was refused."""
         reply, count = receive_header(sock)
@@ -139,12 +165,12 @@ class Servers:
             raise self.lost(index, error) from error
 
     def lost(self, index: int, error: BaseException) -> ServerLostError:
-        """Return the error for a connection that failed."""
+        """Return the error for a failed connection."""
         name = self.name(index)
         if isinstance(error, TimeoutError):
             return ServerLostError(
-                f"{name} does not answer within {self.limit_s:g} s; check whether it hangs, and "
-                "check the network"
+                f"{name} does not answer within {self.limit_s:g} s; check whether it hangs, "
+                f"whether {self.key}.addresses is right, and the network"
             )
         reason = "it closed the connection" if isinstance(error, EOFError) else first_line(error)
         return ServerLostError(f"{name} died or cannot be reached ({reason}); {self.advice(index)}")
@@ -174,20 +200,20 @@ def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """The rows of one call of ``write``, ordered by server."""
+    """One call of ``write``; ``records`` are ordered by server."""
 
-    rows: Array  # sorted
-    order: Array  # position in ``records`` of each of ``rows``
+    rows: Array  # Sorted.
+    order: Array  # The position in ``records`` of each row.
     records: Array
-    unconfirmed: int  # number of servers that have not confirmed it
+    unconfirmed: int  # number of servers that have not confirmed the write
 
 
 class _Writes:
     """The writes that servers have not confirmed, oldest first, and the first failure.
 
-    A confirmed write stays until all older writes are confirmed. Otherwise, a read could take an
-    older value of a row from a write to several servers that only another server has yet to
-    confirm.
+    A confirmed write stays until all older writes are confirmed. If a confirmed write were removed
+    earlier, a read could find one of its rows in an older write, which another server has yet to
+    confirm, and return an outdated value.
     """
 
     def __init__(self) -> None:
@@ -196,7 +222,7 @@ class _Writes:
         self._failure: Exception | None = None
 
     def add(self, write: _Write) -> None:
-        """Add a write; wait as long as too many writes are unconfirmed."""
+        """Add a write; first wait while too many writes are unconfirmed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: len(self._writes) < WRITES_IN_FLIGHT or self._failure is not None
@@ -275,7 +301,8 @@ class _Writer:
 
 
 class RemoteRecords:
-    """A ``RecordStore`` on ``servers``, with records like those of ``like`` [any, words].
+    """A ``RecordStore`` on ``servers``, whose records have the dtype and length of those in
+    ``like`` [any, words].
 
     ``store`` is the number of this store on this rank.
     """
@@ -338,8 +365,8 @@ class RemoteRecords:
             start += part.size
 
     def _split(self, rows: Array) -> tuple[Array, list[Array]]:
-        """Return the order that sorts rows by server, and the local numbers of each server's
-        rows.
+        """Return the order that sorts rows by server, and for each server, the numbers of the rows
+        there.
         """
         # uint16, because numpy sorts 16-bit integers in linear time.
         where = (rows % self._num).astype(np.uint16)
@@ -348,10 +375,10 @@ class RemoteRecords:
         return order, np.split((rows[order] // self._num).astype("<i4"), ends[:-1])
 
     def _read_unconfirmed(self, rows: Array, out: Array) -> Array | None:
-        """Copy those rows that are in unconfirmed writes to ``out``; return the positions of the
-        others.
+        """Copy the rows that are in unconfirmed writes to ``out``; return the positions of the
+        other rows.
 
-        ``None`` means that all positions remain.
+        ``None`` stands for all positions.
         """
         left: Array | None = None
         for write in self._writes.newest_first():

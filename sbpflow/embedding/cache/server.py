@@ -4,9 +4,8 @@ A server holds rows only for the current session, which is one launch of the ran
 drops the rows of the previous session and refuses its connections. Nothing is stored on disk,
 because the ranks of a new launch load the last checkpoint and send the rows again.
 
-Each connection has its own thread. Rows are not locked: a read and a write of the same row would
-run at the same time only if a rank sent them that way, which ranks never do (see
-``remote_records``).
+Each connection has its own thread. Rows are not locked, because a rank never requests a row from a
+server while the server has yet to confirm a write of the row (see ``remote_records``).
 """
 
 import contextlib
@@ -43,8 +42,12 @@ logger = logging.getLogger(__name__)
 
 GREET_S = 10.0  # time limit for a handshake
 MAX_CONNECTIONS = 2048
-_UNKNOWN = "it is serving another launch of the ranks, or was restarted"
-_NO_FILES_S = 0.5  # pause before accepting again if this process has too many open files
+_UNKNOWN = (
+    "it is serving another launch of the ranks, or was restarted; if no other launch is meant to "
+    "use it, repeat the command that started the ranks"
+)
+# pause before accepting connections again when this process has too many open files
+_NO_FILES_S = 0.5
 # Keepalive settings: an idle connection to a machine that has disappeared ends after about a
 # minute.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
@@ -73,8 +76,8 @@ class EmbeddingServer:
 
     def __init__(self, secret: bytes, memory_bytes: int) -> None:
         self._secret, self._memory_bytes = secret, memory_bytes
-        self._lock = threading.Lock()  # guards the sessions and their blocks
-        self._sessions: dict[bytes, _Session] = {}  # at most one, the current session
+        self._lock = threading.Lock()  # Guards the sessions and their blocks.
+        self._sessions: dict[bytes, _Session] = {}  # At most one, the current session.
         self._ended: set[bytes] = set()
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
@@ -98,7 +101,7 @@ class EmbeddingServer:
             threading.Thread(target=self._run, args=(sock, address[0]), daemon=True).start()
 
     def _run(self, sock: socket.socket, address: str) -> None:
-        """Serve one connection, and log why it ended unless the peer closed it."""
+        """Serve one connection, and log why the connection ended unless the peer closed it."""
         with contextlib.closing(sock):
             try:
                 self._serve(sock)
@@ -158,7 +161,7 @@ class EmbeddingServer:
             if needed > self._memory_bytes:
                 return (
                     f"its rows need {needed / 1e9:.2f} GB, but its limit is "
-                    f"{self._memory_bytes / 1e9:.2f} GB; use more servers, or --memory-gb"
+                    f"{self._memory_bytes / 1e9:.2f} GB; use more servers, or a larger --memory-gb"
                 )
             word, length = words_of(p.record_bytes)
             # The operating system allocates each page on its first write.
@@ -201,7 +204,7 @@ class EmbeddingServer:
 
 
 def _refuse(sock: socket.socket, reason: str) -> None:
-    """Send the reason, and wait until the peer closes the connection.
+    """Send the reason for a refusal, and wait until the peer closes the connection.
 
     Closing a socket that has unread requests would discard the reason before the peer reads it.
     """

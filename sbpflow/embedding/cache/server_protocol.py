@@ -10,6 +10,7 @@ little-endian.
 
 import hashlib
 import hmac
+import logging
 import math
 import secrets
 import socket
@@ -31,9 +32,11 @@ MAX_TEXT_BYTES = 1024
 MAX_RECORD_BYTES = 1 << 16
 MAX_ROW_NUMBER = 2**31 - 1
 
-BEGIN, OPEN = 1, 2  # purposes of a connection: begin a session, or move the records of a store
-READ, WRITE = 1, 2  # requests
-OK, REFUSED = 0, 1  # replies; in a REFUSED reply, the count is the length of an explanation
+BEGIN, OPEN = 1, 2  # Purposes of a connection: begin a session, or move the records of a store.
+READ, WRITE = 1, 2  # Requests.
+OK, REFUSED = 0, 1  # Replies; in a REFUSED reply, the count is the length of an explanation.
+
+logger = logging.getLogger(__name__)
 
 # With this flag, Linux waits for more data before it sends a packet.
 _MORE: int = getattr(socket, "MSG_MORE", 0)
@@ -58,17 +61,18 @@ class Purpose:
 
     purpose: int
     session: bytes
-    name: str  # name of the rank and its machine, for messages
+    name: str  # Name of the rank and its machine, for messages.
     rank: int = 0
-    store: int = 0  # each store of a rank has a different number
-    num_rows: int = 0  # number of the store's rows on this server
+    store: int = 0  # Each store of a rank has a different number.
+    num_rows: int = 0  # Number of the store's rows on this server.
     record_bytes: int = 0
 
 
 def read_secret(path: Path, key: str) -> bytes:
-    """Return the content of a secret file without surrounding white space."""
+    """Return the content of a secret file without surrounding whitespace."""
     try:
         secret = path.read_bytes().strip()
+        mode = path.stat().st_mode
     except OSError as error:
         reason = (error.strerror or "cannot be read").lower()
         raise ConfigError(
@@ -80,11 +84,18 @@ def read_secret(path: Path, key: str) -> bytes:
             f"{key}.secret_file: {path} contains {len(secret)} bytes; use {MIN_SECRET_BYTES} or "
             f"more, such as the output of `head -c 32 /dev/urandom | base64`"
         )
+    if mode & 0o077:
+        logger.warning(
+            "%s.secret_file: other users can read or change %s (mode %03o); use chmod 600",
+            key, path, mode & 0o777,
+        )  # fmt: skip
     return secret
 
 
 def words_of(record_bytes: int) -> tuple[np.dtype[Any], int]:
-    """Return the largest integer type that divides a record, and the record's length in words."""
+    """Return the largest integer type whose size divides ``record_bytes``, and the length of a
+    record in words of this type.
+    """
     word = math.gcd(8, record_bytes)
     return np.dtype(f"<i{word}"), record_bytes // word
 
@@ -128,8 +139,8 @@ def _check_hello(magic: bytes, protocol: int) -> None:
 
 
 def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
-    """Return a MAC of both nonces. The role prevents a peer from sending a proof back to its
-    author.
+    """Return a MAC of both nonces. The role prevents a peer from passing off the other side's proof
+    as its own.
     """
     return hmac.digest(secret, b"".join((role, *nonces)), hashlib.sha256)
 
@@ -168,8 +179,8 @@ def receive_purpose(sock: socket.socket) -> Purpose:
 
 
 def send_header(sock: socket.socket, kind: int, count: int, *, more: bool = False) -> None:
-    """Send the header of a request or reply. With ``more``, the kernel delays it until the data
-    follows.
+    """Send the header of a request or reply. With ``more``, the operating system delays the header
+    until the data follows.
     """
     sock.sendall(_HEADER.pack(kind, count), _MORE if more else 0)
 
@@ -180,7 +191,7 @@ def receive_header(sock: socket.socket) -> tuple[int, int]:
 
 
 def refuse(sock: socket.socket, reason: str) -> None:
-    """Send a reply with an explanation."""
+    """Send a REFUSED reply with an explanation."""
     text = reason.encode()[:MAX_TEXT_BYTES]
     send_header(sock, REFUSED, len(text), more=True)
     sock.sendall(text)

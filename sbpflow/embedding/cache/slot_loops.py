@@ -91,9 +91,9 @@ def _evict(
 ) -> None:
     """Evict ``count`` rows, and list them with their slots.
 
-    First evict unused rows, oldest first, then rows whose next use is furthest away. The caller
-    ensures that enough rows can be evicted. Queue entries may be outdated; the loops overwrite
-    outdated results instead of branching on them.
+    First evict rows that no announced batch uses, least recently used first, then rows whose next
+    use is furthest away. The caller ensures that enough rows can be evicted. Queue entries may be
+    outdated; the loops overwrite outdated results instead of branching on them.
     """
     n, head, tail = 0, state[HEAD], state[TAIL]
     while n < count and head < tail:
@@ -254,7 +254,7 @@ def take(source: Array, rows: Array, out: Array, first: int) -> None:
     for i in range(rows.size):
         if i + DISTANCE < rows.size:
             prefetch(source, rows[i + DISTANCE])
-        row = rows[i]  # hoisted, so that the compiler can vectorize the inner loop
+        row = rows[i]  # read outside the inner loop, so that the compiler can vectorize it
         for column in range(source.shape[1]):
             out[i, first + column] = source[row, column]
 

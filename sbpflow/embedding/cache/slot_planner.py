@@ -26,7 +26,7 @@ from sbpflow.embedding.cache.slot_layout import (
 from sbpflow.errors import ConfigError
 
 _LEAST_RING, _LEAST_ROWS = 4, 64
-_QUEUE_ENTRIES = 3  # for each slot
+_QUEUE_ENTRIES = 3  # queue entries per slot
 
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
@@ -44,7 +44,7 @@ def cache_for(num_slots: int, num_rows: int) -> str:
 
 
 def name_tables(names: Iterable[str]) -> str:
-    """Name the tables of a store in a message."""
+    """Return the words with which messages name the tables of a store."""
     first, *others = dict.fromkeys(names)
     if not others:
         return f"table {first}"
@@ -57,14 +57,14 @@ class Admission:
 
     ``slots`` contains the slots of the ``stored`` rows, followed by those of the ``new`` rows,
     which were never evicted and still have their initial values. ``evicted`` contains the rows that
-    had the last ``len(evicted)`` of these slots before. The arrays are valid until the next
-    admission.
+    previously had the last ``len(evicted)`` of these slots. The arrays are int32, and valid until
+    the next admission.
     """
 
-    stored: Array  # int32
-    new: Array  # int32
-    slots: Array  # int32
-    evicted: Array  # int32
+    stored: Array
+    new: Array
+    slots: Array
+    evicted: Array
 
     @property
     def stored_slots(self) -> Array:
@@ -83,7 +83,7 @@ class SlotPlanner:
     """Leases ``num_slots`` slots to the rows of batches; a rank has ``num_rows`` rows.
 
     Batches are numbered from 0, and are announced, admitted, and released in this order.
-    ``records`` has a record for each row, and one for the address after the last row.
+    ``records`` has one record for each row, and one for the address after the last row.
     """
 
     def __init__(self, num_rows: int, num_slots: int, *, compiled: bool | None = None) -> None:
@@ -95,7 +95,7 @@ class SlotPlanner:
         self.num_rows, self.num_slots = num_rows, num_slots
         self.records = np.empty((num_rows + 1, 4), np.int32)
         self.records[:] = NEW, -1, 0, NEVER
-        # The slot that the kernel reads as zeros, for absent rows.
+        # Absent rows have the slot that the kernel reads as zeros.
         self.records[num_rows, SLOT] = num_slots
         self._seen = np.zeros(num_rows // 64 + 1, np.int64)
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
@@ -103,9 +103,11 @@ class SlotPlanner:
         self._state = np.zeros(4, np.int64)
         self._state[FREE] = num_slots
         self._resize(_LEAST_RING, _LEAST_ROWS)
-        self._loops.compact(self.records, self._queue, self._state)  # compiled before training
+        # compiles the loop before training
+        self._loops.compact(self.records, self._queue, self._state)
         self.num_announced = self.num_admitted = self.num_released = 0
-        # Last batch refused, number of releases at that time, slots needed.
+        # The last refused batch, the number of releases at that time, and the number of slots
+        # needed.
         self._refused = (-1, 0, 0)
 
     @property
@@ -128,7 +130,9 @@ class SlotPlanner:
         return sum(array.nbytes for array in arrays)
 
     def announce(self, addresses: Array) -> int:
-        """Announce the next batch's ``addresses`` (with duplicates); return its number of rows."""
+        """Announce the next batch's ``addresses``, which may repeat; return the number of distinct
+        rows.
+        """
         batch, start, count = self.num_announced, 0, 0
         ring, width = self._rows.shape
         if batch - self.num_released >= ring - 1:
@@ -159,11 +163,11 @@ class SlotPlanner:
     def admit(self) -> Admission | int:
         """Admit the oldest announced batch that is not yet admitted.
 
-        If its rows and those of the batches in flight do not fit, change nothing, and return the
-        number of slots that would be enough.
+        If the slots are too few for this batch and the batches in flight, change nothing, and
+        return the number of slots that would be enough.
         """
         batch = self.num_admitted
-        # It still does not fit: nothing has been released since.
+        # The batch still does not fit, because nothing has been released since the last attempt.
         if self._refused[:2] == (batch, self.num_released):
             return self._refused[2]
         stored, new, slots, evicted = self._found

@@ -26,7 +26,7 @@ def _end(tasks: "SimpleQueue[Any]", thread: threading.Thread) -> None:
     process.
     """
     tasks.put(None)
-    # The garbage collector may call this in the mover's thread itself.
+    # The garbage collector may call this function in the mover's thread itself.
     if thread is not threading.current_thread():
         thread.join()
 
@@ -52,8 +52,8 @@ class CachedStore:
         self.counts = self._mover.counts
         self._thread = threading.Thread(target=self._mover.run, name="row mover", daemon=True)
         self._thread.start()
-        # For each argument of ``read_ahead``: a lookup in a block of rows, and a function that
-        # waits for the block.
+        # For each argument of ``read_ahead``: a lookup in a block of rows, the block, and a
+        # function that waits for the block.
         self._ahead: WeakKeyDictionary[Lookup, tuple[Lookup, Tensor, Callable[[], None]]]
         self._ahead = WeakKeyDictionary()
         weakref.finalize(self, _end, self._mover.tasks, self._thread)
@@ -79,7 +79,7 @@ class CachedStore:
         self._mover.release(number)
 
     def read_ahead(self, lookup: Lookup) -> None:
-        """Start reading the rows for a later ``peek``; no update may run before that."""
+        """Start reading the rows for a later ``peek``; no update may run before that ``peek``."""
         own, block, numbers = self._peeked(lookup)
         self._ahead[lookup] = (own, block, self._mover.read_soon(numbers, block))
 
@@ -93,7 +93,8 @@ class CachedStore:
         return self.kernel.pool(block, own.place(own.inverse()))
 
     def _peeked(self, lookup: Lookup) -> tuple[Lookup, Tensor, Array]:
-        """Return a lookup in a block of its unique rows, the block, and the rows to read into it.
+        """Return a lookup in a block of its unique rows, the block, and the rows to read into the
+        block.
 
         The address after the last row stands for an absent row, which reads as zeros.
         """

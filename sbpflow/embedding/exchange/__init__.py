@@ -1,1 +1,1 @@
-"""Exchanges the ids, vectors, and gradients of groups. There is one class per exchange."""
+"""Exchanges the ids, vectors, and gradients of groups."""

@@ -1,6 +1,6 @@
 """Runs the transfers whose sizes depend on the batch: individual rows, and ids in lists.
 
-This is the only module outside ``boxing`` that calls a collective. OneFlow's distributed gather
+Of all modules outside ``boxing``, only this one calls a collective. OneFlow's distributed gather
 (its scheme 3) and EMBark's unique-based groups exchange rows in this way.
 """
 
@@ -27,7 +27,7 @@ class RowTransfer:
         self._channel = channel
 
     def start_counts(self, step: ExchangeStep, counts: Tensor) -> Pending:
-        """Start sending one of ``counts`` ([ranks] int64) to each rank of the group.
+        """Start sending ``counts[r]`` to each rank r of the group; ``counts`` is [ranks] int64.
 
         ``wait()`` returns the received counts in the same order.
         """
@@ -40,8 +40,8 @@ class RowTransfer:
         """Start sending ``out[r]`` rows to rank r and receiving ``into[r]`` rows from rank r.
 
         ``send`` contains the blocks of rows for ranks 0, 1, ..., and must not change before
-        ``wait()`` returns the received rows. Raise SbpError if the dtype differs from the one
-        planned for the step.
+        ``wait()`` returns the received rows. Raise SbpError if ``send`` does not have the dtype
+        that is planned for the step.
         """
         world = self._world
         if send.dtype != step.dtype and send.dtype != torch.int64:
@@ -67,9 +67,9 @@ class RowTransfer:
         """Start sending all of ``send`` to every other rank, and receiving ``into[r]`` rows from
         rank r.
 
-        This is an all-gather of parts with unequal lengths. c10d would need padding for it, and an
-        all-to-all would need a copy of ``send`` for every rank, so each pair of ranks exchanges
-        rows directly.
+        The transfer is an all-gather of parts with unequal lengths. The all-gather of c10d would
+        need padding, and an all-to-all would need a copy of ``send`` for every rank, so each pair
+        of ranks exchanges rows directly.
         """
         world = self._world
         if send.dtype != step.dtype:
@@ -113,7 +113,7 @@ def _arrived(
     sent: Tensor,
     waits: WaitTime,
 ) -> Tensor:
-    del sent  # taken as an argument only to keep the buffer alive during the transfer
+    del sent  # an argument only to keep the buffer alive during the transfer
     try:
         if work is not None:
             waits.during(work.wait)

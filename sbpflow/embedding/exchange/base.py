@@ -1,23 +1,23 @@
-"""Defines the base class of groups. A group runs the moves of a batch in this order.
+"""Defines the base class of groups. A group runs the moves of a batch in this order:
 
-    start_id_exchange  compute addresses, deduplicate them, start the first transfer
-    exchange_ids       send the ids, now that the transfer sizes are known
-    next_round         in exchanges with several id rounds: receive ids, deduplicate and count the
-                       ids to forward; ``exchange_ids`` then runs again
-    receive_ids        receive the ids that this rank looks up; addresses are final
-    announce           notify the stores of the rows that a training batch needs
-    mark_early         optionally, find the rows whose values are final before the lookup
-    send_early         send these rows, one batch ahead
-    send_late          start sending the gradients of the previous batch that could wait
-    lookup             read the rows and start sending vectors
-    gather_outputs     receive the vectors of this rank's samples
-    send_grads         start sending gradients
-    receive_grads      receive the gradients on the ranks that store the rows
-    update             take one optimizer step
+* ``start_id_exchange`` computes addresses, deduplicates them, and starts the first transfer.
+* ``exchange_ids`` sends the ids, whose numbers are now known.
+* ``next_round``, in exchanges with several id rounds, receives ids, and deduplicates and counts the
+  ids to forward; ``exchange_ids`` then runs again.
+* ``receive_ids`` receives the ids that this rank looks up. Addresses are final.
+* ``announce`` notifies the stores of the rows that a training batch needs.
+* ``mark_early``, which is optional, finds the rows whose values are final before the lookup.
+* ``send_early`` sends the rows that ``mark_early`` found, one batch ahead.
+* ``send_late`` starts sending the late gradients of the previous batch.
+* ``lookup`` reads the rows and starts sending vectors.
+* ``gather_outputs`` receives the vectors of this rank's samples.
+* ``send_grads`` starts sending gradients.
+* ``receive_grads`` receives the gradients on the ranks that store the rows.
+* ``update`` takes one optimizer step.
 
-Between two moves, the caller computes something else or runs a move of another group, and the
-transfers overlap with this work. The moves up to ``receive_ids`` depend only on ids, so they can
-run several batches ahead.
+Between two moves, the caller does other work, such as a move of another group; the transfers
+overlap with this work. The moves up to ``receive_ids`` depend only on ids, so they can run several
+batches ahead.
 """
 
 from abc import ABC, abstractmethod
@@ -54,20 +54,20 @@ MakeStore = Callable[[GroupPlan, int, SumOverColumns | None], RowStore]
 class GroupInFlight:
     """The state of one batch in one group, passed from move to move.
 
-    ``number`` counts the training batches of the collection; it is ``None`` for a batch that is not
-    trained.
+    ``number`` is the batch's position among the training batches of the collection, starting at 1,
+    or ``None`` if the batch is not trained.
     """
 
     batch_size: int  # number of samples in the global batch
     local: BatchIds
     number: int | None
-    lr_factor: float = 1.0  # factor of the learning rates, fixed at the lookup
+    lr_factor: float = 1.0  # Factor of the learning rates, fixed at the lookup.
     # Ids of the global batch, if this rank looks up ids of other ranks' samples.
     everywhere: BatchIds | None = None
     lookups: list[Lookup] = field(default_factory=list[Lookup])
     pending: Pending | None = None
-    rows: Tensor | None = None  # looked-up rows, until ``gather_outputs`` takes them
-    # result of ``Group.counts``, as host integers
+    rows: Tensor | None = None  # Looked-up rows, until ``gather_outputs`` takes them.
+    # Result of ``Group.counts``, as host integers.
     counts: list[int] = field(default_factory=list[int])
     round: int = 0  # current round of the id exchange
 
@@ -111,7 +111,7 @@ class GroupContext:
 
     ``columns`` and ``places`` map the columns and lists of the global batch to those that this rank
     receives. ``row_buffer_fraction`` becomes the ``share`` of ``padded.Capacity``, and ``compiled``
-    is that of ``find_loops``.
+    is passed to ``find_loops``.
     """
 
     make_store: MakeStore
@@ -146,7 +146,8 @@ class Group(ABC, Generic[BatchT]):
     def counts(self, batch: BatchT) -> Tensor | None:
         """Return the counts [n] int64 that the host needs before ``exchange_ids``, or ``None``.
 
-        Call this once: it finishes the transfer that ``start_id_exchange`` started.
+        Call this method only once, because it finishes the transfer that ``start_id_exchange``
+        started.
         """
         return None
 
@@ -187,11 +188,13 @@ class Group(ABC, Generic[BatchT]):
     def mark_early(self, batch: BatchT) -> None:
         """If the plan has ``early_rows``, find the rows that no batch with a pending update uses.
 
-        Call this after ``receive_ids`` of this batch and all earlier batches.
+        Call this method after ``receive_ids`` of this batch and all earlier batches.
         """
 
     def send_early(self, batch: BatchT) -> None:
-        """Start sending the rows that ``mark_early`` found; call it before the next ``update``."""
+        """Start sending the rows that ``mark_early`` found; call this method before the next
+        ``update``.
+        """
 
     def send_late(self) -> None:
         """With ``late_gradients``, start sending the gradients that ``send_grads`` of the last
@@ -199,11 +202,13 @@ class Group(ABC, Generic[BatchT]):
         """
 
     def settle(self) -> None:
-        """Receive and apply late gradients; every rank must call this. ``update`` does so first."""
+        """Receive and apply late gradients, as ``update`` does first. Every rank must call this
+        method.
+        """
 
     @property
     def is_settled(self) -> bool:
-        """Return False if rows of the last updated batch have late gradients."""
+        """Return False if the last updated batch has late gradients that are not yet applied."""
         return True
 
     @abstractmethod
@@ -220,7 +225,9 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def receive_grads(self, batch: BatchT) -> None:
-        """Collect the gradients for ``update``. Several batches can be collected before it."""
+        """Collect the gradients for ``update``. Several batches can be collected before an
+        update.
+        """
 
     @abstractmethod
     def update(self, step: int) -> None:
@@ -231,7 +238,8 @@ class Group(ABC, Generic[BatchT]):
         self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
-        """Return the sum of squared gradients, with duplicates of a row summed first: 0-d float64.
+        """Return the sum of squared gradients, after adding up the gradients of each row: 0-d
+        float64.
 
         The results of all ranks can be summed, because replicated rows are counted only on the
         first rank.
@@ -242,7 +250,7 @@ class Group(ABC, Generic[BatchT]):
             return total
         for (lookup, grads), (stack, store) in zip(merged, self.stores(), strict=True):
             # Growing tables need an order of summation that does not depend on row numbers, because
-            # these change when a run resumes.
+            # row numbers change when a run resumes.
             total += sum_of_squares(store.kernel, lookup, grads, in_order=stack.grows)
         return total
 

@@ -1,5 +1,5 @@
-"""Defines the groups that run the exchanges of ``plan/boxed_exchanges.py``, whose sizes are
-known.
+"""Defines the groups that run the exchanges of ``plan/boxed_exchanges.py``, whose transfer sizes
+are known in advance.
 """
 
 from collections.abc import Sequence
@@ -87,7 +87,9 @@ class AddressedGroup(Group[GroupInFlight]):
         return ids
 
     def rows_of(self, batch: GroupInFlight) -> Tensor:
-        """Look up the rows: [samples, sum of widths], or [samples, dim] in pooled groups."""
+        """Return the looked-up rows [samples, sum of widths], or [samples, dim] in pooled
+        groups.
+        """
         samples, pooled = self._ids_of(batch).num_samples, self.plan.pooled
         parts = [
             batch.lookup(member.store, lookup, member.stack.optimizer.lr).view(
@@ -100,7 +102,7 @@ class AddressedGroup(Group[GroupInFlight]):
         return torch.stack(parts).sum(0) if pooled else torch.cat(parts, 1)
 
     def split(self, grad: Tensor) -> list[Tensor]:
-        """Split the gradient of ``rows_of`` into [bags, width] per member."""
+        """Split the gradient of ``rows_of`` into one gradient [bags, width] per member."""
         if self.plan.pooled:
             return [grad] * len(self.members)
         widths = [self._width(member) for member in self.members]
@@ -126,7 +128,7 @@ class AddressedGroup(Group[GroupInFlight]):
     def _width(self, member: Member) -> int:
         """Return the number of columns of a member in ``rows_of``.
 
-        ``view`` could not infer it for a batch without samples.
+        ``view`` could not infer this number for a batch without samples.
         """
         width = member.store.width
         return width if self.plan.pooled else width * member.addresses.num_uses
@@ -182,7 +184,7 @@ def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
     """Return (addresses, gradients) of the rows that any rank touched.
 
     ``table`` is [rows, width + 1]; its last column is the number of uses. If the kernel has an
-    ``absent`` address, return all rows, and use this address for the untouched ones.
+    ``absent`` address, return all rows, with this address in place of untouched rows.
     """
     counts, sums = table[:, -1], table[:, :-1]
     if absent is not None:
@@ -193,11 +195,11 @@ def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
 
 
 class BoxedGroup(AddressedGroup):
-    """Runs exchanges in which owners look up the global batch.
+    """Runs exchanges in which owners look up the ids of the global batch.
 
     Boxing sends the vectors and returns the gradients. With ``columns`` (tables on one rank, and
     S(1)), the vectors have layout S(1), uneven, with columns in rank order. With ``reduce`` (S(0)),
-    they are partial sums: layout P, or (P, S(1)) on a grid of ranks.
+    the vectors are partial sums: layout P, or (P, S(1)) on a grid of ranks.
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:

@@ -1,9 +1,9 @@
-"""Splits a batch's rows into rows whose transfer can overlap other steps, and the others.
+"""Finds the rows and gradients of a batch that can be sent during another step.
 
-A row is early if no batch with a pending update uses it: its value cannot change before the lookup
-of this batch, so it is sent one batch ahead. A gradient is late if the next batch does not use its
-row: it is sent and applied during the next step. Only the rank that stores a row knows which
-batches use it, so it sends one bit per requested row (``flags``) first.
+A row is early if no batch with a pending update uses it: its value cannot change before the lookup,
+so the row is sent one batch ahead. A gradient is late if the next batch does not use its row: the
+gradient is sent and applied during the next step. Only the rank that stores a row knows which
+batches use the row, so that rank first sends one bit per requested row (``flags``).
 """
 
 from collections.abc import Iterable, Sequence
@@ -74,9 +74,9 @@ class LateInFlight:
     """The late gradients of a batch.
 
     ``owned`` splits the rows that other ranks request from this rank, and ``wanted`` the rows that
-    this rank requests. ``sums`` are the gradients that this rank has yet to send. The update of the
-    other gradients sets ``step``, its number, and ``lookup``, the late rows of this rank. ``flags``
-    and ``gradients`` are transfers in flight.
+    this rank requests. ``sums`` are the gradients that this rank has yet to send. When the other
+    gradients are applied, ``step`` becomes the number of that update, and ``lookup`` the late rows
+    of this rank. ``flags`` and ``gradients`` are transfers in flight.
     """
 
     owned: Split
@@ -89,7 +89,9 @@ class LateInFlight:
 
 
 class UsedRows:
-    """Finds the rows of a batch that other batches use too. Keeps one byte per row of a store."""
+    """Finds the rows of a batch that other batches do not use. Keeps one byte per row of a
+    store.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self._used = torch.zeros(num_rows, dtype=torch.bool)

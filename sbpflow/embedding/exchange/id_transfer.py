@@ -44,7 +44,7 @@ class IdTransfer:
 
 
 class IdsUnderWay:
-    """The id transfers of one batch. All ranks must start them in the same order."""
+    """The id transfers of one batch. All ranks must start the transfers in the same order."""
 
     def __init__(self, transfer: IdTransfer, ids: BatchIds, batch_size: int) -> None:
         self._transfer, self._ids, self._batch_size = transfer, ids, batch_size
@@ -65,8 +65,8 @@ class IdsUnderWay:
     def sizes(self) -> Tensor | None:
         """Return how many list ids are sent to and received from each rank: [2 x ranks] int64.
 
-        Return ``None`` if no lists are sent. Call this once: it receives the lengths that
-        ``start_id_exchange`` sent.
+        Return ``None`` if no lists are sent. Call this method only once, because it receives the
+        lengths that ``start_id_exchange`` sent.
         """
         transfer, lists = self._transfer, self._ids.lists
         if self._lengths is None:
@@ -126,7 +126,7 @@ class IdsUnderWay:
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
             return torch.zeros(world.size, dtype=torch.int64, device=world.device)
         samples = self._received.sum(1, dtype=torch.int64)
-        # Sum over the samples of each rank. They are split as in ``balanced_sizes``: the first
+        # Sum over the samples of each rank. Samples are split as in ``balanced_sizes``: the first
         # ``longer`` ranks have one more sample than the others.
         each, longer = divmod(self._batch_size, world.size)
         first, rest = samples.split([longer * (each + 1), samples.shape[0] - longer * (each + 1)])

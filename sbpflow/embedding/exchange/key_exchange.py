@@ -1,8 +1,8 @@
 """Converts the keys of a batch to row numbers, before the groups exchange ids.
 
 Every rank counts its unique keys and sends them to the ranks that own the buckets of the keys. The
-owners choose the rows and return their numbers. This stage waits for its transfers, but it runs
-several batches ahead of the step.
+owners choose the rows and return their numbers. The host waits for these transfers, but they can
+run several batches ahead of the step.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Everything that the decisions for a batch depend on, except its keys."""
+    """The facts on which the decisions for a batch depend, in addition to its keys."""
 
     batch_size: int
     training: bool
@@ -51,7 +51,9 @@ class _Request:
 
 
 class KeyExchange:
-    """Manages the growing fields of a plan on one rank. Every rank must make the same calls."""
+    """Converts the keys of the growing fields of a plan to rows. Every rank must make the same
+    calls.
+    """
 
     NAMES = tuple(one.name for one in fields(Totals))
 
@@ -80,8 +82,8 @@ class KeyExchange:
         """Return the ids with row numbers in place of keys, and the rows that a training batch
         changes.
 
-        ``event_time`` is the latest time of this rank's samples. Raise DataError if it is needed
-        but not given.
+        ``event_time`` is the latest time of this rank's samples. Raise DataError if ``event_time``
+        is needed but not given.
         """
         time = NO_TIME if event_time is None or not self._timed else event_time
         batch = _Batch(batch_size, training, begins_step, time)
@@ -91,8 +93,8 @@ class KeyExchange:
                 f"field {names[0]}: evict.idle_time: the batch has no event time; pass event_time, "
                 "or use evict.idle_samples"
             )
-        # torch transposes in cache-sized blocks. A single column is already contiguous, so only
-        # clone() always copies.
+        # torch transposes in cache-sized blocks. clone() always copies; contiguous() would return a
+        # view of a single column, and the columns are overwritten later.
         columns = ids.matrix.t().clone(memory_format=torch.contiguous_format).numpy()
         lists = ids.lists
         all_keys = [self._keys(columns, lists, index) for index in range(len(self.fields))]
@@ -122,7 +124,8 @@ class KeyExchange:
 
     def totals(self) -> Array:
         """Return the counts [fields, ranks, ``NAMES``], summed over trained batches; every rank
-        must call this."""
+        must call this method.
+        """
         own = np.zeros((len(self.fields), len(self.NAMES)), np.int64)
         for index, field in enumerate(self.fields):
             if field.part is not None:

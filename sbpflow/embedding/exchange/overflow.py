@@ -1,7 +1,8 @@
-"""Handles batches whose rows do not fit in the fixed-size buffers of ``padded``.
+"""Repeats the id exchange of batches whose rows do not fit in the fixed-size buffers of ``padded``.
 
-All ranks get the same counts, so either all ranks repeat the exchange or none does. It is repeated
-before any row is read, with transfers of exactly the required sizes, for which the host must wait.
+All ranks get the same counts, so either all ranks repeat the exchange or none does. The exchange is
+repeated before any row is read. The repeated exchange uses exact sizes, for which the host must
+wait.
 """
 
 import logging
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class PaddedGroups:
-    """Manages the groups of a collection that use fixed-size buffers."""
+    """The groups of a collection that use fixed-size buffers."""
 
     def __init__(self, groups: Sequence[AnyGroup]) -> None:
         self._groups = {
@@ -32,8 +33,8 @@ class PaddedGroups:
         """Start reading, for each group, the largest number of rows that a rank requests from
         another.
 
-        Call this after ``receive_ids``. Return ``None`` if the buffers are large enough for any
-        batch.
+        Call this method after ``receive_ids``. Return ``None`` if the buffers are large enough for
+        any batch.
         """
         limited = self._limited(parts).values()
         most = [part.most_requested for part in limited if part.most_requested is not None]
@@ -51,7 +52,9 @@ class PaddedGroups:
         return groups
 
     def send_again(self, parts: list[GroupInFlight], groups: Sequence[int]) -> None:
-        """Repeat the id exchange of these groups without buffers, and replace their parts."""
+        """Repeat the id exchange of these groups without fixed-size buffers, and replace their
+        parts.
+        """
         limited = self._limited(parts)
         for index in groups:
             parts[index] = self._again(self._groups[index], limited[index])
@@ -87,7 +90,7 @@ class PaddedGroups:
         return again
 
     def _warn(self, index: int, part: RowsInFlight, most: int, room: int) -> None:
-        """Log a warning, but only if twice as many rows are needed as in the last one."""
+        """Log a warning, but only if twice as many rows are needed as in the last warning."""
         group = self._groups[index]
         if group.capacity is None or group.world.rank != 0 or most < 2 * self._warned.get(index, 0):
             return

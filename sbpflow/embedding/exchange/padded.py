@@ -1,7 +1,7 @@
 """Provides fixed-size buffers for rows, so that the host need not know the number of rows.
 
-The buffer size between two ranks depends only on the batch size. Unused positions contain the
-address of a row of zeros, which follows the stored rows. The device detects batches that do not
+The size of the buffer between two ranks depends only on the batch size. Unused positions contain
+the address of a row of zeros, which follows the stored rows. The device detects batches that do not
 fit: each rank sends the number of rows that it needs, and all ranks compute the maximum.
 """
 
@@ -20,8 +20,8 @@ class Slots:
     """The positions of a batch's unique rows in the buffers.
 
     ``of_ids`` [n] int64 contains the position of each address. ``of_rows`` [n] int64 contains the
-    position of each unique row, padded by repeating the last one. ``size`` is the total number of
-    positions.
+    position of each unique row, padded by repeating the last position. ``size`` is the total number
+    of positions.
     """
 
     of_ids: Tensor
@@ -29,7 +29,9 @@ class Slots:
     size: int
 
     def spread(self, lookup: Lookup, grads: Tensor) -> Tensor:
-        """Sum each row's gradients at its position in [size, width]; other positions are zero."""
+        """Return a tensor [size, width] with the sum of each row's gradients at the row's position,
+        and zeros elsewhere.
+        """
         _, sums = lookup.spread_gradients(grads)
         out = sums.new_zeros(self.size, sums.shape[1])
         return out.index_copy_(0, self.of_rows, sums)
@@ -45,7 +47,7 @@ class Capacity:
         self._stored = max(stack.num_rows(rank) for rank in plan.world.ranks)
 
     def most(self, batch_size: int) -> int:
-        """Return how many rows a rank can request from another at most, in a batch of
+        """Return the maximum number of rows that a rank can request from another in a batch of
         ``batch_size``.
         """
         return max(1, min(-(-batch_size // self._size) * self._lookups, self._stored))
@@ -86,8 +88,9 @@ class Layout:
             empty = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(empty, empty, parts * room), send
         # The position of a row is its index among the unique rows minus the number of rows in
-        # preceding parts. Rows that do not fit all write to the last position. It does not matter
-        # which of them wins, because all ranks detect the overflow and repeat the exchange.
+        # preceding parts. Rows that do not fit all write to the last position. The row that is
+        # written last does not matter, because all ranks detect the overflow and repeat the
+        # exchange.
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

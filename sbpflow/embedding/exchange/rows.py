@@ -28,21 +28,21 @@ class RowsInFlight(GroupInFlight):
     """The state of a batch in a group that exchanges rows.
 
     ``requested`` is the number of rows that this rank requests from each rank; ``incoming`` is the
-    number of rows that each rank requests from this rank. With fixed-size buffers, both equal the
-    buffer size; otherwise, they are set from ``counts``. ``sent_addresses`` (the addresses in the
-    buffers) and ``most_requested`` ([1] int64, the largest number of rows between any two ranks)
-    are set only with fixed-size buffers.
+    number of rows that each rank requests from this rank. With fixed-size buffers, both numbers
+    equal the buffer size; otherwise, they are set from ``counts``. ``sent_addresses`` (the
+    addresses in the buffers) and ``most_requested`` ([1] int64, the largest number of rows between
+    any two ranks) are set only with fixed-size buffers.
     """
 
-    wanted: Lookup  # the lookup of the local samples
-    request_counts: Tensor | None = None  # [ranks] int64: rows requested from each rank
-    slots: Slots | None = None  # set only with fixed-size buffers
+    wanted: Lookup  # The lookup of the local samples.
+    request_counts: Tensor | None = None  # Rows requested from each rank, [ranks] int64.
+    slots: Slots | None = None  # Set only with fixed-size buffers.
     sent_addresses: Tensor | None = None
     most_requested: Tensor | None = None
     requested: list[int] = field(default_factory=list[int])
     incoming: list[int] = field(default_factory=list[int])
-    early: EarlyInFlight | None = None  # set by ``mark_early``
-    late: LateInFlight | None = None  # set by ``mark_early`` of the next batch
+    early: EarlyInFlight | None = None  # Set by ``mark_early``.
+    late: LateInFlight | None = None  # Set by ``mark_early`` of the next batch.
 
 
 class RowGroup(Group[RowsInFlight]):
@@ -77,7 +77,7 @@ class RowGroup(Group[RowsInFlight]):
         self._vectors = RowTransfer(self.world, VECTORS)
         self._gradients = RowTransfer(self.world, GRADIENTS)
         self.capacity: Capacity | None = None
-        # Buffers that overflow are detected in the id stream, which only CUDA has.
+        # Overflowing buffers are detected in the id stream, which exists only on CUDA.
         on_cuda = self.world.device.type == "cuda"
         share = context.row_buffer_fraction
         if share is not None and on_cuda and self._store.kernel.absent is not None:
@@ -90,7 +90,7 @@ class RowGroup(Group[RowsInFlight]):
 
     @abstractmethod
     def begin_counted(self, batch: RowsInFlight) -> None:
-        """Start telling each rank how many rows this rank requests from it."""
+        """Start sending each rank the number of rows that this rank requests from it."""
 
     @abstractmethod
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
@@ -116,7 +116,7 @@ class RowGroup(Group[RowsInFlight]):
         return batch
 
     def begin_again(self, batch: RowsInFlight) -> RowsInFlight:
-        """Return the same batch without fixed-size buffers; its buffers were too small."""
+        """Return the same batch without fixed-size buffers, because the buffers were too small."""
         again = RowsInFlight(
             local=batch.local, batch_size=batch.batch_size, number=batch.number, wanted=batch.wanted
         )
@@ -216,7 +216,7 @@ class RowGroup(Group[RowsInFlight]):
 class AllGatherRowsGroup(RowGroup):
     """Base class of groups in which every rank stores all rows, or some columns of all rows.
 
-    Every rank receives the requests of all ranks, so addresses are local row numbers everywhere.
+    Every rank receives the requests of all ranks. Addresses are local row numbers.
     """
 
     @property
@@ -228,7 +228,7 @@ class AllGatherRowsGroup(RowGroup):
         return True
 
     def begin_counted(self, batch: RowsInFlight) -> None:
-        # Every rank receives all requested rows.
+        # This rank requests the same rows from every rank.
         batch.request_counts = batch.wanted.unique_up_to(self._lasts).repeat(self.world.size)
         if self.sends_ids(batch):
             step = self.step(batch, "counts")
@@ -258,7 +258,7 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
-        # the range of columns that each rank stores, in any order
+        # The range of columns that each rank stores; ranges need not be in rank order.
         self._columns = self._stack.columns_by_rank()
         self._widths = [columns.stop - columns.start for columns in self._columns]
 

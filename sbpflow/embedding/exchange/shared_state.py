@@ -24,7 +24,7 @@ class SharedState:
     def sum_of(self, index: int) -> SumOverColumns | None:
         """Return a function that sums a stack's squares over the ranks that share its rows.
 
-        Return ``None`` if no ranks share them.
+        Return ``None`` if no ranks share rows.
         """
         if index not in self._plan.shared_state:
             return None

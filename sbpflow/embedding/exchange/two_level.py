@@ -1,9 +1,9 @@
 """Defines the groups that exchange rows in two hops, as planned by ``plan/two_level.py``.
 
-A rank sends its unique ids to the ranks of its own host. Each of these ranks merges the ids that it
-receives, and sends them to the owners on all hosts. Rows and gradients take the same two hops.
-``lookup`` and ``send_grads`` start the hop between hosts, so it overlaps with the following moves.
-The hop within the host is short, so ranks simply wait for it.
+A rank sends its unique ids to the ranks of its own host. A rank merges the ids that it receives
+from its host, and sends the merged ids to the owners on all hosts. Rows and gradients take the same
+two hops. ``lookup`` and ``send_grads`` start the hop between hosts, so it overlaps with the
+following moves. The hop within the host is short, so ranks simply wait until it ends.
 """
 
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class TwoLevelGroup(RowGroup):
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         _, self._positions = groups_of(plan.stacks[0].layouts[0].placement)
         super().__init__(plan, boxing, context)
-        self.capacity = None  # no fixed-size buffers; ``config.checks`` rejects the combination
+        self.capacity = None  # No fixed-size buffers; ``config.checks`` rejects the combination.
         # Order the parts of the address space by position within the host, then by host. The sorted
         # ids of a rank are then grouped by destination in both hops.
         own = next(n for n, ranks in enumerate(self._positions) if self.world.rank in ranks)
@@ -105,7 +105,7 @@ class TwoLevelGroup(RowGroup):
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         raise NotImplementedError(
-            f"{self.plan.name}: this exchange has no fixed-size buffers to repeat"
+            f"{self.plan.name}: this exchange does not use fixed-size buffers"
         )
 
     def receive_ids(self, batch: RowsInFlight) -> None:

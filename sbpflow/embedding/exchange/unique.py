@@ -1,4 +1,6 @@
-"""Defines the group that exchanges unique rows of S(0) tables, some of them early or late."""
+"""Defines the group that exchanges unique rows of S(0) tables, some rows early and some gradients
+late.
+"""
 
 from collections.abc import Sequence
 
@@ -31,7 +33,7 @@ class UniqueGroup(RowGroup):
         self._used = UsedRows(self._store.num_rows if plan.early_rows else 0)
         # Training batches with pending updates, by batch number.
         self._to_update: dict[int, RowsInFlight] = {}
-        self._late: RowsInFlight | None = None  # has late gradients that are not yet applied
+        self._late: RowsInFlight | None = None  # batch whose late gradients are not yet applied
 
     @property
     def part_ranks(self) -> Sequence[int]:
@@ -72,7 +74,7 @@ class UniqueGroup(RowGroup):
     def _send_flags(
         self, batch: RowsInFlight, purpose: Purpose, flags: Tensor
     ) -> tuple[Split, Pending]:
-        """Tell each rank which of the rows that it requested are chosen, by ``flags``."""
+        """Send each rank the ``flags`` of the rows that it requested; return the chosen rows."""
         pending = self._ids.start(
             self.step(batch, purpose),
             pack(flags, batch.incoming),
@@ -82,7 +84,7 @@ class UniqueGroup(RowGroup):
         return Split.of(flags, batch.incoming), pending
 
     def _receive_flags(self, batch: RowsInFlight, purpose: Purpose, pending: Pending) -> Split:
-        """Return which of the rows that this rank requested are chosen."""
+        """Receive the flags of the rows that this rank requested; return the chosen rows."""
         count = sum(flag_bytes(batch.requested))
         flags = received(self.step(batch, purpose), pending, count)
         return Split.of(unpack(flags, batch.requested), batch.requested)
@@ -100,7 +102,7 @@ class UniqueGroup(RowGroup):
     def _read(self, batch: RowsInFlight, positions: Tensor) -> Tensor:
         """Read some rows of an admitted batch, in the comm dtype.
 
-        No learning rate is passed, because the later update is for the lookup of the whole batch.
+        No learning rate is passed, because the update uses the lookup of the whole batch.
         """
         rows = self._store.kernel.lookup(part_of(batch.lookups[0], positions))
         return rows.to(self.plan.comm_dtype)
@@ -109,7 +111,9 @@ class UniqueGroup(RowGroup):
         step, early = self.step(batch, "vectors"), batch.early
         late = None if self._late is None else self._late.number
         if batch.number is not None and late is not None and batch.number != late + 1:
-            raise RuntimeError(f"{step.id}: rows are read before their late gradients; call settle")
+            raise RuntimeError(
+                f"{step.id}: late gradients of the previous batch are not applied yet; call settle"
+            )
         if early is None:
             rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
             rows = rows.to(self.plan.comm_dtype)

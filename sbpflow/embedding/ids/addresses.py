@@ -1,8 +1,8 @@
 """Converts table ids to row addresses.
 
 ``LocalAddresses`` is for ranks that look up ids in their own shards. ``OwnerAddresses`` is for
-exchanges of individual rows; its addresses also identify the rank that owns the row. Both return a
-``Lookup``: addresses, the bags they form, and a weight per address for weighted sums.
+exchanges of individual rows; its addresses also identify the rank that owns the row. Both classes
+return a ``Lookup``: addresses, the bags that they form, and a weight per address for weighted sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,14 @@ from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch, column
 from sbpflow.embedding.storage.lookup import Lookup
 
 _NO_WEIGHTS = torch.empty(0)
-# With more row parts per table, a binary search is faster than comparing with every part.
+# With this many boundaries between row parts or more, a binary search is faster than comparing with
+# every boundary.
 _MOST_COMPARED = 8
 
 
 class BagShape:
-    """How the ids of some table uses form bags, and the weight of each id in its bag.
+    """Defines how the ids of ``uses`` (lookups of tables) form bags, and the weight of each id in
+    its bag.
 
     If the batch contains only a subset of the columns and lists, ``columns`` and ``places`` map the
     columns and lists of the uses to their positions in the batch.
@@ -118,7 +120,7 @@ class BagShape:
         return _ends(lengths)
 
     def use_of(self, lists: Lists) -> Tensor:
-        """Return the index of the use that each id belongs to, [ids in lists]."""
+        """Return the index of the use to which each id belongs, [ids in lists]."""
         samples, uses = lists.lengths.shape
         place = torch.arange(uses, device=self._device).repeat(samples)
         flat = lists.lengths.reshape(-1)
@@ -166,7 +168,7 @@ class LocalAddresses:
 
     @property
     def num_uses(self) -> int:
-        """Return how many vectors this rank looks up per sample."""
+        """Return the number of vectors that this rank looks up per sample."""
         return len(self.bags.uses)
 
     def make_lookup(self, ids: BatchIds, *, pooled: bool, absent: int | None = None) -> Lookup:
@@ -219,7 +221,7 @@ class LocalAddresses:
 class OwnerAddresses:
     """Converts the ids of a stack's uses to addresses that are unique over all ranks.
 
-    Addresses are in the order of the owning ``ranks``: ``ranks[n]`` owns the addresses after
+    Addresses are in the order of the owning ``ranks``. Rank ``ranks[n]`` owns the addresses after
     ``lasts[n - 1]`` up to ``lasts[n]``, and receives them relative to ``bases[n]``. The addresses
     of a rank are consecutive, in the order of its store. ``num_addresses`` is the total number.
     """
@@ -241,8 +243,8 @@ class OwnerAddresses:
         parts = _row_parts(stack, dict(zip(ranks, self.bases, strict=True)))
         most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
-        firsts: list[list[int]] = []  # by use: the first row of each part except the first part
-        steps: list[list[int]] = []  # by use: the change of the shift at each of these rows
+        firsts: list[list[int]] = []  # By use: the first row of each part except the first part.
+        steps: list[list[int]] = []  # By use: the change of the shift at each of these rows.
         shifts: list[int] = []
         for use in stack.uses:
             table_parts = parts[use.table.name]
@@ -305,14 +307,14 @@ class OwnerAddresses:
             return table if column is None else table.index_select(-1, column)
 
         # The shift of an id depends on its row part. If there are few parts, compare with every
-        # part boundary, and add the change of the shift at each boundary below the id.
+        # part boundary, and add the change of the shift at each boundary up to the id.
         if self._firsts.shape[0] < _MOST_COMPARED:
             addresses = ids + of(self._shift)
             for first, step in zip(self._firsts, self._steps, strict=True):
                 addresses += (ids >= of(first)) * of(step)
             return addresses
-        # Otherwise, run one binary search per column over the first rows of its parts, which are
-        # sorted.
+        # With many parts, run one binary search per column over the first rows of the parts, which
+        # are sorted.
         if column is None:
             part = torch.searchsorted(
                 self._firsts.t().contiguous(), ids.t().contiguous(), right=True

@@ -44,7 +44,7 @@ class Lists:
     def take(self, places: Tensor, total: int | None = None) -> "Lists":
         """Return the lists at these places, in this order, for every sample.
 
-        ``total`` is the number of ids in these lists. Pass it if known; otherwise, the host waits
+        ``total`` is the number of ids in these lists. If ``total`` is not passed, the host waits
         for the device.
         """
         lengths = self.lengths.index_select(1, places)
@@ -68,7 +68,7 @@ def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class IdBounds:
-    """Bounds guaranteed by the creator of some ids, so that the ids need not be checked one by one.
+    """Bounds guaranteed by the creator of some ids, which therefore need not be checked one by one.
 
     Ids in column c of the matrix are in range(columns[c]), and ids in list p are in
     range(lists[p]). List p has at most lengths[p] ids.

@@ -9,8 +9,8 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 
 
 def find_loops(device: torch.device, *, compiled: bool = True) -> ModuleType | None:
-    """Return the module ``ids.loops``, or ``None`` if torch is to be used: on other devices,
-    without numba, and if not ``compiled``, because loading numba takes 0.5 s.
+    """Return the module ``ids.loops``, or ``None`` if torch must be used: if the device is not a
+    CPU, if numba is not installed, or without ``compiled`` (loading numba takes 0.5 s).
     """
     if not compiled or device.type != "cpu" or find_spec("numba") is None:
         return None

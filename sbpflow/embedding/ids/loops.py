@@ -1,4 +1,4 @@
-"""Defines loops over ids, compiled by numba: a single pass where torch makes ten.
+"""Defines loops over ids, compiled by numba, which make a single pass where torch makes ten.
 
 Import this module only if numba is installed. Results are identical to those of the torch code next
 to each call. Arrays must be C-contiguous.
@@ -9,7 +9,8 @@ import torch
 
 from sbpflow.runtime.compute.compiled import Array, compiled
 
-# With more row parts per table, a binary search is faster than comparing with every part.
+# With this many boundaries between row parts or more, a binary search is faster than comparing with
+# every boundary.
 _MOST_COMPARED = 32
 
 
@@ -145,11 +146,12 @@ def local_addresses(
     out_weights: Array,
     offsets: Array,
 ) -> int:
-    """Write the ids from ``firsts[use]`` to ``lasts[use]``, plus ``shift[use]``, to ``out``.
+    """Write the ids from ``firsts[use]`` to ``lasts[use]``, plus ``shift[use]``, to ``out``; return
+    how many ids were written.
 
-    Return how many were written. The end of each list is written to ``offsets``, or the end of each
-    sample if it has only [samples + 1] elements. The weights of the ids are written to
-    ``out_weights`` unless it is empty.
+    The end of each list is written to ``offsets``, or the end of each sample if ``offsets`` has
+    only [samples + 1] elements. The weights of the ids are written to ``out_weights`` unless that
+    array is empty.
     """
     samples, uses = lengths.shape
     pooled, has_weights = offsets.size == samples + 1 and uses != 1, out_weights.size > 0

@@ -26,9 +26,9 @@ class IdCheck:
     out-of-range id is therefore replaced by 0, and its error is kept in ``error`` until the step.
     """
 
-    error: DataError | None = None  # the error for the first bad id
-    flagged: list[AsyncScalarRead] = field(default_factory=list[AsyncScalarRead])  # CUDA only
-    replaced: Tensor | None = None  # [features] int64, set by the policies clamp and hash
+    error: DataError | None = None  # The error for the first bad id.
+    flagged: list[AsyncScalarRead] = field(default_factory=list[AsyncScalarRead])  # CUDA only.
+    replaced: Tensor | None = None  # Set by the policies clamp and hash, [features] int64.
 
     def fail(self, error: DataError) -> None:
         """Keep ``error`` unless an earlier error was kept."""
@@ -45,9 +45,9 @@ class IdReader:
     """Checks the ids of a batch and applies the policy for out-of-range ids.
 
     An id must be a row of every table that uses its feature, so the smallest of these tables sets
-    the limit. With clamp and hash, they must all have the same size; ``plan_embeddings`` checks
-    this. ``out_of_range`` counts the replaced ids per feature on this rank, over all batches passed
-    to ``account``. ``compiled`` is that of ``find_loops``.
+    the limit. With clamp and hash, these tables must all have the same size; ``plan_embeddings``
+    checks this rule. ``out_of_range`` counts the replaced ids per feature on this rank, over all
+    batches passed to ``account``. ``compiled`` is passed to ``find_loops``.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class IdReader:
         expected = self._plan.ids.num_columns
         if matrix.ndim != 2 or matrix.shape[1] != expected or not _is_integer(matrix):
             raise DataError(
-                f"ids: {matrix.dtype}{list(matrix.shape)}; use int32 or int64 "
+                f"ids: got {matrix.dtype}{list(matrix.shape)}; use int32 or int64 "
                 f"[samples, {expected}], one column per id of {', '.join(self._by_name)}"
             )
         self._check_device("ids", matrix)
@@ -163,7 +163,7 @@ class IdReader:
         return Lists(lists.lengths, lists.values, weights if self._plan.weighted else None)
 
     def _as_mapping(self, ids: BatchIds) -> Mapping[str, "Tensor | Bags"]:
-        """Return the same ids by feature, so that each feature is checked."""
+        """Return the same ids by feature, so that each feature can be checked separately."""
         features, by_feature = self._plan.features, dict[str, Tensor | Bags]()
         columns = sum(features[n].hotness for n in self._matrix)
         num_lists = 0 if ids.lists is None else ids.lists.lengths.shape[1]
@@ -188,8 +188,8 @@ class IdReader:
         for tensor in tensors:
             if tensor is not None and tensor.device.type != self._device.type:
                 raise DataError(
-                    f"{name}: is on {tensor.device}, but the tables are on {self._device}; pass "
-                    f'.to("{self._device}")'
+                    f"{name}: got a tensor on {tensor.device}, but the tables are on "
+                    f'{self._device}; pass .to("{self._device}")'
                 )
 
     def _check_names(self, ids: Mapping[str, "Tensor | Bags"]) -> None:
@@ -291,13 +291,13 @@ class IdReader:
     def account(self, check: IdCheck) -> None:
         """Raise the error for a bad id, or add the number of replaced ids to ``out_of_range``.
 
-        Call this when the batch is looked up. On CUDA, the result of checking a matrix may not have
-        reached the host yet; ``raise_flagged`` reports it later.
+        Call this method when the batch is looked up. On CUDA, the result of checking a matrix may
+        not have reached the host yet; ``raise_flagged`` reports it later.
         """
         if check.error is not None:
             raise check.error
         if check.replaced is not None:
-            if check.replaced.is_cuda:  # allocated by the id stream, used in this one
+            if check.replaced.is_cuda:  # allocated by the id stream, used in the current stream
                 check.replaced.record_stream(torch.cuda.current_stream(self._device))
             self.out_of_range += check.replaced
             check.replaced = None
@@ -305,8 +305,8 @@ class IdReader:
     def raise_flagged(self, check: IdCheck) -> None:
         """Raise DataError for an out-of-range id in a matrix on CUDA.
 
-        The host does not wait for the device when ids are read, so call this before the results of
-        the lookup are used.
+        The host does not wait for the device when ids are read, so call this method before the
+        results of the lookup are used.
         """
         flagged, check.flagged = check.flagged, []
         for read in flagged:
@@ -361,7 +361,7 @@ class IdReader:
         lengths = torch.stack([bag.offsets.diff() for bag in all_bags], 1)
         values = torch.cat([bag.values.to(torch.int64) for bag in all_bags])
         by_feature = Lists(lengths.t().contiguous(), values, None)
-        # ``values`` is ordered by feature; find where in it each list of the result starts.
+        # ``values`` is ordered by feature; find where each list of the result starts in ``values``.
         source = positions(by_feature.starts().t(), lengths)
         weights = None
         if plan.weighted:
@@ -379,7 +379,7 @@ class IdReader:
     def _by_loop(self, loops: ModuleType, matrix: Tensor, bags: Mapping[int, Bags]) -> Lists | None:
         """Like ``_lists``, but in one compiled pass.
 
-        Return ``None`` if the input is invalid or needs conversion: ``_lists`` then converts it,
+        Return ``None`` if the input is invalid or needs conversion, so that ``_lists`` converts it,
         replaces ids, or reports the error.
         """
         plan, unused = self._plan, set(bags) - set(self._plan.ids.lists)

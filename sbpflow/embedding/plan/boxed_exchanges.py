@@ -1,4 +1,5 @@
-"""Defines the exchanges whose sizes are known: dense vectors, or all-reduced dense gradients.
+"""Defines the exchanges whose transfer sizes are known in advance: they send dense vectors, or
+all-reduce dense gradients.
 
 ``exchange/boxed.py`` runs them.
 """
@@ -54,11 +55,11 @@ class DenseAllreduce(Exchange):
         return is_copied(layout, world_size)
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Return True if an all-reduce sends fewer rows than the alternative.
+        """Return True if an all-reduce sends at most as many rows as a gather of the touched rows.
 
-        With P ranks and a table of R rows, an all-reduce sends 2 (P - 1) R rows. In the
-        alternative, each rank sends the rows that it touches, at most min(R, lookups / P), to the P
-        - 1 others, which is P (P - 1) min(R, lookups / P) rows in total.
+        With P ranks and a table of R rows, an all-reduce sends 2 (P-1) R rows. In a gather, each
+        rank sends its touched rows, at most min(R, lookups / P), to all other ranks, which makes P
+        (P-1) min(R, lookups / P) rows in total.
         """
         return 2 * table.num_rows <= min(world_size * table.num_rows, lookups)
 
@@ -78,8 +79,8 @@ class DenseAllreduce(Exchange):
             **_looked_up(facts.local_lookups, facts.dim, facts.wanted, out),
             "home_elements": out,
             "whole_elements": numbers,
-            # The passes over all rows: zero, fill, concatenate, all-reduce, and search for touched
-            # rows.
+            # The passes over all rows are to zero, fill, concatenate, all-reduce, and search for
+            # touched rows.
             "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
             "gradient_in_bytes": sent,
@@ -134,7 +135,7 @@ class _Boxed(Exchange):
             "copied_bytes": 2 * facts.both_ways * out,
             "vector_bytes": others * out * facts.vector_item,
             "gradient_in_bytes": others * out * facts.gradient_item,
-            # A rank does not send the gradients of its own samples.
+            # ``home`` includes what a rank would send to itself; the negative counts subtract it.
             "gradient_bytes": -facts.samples * width * facts.vectors * facts.gradient_item,
             "vector_in_bytes": -facts.samples * width * facts.vectors * facts.vector_item,
             "ids_bytes": -4.0 * facts.sent_ids / size,

@@ -69,8 +69,8 @@ class EmbeddingPlan:
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
-        """Return the matrix columns in the order sent: once if all ranks need the same ones, else
-        those of each rank in turn.
+        """Return the matrix columns in sending order: each once if all ranks need the same columns,
+        else the columns of one rank after the other.
         """
         return _sent(self.needed)
 
@@ -87,9 +87,8 @@ class EmbeddingPlan:
     def id_steps(self, batch_size: int) -> tuple[BoxingStep, ...]:
         """Return the steps that send the id matrix to the ranks that look up ids of other ranks.
 
-        The conversion is S(0) -> B if these ranks need the same columns. Otherwise, it is S(0) ->
-        S(1) with the columns arranged by rank, so that each rank receives only the columns it
-        needs.
+        The conversion is S(0) -> B if these ranks need the same columns, else S(0) -> S(1) with the
+        columns arranged by rank, so that each rank receives only the columns that it needs.
         """
         return self._spread(batch_size, self.needed, self.ids_dtype, "ids/fwd")
 
@@ -105,12 +104,12 @@ class EmbeddingPlan:
             sum(self.features[self.ids.lists[place]].hotness for place in needed)
             for needed in self.needed_lists
         ]
-        # A rank sends each of the others the lists it needs, so the rank that itself needs the
-        # fewest lists may send the most.
+        # A rank sends the others the lists that they need. The rank that itself needs the fewest
+        # lists may therefore send the most.
         per_rank = -(-batch_size // self.world.size) * (sum(needs) - min(needs))
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
-            payloads.append(("ids/fwd/weights", self.dtype, "their weights"))
+            payloads.append(("ids/fwd/weights", self.dtype, "weights of ids in lists"))
         return tuple(
             ExchangeStep(
                 id=id,
@@ -129,8 +128,8 @@ class EmbeddingPlan:
         return key_steps(self.vocabularies, self.world, batch_size)
 
     def ahead_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return all id transfers of a training batch, which can run ahead: none depends on an
-        update.
+        """Return all id transfers of a training batch. None of these transfers depends on an
+        update, so they can run ahead.
         """
         later = [
             step
@@ -151,8 +150,8 @@ class EmbeddingPlan:
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return the transfers of a lookup, without id transfers, in the order in which they start.
 
-        Its flags and early vectors are those of the next batch, and its late gradients those of
-        the previous batch.
+        The flags and early vectors belong to the next batch, and the late gradients to the previous
+        batch.
         """
         return (
             *self._steps(batch_size, "vectors", None),
@@ -187,7 +186,9 @@ class EmbeddingPlan:
         return tuple(step for group in self.groups for step in group.steps(batch_size, *IDS))
 
     def _steps(self, batch_size: int, purpose: Purpose, number: int | None = 0) -> tuple[Step, ...]:
-        """Return the steps of all groups in round ``number``, or in all rounds if ``None``."""
+        """Return the steps of all groups for ``purpose`` in round ``number``, or in all rounds if
+        it is ``None``.
+        """
         return tuple(
             step
             for group in self.groups
@@ -321,7 +322,9 @@ def _check_names(kind: str, names: list[str]) -> None:
 def _check_substitutes(
     tables: Sequence[TableConfig], features: Sequence[FeatureConfig], policy: OutOfRange
 ) -> None:
-    """Check that a replaced id is valid in all tables of its feature: ids are replaced once."""
+    """Check that a replaced id is valid in all tables of its feature, because all tables get the
+    same id.
+    """
     for feature in features:
         sharing = [table for table in tables if feature.name in table.features]
         if len({table.num_ids for table in sharing}) > 1:

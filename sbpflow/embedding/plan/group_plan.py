@@ -1,7 +1,7 @@
 """Defines groups of tables, the interface of exchanges, and the resulting transfers.
 
-A group consists of the tables of one output that share an exchange: per batch, one transfer of
-vectors and one of gradients. This module contains only pure data and pure functions. An
+A group consists of the tables of one output that share an exchange. Per batch, a group has one
+transfer of vectors and one of gradients. This module contains only pure data and pure functions. An
 ``Exchange`` describes the transfers (``boxed_exchanges``, ``row_exchanges``), and the class named
 by ``Exchange.runs`` executes them.
 """
@@ -42,7 +42,8 @@ class ExchangeStep:
     """A transfer within disjoint ``groups`` of ranks, whose size depends on the batch.
 
     ``bound_bytes`` is the maximum that one rank sends. ``total_bound_bytes`` is the maximum that
-    all ranks together send; it is less than the sum, because not every rank can own all rows.
+    all ranks together send; it can be less than the sum over the ranks, because not all ranks can
+    reach their maximum in the same batch.
     """
 
     id: str
@@ -64,10 +65,10 @@ MAX_BATCH_SIZES = 64  # steps are cached for at most this many batch sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One transfer of a group; every rank runs its ``steps``.
+    """One transfer of a group; every rank runs the ``steps`` of the transfer.
 
     Counts and ids are sent ahead of the lookup. In each round after the first, ranks forward the
-    ids that they received in the previous one.
+    ids that they received in the previous round.
     """
 
     purpose: Purpose
@@ -76,7 +77,7 @@ class Stage:
 
     @property
     def rows(self) -> ExchangeStep:
-        """Return the step of a stage that consists of a transfer of rows."""
+        """Return the only step of this stage, a transfer of rows."""
         (step,) = self.steps
         if not isinstance(step, ExchangeStep):
             raise TypeError(f"{step.id}: expected an ExchangeStep, got {type(step).__name__}")
@@ -114,15 +115,15 @@ class Exchange(ABC):
     name: ClassVar[str]
     runs: ClassVar[str]
     calls: ClassVar[tuple[str, ...]]
-    pools: ClassVar[bool] = False  # the vectors of a sample can be summed before they are sent
-    copies: ClassVar[bool] = False  # every rank stores and updates the whole table
-    even: ClassVar[bool] = False  # all ranks do the same work, and ``home`` counts all of it
-    looks_up_all: ClassVar[bool] = False  # owners look up the global batch and need all of its ids
-    adds_terms: ClassVar[bool] = False  # owners compute partial sums, which are then added
-    shares_lookups: ClassVar[bool] = False  # an owner looks up only the ids of rows that it stores
-    is_default: ClassVar[bool] = False  # the default if several exchanges accept a layout
-    dense_allreduce: ClassVar[bool] = False  # dense gradients of whole tables are all-reduced
-    sends_early: ClassVar[bool] = False  # groups can have ``early_rows``
+    pools: ClassVar[bool] = False  # The vectors of a sample can be summed before they are sent.
+    copies: ClassVar[bool] = False  # Every rank stores and updates the whole table.
+    even: ClassVar[bool] = False  # All ranks do the same work, and ``home`` counts all of it.
+    looks_up_all: ClassVar[bool] = False  # Owners look up the global batch and need all of its ids.
+    adds_terms: ClassVar[bool] = False  # Owners compute partial sums, which are then added.
+    shares_lookups: ClassVar[bool] = False  # An owner looks up only the ids of rows that it stores.
+    is_default: ClassVar[bool] = False  # The default if several exchanges accept a layout.
+    dense_allreduce: ClassVar[bool] = False  # Dense gradients of whole tables are all-reduced.
+    sends_early: ClassVar[bool] = False  # Groups can have ``early_rows``.
 
     @abstractmethod
     def accepts(self, layout: Layout, world_size: int) -> bool:
@@ -146,7 +147,7 @@ class Exchange(ABC):
         """Return further layouts that the planner should try if all hosts have the same number of
         ranks.
 
-        Each is (sbp, (hosts, ranks per host)).
+        Each layout is (sbp, (hosts, ranks per host)).
         """
         return ()
 
@@ -160,14 +161,14 @@ class Exchange(ABC):
 
     @abstractmethod
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        """Return the work that a table causes on every rank for that rank's own samples."""
+        """Return the work of a table on each rank for that rank's own samples."""
 
     def part(self, facts: Facts, cut: Cut, rows: float, width: float) -> Counts:
-        """Return the work that a shard of ``rows`` x ``width`` causes on its rank."""
+        """Return the work of a shard of ``rows`` x ``width`` on the rank that stores it."""
         return {}
 
 
-ALONE = "alone"  # the exchange of every table in a world of one rank
+ALONE = "alone"  # The exchange of every table in a world of one rank.
 # All registered exchanges, in the order in which the planner tries them.
 EXCHANGES: list[Exchange] = []
 
@@ -192,7 +193,7 @@ def exchange_of(
 class GroupPlan:
     """The tables of one output that share their transfers.
 
-    ``shared_state`` lists the stacks whose row state is shared by several ranks, which sum squared
+    ``shared_state`` lists the stacks whose row state several ranks share; these ranks sum squared
     gradients. Groups with ``dense_allreduce`` all-reduce dense gradients. Vectors are sent as
     ``comm_dtype``, and gradients as ``grad_comm_dtype``. With ``early_rows``, rows that the
     previous batch does not use are sent one batch ahead. With ``late_gradients``, gradients of rows
@@ -235,13 +236,16 @@ class GroupPlan:
     def grad_comm_dtype(self) -> torch.dtype:
         """Return the dtype of sent gradients.
 
-        In place of fp16, it is bf16: the mean gradients of large batches underflow in fp16.
+        If vectors are sent as fp16, gradients are sent as bf16: the mean gradients of large batches
+        underflow in fp16.
         """
         return torch.bfloat16 if self.comm_dtype == torch.float16 else self.comm_dtype
 
     @property
     def uses(self) -> tuple[FeatureLookup, ...]:
-        """Return the table lookups of a sample, in the group's order. Each gives one vector."""
+        """Return the table lookups of a sample, in the group's order. Each lookup gives one
+        vector.
+        """
         return tuple(use for stack in self.stacks for use in stack.uses)
 
     @property
@@ -290,8 +294,8 @@ class GroupPlan:
         return tuple(use for stack in self.stacks for use in stack.uses_on(rank))
 
     def takes_part(self, index: int, rank: int) -> bool:
-        """Return True if ``rank`` takes part in lookups of a stack. It may do so without storing
-        rows.
+        """Return True if ``rank`` takes part in lookups of a stack. A rank may take part without
+        storing rows.
         """
         holds = bool(self.stacks[index].shards(rank))
         return rank in self.owners if self.kind.adds_terms else holds
@@ -353,8 +357,8 @@ class GroupPlan:
         return tuple(s for s in self.steps(batch_size, purpose) if isinstance(s, BoxingStep))
 
     def last_ids(self, batch_size: int) -> ExchangeStep | None:
-        """Return the last transfer of row ids, which reaches the stores, or ``None`` if there is
-        none.
+        """Return the last transfer of row ids, which ends at the ranks that store the rows, or
+        ``None`` if no row ids are sent.
         """
         rows = [stage.rows for stage in self.stages(batch_size) if stage.purpose == "ids"]
         return rows[-1] if rows else None
@@ -365,7 +369,9 @@ class GroupPlan:
         return 1 + max((stage.round for stage in self.stages(1)), default=0)
 
     def whole_numel(self) -> int:
-        """Return the number of elements of the dense gradients, with the use count of each row."""
+        """Return the number of elements of the dense gradients, including the use count of each
+        row.
+        """
         return sum(table.num_rows * (table.dim + 1) for table in self.tables)
 
     def boxing(
@@ -396,9 +402,9 @@ class GroupPlan:
     def squares_sent(self, index: int, num_touched: int, batch_size: int) -> int:
         """Return the number of elements to send for the squares of ``num_touched`` rows.
 
-        If all ranks share all rows of a stack, they agree on ``num_touched``. It is rounded up to a
-        multiple of 1/32 of the maximum, which limits the number of distinct sizes. Otherwise, ranks
-        send the maximum.
+        If all ranks share all rows of a stack, they agree on ``num_touched``. The number is then
+        rounded up to a multiple of 1/32 of the maximum, which limits the number of distinct sizes.
+        If only some ranks share rows, these ranks send the maximum.
         """
         most = self.most_squares(index, batch_size)
         if not self._all_touch_alike(index):
@@ -436,7 +442,9 @@ class GroupPlan:
     def row_step(
         self, name: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, what: str
     ) -> ExchangeStep:
-        """Return a transfer of rows among all ranks, with these maximum numbers of elements."""
+        """Return a transfer of rows among all ranks, of up to ``per_rank`` elements from one rank,
+        and up to ``total`` elements from all ranks.
+        """
         return ExchangeStep(
             id=f"{self.name}/{name}",
             collective=collective,

@@ -22,10 +22,11 @@ from sbpflow.sbp.sbp import Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdColumns:
-    """Where the ids of each feature are in a batch.
+    """The places of the ids of each feature in a batch.
 
-    ``first`` is each feature's first column in the matrix, or ``None`` if it has only a list.
-    ``lists`` contains the features that are sent as lists; some of them may also be in the matrix.
+    ``first`` is each feature's first column in the matrix, or ``None`` if the feature has only a
+    list. ``lists`` contains the features that are sent as lists; some of them may also be in the
+    matrix.
     """
 
     first: tuple[int | None, ...]
@@ -60,7 +61,7 @@ def make_groups(
 ) -> tuple[tuple[GroupPlan, ...], IdColumns]:
     """Return all groups, in the order of the outputs, and the places of the ids in a batch.
 
-    Raise ConfigError as ``plan_embeddings`` does.
+    Raise ConfigError if a table uses a feature that the data does not have.
     """
     by_name = {feature.name: feature for feature in features}
     tables = [table for output in outputs for table in output.tables]
@@ -174,7 +175,9 @@ def _stacks_of(
 
 
 def _column_split(layout: Layout) -> Hashable:
-    """Return a key that two layouts share only if every rank stores the same number of columns."""
+    """Return a key that two layouts share only if every rank stores the same number of columns in
+    both.
+    """
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split) and sbp.dim == 1:
             return (layout.placement, axis, sbp)

@@ -1,6 +1,6 @@
-"""Describes tables that grow during training: when a key gets a row, and when it loses the row.
+"""Describes tables that grow during training: when a key gets a row, and when a key loses its row.
 
-The key space has a fixed division into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets, and
+The key space is always divided into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets, and
 every bucket has an equal share of the rows. All keys without a row share row 0.
 """
 
@@ -12,7 +12,8 @@ from sbpflow.runtime.fields.keys import Key
 from sbpflow.runtime.fields.ranges import Count, Rate, broken_rule
 
 NUM_BUCKETS = 2**14
-MIN_ROWS = 4 * NUM_BUCKETS  # with fewer rows per bucket, buckets fill up long before the table
+# with fewer rows per bucket, some buckets fill up long before the table does
+MIN_ROWS = 4 * NUM_BUCKETS
 Policy = Literal["lru", "lfu"]
 
 
@@ -41,8 +42,8 @@ class Eviction:
         Rate | None,
         Key(
             "results",
-            "Evict keys that have not occurred for this event time, in units of the set's "
-            "time column (microseconds for dates). By default, keys are not evicted for "
+            "Evict keys that have not occurred for this long, in event time and in units of "
+            "the set's time column (microseconds for dates). By default, keys are not evicted for "
             "this reason.",
         ),
     ] = None
@@ -85,8 +86,8 @@ class GrowthCounts:
     ``live`` keys have rows; ``pending`` keys have occurred, but not often enough. ``admitted``,
     ``evicted``, ``forgotten``, and the lookups are totals since the table was created.
     ``pending_lookups`` and ``refused_lookups`` count lookups that read the shared row: pending keys
-    had not occurred often enough, and refused keys had, but the same batch used all rows of their
-    bucket.
+    had not occurred often enough, and refused keys had, but the batch used all rows of their bucket
+    for other keys.
     """
 
     max_rows: int

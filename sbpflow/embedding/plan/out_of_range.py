@@ -1,7 +1,7 @@
 """Defines policies for ids that are not rows of their table.
 
 A policy that replaces ids consists of a name in ``OutOfRange`` and a function in this module. The
-policy ``error`` replaces none.
+policy ``error`` replaces no ids.
 """
 
 from collections.abc import Callable
@@ -27,4 +27,6 @@ SUBSTITUTES: dict[OutOfRange, Callable[[Tensor, Tensor | int], Tensor]] = {
     "clamp": _clamp,
     "hash": _hash,
 }
-"""Functions of int64 ids and numbers of rows, which broadcast. They return valid ids unchanged."""
+"""Functions of int64 ids and of numbers of rows, whose shapes broadcast. Valid ids are returned
+unchanged.
+"""

@@ -1,7 +1,7 @@
 """Predicts the cost of a plan's training step with the built-in prices of ``sbpflow/costs``.
 
-It serves to rank plans before a run without a calibration. How often ids repeat is taken from the
-statistics of the data or, without statistics, assumed to be as in typical click data
+The prediction ranks plans before a run if there is no calibration. How often ids repeat is taken
+from the statistics of the data or, without statistics, assumed to be as in typical click data
 (``costs.ids``).
 """
 
@@ -20,8 +20,8 @@ from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.sbp import Split
 
-# Number of passes over an output that joins several groups: join their parts, reorder columns, and
-# split the gradient.
+# Number of passes over an output of several groups: to join their parts, reorder columns, and split
+# the gradient.
 JOIN_PASSES = 5
 
 
@@ -34,8 +34,9 @@ def price_plan(
     """Return the price of a step with a global batch of ``batch_size``.
 
     ``frequencies`` maps features to their id statistics. If there are several hosts, ranks are
-    assumed to send within their host and to other hosts at the same time, and a call to have the
-    latency of the slower link. Without a ``topology``, all ranks are assumed to be on one host.
+    assumed to send within their host and to other hosts at the same time, and a call is assumed to
+    have the latency of the slower link. Without a ``topology``, all ranks are assumed to be on one
+    host.
     """
     topology = topology or Topology.one_host(plan.world.size)
     link, far = topology.link(plan.world.ranks), topology.far_share

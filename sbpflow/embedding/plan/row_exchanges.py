@@ -21,7 +21,7 @@ Stages = tuple[Stage, ...]
 
 
 class RowExchange(Exchange):
-    """Base class of these exchanges.
+    """Base class of the exchanges that deduplicate ids.
 
     Each group consists of a single stack, so that all rows share numbering, optimizer, and width.
     """
@@ -36,7 +36,7 @@ class RowExchange(Exchange):
         """Return the stages that send vectors and gradients.
 
         A rank requests at most ``most`` rows, all ranks together at most ``rows``, and all ranks
-        except one at most ``others``.
+        except one together at most ``others``.
         """
 
     def stages(self, group: GroupPlan, batch_size: int) -> Stages:
@@ -56,19 +56,21 @@ class RowExchange(Exchange):
 
 
 def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
-    what = "the rows that others requested"
+    what = "rows requested by other ranks"
     step = group.row_step("fwd/vectors", "all_to_all", group.comm_dtype, per_rank, total, what)
     return Stage(purpose="vectors", steps=(step,))
 
 
 def _early(group: GroupPlan, per_rank: int, total: int) -> Stages:
-    """Return the stages of early rows. All ranks except one request at most ``per_rank`` rows."""
+    """Return the stages of early rows. All ranks except one together request at most ``per_rank``
+    rows.
+    """
     size, dim = group.world.size, group.stacks[0].dim
     # The bits for each pair of ranks are padded to whole bytes.
     sizes = (per_rank // 8 + size - 1, total // 8 + size * (size - 1))
-    what = "one bit per row that others requested"
+    what = "one bit per row requested by other ranks"
     flags = group.row_step("fwd/flags", "all_to_all", torch.uint8, *sizes, what)
-    what = "the rows that the previous batch does not use"
+    what = "rows that the previous batch does not use"
     rows = (per_rank * dim, total * dim)
     vectors = group.row_step("fwd/early", "all_to_all", group.comm_dtype, *rows, what)
     return (
@@ -85,11 +87,11 @@ def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> 
 
 def _late(group: GroupPlan, per_rank: int, total: int, others: int) -> Stages:
     """Return the stages of late gradients. A rank requests at most ``per_rank`` rows, and all ranks
-    except one at most ``others``.
+    except one together at most ``others``.
     """
     size, dim = group.world.size, group.stacks[0].dim
     sizes = (others // 8 + size - 1, total // 8 + size * (size - 1))
-    what = "one bit per row that others requested"
+    what = "one bit per row requested by other ranks"
     flags = group.row_step("bwd/late flags", "all_to_all", torch.uint8, *sizes, what)
     dtype, what = group.grad_comm_dtype, "gradients of rows that the next batch does not use"
     rows = (per_rank * dim, total * dim)
@@ -214,7 +216,8 @@ class UniqueColumns(RowExchange):
 
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         dim, widths = group.stacks[0].dim, [group.stacks[0].width(r) for r in group.world.ranks]
-        # Columns of a row that the other ranks send if the requester stores the fewest columns.
+        # Number of columns of a row that other ranks send if the requester stores the fewest
+        # columns.
         leaving = dim - min(widths)
         return (
             _vectors(group, others * max(widths), rows * leaving),
@@ -222,7 +225,7 @@ class UniqueColumns(RowExchange):
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        # Elements copied to join the columns from all ranks into rows.
+        # Number of elements copied to join the columns from all ranks into rows.
         sides = facts.wanted * facts.dim
         received = _received(facts)
         return {

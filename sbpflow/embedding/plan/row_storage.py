@@ -11,7 +11,7 @@ Outside = Literal["host", "file", "servers"]
 class RowStorage:
     """All rows are in storage ``kind``, and slots on the device hold a fraction ``share`` of them.
 
-    ``key`` is the configuration key of the rule.
+    ``key`` is the configuration key of the storage rule.
     """
 
     kind: Outside

@@ -11,7 +11,7 @@ from sbpflow.sbp.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureLookup:
-    """One use of a table: a lookup of the ids of one feature, which gives one vector per sample.
+    """One use of a table: the lookup of the ids of one feature, which gives one vector per sample.
 
     ``feature`` is the index of the feature in the plan. Fixed-length ids are in ``columns`` of the
     id matrix of the batch; ragged ids are in list ``place`` of every sample.
@@ -48,8 +48,8 @@ class TableBatch:
 
     @property
     def grows(self) -> bool:
-        """Return True if the tables assign their rows to keys. Either all tables of a stack do, or
-        none.
+        """Return True if the tables assign their rows to keys. Either all tables of a stack grow,
+        or none of them does.
         """
         return self.tables[0].growth is not None
 
@@ -74,7 +74,9 @@ class TableBatch:
         return {rank: tuple(by_rank[rank]) for rank in sorted(by_rank) if by_rank[rank]}
 
     def held(self, table: TableConfig) -> Mapping[int, tuple[int, int]]:
-        """Return the numbers of (rows, columns) of a table on each rank that stores part of it."""
+        """Return the numbers of (rows, columns) of a table on each rank that stores part of the
+        table.
+        """
         return self._held.get(table.name, {})
 
     @cached_property
@@ -89,8 +91,8 @@ class TableBatch:
         return sum(shard.num_rows for shard in self.shards(rank))
 
     def width(self, rank: int) -> int:
-        """Return the number of columns of a rank's store, even if it has no rows; 0 outside the
-        layouts.
+        """Return the number of columns of a rank's store, even if the store has no rows; 0 outside
+        the layouts.
         """
         for table, layout in zip(self.tables, self.layouts, strict=True):
             slices = layout.part_slices(table.shape, rank)
@@ -99,7 +101,7 @@ class TableBatch:
         return 0
 
     def columns_by_rank(self) -> list[slice]:
-        """Return the columns that each rank stores. All ranks must store the stack."""
+        """Return the columns that each rank stores. Every rank must store some columns."""
         table, layout = self.tables[0], self.layouts[0]
         shards = (shard_on(table, layout, rank) for rank in sorted(layout.placement.ranks))
         return [slice(s.col_start, s.col_stop) for s in shards if s is not None]

@@ -22,8 +22,10 @@ from sbpflow.sbp.sbp import Broadcast, Partial
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # half-precision dtypes of rows and sent vectors
 Combine = Literal["concat", "sum"]
 Pooling = Literal["sum", "mean"]
-ANY_ID = 2**63 - 1  # value of ``num_ids`` if every 64-bit id is valid
-INITIAL_RANGE = 0.05  # U(-0.05, 0.05), as in OneFlow-Benchmark's wdl_train_eval.py at de4698a7
+ANY_ID = 2**63 - 1  # Value of ``num_ids`` if every 64-bit id is valid.
+# The default distribution is U(-0.05, 0.05), as in OneFlow-Benchmark's wdl_train_eval.py at
+# de4698a7.
+INITIAL_RANGE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class FeatureConfig:
 
     If ``weighted``, each id has a weight that multiplies its row. If several tables use the
     feature, each id must be a valid row in all of them; the policies clamp and hash, which replace
-    ids, then require equal ``num_rows``.
+    ids, then require tables with equal ``num_rows``.
     """
 
     name: str
@@ -81,8 +83,8 @@ class TableConfig:
             )
         if self.growth is not None and self.growth.evict.max_rows != self.num_rows:
             raise ConfigError(
-                f"table {self.name}: got num_rows {self.num_rows}; use evict.max_rows, "
-                f"{self.growth.evict.max_rows}"
+                f"table {self.name}: got num_rows {self.num_rows}; it must equal "
+                f"evict.max_rows, {self.growth.evict.max_rows}"
             )
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(
@@ -96,7 +98,7 @@ class TableConfig:
 
     @property
     def num_ids(self) -> int:
-        """Return the limit below which ids are valid, or ``ANY_ID`` if all 64-bit ids are."""
+        """Return the limit below which ids are valid, or ``ANY_ID`` if all 64-bit ids are valid."""
         return self.num_rows if self.growth is None else ANY_ID
 
     @property
@@ -126,9 +128,9 @@ class TableLayout:
 class OutputConfig:
     """An output of a collection, with layout S(0) over the batch.
 
-    An output combines one vector for each table and feature, in that order. ``concat`` gives
-    [batch, sum of dims]; ``sum`` adds the vectors, which must have equal dims, and gives [batch,
-    dim].
+    An output combines one vector for each feature of each table, in the order of ``tables`` and of
+    their features. ``concat`` gives [batch, sum of dims]; ``sum`` adds the vectors, which must have
+    equal dims, and gives [batch, dim].
     """
 
     name: str
@@ -253,9 +255,9 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
 def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
     """Return two non-empty shards that share an element, or ``None``.
 
-    Comparing all pairs of shards would take seconds for 1024 ranks. Instead, sweep over the rows
-    and keep the shards that cross the current row sorted by column: a new shard can then overlap
-    only its neighbors.
+    Comparing all pairs of shards would take seconds for 1024 ranks. Instead, this function sweeps
+    over the rows and keeps the shards that cross the current row sorted by column: a new shard can
+    then overlap only its neighbors.
     """
     stops = [(shard.row_stop, False, number) for number, shard in enumerate(shards)]
     starts = [(shard.row_start, True, number) for number, shard in enumerate(shards)]

@@ -1,9 +1,9 @@
 """Defines the exchange of row-split tables in two hops: within hosts, then between hosts.
 
-A rank sends each id to the rank of its own host that has the same position there as the owner has
-on its host. That rank removes duplicates, so each host sends an id over the network only once. Rows
-return the same way, and gradients are summed within the host before they are sent to other hosts.
-``exchange/two_level.py`` runs the exchange.
+In the first hop, a rank sends each id to the rank of its own host whose position within the host
+equals the position of the owner within the owner's host. The receiver removes duplicates, so each
+host sends an id over the network only once. Rows return the same way, and gradients are summed
+within the host before they are sent to other hosts. ``exchange/two_level.py`` runs the exchange.
 """
 
 from collections.abc import Hashable
@@ -96,7 +96,7 @@ class UniqueTwoLevel(Exchange):
             size = group.world.size
             return stage("counts", level, torch.int64, others, size * others, "row counts")
 
-        asked, back = "each host's unique rows", "the rows that others requested"
+        asked, back = "each host's unique rows", "rows requested by other ranks"
         return (
             counts(HOST, width),
             stage("ids", HOST, ids, own, rows, "each rank's unique rows"),
@@ -118,16 +118,17 @@ class UniqueTwoLevel(Exchange):
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        """Return all work of a rank; every rank stores an equal part, so there is no ``part``.
+        """Return all work of a rank. Every rank stores an equal part of the table, so ``part`` is
+        not needed.
 
-        A rank requests ``wanted`` rows within its host. Of the rows that the ranks of a host
-        request, ``merged`` are distinct and cross the network, unless the host itself owns them.
+        A rank requests ``wanted`` rows within its host. A rank receives requests for ``merged``
+        distinct rows from its host; these rows cross the network unless the host itself owns them.
         """
         hosts, width = cut
         wanted, dim = facts.wanted, facts.dim
         merged, touched = facts.host_wanted / width, facts.touched / facts.world_size
         near, far = wanted * (width - 1) / width, merged * (hosts - 1) / hosts
-        summed = facts.local_lookups + wanted  # rows expanded, and gradients summed
+        summed = facts.local_lookups + wanted  # number of rows to expand, and of gradients to sum
         return {
             "memory_bytes": facts.stored(facts.num_rows / facts.world_size, dim),
             "buffer_bytes": facts.window * 24 * (facts.local_lookups + wanted)

@@ -31,7 +31,7 @@ from sbpflow.sbp.sbp import Broadcast, Split, balanced_sizes
 class VocabularyPlan:
     """The keys of ``features``, whose tables share row numbers.
 
-    ``owners`` lists (rank, first bucket, last bucket) in ascending order. The keys are in
+    ``owners`` lists (rank, first bucket, last bucket + 1) in ascending order. The keys are in
     ``columns`` of the id matrix and in the lists at ``places``. If ``is_local``, only the owner of
     a key stores rows of that key.
     """
@@ -67,7 +67,7 @@ def key_steps(
     steps = [
         ("keys/counts", "all_to_all", told, told * world.size, f"numbers of unique keys{what}"),
         ("keys/fwd", "all_to_all", 16 * most, 16 * every, "unique keys and their counts"),
-        ("keys/rows", "all_to_all", 8 * every, 8 * every, "the rows of the keys"),
+        ("keys/rows", "all_to_all", 8 * every, 8 * every, "rows of the keys"),
     ]
     if not all(vocabulary.is_local for vocabulary in vocabularies):
         sent, sizes = 16 * every * (world.size - 1), 2 * counts
@@ -215,7 +215,9 @@ def _check_table(table: TableConfig, config: TableLayout, world: Placement) -> N
 def _owners(
     tables: Sequence[TableConfig], layouts: Mapping[str, TableLayout], world: Placement
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return the owners of the buckets: if the tables split rows, the ranks that store the rows."""
+    """Return the owners of the buckets: the ranks that store the rows if a table splits its rows,
+    else all ranks.
+    """
     split: dict[tuple[tuple[int, int, int], ...], str] = {}
     for table in tables:
         owners = _row_owners(table, layouts)
@@ -236,8 +238,8 @@ def _owners(
 def _row_owners(
     table: TableConfig, layouts: Mapping[str, TableLayout]
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return (first rank that stores it, first bucket, last bucket) for each row part of a
-    table.
+    """Return (lowest rank that stores the part, first bucket, last bucket + 1) for each row part of
+    a table.
     """
     parts: dict[int, tuple[int, int, int]] = {}
     for shard in shards_of(table, layouts[table.name].layout):

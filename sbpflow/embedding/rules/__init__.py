@@ -1,3 +1,3 @@
-"""Defines the sparse optimizers. Each module defines the constants, state, and torch step of
-one.
+"""Defines the sparse optimizers. Each module defines the constants, the state, and the torch step
+of one optimizer.
 """

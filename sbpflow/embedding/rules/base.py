@@ -32,25 +32,25 @@ RowDecay = Annotated[
 class StepNumbers(NamedTuple):
     """The numbers of an optimizer that change from step to step.
 
-    They are Python numbers or, for CUDA graphs, 0-d tensors on the device, in the compute dtype
-    (``step`` is int64).
+    The numbers are Python numbers or, for CUDA graphs, 0-d tensors on the device, in the compute
+    dtype (``step`` is int64).
     """
 
-    rate: float | Tensor  # multiplies the step
-    decay: float | Tensor  # multiplies the weights before the step
-    step: int | Tensor  # training step within the job, starting at 1
-    correction: float | Tensor = 1.0  # another factor that changes from step to step (lazy Adam)
+    rate: float | Tensor  # Multiplies the step.
+    decay: float | Tensor  # Multiplies the weights before the step.
+    step: int | Tensor  # Training step within the job, starting at 1.
+    correction: float | Tensor = 1.0  # Another factor that changes from step to step (lazy Adam).
 
 
 @dataclass(slots=True, kw_only=True)
 class RowBlock:
     """The distinct rows of one step, with the columns that this rank stores."""
 
-    weights: Tensor  # [touched, width] in the compute dtype; changed in place
+    weights: Tensor  # In the compute dtype, [touched, width]; changed in place.
     # State of all slots; use ``take`` and ``put`` for the state of this block's rows.
     state: dict[str, Tensor]
-    rows: Tensor  # [touched] int64: the slots of the rows in ``state``
-    grads: Tensor  # [touched, width], summed over the batch
+    rows: Tensor  # Slots of the rows in ``state``, [touched] int64.
+    grads: Tensor  # Summed over the batch, [touched, width].
     numbers: StepNumbers
     squares: Tensor | None = None  # [touched], see ``mean_squares``
 
@@ -58,8 +58,8 @@ class RowBlock:
     def mean_squares(self) -> Tensor:
         """Return the mean square of each row's gradient, [touched], over the table's full width.
 
-        Available only to optimizers with row state: for these, ranks that share a row sum their
-        squares.
+        Only optimizers with row state can use this value, because only they make ranks that share a
+        row sum their squares.
         """
         if self.squares is None:
             raise RuntimeError(
@@ -73,7 +73,7 @@ class RowBlock:
         return self.state[name].index_select(0, self.rows)
 
     def put(self, name: str, values: Tensor) -> None:
-        """Store the rows' state."""
+        """Store the state ``name`` of the rows."""
         self.state[name].index_copy_(0, self.rows, values)
 
     def subtract(self, values: Tensor) -> None:
@@ -95,11 +95,12 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizer(ABC):
-    """Updates the rows that a batch touches. Its fields are the optimizer's configurable constants.
+    """Updates the rows that a batch touches. The dataclass fields are the optimizer's configurable
+    constants.
 
     A subclass declares its ``state`` and the ``kernels`` that support it, and implements ``step``
-    in torch. If it has a field ``weight_decay``, each touched row shrinks by the fraction lr *
-    weight_decay before the step (decoupled, as in AdamW). An out-of-range constant raises
+    in torch. If a subclass has a field ``weight_decay``, each touched row shrinks by the fraction
+    lr * weight_decay before the step (decoupled, as in AdamW). An out-of-range constant raises
     ConfigError.
     """
 
@@ -140,12 +141,14 @@ class SparseOptimizer(ABC):
 
     @property
     def decay(self) -> float:
-        """Return ``weight_decay``, or 0 if the optimizer does not have it."""
+        """Return ``weight_decay``, or 0 if the optimizer does not have this constant."""
         return getattr(self, "weight_decay", 0.0)
 
     @property
     def has_row_state(self) -> bool:
-        """Return True if there is state per row. A step then gets the mean squares of its rows."""
+        """Return True if there is state per row, so that steps get the mean squares of their
+        rows.
+        """
         return "row" in self.state.values()
 
     @property
@@ -154,7 +157,7 @@ class SparseOptimizer(ABC):
         return self.has_row_state
 
     def state_shape(self, name: str, rows: int, width: int) -> tuple[int, ...]:
-        """Return the shape [rows] or [rows, width]."""
+        """Return the shape of the state ``name``: [rows] or [rows, width]."""
         return (rows,) if self.state[name] == "row" else (rows, width)
 
     @property

@@ -43,5 +43,5 @@ class Ftrl(SparseOptimizer):
         block.put("linear", linear)
         beyond = linear - linear.clamp(-self.l1, self.l1)
         curvature = root.add_(self.beta).div_(self.lr).add_(self.l2)
-        # With l1 = 0 and only zero gradients so far, the quotient would be 0 / 0.
+        # With l1 = 0 and only zero gradients so far, the quotient could be 0 / 0.
         block.weights.copy_(torch.where(beyond == 0, 0.0, -beyond / curvature))

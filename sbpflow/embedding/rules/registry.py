@@ -24,8 +24,8 @@ RULES: dict[str, type[SparseOptimizer]] = {
 
 
 def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
-    """Return the classes by name. Include ``name`` if it is ``package.module:Class`` and
-    imported.
+    """Return the classes by name. Include ``name`` if it is an imported
+    ``package.module:Class``.
     """
     if not isinstance(name, str) or ":" not in name:
         return RULES

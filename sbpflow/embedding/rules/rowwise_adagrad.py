@@ -1,4 +1,4 @@
-"""Defines Adagrad with one state value per row: the sum of its mean squared gradients."""
+"""Defines Adagrad with one state value per row: the sum of the row's mean squared gradients."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -12,8 +12,9 @@ from sbpflow.runtime.fields.ranges import Accumulator, Epsilon
 class RowwiseAdagrad(SparseOptimizer):
     """Implements Adagrad with one state value per row.
 
-    The mean is over all columns of the row. With ``row_state: per_shard``, it is only over the
-    columns on a rank, so ranks need not sum their squares, but results depend on the layout.
+    The mean square is over all columns of the row. With ``row_state: per_shard``, the mean square
+    is only over the columns on a rank, so ranks need not sum their squares, but results depend on
+    the layout.
     """
 
     name: Literal["rowwise_adagrad"] = "rowwise_adagrad"

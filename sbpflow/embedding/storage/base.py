@@ -46,8 +46,8 @@ class RowKernel(Protocol):
     def absent(self) -> int | None:
         """Return the address that stands for rows stored elsewhere, or ``None`` if there is none.
 
-        Its slot comes after all others, reads as zeros, and is never trained. Without such an
-        address, lookups must leave out rows that are stored elsewhere.
+        The slot of this address comes after all others, reads as zeros, and is never trained.
+        Without such an address, lookups must leave out rows that are stored elsewhere.
         """
         ...
 
@@ -57,8 +57,8 @@ class RowKernel(Protocol):
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         """Return the weighted sum of the rows of each bag, [bags, width], detached.
 
-        Empty bags give zeros. If an ``update`` will follow this lookup, ``lr`` is its learning
-        rate.
+        Empty bags give zeros. If an ``update`` will follow this lookup, ``lr`` is the learning rate
+        of that update.
         """
         ...
 
@@ -70,10 +70,11 @@ class RowKernel(Protocol):
         ...
 
     def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unique rows, and the sum of the ``grads`` of their bags [unique, width].
+        """Return the unique rows, and for each row the sum of the ``grads`` of its bags [unique,
+        width].
 
-        If the kernel has an ``absent`` address, both are padded to the length of the batch by
-        repeating the last row.
+        If the kernel has an ``absent`` address, both results are padded to the length of the batch
+        by repeating the last row.
         """
         ...
 

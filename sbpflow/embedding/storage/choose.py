@@ -49,7 +49,7 @@ class KernelChoice:
 class StackFacts:
     """The properties of a stack that decide which kernels support it."""
 
-    width: int  # width on one rank; if widths differ, one that is not a multiple of 4
+    width: int  # width on one rank, preferably one that is not a multiple of 4
     optimizer: SparseOptimizer
     dtype: torch.dtype
     row_dtype: torch.dtype
@@ -58,7 +58,7 @@ class StackFacts:
 
     @staticmethod
     def of(plan: EmbeddingPlan, stack: TableBatch) -> "StackFacts":
-        """Return the facts of a stack in a plan. They are the same on every rank."""
+        """Return the facts of a stack in a plan, which are the same on every rank."""
         widths = {stack.width(rank) for rank in stack.holders()}
         return StackFacts(
             width=next((w for w in sorted(widths) if w % 4), min(widths)),
@@ -76,11 +76,11 @@ def _fbgemm_fault(stack: StackFacts) -> str | None:
     if module == fbgemm_rules.__name__ and not hasattr(fbgemm_rules, function):
         return f"kernel fbgemm does not support {stack.optimizer.name}"
     if stack.dtype != torch.float32:
-        return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows here"
+        return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows"
     if stack.row_dtype in HALF_DTYPES:
-        # On CPU, FBGEMM does not support bf16 rows. It rounds fp16 rows to nearest, and is 5 times
-        # slower with them.
-        return "FBGEMM does not round half-precision rows stochastically here"
+        # On CPU, FBGEMM does not support bf16 rows. FBGEMM rounds fp16 rows to nearest, and is 5
+        # times slower with fp16 rows.
+        return "FBGEMM does not round half-precision rows stochastically"
     if stack.optimizer.decay:
         return "FBGEMM ignores weight decay in some modes"
     if stack.width % 4:
@@ -99,7 +99,7 @@ def _triton_fault(stack: StackFacts) -> str | None:
     if stack.device_type != "cuda":
         return "Triton compiles only for GPUs"
     if stack.dtype != torch.float32:
-        return f"Triton does not support {str(stack.dtype).removeprefix('torch.')} arithmetic here"
+        return f"Triton does not support {str(stack.dtype).removeprefix('torch.')} arithmetic"
     return None
 
 
@@ -158,13 +158,13 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
         storage=_triton_class,
     ),
 }
-"""The compiled kernels in the order that ``auto`` tries them."""
+"""The compiled kernels, in the order in which ``auto`` tries them."""
 
 KERNEL_NAMES: tuple[KernelName, ...] = ("torch", *COMPILED)
 
 
 def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
-    """Return the kernels that cannot be chosen, because they are not installed or not requested.
+    """Return the kernels that cannot be chosen, with the reason: not installed, or not requested.
 
     Raise ConfigError if the installed FBGEMM does not match the installed torch.
     """
@@ -195,8 +195,8 @@ def choose_kernel(
 ) -> KernelChoice:
     """Choose a kernel without measuring; ``missing`` is the result of ``missing_kernels(request)``.
 
-    Raise ConfigError if the requested kernel is not installed. If it is installed but does not
-    support the stack, choose torch and state the reason.
+    Raise ConfigError if the requested kernel is not installed. If the requested kernel is installed
+    but does not support the stack, choose torch and state the reason.
     """
     if request not in ("auto", "torch") and request in missing:
         raise ConfigError(
@@ -216,13 +216,15 @@ def choose_kernel(
 
 
 def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:
-    """Return the kernel requested for the stack's tables, or else ``request``, that of the run."""
+    """Return the kernel requested for the stack's tables, or by default ``request``, the request of
+    the run.
+    """
     return stack.tables[0].kernel or request
 
 
 def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
-    """Choose a kernel for every table; return the choices by table name. They are the same on every
-    rank.
+    """Choose a kernel for every table; return the choices by table name, which are the same on
+    every rank.
     """
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:

@@ -22,7 +22,8 @@ from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 U64 = np.uint64
 GAMMA_64, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
 _DIGIT_BITS, _DIGITS = 11, 1 << 11
-# Loops prefetch this many rows ahead: processing them takes about as long as a read from memory.
+# Loops prefetch this many rows ahead: processing so many rows takes about as long as a read from
+# memory.
 AHEAD = 16
 
 
@@ -168,7 +169,8 @@ def index_by_hash(addresses: Array, rows: Array, inverse: Array) -> int:
             rows[slot] = addresses[i]
             count += 1
         inverse[i] = slot
-    # So far, rows are in order of first use. Sort them, and map the old indices to the new ones.
+    # So far, ``rows`` is in order of first use. Sort it, and map the old indices to the new
+    # indices.
     original = np.arange(count).astype(np.int32)
     _sort_by_digits(rows[:count], original)
     rank = np.empty(count, np.int32)
@@ -241,7 +243,9 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
 
 @compiled
 def add_squares(grads: Array, squares: Array) -> None:
-    """Write each row's sum of squares to ``squares`` [n], column by column."""
+    """Write the sum of squares of each row of ``grads`` to ``squares`` [n], adding columns in
+    order.
+    """
     for j in range(grads.shape[0]):
         squares[j] = 0
         total = squares[j]

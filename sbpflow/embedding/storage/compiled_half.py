@@ -1,6 +1,6 @@
-"""Defines loops over half-precision rows, compiled by numba: pooled reads, rounded writes.
+"""Defines loops for pooled reads and rounded writes of half-precision rows, compiled by numba.
 
-The docstring of ``compiled`` applies here too; all results of this module are bit-equal to
+The rules in the docstring of ``compiled`` apply; all results of this module are bit-equal to
 ``TorchStorage``. Rows are passed as int16 bits, because NumPy has no bfloat16 type.
 """
 
@@ -96,8 +96,8 @@ def store_rounded(
 
     ``dropped`` is the number of mantissa bits to drop: 16 gives bfloat16, 13 gives float16. The
     result equals that of ``round_randomly`` with the noise of ``rounding.RowNoise`` for ``rows``
-    (ascending). ``keys`` (uint64) are the noise keys of the step. In growing tables, ``addresses``
-    are the addresses of the rows' keys; otherwise, it is empty.
+    (ascending). ``keys`` (uint64) are the noise keys of the step. For growing tables, ``addresses``
+    are the addresses of the rows' keys; for other tables, the array is empty.
     """
     top = 0x7F7F0000 if dropped == 16 else 0x477FE000  # largest finite value, as float32 bits
     mask = (1 << dropped) - 1

@@ -17,8 +17,8 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 class FbgemmStorage:
     """Stores float32 rows in one TBE table and updates them in its backward pass.
 
-    It supports only what ``choose.choose_kernel`` selects it for: optimizers and widths for which
-    TBE gives the same results as ``TorchStorage``.
+    The kernel supports only what ``choose.choose_kernel`` selects it for: optimizers and widths for
+    which TBE gives the same results as ``TorchStorage``.
     """
 
     name = "fbgemm"
@@ -37,7 +37,7 @@ class FbgemmStorage:
 
     @property
     def absent(self) -> None:
-        """Return ``None``, because TBE would train the row of such an address."""
+        """Return ``None``, because TBE would train the row at an address for absent rows."""
         return None
 
     @property
@@ -118,8 +118,8 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
         **kernel_function(optimizer, "fbgemm")(optimizer),
         learning_rate=optimizer.lr,
         pooling_mode=PoolingMode.SUM,
-        # The id reader has already checked the ids and reports the field and row of a bad one;
-        # TBE's default would silently train row 0. With NONE, TBE also leaves the caller's tensors
+        # The id reader has already checked the ids and reports the field and row of a bad id; TBE's
+        # default would silently train row 0. With NONE, TBE also leaves the caller's tensors
         # unchanged.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device if on_cuda else None,

@@ -29,8 +29,8 @@ _EXACT = {torch.float32, torch.float64}  # dtypes that the compiled loops write
 def fill_shard(stored: StoredShard, *, seed: int) -> None:
     """Fill a shard with its initial values, which depend only on (seed, table, row, column).
 
-    They are distributed as U(-initial_range, initial_range). In a growing table, only the shared
-    row starts with these values.
+    Initial values are distributed as U(-initial_range, initial_range). In a growing table, only the
+    shared row starts with these values.
     """
     store, rows = stored.store, stored.rows
     if isinstance(store, SelectedRows) or store.starts_initial:

@@ -39,9 +39,9 @@ class Changes:
 class Saved:
     """The keys of a vocabulary, or of a range of its buckets, in the order of their addresses.
 
-    ``lasts`` are the batches of their last uses. For the last batches up to ``now``, ``clock``
-    contains the number of samples seen after each of them, and ``times`` the latest event time so
-    far.
+    ``lasts`` are the numbers of the batches that last used the keys. For each of the last batches
+    up to batch ``now``, ``clock`` contains the number of samples so far, and ``times`` the latest
+    event time so far.
     """
 
     addresses: Array
@@ -87,7 +87,9 @@ class LiveRows:
         return torch.from_numpy(rows), torch.from_numpy(addresses)
 
     def load(self, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """Replace all keys by (first row, addresses) of consecutive rows."""
+        """Replace all keys; each of ``parts`` is (first row, addresses of the keys of consecutive
+        rows).
+        """
         self.is_live[:] = False
         for first, addresses in parts:
             part = slice(first - self.start, first - self.start + addresses.numel())
@@ -114,8 +116,8 @@ class TrainedRows(SelectedRows):
     """A snapshot of which rows of a store have keys; the rows are numbered table by table.
 
     Within a table, the shared row comes first, if this rank stores it, followed by the live rows in
-    the order of their addresses. Sorting ten million rows takes a second or two, so they are sorted
-    only on first use; in a save, this happens in the writer thread.
+    the order of their addresses. Sorting ten million rows takes a second or two, so the rows are
+    sorted only on first use; in a save, the writer thread sorts them.
     """
 
     def __init__(self, store: RowStore, tables: Mapping[str, _TableRows]) -> None:
@@ -139,7 +141,7 @@ class TrainedRows(SelectedRows):
         return cls(store, tables)
 
     def among(self, marks: Array) -> "TrainedRows":
-        """Return those of the rows that are marked in ``marks`` [store.num_rows] bool."""
+        """Return the rows of this snapshot that are marked in ``marks`` [store.num_rows] bool."""
         tables: dict[str, _TableRows] = {}
         for name, (base, has_shared, numbers, addresses) in self._tables.items():
             chosen = marks[base:][numbers]
@@ -161,7 +163,7 @@ class TrainedRows(SelectedRows):
         return np.concatenate([np.zeros(int(own.has_shared), np.int64), places + other.has_shared])
 
     def unsorted(self) -> Tensor:
-        """Return the numbers of all rows in the store, in any order."""
+        """Return the store's numbers of all rows of this snapshot, in any order."""
         parts = [
             np.concatenate([np.zeros(int(has_shared), np.int64), numbers]) + base
             for base, has_shared, numbers, _ in self._tables.values()

@@ -146,7 +146,7 @@ class Lookup:
         return self.placed.index_select(0, runs.order.index_select(0, heads))
 
     def unique_up_to(self, lasts: Tensor) -> Tensor:
-        """Return how many unique rows are at most each of ``lasts`` (ascending): [lasts] int64."""
+        """Return the number of unique rows up to each of the ascending ``lasts``: [lasts] int64."""
         if self.addresses.numel() == 0:
             return torch.zeros(lasts.shape, dtype=torch.int64, device=lasts.device)
         if not self.addresses.is_cuda:
@@ -165,8 +165,8 @@ class Lookup:
         return bag.index_select(0, order)
 
     def runs(self) -> SortedSegments:
-        """Return the sorted addresses, of which there must be at least one; the host does not
-        wait.
+        """Return the sorted addresses and their runs, without making the host wait. The lookup must
+        have at least one address.
         """
         if self._runs is None:
             self._runs = SortedSegments.of(self.addresses)
@@ -206,8 +206,8 @@ class Lookup:
 def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> Tensor:
     """Return the weighted sum of the rows of each bag: [bags, width], in the dtype of ``rows``.
 
-    ``rows`` is [m, width], and ``positions`` [n] says where the row of each address is; by default,
-    at its slot.
+    ``rows`` is [m, width], and ``positions`` [n] are the positions of the addresses in ``rows``; by
+    default, their slots.
     """
     at = lookup.slots if positions is None else positions
     if lookup.offsets is None:

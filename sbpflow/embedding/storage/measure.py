@@ -41,11 +41,11 @@ from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, rea
 
 LOG = logging.getLogger(__name__)
 
-BAND = 0.05  # another kernel is chosen only if it saves more than this share of the time
-MOST_ELEMENTS = 1 << 25  # maximum size of the benchmark's table
+BAND = 0.05  # Another kernel is chosen only if it saves more than this share of the time.
+MOST_ELEMENTS = 1 << 25  # Maximum size of the benchmark's table.
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
-MOST_BYTES = 2**24  # maximum size of the cache file
-MOST_MS = 1e9  # a cached time above this is invalid
+MOST_BYTES = 2**24  # Maximum size of the cache file.
+MOST_MS = 1e9  # A cached time above this is invalid.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class StackShape:
 
     ``ids`` is the number of ids looked up, in bags of ``per_bag``. If unique rows are exchanged,
     requests come from ``lists`` ranks, and each rank first deduplicates ``home_ids`` ids;
-    otherwise, both are 0. ``skew`` describes how ids repeat (``costs.ids``).
+    otherwise, ``lists`` and ``home_ids`` are 0. ``skew`` describes how ids repeat (``costs.ids``).
     """
 
     rows: int
@@ -91,7 +91,7 @@ class StackShape:
         id_step = group.last_ids(batch_size)
         lists = 0 if id_step is None else len(id_step.groups[0])
         if id_step is not None and id_step.collective == "all_gather":
-            ids = whole * lists  # all ranks receive the rows requested by every rank
+            ids = whole * lists  # every rank receives the requests of all ranks
         return StackShape(
             rows=stack.num_rows(rank),
             width=stack.width(rank),
@@ -122,8 +122,8 @@ def _mean_skew(stack: TableBatch, rank: int, skew: Mapping[str, float]) -> float
 
 
 class Profile:
-    """Stores measured times by shape, in one file per kind of machine that several processes may
-    write.
+    """Stores measured times by shape. Each kind of machine has one file, which several processes
+    may write.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -186,7 +186,9 @@ def _are_times(value: object) -> TypeGuard[dict[str, float]]:
 
 
 def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:
-    """Choose the fastest kernel, or ``unmeasured`` if it is within ``BAND`` of the fastest."""
+    """Choose the fastest kernel, or ``unmeasured`` if that kernel is within ``BAND`` of the
+    fastest.
+    """
     fastest = min(times_ms, key=times_ms.__getitem__)
     name = fastest
     if times_ms.get(unmeasured.name, float("inf")) <= (1.0 + BAND) * times_ms[fastest]:
@@ -226,7 +228,9 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
 
 
 def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
-    """Return the milliseconds of a run. On CUDA, measure device time: the host runs ahead."""
+    """Return the milliseconds of a run. On CUDA, measure device time, because the host runs
+    ahead.
+    """
     if device.type == "cpu":
         start = time.perf_counter()
         turn()

@@ -1,9 +1,9 @@
 """Defines the sparse optimizers as loops compiled by numba, one function per optimizer.
 
-The functions compute the same as ``SparseOptimizer.step`` with weight decay; the docstring of
-``compiled`` says when results are bit-equal. They update ``weights[at[j]]`` and the states of
-``rows[j]`` with ``grads[j]``. ``keep`` is the factor of weight decay, 1 - lr * weight_decay.
-Scalars have the dtype of the arrays.
+The functions compute the same results as ``SparseOptimizer.apply``; the docstring of ``compiled``
+says when results are bit-equal. A function updates ``weights[at[j]]`` and the states of ``rows[j]``
+with ``grads[j]``. ``keep`` is the factor of weight decay, 1 - lr * weight_decay. Scalars have the
+dtype of the arrays.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 class RowArrays(NamedTuple):
     """The arrays of one step; each row occurs once."""
 
-    weights: Array  # [.., width]
-    at: Array  # [touched] int: the positions of the rows in ``weights``
-    rows: Array  # [touched] int: the positions of the rows in the states
-    grads: Array  # [touched, width]
-    state: list[Array]  # [.., width] or [..], in the order of ``SparseOptimizer.state``
-    squares: Array  # [touched] as in ``RowBlock.mean_squares``, or [0] if there is no row state
-    numbers: StepNumbers  # Python numbers, not tensors
-    number: Callable[[float | Tensor], float]  # converts to the dtype of the arrays
+    weights: Array  # Rows to update and possibly others, [.., width].
+    at: Array  # Positions of the rows in ``weights``, [touched] int.
+    rows: Array  # Positions of the rows in the states, [touched] int.
+    grads: Array  # Gradients of the rows, [touched, width].
+    state: list[Array]  # In the order of ``SparseOptimizer.state``, [.., width] or [..].
+    squares: Array  # As in ``RowBlock.mean_squares``, or [0] if there is no row state.
+    numbers: StepNumbers  # Python numbers, not tensors.
+    number: Callable[[float | Tensor], float]  # Converts to the dtype of the arrays.
 
 
 @compiled

@@ -26,17 +26,18 @@ from sbpflow.runtime.files.cache_dir import code_cache
 from sbpflow.runtime.random.streams import step_keys, stream_key
 
 LOG = logging.getLogger(__name__)
-# Deduplication scans a bitmap of all possible addresses. If there are more than this many of them
-# per id of the batch, it uses a hash table instead.
+# Deduplication scans a bitmap of all possible addresses. If there are more than this many possible
+# addresses per id of the batch, deduplication uses a hash table instead.
 MOST_BITS_PER_ID = 512
 # Functions that convert a number to the scalar type of an array's elements.
 _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
-# Number of mantissa bits that float32 has in addition.
+# Number of mantissa bits that float32 has and the half-precision dtype does not.
 _DROPPED = {torch.bfloat16: 16, torch.float16: 13}
-# Merging takes time proportional to the number of lists, so it is used only up to this number.
+# Merging takes time proportional to the number of lists, so it is used only up to this number of
+# lists.
 MOST_MERGED = 4
 # To measure a copy, read this many rows from a block of this many elements.
 _MEASURED_ROWS, _MEASURED_ELEMENTS = 8192, 1 << 22
@@ -64,9 +65,10 @@ def _take_in_loop(block: Tensor, at: Tensor) -> Tensor:
 def _loop_is_faster(width: int, dtype: torch.dtype, index_dtype: torch.dtype) -> bool:
     """Return True if the loop copies rows of this width faster than torch on this CPU.
 
-    Measuring takes a few milliseconds. It is necessary because CPUs differ: ``index_select`` was up
-    to three times faster than a loop without prefetch on an Intel Xeon, but takes three times as
-    long as the loop on an AMD EPYC. Both give the same bits, so ranks need not agree.
+    A measurement, which takes a few milliseconds, is necessary because CPUs differ.
+    ``index_select`` was up to three times faster than a loop without prefetch on an Intel Xeon, but
+    took three times as long as the loop on an AMD EPYC. Both methods give the same bits, so ranks
+    need not agree.
     """
     rows = max(_MEASURED_ELEMENTS // max(width, 1), 1)
     block = torch.ones(rows, width, dtype=dtype)  # a block larger than the caches of a core
@@ -83,7 +85,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 class Indexer:
-    """Deduplicates addresses below ``num_addresses``. Its scratch memory is reused."""
+    """Deduplicates addresses below ``num_addresses``. Reuses its scratch memory."""
 
     def __init__(self, num_addresses: int) -> None:
         self._num_addresses = num_addresses
@@ -95,7 +97,8 @@ class Indexer:
         """Return the unique addresses, ascending, and the index of each address among them, [n]
         int32.
 
-        If the addresses are known to consist of ascending lists, ``lists`` are their lengths.
+        If the addresses are known to consist of ascending lists, ``lists`` are the lengths of these
+        lists.
         """
         array = addresses.contiguous().numpy()
         rows, inverse = np.empty_like(array), np.empty(array.size, np.int32)
@@ -274,8 +277,8 @@ class NumbaStorage(TorchStorage):
 
 
 def warm_up(optimizer: SparseOptimizer, *, dtype: torch.dtype, row_dtype: torch.dtype) -> float:
-    """Compile the loops of this optimizer, or load them from the cache; return the seconds it
-    took.
+    """Compile the loops of this optimizer, or load them from the cache; return the seconds that
+    this took.
     """
     from sbpflow.embedding.plan.tables import Shard, TableConfig
     from sbpflow.embedding.storage.rounding import RowNoise

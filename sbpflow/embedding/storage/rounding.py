@@ -1,7 +1,7 @@
 """Rounds to half precision stochastically, so that updates smaller than the precision accumulate.
 
-The rounding direction is a pure function of (seed, step, table, row, column). It does not depend on
-which rank stores a row, or on which tables share its store.
+The rounding direction is a pure function of (seed, step, table, row, column). The direction does
+not depend on which rank stores a row, or on which tables share a store.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ COLUMNS_PER_WORD = 4
 
 
 class RowNoise:
-    """The random bits of a store's rows, numbered over its shards.
+    """The random bits for the rows of a store; rows are numbered over all shards of the store.
 
     Each table has a random stream of 64-bit words per step. The element (row, column) uses 16 bits
     of word row * ceil(dim / 4) + column // 4. In growing tables, the address of a row's key takes
-    the place of its number: ``addresses_of`` maps ascending rows to these addresses.
+    the place of the row's number, and ``addresses_of`` maps ascending rows to these addresses.
     """
 
     def __init__(

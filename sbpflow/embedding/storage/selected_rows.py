@@ -6,7 +6,8 @@ from torch import Tensor
 
 from sbpflow.embedding.storage.store import RowStore
 
-# Reads no rows: gives the names, shapes, and dtypes without triggering a sort.
+# Reading this slice gives the names, shapes, and dtypes of the tensors, and does not trigger a
+# sort.
 NO_ROWS = slice(0, 0)
 
 
@@ -19,11 +20,13 @@ class SelectedRows:
         self.store, self.num_rows, self.width = store, num_rows, store.width
 
     def numbers(self, rows: slice) -> slice | Tensor:
-        """Return the row numbers in the store of these rows of the selection."""
+        """Return the store's row numbers for these rows of the selection."""
         raise NotImplementedError
 
     def places(self, numbers: Tensor) -> Tensor:
-        """Return the inverse of ``numbers``."""
+        """Return the positions in the selection of the rows that have these ``numbers`` in the
+        store.
+        """
         raise NotImplementedError
 
     def read(self, rows: slice, into: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:

@@ -30,8 +30,9 @@ class SortedSegments:
         count = keys.numel()
         at = torch.arange(count, dtype=torch.int32, device=keys.device)
         changes = keys[1:] != keys[:-1]
-        # Start: running maximum of the run starts. Stop: running minimum, from the end, of the run
-        # ends. unique_consecutive would make the host wait for the number of runs.
+        # ``start`` is the running maximum of the run starts; ``stop`` is the running minimum, from
+        # the end, of the run ends. unique_consecutive would make the host wait for the number of
+        # runs.
         begins = torch.where(changes, at[1:], 0)
         ends = torch.where(changes, at[1:], count)
         start = torch.cummax(torch.cat([begins.new_zeros(1), begins]), 0).values
@@ -53,7 +54,7 @@ class SortedSegments:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Return the index of each run, padded by repeating the last one: [n] int64."""
+        """Return the index of each run, padded by repeating the last index: [n] int64."""
         return torch.minimum(
             torch.arange(self.keys.numel(), device=self.keys.device), self.number[-1:]
         )

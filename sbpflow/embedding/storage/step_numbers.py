@@ -1,7 +1,8 @@
-"""Keeps the numbers of a sparse optimizer that change with each step in device memory.
+"""Keeps the step-dependent numbers of a sparse optimizer in device memory.
 
 A captured CUDA graph would freeze the Python numbers that ``SparseOptimizer.numbers`` returns. For
-graphs, ``DeviceNumbers`` keeps them in device memory, where they are set before each replay.
+graphs, ``DeviceNumbers`` keeps these numbers in device memory, where the host sets them before each
+replay.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Row stores decide where the rows of a rank are kept, and which slot of a kernel's block each
+"""Row stores decide where the rows of a rank are kept, and which slot of a kernel's block each row
 uses.
 
 A rank has one store per stack, which numbers the rows of the stack's shards on this rank
@@ -27,13 +27,14 @@ class RowStore(Protocol):
     """Stores ``num_rows`` rows with optimizer state; training batches lease the rows they use.
 
     The lease of batch n begins with ``announce(n, ..)`` and ends with ``release(n)``. From
-    ``admit(n)`` on, the slots of its rows are fixed. Every training batch is announced exactly once
-    and in order, possibly several batches before it is admitted. Several batches can be announced
-    or admitted at the same time, and they can share rows. ``listeners`` are the kernel's listeners.
+    ``admit(n)`` on, the slots of the batch's rows are fixed. Every training batch is announced
+    exactly once and in order, possibly several batches before it is admitted. Several batches can
+    be announced or admitted at the same time, and they can share rows. ``listeners`` are the
+    kernel's listeners.
 
-    Other threads can call ``read`` at any time, and it must return the newest values. A store that
-    moves rows between slots and other memory must therefore hold a lock while it does so. Listeners
-    call ``read`` while they hold locks of their own. ``read`` may see a row in the middle of an
+    Other threads can call ``read`` at any time, and ``read`` must return the newest values. A store
+    must therefore hold a lock while it moves rows between slots and other memory. Listeners call
+    ``read`` while they hold locks of their own. ``read`` may see a row in the middle of an
     ``update``; code that needs consistent rows must be a listener, as the undo log of checkpoints
     is.
     """
@@ -71,7 +72,7 @@ class RowStore(Protocol):
     def announce(self, number: int, addresses: Tensor) -> None:
         """Announce that training batch ``number`` will look up ``addresses`` [n].
 
-        They may contain duplicates, and the kernel's ``absent`` address.
+        The addresses may contain duplicates, and the kernel's ``absent`` address.
         """
 
     def admit(self, number: int) -> Tensor | None:
@@ -191,8 +192,8 @@ class StoreRequest:
     """The arguments for creating a store for the rows of a stack on this rank, in ``shards`` order.
 
     ``make_kernel`` allocates a kernel's block with the given number of slots, all in the
-    optimizer's initial state; a store calls it exactly once. ``initial`` computes initial values,
-    so that a store need not keep rows that were never written.
+    optimizer's initial state; a store calls ``make_kernel`` exactly once. ``initial`` computes
+    initial values, so that a store need not keep rows that were never written.
     """
 
     shards: tuple[Shard, ...]

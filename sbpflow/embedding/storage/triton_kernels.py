@@ -10,8 +10,8 @@ that depends only on the shape of the batch, so the host counts and deduplicates
 import triton
 import triton.language as tl
 
-# A program handles BLOCK positions, and sums at most SPLIT gradient rows of a run sequentially. If
-# a run is longer (a very frequent id), ``sum_long_runs`` first sums the rest of it in other
+# A program processes BLOCK positions, and sums at most SPLIT gradient rows of a run sequentially.
+# If a run is longer (a very frequent id), ``sum_long_runs`` first sums the rest of it in other
 # programs.
 BLOCK = 32
 SPLIT = 64
@@ -71,11 +71,11 @@ def sum_long_runs(
     start, stop, source, scale, grads, partial, n, width,
     HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Sum every chunk of SPLIT positions of a run except the first to partial [n // SPLIT + 1,
-    width].
+    """Write the sum of every chunk of SPLIT positions of a run, except the first chunk, to partial
+    [n // SPLIT + 1, width].
 
-    These chunks begin at least SPLIT positions apart, so the first position divided by SPLIT
-    identifies a chunk.
+    Chunks begin at least SPLIT positions apart, so the first position of a chunk, divided by SPLIT,
+    identifies the chunk.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -188,7 +188,7 @@ def update(
     [n] is set. Keys of ``num_rows`` and above are skipped. ``STEP`` is a function of
     ``triton_rules`` with constants ``a`` to ``d``. With ``IN_SLOTS``, ``slots`` [n] are the slots
     of the rows. With ``ON_DEVICE``, ``numbers`` [3] float64 contains ``rate``, ``decay``, and
-    ``correction``. ``ROWWISE`` means row state.
+    ``correction``. With ``ROWWISE``, the optimizer has row state.
     """
     if ON_DEVICE:
         rate = tl.load(numbers).to(tl.float32)

@@ -1,7 +1,7 @@
 """The Triton kernel: the operations of ``TorchStorage`` in few launches of fixed size.
 
-The kernel computes in float32. So far, it has not run on a GPU; tests in Triton's interpreter
-compare it with the torch kernel.
+The kernel computes in float32. So far, the kernel has not run on a GPU; tests compare it with the
+torch kernel in Triton's interpreter.
 """
 
 import math
@@ -22,7 +22,7 @@ from sbpflow.runtime.random.streams import step_keys
 
 # Any, because the type stubs do not know ``function[grid]`` of jitted functions.
 _launch: Any = kernels
-# A step function supports at most this many, see ``triton_rules``.
+# Maximum numbers of constants and states of a step function (see ``triton_rules``).
 MOST_CONSTANTS, MOST_STATES = 4, 2
 _ROWS_AS = {
     torch.float32: kernels.FLOAT32,
@@ -44,7 +44,7 @@ class TritonStorage(TorchStorage):
 
     @cached_property
     def _block(self) -> int:
-        """Return the number of positions of a tile: fewer for wide rows, so that it fits in
+        """Return the number of positions of a tile: fewer for wide rows, so that a tile fits in
         registers.
         """
         return max(1, min(kernels.BLOCK, 2048 // self._columns))
@@ -89,7 +89,7 @@ class TritonStorage(TorchStorage):
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         if lookup.addresses.numel() == 0:
             if self.optimizer.has_row_state:
-                # Collective: all ranks must call it, even without rows.
+                # This call is collective: every rank must make it, even without rows.
                 self._squares(grads.new_zeros(0, grads.shape[1]))
             return
         if self.listeners:

@@ -1,4 +1,4 @@
-"""Compiled loops over the keys of a batch, which find rows and count keys that have none."""
+"""Compiled loops over the keys of a batch, which find rows and count keys without rows."""
 
 import torch
 
@@ -41,14 +41,14 @@ def observe(
     sizes: Array,
     migrates: bool | None,
 ) -> None:
-    """Count the occurrences of ``keys`` [n], and write the row of each key that has one to ``out``.
+    """Count the occurrences of ``keys`` [n], and write the row of each key with a row to ``out``.
 
-    ``counts`` is [n], or [0] if each key counts once. Four numbers are written to ``sizes``: of
-    entries in ``log`` (the address of each key, and its value before this batch), of new keys, of
-    ``candidates`` for admission (addresses), and of ``unresolved`` positions of keys without rows.
-    The old counts of rows are written to ``log_counts`` if evictions depend on them. ``migrates``
-    is None unless the map migrates: for None, numba compiles a loop without the second array, which
-    is a third faster.
+    ``counts`` is [n], or [0] if each key counts once. The numbers written to ``sizes`` are those of
+    entries in ``log`` (the address of each key, and its value before this batch), new keys,
+    ``candidates`` for admission (addresses), and ``unresolved`` positions of keys without rows. The
+    old counts of rows are written to ``log_counts`` if evictions depend on counts. ``migrates`` is
+    None unless the map migrates: for None, numba compiles a loop without the second array, which is
+    a third faster.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]
@@ -76,8 +76,8 @@ def observe(
             if place == array.shape[0] - 1:
                 raise IndexError("the key map is full at its end; this is a bug")
             value = array[place, VALUE]
-        # No branch depends on the key from here on, because the processor could not predict it.
-        # Entries of logs and lists that do not count are overwritten by the next ones.
+        # From here on, no branch depends on the key, because the processor could not predict such a
+        # branch. The next entry of a log or list overwrites an entry that is not needed.
         is_first, content = value >> 32 != now, content_of(value)
         has_row, total = content > 0, count - content
         log[num_log, ADDRESS], log[num_log, VALUE] = address, value

@@ -85,9 +85,10 @@ def _sift_down(state: Array, row_counts: Array, heap: Array, at: int, size: int)
 def _offer(
     state: Array, row_counts: Array, heap: Array, size: int, address: int, value: int
 ) -> int:
-    """Add a key to a bounded heap of the keys to evict first, whose top is the last to evict.
+    """Add a key to the bounded heap of the keys to evict first, and return the heap's size; the key
+    at the top is evicted last.
 
-    The last element of ``heap`` is not part of the heap; it is used to compare the new key.
+    The last element of ``heap`` is not part of the heap; it holds the new key for comparisons.
     """
     at = spare = heap.shape[0] - 1
     heap[spare, ADDRESS], heap[spare, VALUE] = address, value
@@ -111,7 +112,7 @@ def _first_address(state: Array, bucket: int) -> int:
 
 @compiled
 def _range_of(state: Array, first: int, last: int, is_new: bool) -> tuple[int, int]:
-    """Return the range of home slots [start, stop) of buckets [first, last) in one of the
+    """Return the range of home slots [start, stop) of buckets [first, last) in one of the two
     arrays.
     """
     scale = state[NEW_SCALE] if is_new else state[SCALE]
@@ -164,8 +165,8 @@ def _next_victim(
     tails: Array,
     bucket: int,
 ) -> int:
-    """Return the place of the next key to evict from a bucket, or -1 if this step uses all its
-    rows.
+    """Return the place of the next key to evict from a bucket, or -1 if this step uses all rows of
+    the bucket.
     """
     for attempt in range(2):
         while heads[bucket] < tails[bucket]:
@@ -190,8 +191,8 @@ def decide(
     admitted: Array,
     sizes: Array,
 ) -> None:
-    """Give rows to the addresses ``candidates``, in ascending order; full buckets evict a key for
-    each.
+    """Give rows to the ascending addresses ``candidates``; a full bucket evicts a key for each of
+    them.
 
     ``admitted`` addresses get ``new_rows``, and evicted keys are added to ``log``; the numbers of
     both are written to ``sizes``.
@@ -222,7 +223,8 @@ def decide(
                 log_counts[num_log] = row_counts[row]
             num_log += 1
             remove_at(state, slots, new_slots, place)
-        # The binary search is inlined by hand, because a function call takes several times as long.
+        # This search is ``place_of``, inlined by hand, because a function call takes several times
+        # as long.
         array, place = slots, home(address, scale, first)
         if place < edge:
             array, place = new_slots, home(address, state[NEW_SCALE], first)
@@ -247,10 +249,10 @@ def sweep(
     log_counts: Array,
     sizes: Array,
 ) -> None:
-    """Remove the keys of buckets [first, last) that were last used before the batch of a limit.
+    """Remove the keys of buckets [first, last) that were last used before batch ``row_limit`` (keys
+    with rows) or ``pending_limit`` (keys without rows).
 
-    The limits differ for keys with and without rows. The number of entries in ``log``, and how many
-    of them had rows, are written to ``sizes``.
+    The number of entries in ``log``, and how many of them had rows, are written to ``sizes``.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     num_log = num_rows = 0

@@ -27,7 +27,7 @@ class FieldKeys:
             self.live = LiveRows(min(starts), max(shard.row_stop for shard in shards))
 
     def first_rows(self) -> list[tuple[int, int, int]]:
-        """Return (first bucket, last bucket, first row with a key) of every owner's part."""
+        """Return (first bucket, last bucket + 1, first row with a key) of every owner's part."""
         rows = self.plan.num_rows
         return [
             (first, last, max(1, first_row_of(first, rows)))  # row 0 is shared

@@ -3,8 +3,8 @@
 The address of a key is an invertible mix of its bits, so addresses are uniform whatever the keys
 are. Slots are in address order: the home slot of an address is proportional to the address, and
 linear probing moves a key only to later slots. A bucket of keys is therefore a range of slots, and
-the map can grow gradually: ``migrate`` moves a few slots at a time to a larger array. Deletion
-shifts later keys back instead of leaving tombstones, so lookups never slow down.
+the map can grow gradually. To grow, ``migrate`` moves a few slots at a time to a larger array.
+Deletion shifts later keys back instead of leaving tombstones, so lookups never slow down.
 
 A slot contains everything that a batch needs to know about a key: its address, the batch of its
 last use, and its row or count. A lookup therefore reads a single cache line.
@@ -21,11 +21,11 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 U64, I64, I32 = np.uint64, np.int64, np.int32
 SHIFT = 64 - (NUM_BUCKETS.bit_length() - 1)
-HALF = NUM_BUCKETS // 2  # addresses are signed
-PAD = 4096  # slots after the last home slot
-IN_NEW = 1 << 40  # bit that marks a place in the array that the map migrates to
+HALF = NUM_BUCKETS // 2  # Addresses are signed.
+PAD = 4096  # Slots after the last home slot.
+IN_NEW = 1 << 40  # Bit that marks a place in the array that the map migrates to.
 LOW_32 = (1 << 32) - 1
-ADDRESS, VALUE = 0, 1  # columns of slots and logs
+ADDRESS, VALUE = 0, 1  # Columns of slots and logs.
 # Elements of ``state``. ``EDGE`` is the first slot that has not yet migrated.
 SLOTS, EDGE, NEW_SLOTS, SCALE, NEW_SCALE, FIRST, ENTRIES = 0, 1, 2, 3, 4, 5, 6
 NEXT_ROW, FREE_ROWS, NOW, STEP_START = 7, 8, 9, 10
@@ -38,7 +38,7 @@ class Arrays(NamedTuple):
 
     ``slots`` and ``new_slots`` are [n, 2] int64: an address, and a value as in ``value_of``, which
     is 0 in an empty slot. ``row_counts`` contains the counts of keys with rows if evictions depend
-    on them. ``free_rows`` is a stack. ``live`` is the number of used rows in each bucket, and
+    on counts. ``free_rows`` is a stack. ``live`` is the number of used rows in each bucket, and
     ``room`` their maximum. ``victims`` [buckets, n, 2] contains, between ``heads`` and ``tails``,
     the next keys to evict, in the form of slots.
     """
@@ -62,7 +62,7 @@ class Arrays(NamedTuple):
 
 @compiled
 def address_of(key: int) -> Any:  # noqa: ANN401 (numba types)
-    """Return the address of a key, which is ``streams.mix`` of it."""
+    """Return the address of a key, computed as in ``streams.mix``."""
     return I64(mixed(U64(key)))
 
 
@@ -90,7 +90,9 @@ def prefetch_home(slots: Array, address: int, scale: int, first: int) -> None:
 
 @compiled
 def value_of(last: int, content: int) -> Any:  # noqa: ANN401 (numba types)
-    """Pack the value of a key last used in batch ``last``. Its content is row + 1, or -count."""
+    """Pack the value of a key last used in batch ``last``. The content of a value is row + 1, or
+    -count.
+    """
     return (I64(last) << 32) | (I64(content) & LOW_32)
 
 
@@ -129,7 +131,7 @@ def value_at(slots: Array, new_slots: Array, place: int) -> int:
 
 @compiled
 def set_slot(slots: Array, new_slots: Array, place: int, address: int, value: int) -> None:
-    """Set the content of a place."""
+    """Set the address and the value at a place."""
     if place >= IN_NEW:
         new_slots[place - IN_NEW, ADDRESS], new_slots[place - IN_NEW, VALUE] = address, value
     else:

@@ -9,10 +9,9 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 @compiled
 def by_owner(keys: Array, first_buckets: Array) -> tuple[Array, Array, Array, Array]:
-    """Return the unique keys ordered by owner, their counts, each key's index, and each owner's
-    number.
+    """Return the unique keys ordered by owner, their counts, the index of each of ``keys`` among
+    them, and the number of unique keys of each owner.
 
-    The index is among the unique keys; the number of an owner is how many of them it owns.
     ``first_buckets`` are the first buckets of the owners, ascending.
     """
     size = 16

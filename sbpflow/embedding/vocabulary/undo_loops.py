@@ -27,7 +27,7 @@ def undo(t: Arrays, log: Array, log_counts: Array) -> None:
     """Restore the keys that a batch logged; ``free_rows`` and ``live`` do not change.
 
     Removed keys come back before new keys leave, but the map has room for both: the batch began
-    with room for all of its keys to be new.
+    with enough room for all of its keys to be new.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     for i in range(log.shape[0] - 1, -1, -1):

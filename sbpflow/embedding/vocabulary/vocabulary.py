@@ -27,9 +27,9 @@ from sbpflow.errors import CheckpointError
 from sbpflow.runtime.compute.compiled import Array
 
 MIN_SLOTS = 1024
-MAX_LOAD = 0.8  # the map starts to grow when this share of its slots is used
-SWEPT_BUCKETS = 16  # every batch removes the idle keys of this many buckets
-VICTIM_SHARE = 16  # a search finds 1 / VICTIM_SHARE of a bucket's rows to evict
+MAX_LOAD = 0.8  # The map starts to grow when this share of its slots is used.
+SWEPT_BUCKETS = 16  # Every batch removes the idle keys of this many buckets.
+VICTIM_SHARE = 16  # A search finds 1 / VICTIM_SHARE of a bucket's rows to evict.
 
 
 @dataclass(slots=True)
@@ -114,8 +114,8 @@ class Vocabulary:
         begins_step: bool = True,
         time: int = NO_TIME,
     ) -> tuple[Array, Changes]:
-        """Decide on the keys of a batch of ``samples``; return their rows (0: the shared row), and
-        changes.
+        """Decide which keys of a batch of ``samples`` get rows; return the row of each key (0: the
+        shared row), and the changes.
 
         ``counts`` are the numbers of occurrences of ``keys``, or empty if each counts once; keys
         may repeat. Without ``begins_step``, the batch belongs to the same optimizer step as the
@@ -177,8 +177,8 @@ class Vocabulary:
         return np.empty((n, 2), np.int64), np.empty(n if self.is_lfu else 0, np.int32)
 
     def _sweep(self, now: int) -> tuple[Array, Array, int]:
-        """Remove idle keys from the buckets whose turn it is; return their log, and the rows they
-        lost.
+        """Remove idle keys from the buckets whose turn it is; return the log of these keys, and how
+        many of them had rows.
         """
         log, log_counts = self._new_log(0)
         if self._idle is None and self._idle_time is None and self._forget is None:
@@ -249,8 +249,8 @@ class Vocabulary:
         return np.where(out < 0, 0, out + self.first_row)
 
     def _patched(self) -> tuple[Array, Array]:
-        """Return the addresses that announced batches changed, ascending, and the rows they had
-        before.
+        """Return the ascending addresses of the keys that announced batches changed, and their
+        previous rows.
         """
         if self._patch is None:
             changes, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -280,7 +280,8 @@ class Vocabulary:
         return VocabularyCopy(copies, self.num_trained, clock, self.totals)
 
     def load(self, saved: Saved, totals: Sequence[int] = ()) -> None:
-        """Replace the vocabulary. Keys get rows from the first one on, in order of their addresses.
+        """Replace the vocabulary. Keys get consecutive rows, starting with the first, in the order
+        of their addresses.
 
         ``totals`` are the sums over all owners so far, or empty.
         """
@@ -362,7 +363,7 @@ class Vocabulary:
 
 
 def _part(array: Array, size: int) -> Array:
-    """Return the first elements, without keeping a much larger array in memory."""
+    """Return the first ``size`` elements, without keeping a much larger array in memory."""
     return array[:size] if 2 * size > array.shape[0] else array[:size].copy()
 
 

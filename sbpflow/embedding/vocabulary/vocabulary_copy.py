@@ -32,7 +32,7 @@ class Totals:
 
 @dataclass(slots=True)
 class Clock:
-    """The number of samples seen after each batch, and the latest event time up to then.
+    """The number of samples up to the end of each batch, and the latest event time so far.
 
     Element i belongs to batch ``first + i``. ``times`` are ``NO_TIME`` until the first event time.
     """

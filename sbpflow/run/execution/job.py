@@ -46,7 +46,7 @@ class Job:
 
     @property
     def copies(self) -> dict[str, GlobalTensor]:
-        """Return the dense parameters and buffers; ``check_replicas`` compares them over ranks."""
+        """Return all dense tensors (parameters and buffers), which ``check_replicas`` compares."""
         return {**self.model.parameters, **self.model.buffers}
 
     def state(self) -> dict[str, LogicalTensor]:
@@ -88,12 +88,11 @@ def build_job(
     training: bool = True,
     compiled: bool = True,
 ) -> Job:
-    """Allocate and initialize this rank's part of the run, and set the plan's steps in ``boxing``.
+    """Allocate and initialize this rank's part of the run, and plan its transfers in ``boxing``.
 
-    For ``stores``, see ``EmbeddingCollection``; by default, ``parallel.storage`` selects the
-    stores. If not ``training``, the job can only predict: the caller must load the table values,
-    and no dense optimizer is created, because importing its class takes a second. For ``compiled``,
-    see ``EmbeddingCollection``.
+    ``EmbeddingCollection`` explains ``stores`` and ``compiled``; by default, ``parallel.storage``
+    selects the stores. If not ``training``, the job can only predict, and the caller must load the
+    table values. Such a job has no dense optimizer, because importing its class takes a second.
     """
     boxing.follow(plan.dense_conversions)
     if boxing.world.backend == "nccl":
@@ -156,17 +155,17 @@ def _stores(config: Config, plan: RunPlan, boxing: Boxing, training: bool) -> St
 
 
 def _row_folder(config: Config, key: str) -> Path:
-    """Return the folder that stores a table's rows; ``key`` names a ``parallel.storage`` rule."""
+    """Return the folder for the rows of the tables with the ``parallel.storage`` rule ``key``."""
     rule = config.parallel.storage[key.removeprefix("parallel.storage.")]
     return rule.path or config.run.dir
 
 
 def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingCollection) -> None:
-    """Log the parts that CUDA graphs capture, and the transfers that use fixed-size buffers."""
+    """Log which parts CUDA graphs capture and which transfers use fixed-size buffers."""
     if trainer.graphs is not None:
         logger.info("parallel.cuda_graph: %s", trainer.graphs.describe())
     if config.parallel.row_buffer_fraction is not None:
-        no_effect = "no effect: no table exchanges individual rows with the torch or triton kernel"
+        no_effect = "no effect: no table that exchanges single rows uses kernel torch or triton"
         for line in embeddings.describe_buffers() or [no_effect]:
             logger.info("parallel.row_buffer_fraction: %s", line)
 
@@ -184,7 +183,7 @@ def _check_no_transfers(plan: RunPlan) -> None:
 
 
 def start_job(config: Config, fields: Fields, boxing: Boxing) -> Job:
-    """Plan and build a run for these columns; for programs that provide their own batches."""
+    """Plan and build a run for these columns, for a program that provides its own batches."""
     world = boxing.world
     spec, plan = plan_run(
         config,

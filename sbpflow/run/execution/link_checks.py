@@ -1,8 +1,8 @@
 """Measures the links between ranks for ``doctor``, and names a slow link or host.
 
-Between hosts, every pair of hosts is measured in both directions. Pairs without a common host are
-measured at the same time, as a training step uses them. On a host, links are measured from each
-rank to the next.
+Every pair of hosts is measured in both directions. Pairs that share no host are measured at the
+same time, because a training step uses their links at the same time. Within a host, links are
+measured from each rank to the next.
 """
 
 import statistics
@@ -20,13 +20,13 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
 
-Pair = tuple[int, int]  # source and destination rank
-SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # float32 values: 4 KiB to 64 MiB
+Pair = tuple[int, int]  # Source and destination rank.
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # Numbers of float32 values: 4 KiB to 64 MiB.
 # If a message takes longer than this, larger sizes are not measured on that link.
 _ENOUGH_S = 0.02
 _REPEATS = 3
-_SLOW = 0.5  # share of the median rate below which a link or host is slow
-# A host's latency is high if it exceeds the usual latency by this factor and by these seconds.
+_SLOW = 0.5  # Share of the median rate below which a link or host is slow.
+# A host's latency is high if it exceeds the usual latency by both _LATE (a factor) and _LATE_S.
 _LATE, _LATE_S = 3.0, 1e-3
 _MAX_LISTED = 8  # with more hosts, the report does not list all pairs
 
@@ -43,8 +43,8 @@ class Measured:
 
 
 def rounds_between(leaders: Sequence[int]) -> Iterator[list[Pair]]:
-    """Yield rounds in which each of ``leaders`` has at most one partner; in all rounds together,
-    each pair occurs once in each direction (the circle method of tournaments)."""
+    """Yield rounds in which each leader has at most one partner (circle method of tournaments).
+    Over all rounds, each pair occurs once in each direction."""
     players: list[int | None] = [*leaders, *([None] if len(leaders) % 2 else [])]
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -70,7 +70,7 @@ def rounds_within(hosts: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
 def measure(
     boxing: Boxing, rounds: Iterator[list[Pair]], sizes: Sequence[int] = SIZES
 ) -> dict[Pair, Measured]:
-    """Measure every link of every round. Every rank must call this, and all get the same result."""
+    """Measure all links of all rounds. Every rank must call this function."""
     links: dict[Pair, Measured] = {}
     for pairs in rounds:
         latencies: Mapping[Pair, float] = {}
@@ -121,7 +121,7 @@ def link_findings(
 ) -> list[Finding]:
     """Measure the links between all ranks.
 
-    Every rank must call this; ``names`` are the machines of the ranks.
+    Every rank must call this function. ``names`` lists each rank's machine.
     """
     world = boxing.world
     if world.size == 1:
@@ -163,8 +163,8 @@ def _pairs(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
 def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
     """Return a finding for each slow host, and for each slow link between other hosts.
 
-    A host is slow if its fastest link is slow; this needs at least three hosts. With two hosts,
-    only the two directions can be compared.
+    A host is slow if its fastest link is slow; this test needs at least three hosts. With two
+    hosts, only the two directions can be compared.
     """
     hosts = sorted({host for pair in links for host in pair})
     of_host = {host: [link for pair, link in links.items() if host in pair] for host in hosts}
@@ -203,7 +203,7 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
             "link",
             "odd",
             f"{source} to {target} is slow: {link.gb_per_s:.3f} GB/s, and {usual:.3f} GB/s on "
-            "other links; check the route, rate limits of the sender, and other traffic",
+            "other links; check the route, the rate limit of the sender, and other traffic",
         )
         for (source, target), link in rest.items()
         if link.gb_per_s < _SLOW * usual

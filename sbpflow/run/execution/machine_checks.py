@@ -28,7 +28,7 @@ _SAVED_BYTES = 32 << 20
 
 
 def disk(folder: Path) -> Finding:
-    """Report the free space of the disk for run folders, and whether it is writable."""
+    """Report the free disk space for run folders, and whether the folder is writable."""
     parent = _nearest_folder(folder)
     usage = shutil.disk_usage(parent)
     text = f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB free in {parent}"
@@ -37,7 +37,7 @@ def disk(folder: Path) -> Finding:
             pass
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
-        text = f"{parent}: cannot be written to ({reason}); use --dir DIR"
+        text = f"{parent}: cannot be written to ({reason}); use --dir with a writable folder"
         return Finding("disk", "broken", text)
     return Finding("disk", "ok", text)
 
@@ -92,7 +92,7 @@ def _save(folder: Path, values: torch.Tensor) -> Path:
 
 
 def _read_back(path: Path, values: torch.Tensor) -> str:
-    """Read the checkpoint; return a description of the problem, or "" if it is correct."""
+    """Read the checkpoint; return a description of the problem, or "" if there is none."""
     try:
         read = open_checkpoint(path).tensor("tables/t")
     except CheckpointError as error:

@@ -36,7 +36,7 @@ Facts = Mapping[str, str]
 
 
 def node_findings(boxing: Boxing) -> list[Finding]:
-    """Gather facts from all ranks and return the findings. Every rank must call this."""
+    """Gather facts from all ranks and return the findings. Every rank must call this function."""
     world = boxing.world
     if world.size == 1:
         return []
@@ -66,10 +66,10 @@ def _facts() -> dict[str, str]:
 
 
 def versions_finding(by_rank: Sequence[Facts]) -> Finding:
-    """Compare the versions of all packages.
+    """Compare the package versions of all machines.
 
-    Differences cannot affect results: ranks with different versions of those packages refuse to
-    connect.
+    Versions that affect results are already equal here, because ranks refuse to connect if they
+    differ.
     """
     usual, odd = _unusual(by_rank, "versions")
     if not odd:
@@ -85,7 +85,7 @@ def versions_finding(by_rank: Sequence[Facts]) -> Finding:
 
 
 def names_finding(by_rank: Sequence[Facts], main: str) -> Finding:
-    """Report names that resolve to a loopback address, or differently on different machines."""
+    """Report host names that resolve to a loopback address or to different addresses."""
     problems: list[str] = []
     for facts in _by_host(by_rank).values():
         own = facts["own addresses"].split()
@@ -123,7 +123,7 @@ def mtu_finding(by_rank: Sequence[Facts]) -> Finding:
 
 
 def clocks_finding(by_rank: Sequence[Facts], offsets_s: Sequence[float]) -> Finding:
-    """Compare the clocks with rank 0's clock; training does not depend on them, but logs do."""
+    """Compare each machine's clock with rank 0's; only the times in logs depend on them."""
     by_host = {facts["host"]: s for facts, s in zip(by_rank, offsets_s, strict=True)}
     middle = statistics.median_low(by_host.values())
     odd = {host: s - middle for host, s in by_host.items() if abs(s - middle) > _MAX_CLOCK_S}
@@ -157,7 +157,7 @@ def _by_host(by_rank: Sequence[Facts]) -> dict[str, Facts]:
 
 
 def _unusual(by_rank: Sequence[Facts], key: str) -> tuple[str, dict[str, str]]:
-    """Return the most frequent value over the machines, and the values of the other machines."""
+    """Return the most frequent value, and the values of the machines that differ from it."""
     values = {host: facts[key] for host, facts in sorted(_by_host(by_rank).items())}
     usual = Counter(values.values()).most_common(1)[0][0]
     return usual, {host: text for host, text in values.items() if text != usual}

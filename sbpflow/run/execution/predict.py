@@ -1,6 +1,6 @@
 """Scores a split with a trained job.
 
-Scores are returned either all on rank 0, or each range of rows on one rank.
+Either rank 0 gets all scores, or each range of rows is scored on one rank, which gets its scores.
 """
 
 import logging
@@ -33,8 +33,7 @@ def predictions(
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield (probabilities, labels) of each batch on rank 0, in the order of the split.
 
-    Every rank must iterate; other ranks yield nothing. The logits equal the logits of an
-    evaluation.
+    Every rank must iterate; other ranks yield nothing. The logits equal those of an evaluation.
     """
     world = boxing.world
     for batch, logits in trainer.predict_all(loader.epoch(0)):
@@ -55,7 +54,7 @@ class Range(Protocol):
 
 
 class WindowLoader(Protocol):
-    """The interface of a loader that can read any rows, such as ``data.read.loader.RowLoader``."""
+    """The interface of a loader with random access, such as ``data.read.loader.RowLoader``."""
 
     def windows(self, windows: Sequence[tuple[int, int]], batch_size: int) -> Iterator[Batch]:
         """Yield batches of this rank's ``rows``; ``batch_size`` is the total number of rows on all
@@ -71,13 +70,12 @@ def predict_ranges(
     batch_size: int,
     num_rows: int,
 ) -> Iterator[tuple[int, Floats, Floats]]:
-    """Score each range of rows on one rank; yield (index, probabilities, labels) of this rank's
-    ranges.
+    """Score each range of rows on one rank; yield this rank's (index, probabilities, labels).
 
-    Every rank must iterate, with equal ``todo``. Each step scores ``batch_size`` rows, or
+    Every rank must iterate and pass the same ``todo``. Each step scores ``batch_size`` rows, or
     ``num_rows`` if the split is smaller, divided equally among the ranks. If a rank's part would
     extend beyond the end of its range, it is shifted back and the repeated rows are dropped. Matrix
-    shapes therefore do not depend on which ranges remain, and the scores are equal bit for bit.
+    shapes, and therefore the exact bits of the scores, do not depend on which ranges remain.
     """
     size, rank = boxing.world.size, boxing.world.rank
     part = min(batch_size // size, num_rows)
@@ -106,7 +104,7 @@ def predict_ranges(
 def unfinished(
     boxing: Boxing, every: Sequence[Block], is_finished: Callable[[Block], bool]
 ) -> list[Block]:
-    """Return the unfinished blocks on every rank. The ranks divide the checks among themselves."""
+    """Return all unfinished blocks on every rank; each rank checks a part of the blocks."""
     numbers = range(boxing.world.rank, len(every), boxing.world.size)
     left = together(boxing, lambda: [n for n in numbers if not is_finished(every[n])])
     numbers_left = " ".join(gather_texts(boxing, " ".join(map(str, left)))).split()
@@ -156,7 +154,7 @@ def together(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) 
             report["error"] = str(attempt.exception())
         reports = gather_facts(boxing, report)
         if attempt.done() and attempt.exception() is not None:
-            return attempt.result()  # raises
+            return attempt.result()  # raises the error of ``work``
         if errors := [each["error"] for each in reports if each["error"]]:
             raise ConfigError(errors[0])
         if all(each["state"] == "done" for each in reports):

@@ -27,8 +27,8 @@ def make_server(named: NamedServers, memory_bytes: int) -> EmbeddingServer:
 
 
 def join_servers(config: Config, plan: RunPlan, boxing: Boxing) -> Servers | None:
-    """Begin a session on the run's servers, if any. Every rank must call this. The servers drop the
-    rows of all earlier sessions. Raises ConfigError for a wrong secret or version, and
+    """Begin a session on the run's servers, if any. Every rank must call this function. The servers
+    drop the rows of all earlier sessions. Raises ConfigError for a wrong secret or version, and
     ServerLostError if a server does not answer.
     """
     if all(stored.kind != "servers" for _, _, stored in cached_stacks(plan)):

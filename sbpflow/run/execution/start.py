@@ -30,9 +30,9 @@ def plan_for_ranks(
 ) -> tuple[RunPlan, T]:
     """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover.
 
-    All ranks must join to discover their hosts, which takes minutes if a rank is missing. A plan
-    for one host is therefore made first, which reports configuration errors immediately. It is used
-    if all ranks turn out to share a host. ``run_main`` keeps the ranks' store open.
+    All ranks must join to discover their hosts, which takes minutes if a rank is missing.
+    Therefore, a plan for one host is made first, so that configuration errors are reported
+    immediately. That plan is used if all ranks turn out to share a host.
     """
     world_size = world_size_of_environment()
     if given := given_topology(config, world_size):
@@ -50,11 +50,11 @@ def plan_for_ranks(
 
 
 def join_ranks(config: Config, plan: RunPlan, *, data_set: str) -> Boxing:
-    """Join the other ranks, which must have the same configuration, plan and data set.
+    """Join the other ranks, which must have the same configuration, plan, and data set.
 
-    ``data_set`` consists of the set's fingerprint and this rank's path to the set. The run's
-    transfers use the returned boxing. Raises ConfigError with the differences between ranks, and
-    all errors of ``World.start``.
+    ``data_set`` consists of the set's fingerprint and this rank's path to the set. All transfers of
+    the run go through the returned ``Boxing``. Raises ConfigError with the differences between
+    ranks, and all errors of ``World.start``.
     """
     return Boxing(
         World.start(

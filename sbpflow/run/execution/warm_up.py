@@ -1,8 +1,8 @@
 """Creates and connects the process groups of a run before its first step.
 
-NCCL connects at a group's first collective, and connecting inside a step would block every rank. In
-addition, all ranks of a group must take part in that first call, which a rank with no rows to
-exchange would skip.
+NCCL connects at a group's first collective, and connecting inside a step would block every rank.
+Moreover, all ranks of a group must take part in its first call; inside a step, a rank with no rows
+to exchange would skip it.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """Writes a trained model as a bundle: a folder that scores raw rows without sbpflow.
 
-The bundle has ``model.json``, ``model.safetensors``, ``vocabulary.safetensors``, ``sample.json``,
-and ``scorer.py`` (``sbpflow.serving``), which reads them. docs/decisions/export.md explains the
-format. Tables are copied from the checkpoint in blocks, so memory does not depend on their size.
+A bundle contains ``model.json``, ``model.safetensors``, ``vocabulary.safetensors``,
+``sample.json``, and ``scorer.py`` (``sbpflow.serving``), which reads them. docs/decisions/export.md
+explains the format. Tables are copied from the checkpoint in blocks, so memory does not depend on
+their size.
 """
 
 import json
@@ -128,7 +129,7 @@ def add_facts(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def scorer_source() -> str:
-    """Merge the modules of ``scorer.py`` into one source, without the imports of each other."""
+    """Merge the modules of ``scorer.py`` into one file, without their imports of each other."""
     room = files("sbpflow.serving")
     texts = [files("sbpflow.runtime.random").joinpath("splitmix.py").read_text(encoding="ascii")]
     texts += [room.joinpath(f"{name}.py").read_text(encoding="ascii") for name in _SOURCES]
@@ -155,7 +156,7 @@ def array_of(tensor: Tensor) -> NDArray[Any]:
 
 
 def _stores(model: BundleModel) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Group the tables of equal width and format; a single gather reads the rows of a group."""
+    """Group the tables of equal width and format, so that a single gather reads a group's rows."""
     stores: dict[tuple[object, ...], dict[str, Any]] = {}
     tables: dict[str, Any] = {}
     for table in model.tables:
@@ -182,7 +183,7 @@ def _stores(model: BundleModel) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def _lookup_content(model: BundleModel) -> dict[str, Any]:
-    """Return the columns of the ids, and how the outputs use the tables."""
+    """Return the part of model.json that describes id columns, features, and outputs."""
     plan = model.plan
     given = plan.features[: len(plan.features) - len(model.hashed)]
     columns = id_columns(given)

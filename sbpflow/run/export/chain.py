@@ -1,8 +1,8 @@
-"""Follows the checkpoints of a run with bundles and their deltas (``sbpflow.serving.deltas``).
+"""Exports the checkpoints of a run as bundles and deltas (``sbpflow.serving.deltas``).
 
-A delta has the rows that the run's checkpoints since the last export list as changed, so the run
-must save delta checkpoints. Otherwise, or after ``num_deltas`` deltas, a new bundle starts the
-chain again; the old bundle is removed when the new one is complete.
+A delta contains the rows that the run's delta checkpoints since the last export list as changed.
+Without delta checkpoints, or after ``num_deltas`` deltas, a new bundle is exported instead. The old
+bundle is removed when the new one is complete.
 """
 
 import logging
@@ -42,7 +42,7 @@ _BLOCK = 1 << 16  # rows converted at a time
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """The last export: a bundle, its first ``number`` deltas, and the digest of its checkpoint.
-    ``entries`` has the keys and ids that the deltas changed, by vocabulary, oldest first.
+    ``entries`` contains the keys and ids that the deltas changed, by vocabulary, oldest first.
     """
 
     bundle: Path
@@ -99,10 +99,10 @@ def _next(last: Exported, base: str) -> Exported | None:
 def export_newest(
     run: AnyPath, seen: str, folder: Path, num_deltas: int, write_base: WriteBase
 ) -> tuple[str, str]:
-    """Export the newest good checkpoint in ``run`` unless it is ``seen``.
+    """Export the newest good checkpoint in ``run`` unless its identity is ``seen``.
 
-    Return the identity of the checkpoint, to pass as ``seen``, and a log line, or "" if nothing was
-    exported.
+    Returns the identity of the checkpoint, to pass as ``seen`` next time, and a log line, or "" if
+    nothing was exported.
     """
     try:
         checkpoint = next(good_checkpoints(run), None)
@@ -128,7 +128,7 @@ def export_next(
 ) -> Path | None:
     """Export a checkpoint to ``folder`` as a delta or a new bundle; return the new folder.
 
-    Return None if the checkpoint is the last export.
+    Returns None if the last export already contains this checkpoint.
     """
     last = last_export(folder)
     if last is not None:
@@ -150,7 +150,8 @@ def export_next(
 
 
 def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
-    """Return the deltas after the checkpoint with this digest, oldest first, or []."""
+    """Return the deltas from the one after the checkpoint with this digest up to ``checkpoint``,
+    oldest first, or [] if no chain of deltas connects the two."""
     members: list[Checkpoint] = []
     member: Checkpoint | None = checkpoint
     while member is not None and member.previous is not None:
@@ -162,7 +163,7 @@ def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
 
 
 def _growing(members: Sequence[Checkpoint], last: Exported) -> dict[str, KeyDelta] | None:
-    """Return changes of growing fields by vocabulary, or None if the bundle cannot apply them."""
+    """Return the changes of growing fields by vocabulary; None if the bundle cannot apply them."""
     fields: dict[str, dict[str, int]] = {}
     for table, facts in last.content["tables"].items():
         if (name := vocabulary_of(members[-1], table)) is not None:
@@ -236,7 +237,7 @@ def _write_delta(
 
 
 def _format_of(table: Mapping[str, Any], dtype: torch.dtype) -> RowFormat:
-    """Return the format in which a bundle stores a table with trained rows of ``dtype``."""
+    """Return the format in which a bundle stores a table that was trained with ``dtype``."""
     stored = table["stored"]
     if stored == "int8":
         return "int8"
@@ -248,7 +249,7 @@ def _changed_rows(members: Sequence[Checkpoint], name: str) -> Tensor:
 
 
 def _changed_values(members: Sequence[Checkpoint], name: str, changed: Tensor) -> Tensor:
-    """Return the latest values [n, dim] of the changed rows, all of which are in ``members``."""
+    """Return the latest values [n, dim] of the rows ``changed``, which ``members`` contain."""
     saved = members[-1].saved(name)
     values = torch.empty(len(changed), *saved.shape[1:], dtype=saved.dtype)
     for member in members:

@@ -25,7 +25,7 @@ from sbpflow.serving.scorer import Model, load
 from sbpflow.training.metrics import Evaluation, evaluate
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-6, 1e-2
-"""Limits for the difference of a sample score; 16-bit arithmetic differs between CPUs"""
+"""Limits for differences of sample scores; results of 16-bit arithmetic vary between CPUs"""
 
 
 class LabelledBatch(Protocol):
@@ -98,7 +98,7 @@ def sample_of(
 
 
 def sample_ids(model: PlainModel) -> tuple[Tensor, Tensor, Bags]:
-    """Return arguments for three rows, for a model without a raw format."""
+    """Return sample arguments with three rows, for a model without a raw format."""
     numbers = torch.arange(3)
     dense = (numbers.unsqueeze(1) + torch.arange(model.num_dense)) / 4.0
     rows = {name: table.num_rows for table in model.tables for name in table.features}
@@ -118,7 +118,7 @@ def sample_ids(model: PlainModel) -> tuple[Tensor, Tensor, Bags]:
 
 
 def encoded_of(model: Model, ids: Tensor | BatchIds, dense: Tensor) -> Encoded:
-    """Convert a loader's batch, which may have keys, to encoded rows of a bundle."""
+    """Convert a loader's batch, which may contain keys, to the encoded rows of a bundle."""
     columns = model.content["columns"]
     num_hashed = len(model.content["hashed"])
     fixed = max((stop for _, stop in columns.values()), default=0) - num_hashed
@@ -196,13 +196,13 @@ def check_unscored(rows: RowFormat, path: Path | None) -> None:
     """Raise ConfigError if ``rows`` loses precision and no set is given to measure the loss."""
     if rows != "as_trained":
         raise ConfigError(
-            f"--score: rows in {rows} reduce the AUC slightly, and {path} is not a set on which "
-            "this can be measured; use --score with a labeled set"
+            f"--score: {rows} rows reduce the AUC slightly, and {path} is not a set on which to "
+            "measure the difference; use --score with a labeled set"
         )
 
 
 def facts_of(checkpoint: Checkpoint, vocabulary_digest: str | None) -> dict[str, Any]:
-    """Describe where the values came from, for model.json."""
+    """Describe the source of the values, for model.json."""
     return {
         "checkpoint": digest_of(checkpoint.index),
         "trained": {

@@ -1,8 +1,8 @@
 """Writes optional files of a bundle that contain code or need another runtime.
 
-``model.pt2`` has the whole model as a ``torch.export`` program. ``dense.pt2`` has the dense part as
-machine code, and ``dense.onnx`` as ONNX. Both take the dense weights as inputs, so that weights
-updated by a delta take effect.
+``model.pt2`` contains the whole model as a ``torch.export`` program. ``dense.pt2`` contains the
+dense part as machine code, and ``dense.onnx`` contains it as ONNX. Both dense files take the
+weights as inputs, so that weights updated by a delta take effect.
 """
 
 import importlib
@@ -50,7 +50,7 @@ def _functional(model: BundleModel) -> tuple[Functional, tuple[Tensor, ...], Any
 
 
 def write_compiled(folder: Path, model: BundleModel) -> None:
-    """Compile the dense part to machine code for this CPU; this takes minutes."""
+    """Compile the dense part to machine code for this CPU, which takes minutes."""
     module, inputs, shapes, names = _functional(model)
     with torch.no_grad():
         program = torch.export.export(module, inputs, dynamic_shapes=shapes)

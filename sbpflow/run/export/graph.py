@@ -1,7 +1,7 @@
 """Converts the dense part of a model to the list of torch operations in a bundle's model.json.
 
-``torch.export`` traces the module, so any module that it can trace becomes a list. The bundle runs
-the same operations as the module, so the results are bit-for-bit equal.
+The list is obtained by tracing the module with ``torch.export``. A bundle runs the same operations
+as the module, so the results are bit-for-bit equal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,7 @@ _DEFAULTS = ("device", "pin_memory", "layout")
 
 
 class DenseInputs(nn.Module):
-    """Wraps a dense part to take the output vectors as positional arguments, followed by the dense
-    fields.
-    """
+    """Wraps a dense part so that its arguments are the output vectors, then the dense fields."""
 
     def __init__(self, dense: nn.Module, outputs: tuple[str, ...]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Computes a growing field's part of a bundle delta: the ids of changed keys, and the changed rows.
 
-In a bundle, the keys of a growing field have ids from 2 on, and the id is also the row in the
-field's tables. Row 0 has the values of the missing values' key, and row 1 is shared by all keys
-without a row. New keys get the ids of removed keys, or ids that have not been used.
+In a bundle, the keys of a growing field have ids starting at 2, and a key's id is also its row in
+the field's tables. Row 0 is for missing values, and row 1 is shared by all keys without a row. New
+keys get the ids of removed keys, or unused ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def vocabulary_of(checkpoint: Checkpoint, table: str) -> str | None:
 def served_keys(
     bundle: Path, content: Mapping[str, Any], name: str, later: Sequence[Entries]
 ) -> Entries:
-    """Return the ascending keys of vocabulary ``name`` and their ids after ``later`` changes."""
+    """Return the keys of vocabulary ``name``, ascending, and their ids after changes ``later``."""
     place, words = (
         content["input"]["vocabularies"][name],
         Tensors(bundle / "vocabulary.safetensors"),
@@ -59,11 +59,11 @@ def served_keys(
 def key_delta(
     members: Sequence[Checkpoint], tables: Mapping[str, int], served: Entries
 ) -> KeyDelta | None:
-    """Return the changes that consecutive checkpoints make to the tables of a field with ``served``
-    keys.
+    """Return the changes that consecutive checkpoints make to the tables of a growing field.
 
-    ``tables`` has the numbers of rows in the bundle. Returns None if the bundle cannot apply the
-    changes, for example if there are more new keys than free rows.
+    ``tables`` maps the tables to their numbers of rows in the bundle, and ``served`` contains the
+    keys and ids there. Returns None if the bundle cannot apply the changes, for example if there
+    are more new keys than free rows.
     """
     newest = members[-1]
     changes = {table: key_changes(members, table) for table in tables}
@@ -97,7 +97,7 @@ def key_delta(
 
 
 def values_of(checkpoint: Checkpoint, name: str, rows: Tensor) -> Tensor:
-    """Return rows [n] of a growing table's tensor in any order: [n, dim]."""
+    """Return the rows [n], in any order, of a growing table's tensor: [n, dim]."""
     saved = checkpoint.saved(name)
     ascending, index = rows.unique(return_inverse=True)
     out = torch.empty(len(ascending), *saved.shape[1:], dtype=saved.dtype)

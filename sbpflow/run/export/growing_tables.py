@@ -1,8 +1,8 @@
 """Presents the growing tables of a checkpoint as tables of fitted fields, for bundles.
 
-In a bundle, a growing field has the ids of a fitted field: 0 is a missing value, 1 a key without a
-row, and 2 + n the n-th saved key. So row 0 of its tables is the row for missing values, row 1 is
-the shared row, and the rows of the keys follow in checkpoint order. Spare rows contain zeros.
+In a bundle, a growing field has the ids of a fitted field: 0 is a missing value, 1 is a key without
+a row, and 2 + n is the n-th saved key. Accordingly, row 0 of its tables is for missing values, row
+1 is the shared row, and the rows of the keys follow in checkpoint order. Spare rows contain zeros.
 """
 
 from collections.abc import Collection
@@ -61,7 +61,7 @@ class GrowingTables:
         self.plan = replace(plan, outputs=outputs)
 
     def num_keys(self, vocabulary: str) -> int:
-        """Return the number of keys with rows."""
+        """Return the number of keys that have rows."""
         return self._checkpoint.saved(f"vocabularies/{vocabulary}/keys").shape[0]
 
     def keys(self, vocabulary: str) -> Tensor:
@@ -69,7 +69,7 @@ class GrowingTables:
         return self._checkpoint.tensor(f"vocabularies/{vocabulary}/keys")
 
     def addresses(self) -> Addresses:
-        """Return the ascending addresses of the keys of each growing field."""
+        """Return the addresses (``mix``) of the keys of each growing field, in ascending order."""
         by_features = {
             features: mix(self.keys(name)) for name, features in self.vocabularies.items()
         }

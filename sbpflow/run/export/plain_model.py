@@ -2,7 +2,7 @@
 
 The module maps a batch of a prepared set to logits in one process. The logits are the same as in a
 job (``EmbeddingCollection``, then the dense part), but computed with operators that
-``torch.export`` can trace. The caller provides the values.
+``torch.export`` can trace.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -21,7 +21,8 @@ from sbpflow.run.model.spec import ExportableSpec, HashedColumn, ModelSpec
 from sbpflow.runtime.random.streams import GAMMA, mix
 from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS, RARE_ID
 
-# The mixed keys (``mix``) that have rows, ascending, by the features that share them
+# For each group of features that share keys: the addresses (``mix``) of the keys that have rows, in
+# ascending order.
 Addresses = Mapping[tuple[str, ...], Tensor]
 Bag = tuple[Tensor, ...]  # values [n], lengths [rows], and weights [n] of a weighted feature
 Bags = dict[str, Bag]
@@ -40,9 +41,9 @@ class PlainModel(nn.Module):
     ``forward(ids, dense, bags)`` returns logits [rows]. ``ids`` [rows, columns] int32 or int64 are
     the columns of all features with a fixed number of ids, in order. ``dense`` is [rows, fields].
     ``bags`` is {ragged feature: (values [n], lengths [rows])}, with weights [n] as a third entry
-    for weighted features. The model computes the columns that a loader hashes. Out-of-range ids are
-    handled as in the run; if the run rejected them, they raise IndexError. The ids of features in
-    ``addresses`` are keys, whose tables have the rows of ``GrowingTables``.
+    for weighted features. The model itself computes the columns that a loader would hash.
+    Out-of-range ids are handled as in the run; if the run rejected them, they raise IndexError. For
+    features in ``addresses``, ids are keys, and tables are arranged as in ``GrowingTables``.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class PlainModel(nn.Module):
         return tuple(table for output in self._outputs for table in output.tables)
 
     def rows_of(self, table: str) -> Rows | SavedRows:
-        """Return the rows of a table by name."""
+        """Return the rows of the table with this name."""
         rows = self.get_submodule(_module_name(table))
         if not isinstance(rows, Rows | SavedRows):
             raise RuntimeError(f"{table} is not the name of a table of this model")
@@ -155,7 +156,7 @@ class PlainModel(nn.Module):
         return ids[:, self.columns[name]]
 
     def _rows(self, name: str, ids: Tensor, num_rows: int) -> Tensor:
-        """Return the rows of keys, or ids with out-of-range ids handled as in ``IdReader``."""
+        """Return the row of each key or id; ids out of range are treated as in ``IdReader``."""
         ids = ids.to(torch.int64)
         if name in self._addresses:
             addresses = self.get_buffer(self._addresses[name])
@@ -272,7 +273,7 @@ def dense_part(
 
 
 def missing_ids(column: HashedColumn, keyed: Container[str]) -> list[int]:
-    """For each column that ``column`` hashes, return the id or key of missing values."""
+    """Return the id or key of missing values for each column that ``column`` hashes."""
     return [MISSING_KEY if name in keyed else MISSING_ID for name in column.columns]
 
 
@@ -294,7 +295,7 @@ def hashed_ids(parts: Sequence[Tensor], rows: int, missing: Sequence[int]) -> Te
 
 
 def id_columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:
-    """Return each feature's columns in the matrix of a batch, without ragged features."""
+    """Return the columns of each feature, except ragged features, in the id matrix of a batch."""
     columns: dict[str, slice] = {}
     start = 0
     for feature in features:

@@ -49,9 +49,10 @@ class ByteRows(nn.Module):
         self.values: Tensor
         self.scale: Tensor
         self.low: Tensor
-        self.register_buffer("values", values)  # [rows, dim] uint8
-        self.register_buffer("scale", scale)  # [rows] float32
-        self.register_buffer("low", low)  # [rows] float32
+        # values [rows, dim] uint8; scale and low [rows] float32
+        self.register_buffer("values", values)
+        self.register_buffer("scale", scale)
+        self.register_buffer("low", low)
         self.dtype = dtype
         self.format = "int8"
 
@@ -132,7 +133,7 @@ def to_stored(name: str, block: Tensor, start: int, row_format: RowFormat) -> di
     """Convert rows [n, dim] of table ``name``, the first of which is row ``start``. The result has
     the same keys as ``stored``.
 
-    ``int8`` needs dim + 8 bytes per row. Tables so narrow that float16 needs no more space are
+    ``int8`` needs dim + 8 bytes per row. A table so narrow that float16 needs no more space is
     stored as float16.
     """
     if row_format == "as_trained":

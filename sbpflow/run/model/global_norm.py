@@ -43,9 +43,9 @@ class GlobalBatchNorm(nn.Module):
         self._bound_to = 0
 
     def take_rows(self, batch: GlobalTensor) -> None:
-        """Set the layout of the next forward's rows; ``batch`` is S(0) over these rows."""
+        """Set the layout of the rows of the next forward to that of ``batch``, which is S(0)."""
         self._batch = batch
-        if self._bound_to != id(self):  # not yet bound, or a copy of a bound module
+        if self._bound_to != id(self):  # Not yet bound, or a copy of a bound module.
             # Compiled graphs cannot contain transfers, so the compiler must skip this forward. The
             # instance is decorated, because decorating the class would load the compiler on import.
             forward = partial(type(self).forward, self)
@@ -160,8 +160,8 @@ def calls_of_norms(
 ) -> list[tuple[str, int]]:
     """Return (name, features) of each batch norm in call order.
 
-    Runs a forward over two rows of zeros on the CPU, without gradients and in evaluation mode, so
-    ``module`` must not be used elsewhere.
+    Runs a forward over two rows of zeros on the CPU, without gradients, and leaves ``module`` in
+    evaluation mode.
     """
     calls: list[tuple[str, int]] = []
 
@@ -185,7 +185,7 @@ def calls_of_norms(
 
 def dry_norms(calls: Sequence[tuple[str, int]], carry: GlobalTensor) -> GlobalTensor:
     """Run the transfers of these norms on the meta device, one after another. ``carry`` [b, 1] ->
-    [b, 1] connects them for autograd.
+    [b, 1] chains the norms for autograd.
     """
     everywhere = Layout(carry.layout.placement, (Broadcast(),))
     boxing, rows = carry.boxing, carry.shape[0]

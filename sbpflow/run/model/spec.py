@@ -1,9 +1,9 @@
 """Defines the model interface: embedding outputs over given fields, and a dense part.
 
 A model is one module with a frozen configuration class. The class's field ``name`` identifies the
-model, and its ``spec(fields)`` returns a ``ModelSpec``. Everything except ``build`` is pure,
-without ranks or devices, so that planning and ``explain`` can use it. This module does not depend
-on any particular model.
+model, and its ``spec(fields)`` returns a ``ModelSpec``. All methods except ``build`` are pure
+functions, without ranks or devices, so that planning and ``explain`` can call them. This module
+does not depend on any particular model.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -141,7 +141,7 @@ class ParameterSpec:
 
 
 class ModelSpec(Protocol):
-    """The shapes of a model for given fields before any memory is allocated."""
+    """Describes a model for given fields, by shapes only, before any memory is allocated."""
 
     @property
     def outputs(self) -> tuple[OutputConfig, ...]:
@@ -178,7 +178,7 @@ class ModelSpec(Protocol):
 
 
 class ExportableSpec(ModelSpec, Protocol):
-    """A ``ModelSpec`` that can also build its dense part as an ordinary module, for export."""
+    """A ``ModelSpec`` that, for export, can also build its dense part as an ordinary module."""
 
     def plain(self, *, seed: int) -> nn.Module:
         """Return a new module whose parameters have the names and shapes in ``parameters``.
@@ -221,8 +221,8 @@ def embedding_output(
     """Return an output with one table ``<name>.<field>`` of ``dim`` columns per field.
 
     ``rules`` is a model configuration whose ``fields`` and ``tables`` may change tables by pattern;
-    fields with keys need such rules. ``fixed_dim`` says why rules must not set the dim, or is "".
-    Raises ConfigError for rules that set a fixed dim, and for fields that cannot share a table.
+    fields with keys need such rules. ``fixed_dim`` is the reason why rules must not set the dim, or
+    "". Raises ConfigError for rules that set a fixed dim, and for fields that cannot share a table.
     """
     tables: list[TableConfig] = []
     for suffix, members in _tables_of(fields, rules).items():
@@ -264,7 +264,7 @@ def _growth_of(members: Sequence[IdField], rules: TableRules | None, table: str)
 
 
 def _tables_of(fields: Sequence[IdField], rules: TableRules | None) -> dict[str, list[IdField]]:
-    """Return the fields of each table by table name, ordered by first field."""
+    """Return the fields of each table by table name, ordered by the table's first field."""
     by_table: dict[str, list[IdField]] = {}
     shared: set[str] = set()
     for field in fields:
@@ -305,9 +305,10 @@ def schemes_of(
 ) -> dict[Scheme, dict[str, TableRule]]:
     """Return the rules of every scheme except ``auto``; schemes 1 to 3 follow OneFlow.
 
-    In scheme dp, all tables are B. Scheme 1 is S(1) and exchanges whole vectors; tables with one
-    column are S(0), because one column cannot be split. Scheme 2 is S(0) and sums partial results.
-    Scheme 3 is S(0) and fetches unique rows from their owners.
+    In scheme dp, all tables are B. In scheme 1, tables are S(1), and ranks exchange the columns of
+    vectors; tables with one column, which cannot be split, are S(0). In scheme 2, tables are S(0),
+    and ranks sum partial results. In scheme 3, tables are S(0), and ranks fetch unique rows from
+    their owners.
     """
     narrow = TableRule(sbp="S(0)", exchange="reduce")
     by_columns = TableRule(sbp="S(1)", exchange="columns")

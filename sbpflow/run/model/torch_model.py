@@ -55,9 +55,9 @@ class TorchModel:
     ``forward(vectors, dense)`` gets this rank's rows: the ``outputs`` by name, [rows, width] each,
     and the dense fields [rows, fields]. A short last batch may have 0 rows. ``forward`` returns
     logits [rows] or [rows, 1], each computed from its own row only. ``row_loss(logits, labels)``
-    with [rows] each returns the loss of each row; the trainer averages over the whole batch. The
-    module may be compiled (``torch.compile``), and may run under ``torch.autocast`` with a dtype. A
-    ``BatchNorm1d`` is computed over the rows of all ranks.
+    takes [rows] each and returns the loss of each row, which the trainer averages over the whole
+    batch. The module may be compiled (``torch.compile``); with ``autocast``, it runs under
+    ``torch.autocast`` in that dtype. A ``BatchNorm1d`` is computed over the rows of all ranks.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -75,7 +75,7 @@ class TorchModel:
         return module
 
     def _make(self, seed: int, device: torch.device) -> nn.Module:
-        keep_compiled_privately()  # this must precede the user's code, which may compile
+        keep_compiled_privately()  # before the user's code, which may compile
         with seeded(seed, device):
             module = self.make()
         if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -126,7 +126,7 @@ class TorchModel:
         return part
 
     def plain(self, *, seed: int) -> nn.Module:
-        """Build a new module on the CPU, with untrained tensors as in a run with ``seed``."""
+        """Build a new module on the CPU with the same initial values as a run with ``seed``."""
         module = self._make(stream_key(seed, "module"), torch.device("cpu"))
         original: object = getattr(module, "_orig_mod", module)  # unwraps torch.compile
         return original if isinstance(original, nn.Module) else module
@@ -219,9 +219,9 @@ class TorchPart:
             )
 
     def _buffers(self) -> dict[str, tuple[int, int, Tensor | None]]:
-        """Return the identity, the version and, for the first batches, the values of the module's
-        buffers. Values are needed because a write through ``.data`` does not change the version. A
-        module that writes this way does so from the start, so checking the first batches suffices.
+        """Return the identity, the version, and (for the first batches) the values of each buffer.
+        Values are needed because a write through ``.data`` does not change the version. A module
+        that writes this way does so from the start, so checking the first batches suffices.
         """
         self._batches += 1
         compare = self._batches <= LOOKED_AT
@@ -286,7 +286,7 @@ class ShapesOnly:
         training: bool,
         seed: int,
     ) -> GlobalTensor:
-        """Return logits [batch, 1] without values, with gradients to all inputs."""
+        """Return logits [batch, 1] on the meta device, connected to all inputs for autograd."""
         del seed
         sums = [x.part.sum(1, keepdim=True) for x in (*vectors.values(), dense)]
         logits = _over_batch(torch.stack(sums).sum(0), dense)
@@ -296,7 +296,7 @@ class ShapesOnly:
         return dry_norms(self._calls(widths, dense.shape[1]), logits)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """Return [batch, 1] without values."""
+        """Return row losses [batch, 1] on the meta device."""
         return _over_batch(logits.part * labels.part, logits)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the cheapest of several complete plans for ``parallel.scheme: auto``.
+"""Chooses the cheapest of several complete plans, for ``parallel.scheme: auto``.
 
 Each candidate places all tables. Tables are not priced one by one, because tables that are
 exchanged together share collective calls. ``embedding/plan/price.py`` computes the prices.
@@ -43,7 +43,7 @@ def candidates(
 ) -> dict[str, Rules]:
     """Return the table rules of each candidate plan, by name. ``two_level`` adds plans that first
     exchange rows within hosts. A basic candidate gives all tables the same layout, or balances
-    whole tables over the ranks. The others also copy small tables to every rank.
+    whole tables over the ranks. The other candidates also copy small tables to every rank.
     """
     rows = TableRule(sbp="S(0)", exchange="unique")
     copies = TableRule(sbp="B", exchange="local")

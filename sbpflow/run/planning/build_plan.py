@@ -93,8 +93,8 @@ def plan_run(
     topology: Topology | None = None,
     traced: bool = True,
 ) -> tuple[ModelSpec, RunPlan]:
-    """Return the model's shapes and the plan of the run; raise ConfigError if configuration and set
-    do not match.
+    """Return the model's shapes and the plan of the run; raise ConfigError if the configuration
+    does not fit the set.
 
     ``planned`` contains the rules to use for ``parallel.plan``: the planner's rules for ``auto``,
     or the rules of a saved run. By default, the rules are read from the file that ``parallel.plan``
@@ -118,7 +118,7 @@ def plan_run(
     embeddings, early = with_early_rows(embeddings, config, topology, frequencies_of(fields))
     dense = _dense_parameters(config, spec, device_type, world_size)
     sent = DenseSteps(forward=(), backward=(), conversions=())
-    if traced:  # takes two seconds, because torch imports its compiler for meta tensors
+    if traced:  # this takes two seconds, because torch imports its compiler for meta tensors
         sent = dense_steps(
             spec,
             fields,
@@ -201,7 +201,7 @@ def _check_event_time(fields: Fields, outputs: tuple[OutputConfig, ...]) -> None
 
 
 def _check_metrics(config: Config, fields: Fields) -> None:
-    """Raise ConfigError if the run depends on a metric that its set does not define."""
+    """Raise ConfigError if a metric that affects the run needs groups, which its set lacks."""
     for key, metric in config.watched.items():
         if METRICS[metric].needs_groups and not fields.grouped:
             raise ConfigError(
@@ -289,7 +289,7 @@ def _plan_tables(
 
 
 def _has_equal_hosts(topology: Topology) -> bool:
-    """Return whether there are several hosts, all with the same number of ranks, at least two."""
+    """Return whether there are several hosts with equal numbers of ranks, at least two each."""
     return len(topology.hosts) > 1 and (topology.ranks_per_host or 1) > 1
 
 
@@ -301,8 +301,8 @@ def frequencies_of(fields: Fields) -> dict[str, IdFrequencies]:
 def _skew(embeddings: EmbeddingPlan, fields: Fields, batch_size: int) -> dict[str, float]:
     """Return the exponent (see ``costs.ids``) of each table whose id statistics are known.
 
-    A table's exponent is the average over its features, weighted by number of ids and rounded to a
-    multiple of 0.5.
+    A table's exponent is the average over its features, weighted by their numbers of ids and
+    rounded to a multiple of 0.5.
     """
     known = frequencies_of(fields)
     skews: dict[str, float] = {}

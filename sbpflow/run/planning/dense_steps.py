@@ -1,5 +1,5 @@
 """Finds the conversions of a model's dense part by running it without data. Ops choose their
-signatures when they run. So a single process runs a real forward and backward over tensors without
+signatures when they run, so a single process runs a real forward and backward on tensors without
 storage (torch's meta device) and records the steps.
 """
 

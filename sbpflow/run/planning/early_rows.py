@@ -1,4 +1,4 @@
-"""Decides which groups send early rows and late gradients, and predicts the bytes."""
+"""Decides which groups send early rows and late gradients, and predicts their bytes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +15,8 @@ from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
 KEY, LATE_KEY = "train.early_rows", "train.late_gradients"
-# Prices of the flags and of the second transfer. Early rows can only hide the time that a link
-# takes beyond a rank's own copies; two ranks on one host exchange 2 GB/s.
+# Costs of the flags and of the second transfer. Early rows can hide only the time by which a link
+# is slower than a rank's own copies; two ranks on one host exchange 2 GB/s.
 CALLS_MS, ROW_NS, COPY_GB_PER_S = 0.5, 150.0, 2.0
 
 
@@ -30,7 +30,7 @@ def with_early_rows(
     for each ``unique`` group.
 
     Raises ConfigError if ``train.early_rows`` or ``train.late_gradients`` is true, but no group can
-    do this.
+    send them.
     """
     why_not = _why_not(config, plan)
     choices = [
@@ -66,7 +66,7 @@ def _choice(
     frequencies: Mapping[str, IdFrequencies],
     why_not: str,
 ) -> EarlyRows:
-    """Return the choice for one group; ``why_not`` is the result of ``_why_not``."""
+    """Decide for one group; ``why_not`` is the result of ``_why_not``."""
 
     def expected(num_batches: int) -> tuple[float, float]:
         return expected_bytes(group, features, config, frequencies, num_batches)
@@ -147,7 +147,7 @@ def _why_not_late(config: Config, group: GroupPlan) -> str:
 
 
 def _does_not_pay(group: GroupPlan, hidden: float, sent: float, topology: Topology) -> str:
-    """Return the reason why it would not save time to hide ``hidden`` of ``sent`` bytes, or ""."""
+    """Return why hiding ``hidden`` of ``sent`` bytes would not save time, or "" if it would."""
     link, owners = topology.link(group.world.ranks), len(group.owners)
     hidden_ms = 1e-6 * hidden / owners * (1 / link.gb_per_s - 1 / COPY_GB_PER_S)
     rows = sent / (group.stacks[0].dim * group.comm_dtype.itemsize * owners)
@@ -167,8 +167,8 @@ def expected_bytes(
     frequencies: Mapping[str, IdFrequencies],
     num_batches: int,
 ) -> tuple[float, float]:
-    """Return the expected bytes of rows of a batch, sent by all ranks together: rows that none of
-    ``num_batches`` other batches uses, and the others.
+    """Return the expected bytes of a batch's rows, sent by all ranks together: first for the rows
+    that none of ``num_batches`` other batches uses, then for all other rows.
     """
     (stack,), size = group.stacks, group.world.size
     by_name = {feature.name: feature for feature in features}
@@ -191,8 +191,8 @@ def _overlap(
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[float, float]:
     """Return the number of rows that ``first`` samples use, and how many of these ``second`` other
-    samples also use. Assumes independent samples: U(a) + U(b) - U(a + b) rows are in both, where
-    U(n) is the number of distinct rows of n samples.
+    samples also use. Assumes independent samples: U(a) + U(b) - U(a + b) rows are used by both,
+    where U(n) is the number of distinct rows of n samples.
     """
     known = [frequencies[name] for name in table.features if name in frequencies]
     if known:

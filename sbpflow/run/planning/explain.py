@@ -1,7 +1,7 @@
 """Describes a run without starting a rank: tables, shards, steps, bytes, memory.
 
-The description is rendered from the same plan objects that a run executes, so it cannot differ from
-the run. The output is text or, for programs, a dictionary with the same content.
+The description is made from the plan objects that a run executes, so it cannot differ from the run.
+The output is text or, for programs, a dictionary with the same content.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ def check_world_size(world_size: int) -> None:
 def describe(plan: RunPlan, forecast: Forecast | None = None) -> dict[str, Any]:
     """Return the plan as JSON-ready values; ``forecast`` is the result of ``cache_forecast``.
 
-    Bytes are for an iteration over ``batch_size`` rows with an update; one in ``accumulate``
-    iterations has an update.
+    All bytes are for an iteration over ``batch_size`` rows that includes an update, as one in
+    ``accumulate`` iterations does.
     """
     steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
     location = {
@@ -220,8 +220,8 @@ def format_plan(plan: RunPlan, *, shards: bool = True, forecast: Forecast | None
 
 
 def early_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line per group that sends early rows or could send them, and one for its late
-    gradients. All bytes are expected values.
+    """Return lines on the early rows and the late gradients of each group that could send them. All
+    bytes are expected values.
     """
     lines: list[str] = []
     for group in groups:
@@ -277,7 +277,7 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def compared_lines(compared: Sequence[Mapping[str, Any]], *, width: int = 400) -> list[str]:
-    """Show the plan that ``scheme: auto`` chose, and as many of the next cheapest plans as fit the
+    """Show the plan that ``scheme: auto`` chose, and as many of the next cheapest as fit on the
     line.
     """
     if not compared:
@@ -296,7 +296,7 @@ def _total_line(facts: Mapping[str, Any]) -> str:
     size = format_size(facts["bytes_per_iteration"])
     update = ""
     if facts["accumulate"] > 1:
-        update = f"; dense gradients and phase update once per {facts['accumulate']} iterations"
+        update = f"; dense gradients and the update phase once per {facts['accumulate']} iterations"
     return f"all steps: {bound}{size} per iteration over all ranks{update}"
 
 

@@ -1,6 +1,6 @@
 """Chooses the kernels of a run: rank 0 measures them, and all ranks use the same kernels.
 
-``explain`` uses times that earlier runs on this machine measured, but measures nothing itself.
+``explain`` uses the times that earlier runs measured on this machine, and measures nothing itself.
 """
 
 import logging

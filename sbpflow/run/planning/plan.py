@@ -58,9 +58,10 @@ class PricedPlan:
 class EarlyRows:
     """The early rows and late gradients of a group.
 
-    ``reason`` and ``late_reason`` say why it sends none, or are "". The bytes are the expected
-    values for a batch, sent by all ranks together: rows sent early and in the step, and gradients
-    sent late and in the step. With late gradients, fewer rows are early.
+    ``reason`` says why the group sends no early rows, and ``late_reason`` why it sends no late
+    gradients; "" if it does. The bytes are expected values for a batch, sent by all ranks together:
+    rows sent early, rows sent in the step, gradients sent late, and gradients sent in the step.
+    With late gradients, fewer rows are early.
     """
 
     group: str
@@ -94,11 +95,11 @@ class RunPlan:
     topology: Topology
     batch_size: int
     accumulate: int
-    lookahead: int = 1  # number of batches whose ids are exchanged ahead of training
-    early_rows: tuple[EarlyRows, ...] = ()  # one entry per group that could send early rows
+    lookahead: int = 1  # Number of batches whose ids are exchanged ahead of training.
+    early_rows: tuple[EarlyRows, ...] = ()  # One entry per group that could send early rows.
     priced: tuple[
         PricedPlan, ...
-    ] = ()  # set if parallel.scheme is auto; the first entry is this plan
+    ] = ()  # Set if parallel.scheme is auto; the first entry is this plan.
     # Exponents for ``costs.ids.click_curve`` by table, for tables with known id statistics.
     skew: Mapping[str, float] = field(default_factory=dict[str, float])
 

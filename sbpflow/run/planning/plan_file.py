@@ -1,7 +1,7 @@
-"""Reads and writes the plan of a run as JSON. Reading only constructs ``RunPlan`` and the classes
-of its fields. A dataclass becomes an object whose "is" is the class name; a dtype becomes {"dtype":
-name}, a mapping {"map": [[key, value], ...]}, and a tuple a list. A sparse optimizer is identified
-by its name or, for a custom optimizer, by "class".
+"""Reads and writes the plan of a run as JSON. Reading a file constructs only ``RunPlan`` and the
+classes of its fields. A dataclass becomes an object whose "is" is the class name; a dtype becomes
+{"dtype": name}, a mapping becomes {"map": [[key, value], ...]}, and a tuple becomes a list. A
+sparse optimizer is identified by its name or, for a custom optimizer, by "class".
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def _encode_rule(rule: SparseOptimizer) -> object:
 
 
 def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
-    """Decode an optimizer. Ignores constants of other optimizers, which older files contain."""
+    """Decode an optimizer, ignoring the constants of other optimizers in older files."""
     kind: type[Any] = rule_class(content.get("class", content["name"]))
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{key: _decode(content[key]) for key in names})

@@ -58,13 +58,13 @@ def format_summary(
 
 
 def _early_line(group: Mapping[str, Any]) -> str:
-    """Describe the expected bytes of a group that sends early rows."""
+    """Describe how many bytes a group with early rows is expected to send."""
     early, critical = format_size(group["early_bytes"]), format_size(group["critical_bytes"])
     line = f"early rows of {group['group']}: {early} ahead, {critical} in the step"
     if group["late_reason"]:
         return line
     late, urgent = format_size(group["late_bytes"]), format_size(group["urgent_bytes"])
-    return f"{line}; late gradients: {late} later, {urgent} in it"
+    return f"{line}; late gradients: {late} later, {urgent} in the step"
 
 
 def _link_lines(facts: Mapping[str, Any]) -> list[str]:

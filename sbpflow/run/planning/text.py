@@ -9,7 +9,7 @@ MANY = 8  # longer lists of ranks are shown as ranges
 def short_lists(text: str) -> str:
     """Shorten lists of more than eight numbers to ranges and repeats: [0..255], [64 x 4].
 
-    This keeps lines short in plans for many ranks.
+    Short lists keep the lines of plans for many ranks short.
     """
 
     def shorten(match: "re.Match[str]") -> str:

@@ -1,4 +1,4 @@
-"""Draws inline SVG charts, independent of runs: line charts, stacked bars and calibration."""
+"""Draws inline SVG charts: line charts, stacked bars, and calibration plots."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ Point = tuple[float, float]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A run's events in chronological order, its plan as ``explain`` describes it, and its
-    settings. If the folder has no plan that this version can read, ``plan`` is empty and ``notes``
+    settings. If the folder has no plan that this version can read, ``plan`` is empty and a note
     says so.
     """
 
@@ -103,7 +103,7 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
-    """Return the median speed of the run in ``folder``; None if its batch size or ranks differ."""
+    """Return the median speed of the run in ``folder``, or None if it is not comparable."""
     try:
         run = read_run(folder, folder.name)
     except ConfigError:  # the folder has no run, or the run has no events yet
@@ -114,7 +114,7 @@ def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
 
 
 def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
-    """Read events, and notes about defects: the last line is truncated if the run was killed."""
+    """Read the events; also return notes on defects, such as a last line cut off by a kill."""
     try:
         *lines, last = read_text(file).split("\n")
     except JsonError as error:

@@ -79,7 +79,7 @@ def check_event(given: object) -> Event:
     time_of(event)
     if missing := [key for key in _KEYS[kind] if key not in event]:
         raise JsonError(f"it has no {missing[0]}")
-    dependent: list[str] = []  # required because another key is present
+    dependent: list[str] = []  # required if another key is present
     if kind == "step" and event.get("move_forward_ms") is not None:
         dependent = ["step_ms", "data_ms", *(key for key in event if key.startswith("move_"))]
     if kind == "final" and event.get("predicted") is not None:

@@ -162,7 +162,7 @@ class Checkpoints:
             keep_only(self._saver.folder, newest=keep, step=step, and_step=best)
 
     def finished(self) -> None:
-        """Mark the run as finished to prevent automatic resumption."""
+        """Mark the run as finished, so that it is not resumed automatically."""
         self._end_signals()
         if self._saver is not None:
             self._saver.wait()
@@ -230,7 +230,7 @@ def _lock(folder: AnyPath, rank: int) -> RunLock | Claim | None:
 
 
 def check_shared(folder: AnyPath, boxing: Boxing) -> None:
-    """Raise ConfigError on every rank, naming the ranks that do not see rank 0's folder.
+    """Raise ConfigError on every rank, naming the ranks that do not see rank 0's folder, if any.
 
     Rank 0 writes a random number to a file in the folder, and the others read the number.
     """

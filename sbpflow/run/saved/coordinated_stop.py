@@ -1,8 +1,8 @@
 """Makes all ranks agree on a last step after any rank gets a stop signal, so that all save and
 exit.
 
-A preemption signals only one machine. Without an agreement, the other machines would keep training
-until that machine disappears, and nothing would be saved.
+A preemption may signal only one machine. Without an agreement, the other machines would keep
+training until that machine disappears, and nothing would be saved.
 """
 
 import time
@@ -12,7 +12,7 @@ from sbpflow.errors import PeerStoppedError
 from sbpflow.runtime.processes.store import TimedStore
 from sbpflow.runtime.ranks.world import World
 
-_LOOK_S = 1.0  # seconds between checks for other ranks' signals, each a round trip to the store
+_LOOK_S = 1.0  # seconds between checks for other ranks' signals; each check asks the store
 
 
 class StopSignal(Protocol):

@@ -29,7 +29,7 @@ from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.random.streams import mix
 from sbpflow.serving.cells import RARE_ID
 
-_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # the shape without max_rows and rows_per_rank
+_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # all counts except max_rows and rows_per_rank
 _LIVE = ("keys", "last_uses", "counts")
 _PENDING = ("pending_keys", "pending_last_uses", "pending_counts")
 
@@ -100,7 +100,7 @@ def to_keys(
     """Write ``checkpoint`` to the folder ``output`` with growing tables for the fields ``values``.
 
     The rows of values become the rows of their keys, and the row for rare values becomes the shared
-    row. ``data`` identifies the set with keys that a run can continue with.
+    row. ``data`` identifies the set with keys on which a run can continue.
     """
     tensors: dict[str, NewTensor] = {
         name: unchanged(checkpoint, name) for name in checkpoint.tensors
@@ -148,7 +148,7 @@ def _new_vocabulary(name: str, keys: Tensor, counts: Tensor) -> dict[str, NewTen
         "pending_keys": none.to(torch.int64),
         "pending_last_uses": none,
         "pending_counts": none,
-        "clock": torch.zeros(2, dtype=torch.int64),  # no batch, no samples
+        "clock": torch.zeros(2, dtype=torch.int64),  # batches and samples so far: none
         "times": torch.tensor([NO_TIME]),
         "totals": torch.zeros(_NUM_TOTALS, dtype=torch.int64),
     }

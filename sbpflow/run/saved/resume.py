@@ -115,7 +115,7 @@ def decide(config: Config, data: DataFacts, boxing: Boxing) -> Decision:
     """Decide how the run starts, with the same result on all ranks, and move older checkpoints
     aside.
 
-    Every rank must call this. Raises ConfigError on every rank if the user must decide.
+    Every rank must call this function. Raises ConfigError on every rank if the user must decide.
     """
     folder = checkpoint_dir(config)
     decision = Decision(folder=folder, run="")
@@ -188,7 +188,7 @@ def _check_no_checkpoints(folder: AnyPath) -> None:
 
 
 def _checkpoint_at(path: AnyPath) -> AnyPath:
-    """Return the checkpoint at ``path``, or a folder's newest good checkpoint."""
+    """Return the checkpoint at ``path``, or the newest good one in the folder ``path``."""
     if not list_checkpoints(path):
         return checked(path).path
     for checkpoint in good_checkpoints(path):
@@ -240,9 +240,9 @@ def _move_aside(config: Config) -> None:
 def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start:
     """Restore the job from the newest checkpoint that every rank can read.
 
-    Every rank must call this. A resumed run skips damaged checkpoints and logs the errors. Raises
-    ConfigError on every rank if no checkpoint is usable, or if a checkpoint does not fit the job or
-    the set.
+    Every rank must call this function. A resumed run skips damaged checkpoints and logs the errors.
+    Raises ConfigError on every rank if no checkpoint is usable, or if a checkpoint does not fit the
+    job or the set.
     """
     newest = decision.newest
     if newest is None:

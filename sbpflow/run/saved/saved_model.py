@@ -41,9 +41,9 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 
 def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None) -> Checkpoint:
-    """Return the checkpoint at ``path``, or the best or newest good checkpoint in that folder. If
-    ``which`` is not given, this is the best checkpoint if the run kept its best weights. Damaged
-    checkpoints are skipped with a warning. Raises CheckpointError if all are damaged.
+    """Return the checkpoint at ``path``, or the best or newest good checkpoint in that folder. By
+    default, the result is the best checkpoint if the run kept one, else the newest. Damaged
+    checkpoints are skipped with a warning. Raises CheckpointError if every checkpoint is damaged.
     """
     if (path / INDEX_FILE).exists():
         if which is not None:
@@ -76,7 +76,7 @@ def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None)
 
 
 def weights_text(checkpoint: Checkpoint) -> str:
-    """Return a line that says which weights of the run a checkpoint contains."""
+    """Describe in one line which weights of the run a checkpoint contains."""
     text, best = f"weights of step {checkpoint.step} from {checkpoint.path}", best_of(checkpoint)
     if best is None:
         return text
@@ -141,7 +141,7 @@ def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
-    """Return whether a rule names a rank or a number of parts that this world does not have."""
+    """Return whether a rule requires ranks, or a number of ranks, that this world lacks."""
     if rule.ranks is None:
         return rule.sizes is not None and len(rule.sizes) != world_size
     ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]
@@ -167,8 +167,8 @@ def _plan_of(checkpoint: Checkpoint) -> RunPlan | None:
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) -> RunPlan | None:
     """Return the saved plan with its kernels if it differs from ``plan`` only in kernels, else
     None. ``auto`` selects kernels by measured times, which vary between launches, and kernels
-    differ in the last bits of their results. So if ``request`` (``parallel.kernel``) is auto,
-    resumed runs and predictions keep the saved kernels. Also returns None if a saved kernel is
+    differ in the last bits of their results. If ``request`` (``parallel.kernel``) is auto, resumed
+    runs and predictions therefore keep the saved kernels. Also returns None if a saved kernel is
     unavailable.
     """
     saved = _plan_of(checkpoint)

@@ -1,7 +1,7 @@
 """Reads small device tensors on the host without blocking the device.
 
-The tensors are copied to pinned memory, overlapped with subsequent work, and read later. On CPU no
-copy is needed.
+A tensor is copied to pinned memory while later work runs, and is read after the copy. On the CPU,
+no copy is needed.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AsyncScalarRead:
-    """Copies ``values`` to the host on the current stream, and keeps a reference to ``values``."""
+    """Copies ``values`` to the host on the current stream, and keeps a reference to them."""
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

@@ -15,13 +15,13 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def compiled(function: FunctionT) -> FunctionT:
     """Compile ``function`` with numba and cache its machine code in the user's cache folder.
 
-    If other users can write to that folder, every process compiles in memory.
+    If other users can write to that folder, the code is not cached.
     """
     return _compiled(function, fastmath=False)
 
 
 def compiled_fast(function: FunctionT) -> FunctionT:
-    """Compile like ``compiled``, but let the terms of a sum be reordered."""
+    """Compile like ``compiled``, but allow the compiler to reorder the terms of a sum."""
     return _compiled(function, fastmath=True)
 
 

@@ -19,9 +19,7 @@ C_COMPILERS = ("gcc", "clang", "cc")
 
 
 def compiler_problem(device_type: str) -> str:
-    """Return the reason why torch.compile cannot compile for a device, and what to install; else
-    "".
-    """
+    """Return why torch.compile cannot compile for a device and what to install, or "" if it can."""
     if device_type == "cuda":
         if find_spec("triton") is None:
             return "triton, which compiles for CUDA, is not installed: pip install triton"
@@ -37,11 +35,11 @@ def compiler_problem(device_type: str) -> str:
 
 
 def keep_compiled_privately() -> None:
-    """Let torch.compile cache code in the user's cache, unless TORCHINDUCTOR_CACHE_DIR is set.
+    """Make torch.compile cache code in the user's cache, unless TORCHINDUCTOR_CACHE_DIR is set.
 
-    torch's default folder has a predictable name in the shared temporary folder. Any local user
-    could create it first, and torch executes its contents. Precompiled headers are always stored in
-    that folder, so they are disabled. Call this function before compiling anything.
+    torch's default cache has a predictable name in the shared temporary folder, so any local user
+    could create it first, and torch executes its contents. torch always stores precompiled headers
+    in that default cache, so they are disabled. Call this function before compiling anything.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     # Loading torch's tracer sets the variable to its default, possibly before this call.
@@ -63,7 +61,7 @@ def keep_compiled_privately() -> None:
 
 def half_time(half: torch.dtype, *, rows: int = 512, width: int = 512, repeats: int = 5) -> float:
     """Return the time of a matrix product in dtype ``half``, including casts, relative to float32.
-    Both times are the best of ``repeats`` runs, which take a few milliseconds in total.
+    Both times are the best of ``repeats`` runs, and all runs take a few milliseconds in total.
     """
     x, weight = torch.ones(rows, width), torch.ones(width, width)
     products = (lambda: x.to(half) @ weight.to(half), lambda: x @ weight)

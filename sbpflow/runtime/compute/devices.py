@@ -44,9 +44,7 @@ def choose_device(device: str, local_rank: int) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    """Return the reason why torch cannot use CUDA even though the machine or the build supports it;
-    else "".
-    """
+    """Return why torch cannot use CUDA although the machine or the build supports it, or ""."""
     driver = _DRIVER.exists()
     if torch.version.cuda is None:
         if not driver:

@@ -31,7 +31,7 @@ _MARKS: dict[State, str] = {"ok": "ok    ", "absent": "absent", "odd": "ODD   ",
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report. If any finding is ``broken``, the exit code is 1. ``odd`` means that
-    a machine or link differs from the others, which can slow down a run.
+    a machine or link differs from the others, which can slow a run down.
     """
 
     name: str
@@ -45,7 +45,7 @@ DataChecks = Callable[[Path], Sequence[Finding]]
 def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int:
     """Write the report to stdout on rank 0; return 0 if nothing is broken, else 1.
 
-    Every rank must run ``data_checks``, which take the value of ``--dir``.
+    All ranks run ``data_checks``, with the value of ``--dir``.
     """
     parser = ArgumentParser(prog="sbpflow doctor", description=__doc__)
     text = (
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] = (), data_checks: DataChecks | None = None) -> int
 def _run_data_checks(data_checks: DataChecks, folder: Path) -> Sequence[Finding]:
     try:
         return data_checks(folder)
-    except PeerLostError:  # ranks report this error jointly, once
+    except PeerLostError:  # the ranks report this error once, jointly
         raise
     except Exception as error:  # noqa: BLE001  (the other findings must still be reported)
         return [_broken("ranks", error)]
@@ -158,7 +158,7 @@ def _triton() -> Finding:
 
 
 def _dali() -> Finding:
-    finding = _optional("dali", "nvidia-dali-cuda130", "data.loader=auto does not need it")
+    finding = _optional("dali", "nvidia-dali-cuda130", "data.loader=auto works without it")
     if finding.state == "ok":
         import_module("nvidia.dali")
     return finding

@@ -1,7 +1,7 @@
-"""Checks that the installed versions of torch and FBGEMM are compatible, or says what to install.
+"""Checks that the installed torch and FBGEMM are compatible, or says what to install.
 
-This module imports neither torch nor FBGEMM. The pairs follow FBGEMM's releases. On CPU with torch
-2.13.0 (2026), FBGEMM 1.8.0 worked, and FBGEMM 1.9.0 failed to load.
+This module imports neither torch nor FBGEMM. The compatible pairs follow FBGEMM's releases. On CPU
+with torch 2.13.0 (2026), FBGEMM 1.8.0 worked, and FBGEMM 1.9.0 failed to load.
 """
 
 import importlib
@@ -20,7 +20,7 @@ _FBGEMM_DISTS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The installed versions; None means that a package is not installed."""
+    """The installed versions; None stands for a package that is not installed."""
 
     torch: str | None
     fbgemm: str | None

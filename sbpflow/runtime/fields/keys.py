@@ -14,7 +14,7 @@ class Key:
     * ``scores``: the key affects only evaluations. Its value may change unless ``train.stop`` or
       ``train.plateau`` is set.
     * ``execution``: the key affects where, how, or how long a run executes. Its value may change:
-      losses can differ only in rounding, because sums may be computed in a different order.
+      losses then differ only by rounding, because sums may be computed in another order.
 
     A field without a Key inherits the effect of its group. Fields of custom classes affect results.
     """

@@ -10,7 +10,7 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds a number; used in ``Annotated``. ``above`` and ``below`` exclude the bound itself."""
+    """The bounds of a number; ``above`` and ``below`` exclude the bound itself."""
 
     low: float | None = None
     high: float | None = None
@@ -48,7 +48,7 @@ Accumulator = Annotated[
 
 
 def broken_rule(value: Any, kind: Any) -> str | None:
-    """Return the rule that the annotation ``kind`` sets if ``value`` breaks it, else None. Supports
+    """Return the rule of the annotation ``kind`` if ``value`` breaks that rule, else None. Supports
     numbers with a Range, tuples of such numbers, ``Literal``, and unions of these with None. Values
     of all other annotations pass.
     """

@@ -39,7 +39,7 @@ def code_cache(name: str) -> Path | None:
     needed.
 
     Returns None if the folder cannot be created or if another user could have written to it. In
-    this case, the first rank of each machine logs a warning, once.
+    both cases, the first rank of each machine logs one warning.
     """
     return _checked(cache_dir() / name)
 
@@ -47,8 +47,8 @@ def code_cache(name: str) -> Path | None:
 @functools.cache
 def _checked(folder: Path) -> Path | None:
     try:
-        # Resolve links before the check, because the owner of a link could change it after the
-        # check.
+        # Resolve links before the check, because the owner of a link could change the link
+        # afterwards.
         folder = folder.resolve()
         make_private(folder)
         problem = _other_writer(folder)
@@ -68,9 +68,9 @@ def _checked(folder: Path) -> Path | None:
 
 
 def _other_writer(folder: Path) -> str:
-    """Describe how a user other than root could have written to ``folder``, or return "". Parent
-    folders are checked, too: a user who can write to a parent can replace this folder, unless the
-    parent has the sticky bit, like /tmp.
+    """Describe how another user, except root, could have written to ``folder``, or return "".
+    Parent folders are checked too, because a user who can write to a parent can replace ``folder``,
+    unless the parent has the sticky bit, like /tmp.
     """
     user = os.geteuid()
 
@@ -89,8 +89,9 @@ def _other_writer(folder: Path) -> str:
         forbidden = 0 if facts.st_mode & stat.S_ISVTX else _OTHERS_WRITE
         if text := problem(parent, facts, (user, 0), forbidden):
             return text
-    # Check existing files, too: making the folder private does not change their owners. If others
-    # cannot enter the folder, the modes of its files (0664 with a umask of 002) do not matter.
+    # Check existing files too, because making the folder private does not change their owners. If
+    # others cannot enter the folder, the modes of its files (0664 with a umask of 002) do not
+    # matter.
     forbidden = _OTHERS_WRITE if top.st_mode & _OTHERS_ENTER else 0
     for path in folder.rglob("*"):
         try:

@@ -1,4 +1,4 @@
-"""Locks folders that only one run at a time may write to, by means of lock files. The locks are
+"""Locks folders with lock files, so that only one run at a time writes to a folder. The locks are
 advisory (flock) and are always released when the process ends. A lock file contains the name of its
 last holder.
 """
@@ -15,14 +15,13 @@ _MAX_CHARACTERS = 200  # maximum length of a holder's name
 
 
 class HeldError(Exception):
-    """Raised if another process has locked the file; ``str`` gives " (holder)", or "" if
-    unknown."""
+    """Raised if another process has locked the file; ``str`` is " (HOLDER)", or "" if unknown."""
 
 
 def hold(path: Path, *, wait: bool = False) -> IO[str]:
-    """Open a file and lock it until it is closed. Raises HeldError if another process holds the
-    lock, unless ``wait`` is set, and OSError. On a file system without locks, logs a warning and
-    returns the unlocked file.
+    """Open a file and lock it until it is closed. If another process holds the lock, waits if
+    ``wait`` is set, and raises HeldError otherwise. Raises OSError if the file cannot be opened. On
+    a file system without locks, logs a warning and returns the unlocked file.
     """
     file = path.open("a+", encoding="utf-8", errors="replace")
     try:

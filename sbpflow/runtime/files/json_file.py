@@ -1,8 +1,8 @@
-"""Reads JSON from disk, and raises JsonError for files that are invalid or exceed limits.
+"""Reads JSON from disk, and raises JsonError for a file that is invalid or exceeds a limit.
 
-``json.loads`` alone accepts NaN, overflows to infinity, recurses without limit, and returns numbers
-and strings that fail only when they are used. Callers must still check the structure of the values.
-``read_text`` is for files with one JSON value per line.
+``json.loads`` alone accepts NaN, turns large numbers into infinity, recurses without limit, and
+returns numbers and strings that cause errors only when they are used. Callers must still check the
+structure of the values. ``read_text`` is for files with one JSON value per line.
 """
 
 import json
@@ -27,8 +27,8 @@ class JsonError(ValueError):
 
 
 def read_json(path: AnyPath, *, max_bytes: int = MAX_BYTES) -> object:
-    """Return the JSON value in a file. Raises FileNotFoundError, or JsonError with the file
-    name."""
+    """Return the JSON value in a file. Raises FileNotFoundError, or a JsonError that names the
+    file."""
     return parse_json(read_text(path, max_bytes=max_bytes), str(path))
 
 
@@ -36,7 +36,7 @@ def read_text(path: AnyPath, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool
     """Return the UTF-8 text of a file of at most ``max_bytes``.
 
     Raises the same errors as ``read_json``. With ``keep_bad_bytes``, invalid bytes become
-    characters that ``parse_json`` rejects, so the other lines can still be used.
+    characters that ``parse_json`` rejects, so the other lines of the file can still be used.
     """
     try:
         if isinstance(path, RemotePath):
@@ -49,7 +49,7 @@ def read_text(path: AnyPath, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool
         if size > max_bytes:
             raise JsonError(f"{path}: has {size:,} bytes; at most {max_bytes:,} are supported")
         return raw.decode("utf-8", "surrogateescape" if keep_bad_bytes else "strict")
-    except (FileNotFoundError, StoreError):  # does not mean that the file is damaged
+    except (FileNotFoundError, StoreError):  # a missing file or a lost store, not a damaged file
         raise
     except NotADirectoryError as error:  # a parent in the path is a file, not a folder
         raise FileNotFoundError(*error.args) from error
@@ -61,9 +61,9 @@ def read_text(path: AnyPath, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool
 
 
 def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:
-    """Return the value of JSON text; raise JsonError, with a message that begins with ``where``,
-    for other text. JsonError is also raised for more than MAX_DEPTH levels, integers beyond 64
-    bits, invalid Unicode and, if ``finite``, NaN and infinity.
+    """Return the value of JSON text. For other text, raise JsonError with a message that begins
+    with ``where``. Also raise JsonError for more than MAX_DEPTH levels, integers beyond 64 bits,
+    invalid Unicode and, if ``finite``, NaN and infinity.
     """
     hooks: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _float}
     try:
@@ -107,7 +107,7 @@ def kind_name(value: object) -> str:
 
 
 def why_not(error: Exception) -> str:
-    """Return a decoder's error as a short reason for a message."""
+    """Return a decoder's error as a short reason, for use in a message."""
     text = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."
 

@@ -20,7 +20,7 @@ _MAX_SHOWN = 200
 
 
 class PathError(ConfigError, ArgumentTypeError):
-    """Raised if text is not a local path; argparse prints the message after the option's name."""
+    """Raised if text is not a local path; argparse prints its message after the option's name."""
 
 
 def local_path(given: str | Path) -> Path:
@@ -38,7 +38,7 @@ def local_path(given: str | Path) -> Path:
 def plain_path(text: str) -> Path:
     """Convert text to a path even if it looks like a URL, with a leading ``~`` expanded.
 
-    A shell does not expand the ``~`` of ``key=~/x`` and ``--option=~/x``. Raises PathError for text
+    Shells do not expand the ``~`` in ``key=~/x`` and ``--option=~/x``. Raises PathError for text
     that no file system accepts, and for the home folder of an unknown user.
     """
     if fault := _fault(text):

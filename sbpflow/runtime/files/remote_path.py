@@ -1,9 +1,9 @@
 """Reads and writes files and objects at URLs (s3://, gs://, hdfs://, memory://) through fsspec.
 
-``RemotePath`` has the methods of ``pathlib.Path`` that code for both kinds of paths uses. Objects
-cannot be renamed. So each object is written as a whole, and the index of a folder is written last,
-which marks the folder as complete. fsspec is imported only when a URL is used. Failed requests are
-retried; messages contain no credentials, and URLs with credentials are accepted only for inputs.
+``RemotePath`` has those methods of ``pathlib.Path`` that are used for both local and remote paths.
+Objects cannot be renamed, so each object is written as a whole, and a folder's index is written
+last to mark the folder as complete. fsspec is imported only when a URL is used. Failed requests are
+retried. Messages contain no credentials, and URLs with credentials are accepted only for inputs.
 """
 
 import errno
@@ -21,12 +21,12 @@ from sbpflow.errors import ConfigError, StoreError
 from sbpflow.runtime.files.local_path import PathError, plain_path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z].*)?:/")
-# Requires a password: in abfs://container@account, the part before "@" is not a secret.
+# Matches only with a password: in abfs://container@account, the part before "@" is not a secret.
 _USER = re.compile(r"://[^/\s@:]*:[^/\s@]*@")
 _QUERY = re.compile(r"(://[^\s?'\"]*)\?[^\s'\")]*")
 _BUFFER_BYTES = 8 << 20
-# Maximum number of tries per request, and the seconds after which there is no further try. Some
-# store libraries also retry internally, so a single try can take minutes.
+# Maximum number of tries per request, and the time in seconds after which no further try starts.
+# Some store libraries also retry internally, so a single try can take minutes.
 TRIES, RETRY_S = 5, 60.0
 _FIRST_PAUSE_S = 0.2
 _FINAL = (PermissionError, NotImplementedError, ValueError, KeyError)
@@ -43,9 +43,10 @@ class RemoteStat(NamedTuple):
 
 
 class RemotePath:
-    """The URL of a file or folder; ``facts`` is its entry in a listing, which saves requests.
+    """The URL of a file or folder; ``facts`` is its entry in a listing, which makes further
+    requests unnecessary.
 
-    ``str`` omits user, password, and query, which may contain credentials.
+    ``str`` omits the user, password, and query, which may contain credentials.
     """
 
     __slots__ = ("facts", "url")
@@ -103,7 +104,7 @@ class RemotePath:
     absolute = resolve
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing: a folder exists if it contains objects."""
+        """Do nothing, because a folder exists if it contains objects."""
 
     def fresh(self) -> "RemotePath":
         """Return the same URL without cached facts, so that the next access sends a request."""
@@ -112,14 +113,14 @@ class RemotePath:
     def info(self) -> Mapping[str, Any]:
         """Return the store's metadata of the file, from ``facts`` or by a request.
 
-        Raises FileNotFoundError, or StoreError.
+        Raises FileNotFoundError or StoreError.
         """
         if self.facts is None:
             self.facts = self._call("found", lambda system, path: system.info(path))
         return self.facts
 
     def exists(self) -> bool:
-        """Return whether the URL is an existing file or folder."""
+        """Return whether a file or folder exists at the URL."""
         try:
             self.info()
         except FileNotFoundError:
@@ -173,7 +174,7 @@ class RemotePath:
                 yield RemotePath((self / name).url, entry)
 
     def sizes(self) -> dict[str, int]:
-        """Return {relative name: size in bytes} of all files below this folder."""
+        """Return {relative name: size in bytes} for all files below this folder."""
 
         def found(system: Any, path: str) -> dict[str, int]:  # noqa: ANN401
             system.invalidate_cache()
@@ -236,11 +237,11 @@ class RemotePath:
             raise StoreError(f"{self}: has {self.num_bytes:,} bytes instead of {expected:,}")
 
     def download(self, target: Path) -> None:
-        """Write the content of the file to ``target``, which may exist."""
+        """Write the content of the file to ``target``, replacing any existing file."""
         self._call("read", lambda system, path: system.get_file(path, str(target)))
 
     def fetch(self, target: Path) -> None:
-        """Download the file. ``target`` is created only after a complete download."""
+        """Download the file. ``target`` changes only after a complete download."""
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".partial")
         self.download(partial)
@@ -256,7 +257,7 @@ class RemotePath:
         self.facts = None
 
     def remove_tree(self, *, first: str | None = None) -> None:
-        """Remove all files below this folder; the file named ``first`` before all others."""
+        """Remove all files below this folder, starting with the file named ``first``."""
         names = sorted(self.sizes(), key=lambda name: (name != first, name))
         for name in names:
             (self / name).unlink(missing_ok=True)
@@ -278,7 +279,7 @@ class RemotePath:
     def _call(self, verb: str, function: Callable[[Any, str], Result]) -> Result:
         """Return the result of a request; retry temporary failures.
 
-        Raises FileNotFoundError, or StoreError with the reason.
+        Raises FileNotFoundError, or a StoreError that gives the reason.
         """
         system, path = self._find()
         start, pause_s = time.monotonic(), _FIRST_PAUSE_S

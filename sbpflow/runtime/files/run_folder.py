@@ -1,4 +1,4 @@
-"""Manages a run's folder: only one run uses it at a time, and earlier runs' files are kept."""
+"""Manages run folders: only one run uses a folder at a time, and files of earlier runs are kept."""
 
 import logging
 import re
@@ -15,11 +15,11 @@ LOCK_FILE = "run.lock"
 METRICS_FILE = "metrics.jsonl"
 BOARD_FOLDER = "tensorboard"
 START_FILE = "start.txt"
-PLAN_FILE = "plan.json"  # the run's plan, written by run/planning/plan_file.py
-# the plan made for parallel.plan: auto; the file is itself a valid parallel.plan
+PLAN_FILE = "plan.json"  # The run's plan, written by run/planning/plan_file.py.
+# The layouts chosen for parallel.plan: auto, in a file that parallel.plan accepts.
 TABLE_PLAN_FILE = "tables.yaml"
-TRACE_FILE = "trace-rank{rank}.json"  # trace of the steps that train.profile selects
-REPORT_FILE = "report.html"  # written by `sbpflow report`
+TRACE_FILE = "trace-rank{rank}.json"  # Trace of the steps that train.profile selects.
+REPORT_FILE = "report.html"  # Written by `sbpflow report`.
 CHECKPOINTS_FOLDER = "checkpoints"
 RUN_FILES = (
     METRICS_FILE,
@@ -34,8 +34,8 @@ RUN_FILES = (
 
 class RunLock:
     """Locks ``folder`` on rank 0 until ``close`` or the end of the process; does nothing on other
-    ranks. The lock is an advisory lock (flock) on run.lock, which is not deleted and names the last
-    holder. Raises ConfigError if another run has locked the folder.
+    ranks. The lock is an advisory lock (flock) on the file run.lock, which names the last holder
+    and is never deleted. Raises ConfigError if another run has locked the folder.
     """
 
     def __init__(self, folder: Path, *, rank: int, key: str = "run.dir") -> None:
@@ -74,7 +74,7 @@ def _another(key: str, folder: Path) -> str:
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
     """Move the files ``names`` of an earlier run to ``previous-N``; return that folder, or None if
-    none of the files exist. N is the highest existing number plus 1, so the files of all earlier
+    there are no such files. N is the highest existing number plus 1, so the files of all earlier
     runs are kept.
     """
     paths = [folder / name for name in names if (folder / name).exists()]

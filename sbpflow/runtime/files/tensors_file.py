@@ -1,4 +1,4 @@
-"""Writes safetensors files in pieces, so that whole tensors need not fit in memory.
+"""Writes safetensors files in pieces, so that a tensor need not fit in memory.
 
 The format consists of an 8-byte length, a JSON header with the dtype, shape, and position of each
 tensor, and the tensors without gaps (https://huggingface.co/docs/safetensors). The safetensors
@@ -47,7 +47,7 @@ class TensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def put(self, name: str, first: int, values: NDArray[Any]) -> None:
-        """Write rows [first, first + n) of a tensor; every element must be written once."""
+        """Write rows [first, first + n) of a tensor; each element must be written exactly once."""
         place, row = self._places[name]
         data = np.ascontiguousarray(values)
         self._file.seek(self._start + place + first * row)

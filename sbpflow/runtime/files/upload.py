@@ -21,9 +21,9 @@ def upload(
 ) -> list[str]:
     """Make ``target`` contain exactly the files of ``folder``; return their relative names.
 
-    Files named in ``last`` are removed first and written last, so readers that look for them never
-    see a mixture of files. ``done`` contains files that an interrupted earlier call already wrote,
-    as reported through ``on_file``.
+    Files named in ``last`` are removed first and written last, so a reader that waits for these
+    files never sees a mixture of old and new files. ``done`` contains files that an interrupted
+    earlier call already wrote, as reported through ``on_file``.
     """
     files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
     there = target.sizes()

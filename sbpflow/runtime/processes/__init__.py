@@ -1,2 +1,2 @@
-"""Starts the ranks of a job, connects them to each other, and combines their exits into one
+"""Starts the ranks of a job, connects them to each other, and combines their errors into one
 message."""

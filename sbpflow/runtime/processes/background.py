@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
     """Start ``work`` in a daemon thread; return a future for its result or error.
 
-    An executor would not do: the interpreter waits for executor threads at exit, so a rank could
+    An executor is unsuitable: the interpreter waits for executor threads at exit, so a rank could
     not exit early.
     """
     ended: Future[Result] = Future()

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-_MAX_KEYS = 5  # maximum number of differing keys to list
-_MAX_CHARACTERS = 60  # maximum length of a value to show
+_MAX_KEYS = 5
+_MAX_CHARACTERS = 60  # per value
 _NOT_GIVEN = "not given"
 
 

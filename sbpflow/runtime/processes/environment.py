@@ -1,7 +1,7 @@
 """Finds this process's rank, world size, and machine.
 
-The source is the launcher's environment, or torch's default process group if the program has
-already created it.
+They come from the launcher's environment, or from torch's default process group if the program has
+already created that group.
 """
 
 import os
@@ -48,7 +48,7 @@ def existing_group() -> tuple[int, int] | None:
 
 
 def env_int(name: str, default: int) -> int:
-    """Return an integer from the environment; raise ConfigError for any other text."""
+    """Return an integer environment variable; raise ConfigError if its value is not an integer."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)

@@ -2,10 +2,10 @@
 
 A rank that exits posts its reason, and the first rank to exit wakes the others. The first rank of
 each machine waits briefly for more reasons and prints the message; the others print nothing. A rank
-that posts nothing has died or is stuck, so the surviving ranks can name it. In each rank, a thread
-waits for the first exit and saves the posted reasons, because the store may be gone before the main
-thread notices. Process groups are not used, because they may be what failed. ``launch.py`` decides
-when to exit.
+that posts nothing has died or is stuck; the message names such ranks. In each rank, a thread waits
+for the first exit and saves the posted reasons, because the store may be gone before the main
+thread notices the exit. Process groups are not used, because they may have failed themselves.
+``launch.py`` decides when to exit.
 """
 
 import contextlib
@@ -31,21 +31,21 @@ from sbpflow.runtime.processes.store import TimedStore, open_store, polls, store
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
-# Other ranks have ``_GRACE_S`` to post; the full time passes only if a rank is dead or stuck. Other
-# ranks exit ``_LATER_S`` after the printing rank, so that torchrun sees the printing rank fail
-# first.
+# The printing rank waits up to ``_GRACE_S`` for other ranks to post, and that long only if a rank
+# is dead or stuck. Other ranks exit ``_LATER_S`` after the printing rank, so that torchrun sees the
+# printing rank fail first.
 _GRACE_S = 3.0
 _LATER_S = 0.3
 _POLL_S = 0.2
-_LONGEST_POLL_S = 5.0  # longest pause while ranks are still starting
-_LISTEN_S = 3600.0 * 24 * 365  # longer than any run lasts
-_MAX_CHARACTERS = 20_000  # maximum length of a traceback
+_LONGEST_POLL_S = 5.0  # Longest pause while ranks are still starting.
+_LISTEN_S = 3600.0 * 24 * 365  # Longer than any run lasts.
+_MAX_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a rank exits. ``text`` is a message for the user, or a crash's traceback. ``order``
-    numbers the exits from 1, and is 0 without a store.
+    """Why a rank exits. ``text`` is a message for the user, or a crash's traceback. ``order`` is
+    the exit's number, counted from 1, or 0 without a store.
     """
 
     kind: Kind
@@ -101,9 +101,9 @@ class Meeting:
         return Meeting(rank, world_size, named(name), by_hand, name)
 
     def listen(self, on_exit: Callable[[], None]) -> None:
-        """Register this rank's machine. Call ``on_exit`` in a thread once a rank exits early; from
-        then on, ``posts`` collects the reasons of all ranks that exit. ``machines`` is filled once
-        all ranks have registered.
+        """Register this rank's machine. Once any rank exits early, call ``on_exit`` in a thread;
+        from then on, ``posts`` collects the reasons of all exiting ranks. ``machines`` is filled
+        once all ranks have registered.
         """
         if self.store is None:
             return
@@ -131,8 +131,8 @@ class Meeting:
                 self._read_posts(store)
 
     def over(self) -> None:
-        """End the listener after success, because a thread in C++ code would disturb Python's
-        shutdown."""
+        """End the listener after a successful run, because a thread in C++ code would disturb
+        Python's shutdown."""
         if self.store is not None and self._listener is not None:
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"wake/{self.rank}", "over")
@@ -160,9 +160,9 @@ class Meeting:
         return len(self.posts) == self.world_size
 
     def post(self, reason: Reason) -> None:
-        """Post why this rank will exit, which also shows that it is alive. A later post replaces an
-        earlier one, unless the earlier reason is a signal: errors after a signal are its
-        consequences. The text of a signal's reason says what was saved.
+        """Post the reason why this rank will exit, which also shows that the rank is alive. A later
+        post replaces an earlier one, unless the earlier reason is a signal, because later errors
+        result from the signal. The text of a signal's reason says what was saved.
         """
         earlier = self.posts.get(self.rank)
         if earlier is not None and earlier.kind in ("terminated", "interrupt"):
@@ -183,7 +183,7 @@ class Meeting:
     def leave(self, reason: Reason) -> None:
         """Post ``reason``; return once a rank of this machine has printed the message.
 
-        Also returns after a few seconds if no rank has printed the message.
+        Returns after a few seconds even if no rank has printed the message.
         """
         try:
             self._leave_with_store(reason)
@@ -209,13 +209,12 @@ class Meeting:
             _wait(lambda: store.check([f"printed/{machine}"]), 2 * _GRACE_S)
             time.sleep(_LATER_S)
         store.add("gone", 1)
-        # the store ends with this process, but other ranks still need to read "printed"
+        # The store ends with this process, but other ranks must still read "printed".
         if self.serves:
             _wait(lambda: store.add("gone", 0) >= self.world_size, _GRACE_S)
 
     def _leave_without_store(self, error: PeerLostError) -> None:
-        """Print the message if this is the first rank of its machine to bind a certain socket
-        name."""
+        """Print the message unless another rank of this machine has bound the socket name."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
             with contextlib.suppress(OSError):
                 # A name in Linux's abstract namespace creates no file and is freed when the process
@@ -240,10 +239,10 @@ def compose(
     alive: Sequence[int] = (),
     store_lost: str = "",
 ) -> str:
-    """Return one message with the causes but without their consequences.
+    """Return one message with the causes of the exit but without their consequences.
 
-    ``machines`` names each rank's machine; by default all ranks are on one machine. ``alive`` has
-    ranks known to be alive even though they posted nothing.
+    ``machines`` names each rank's machine; by default all ranks are on one machine. ``alive``
+    contains the ranks that are known to be alive although they posted nothing.
     """
     causes = [*_crashes(posts), *_mistakes(posts, world_size)]
     crashed = any(reason.kind == "crash" for reason in posts.values())
@@ -317,8 +316,8 @@ def _stopped(by: str, ranks: list[int], machines: Mapping[int, str]) -> str:
 
 def _lost(silent: list[int], machines: Mapping[int, str]) -> str:
     advice = (
-        "check its own messages above, then the kernel's out-of-memory killer (dmesg), the memory "
-        "of that machine, and its network"
+        "check the messages above, then the kernel's out-of-memory killer (dmesg), and the memory "
+        "and network of the machine"
     )
     if silent:
         return f"{_located(silent, machines)} died or does not answer; {advice}"

@@ -2,8 +2,9 @@
 second.
 
 In a process of ``run_main``, ``GracefulShutdown`` takes over signal handling from ``launch.py``
-until a second signal or the end of a grace period. It works even if the main thread is stuck. In
-other processes, such as a notebook's kernel, ``GracefulInterrupt`` delays the KeyboardInterrupt.
+until a second signal or the end of a grace period. It ends the process even if the main thread is
+stuck. In other processes, such as a notebook's kernel, ``GracefulInterrupt`` delays the
+KeyboardInterrupt.
 """
 
 import os
@@ -24,7 +25,7 @@ REPEAT_S = 5.0
 class GracefulShutdown:
     """Records the first signal in ``signum``, which is 0 until then.
 
-    Use only in the main thread.
+    Use this class only in the main thread.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
@@ -67,7 +68,7 @@ class GracefulShutdown:
             self.leave()
 
     def _watch(self, reader: int) -> None:
-        """Forward the signal after a second signal, or after the grace period.
+        """Pass the signal to the previous handler after a second signal or the grace period.
 
         Python handlers do not run while the main thread is in C++ code. Therefore a thread watches
         the wake-up pipe, to which the C handler writes immediately.
@@ -88,7 +89,7 @@ class GracefulShutdown:
 
 
 def _repeats(number: int, first_s: float) -> bool:
-    """Return whether a signal is a copy of the signal at ``first_s``."""
+    """Return whether a signal repeats the one received at time ``first_s``."""
     return number == signal.SIGTERM and time.monotonic() - first_s < REPEAT_S
 
 
@@ -116,11 +117,10 @@ class GracefulInterrupt:
 
 
 def watch_signals() -> GracefulShutdown | GracefulInterrupt | None:
-    """Start watching the signals of this process; return None if a Ctrl-C does not reach this
-    thread."""
+    """Start watching for signals; return None if a Ctrl-C does not reach this thread."""
     if threading.current_thread() is not threading.main_thread():
         return None
-    if callable(signal.getsignal(signal.SIGTERM)):  # by ``run_main``
+    if callable(signal.getsignal(signal.SIGTERM)):  # set by ``run_main``
         return GracefulShutdown()
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return GracefulInterrupt() if is_default else None

@@ -1,10 +1,10 @@
 """Wraps entry points so that a rank always ends with an exit code and at most one message.
 
-This module imports only light modules, so that it can report a broken torch, or Ctrl-C during
-imports. For the same reason, an entry point should import torch inside ``main``. ``run_main``
-closes the process groups, with a time limit, after success only. Therefore ``main`` need not close
-them, and must not close them in a ``finally`` block, where a dead peer would block the process for
-the whole limit.
+This module imports only small modules, so that it can report a broken torch installation, or a
+Ctrl-C during imports. For the same reason, an entry point should import torch inside ``main``.
+``run_main`` closes the process groups, with a time limit, but only after success. Therefore
+``main`` need not close them. It must not do so in a ``finally`` block, where a dead peer would
+block the process for the whole time limit.
 """
 
 import argparse
@@ -45,16 +45,15 @@ EXIT_PIPE = 141  # exit code of a program killed by SIGPIPE
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAKE_ROOM = (
     "free some space where this run writes (run.dir, checkpoint.dir, --output); earlier "
-    "checkpoints are "
-    "unchanged"
+    "checkpoints are unchanged"
 )
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 _NEED_LESS = (
     "`sbpflow explain` prints the memory that each rank needs; use more ranks, layouts that split "
     "tables, half-precision rows (parallel.table_dtype: bfloat16), or a smaller data.batch_size"
 )
-_STUCK_S = 2.0  # time for the main thread to return from a collective after a signal
-_PEER_EXIT_S = 5.0  # time for the main thread to fail after another rank has exited
+_STUCK_S = 2.0  # Time for the main thread to return from a collective after a signal.
+_PEER_EXIT_S = 5.0  # Time for the main thread to fail after another rank has exited.
 
 
 class Terminated(BaseException):
@@ -78,7 +77,7 @@ def dispatch(
     lines: Mapping[str, str] | None = None,
 ) -> int:
     """Run the command that the first argument names; without arguments, list the commands, each
-    with its line of ``lines``.
+    with its help line from ``lines``.
     """
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
@@ -100,7 +99,7 @@ def until_nobody_reads(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
-        # Flushing the rest of the buffer at interpreter exit must not fail again.
+        # Otherwise, flushing the rest of the buffer at interpreter exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     return code
@@ -169,7 +168,7 @@ def classify(error: BaseException) -> tuple[Reason, int]:
 
 
 def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
-    """Return one line with the exit code that the program requested and the line that did so."""
+    """Return the requested exit code, and a reason that names the source line that requested it."""
     # The system keeps only 8 bits of the code; a multiple of 256 would look like success.
     code = error.code & 0xFF or EXIT_CRASH if isinstance(error.code, int) else EXIT_CRASH
     frames = traceback.extract_tb(error.__traceback__)
@@ -219,7 +218,7 @@ class _Exits:
         self._main_left = threading.Event()
 
     def meet(self, meeting: Meeting) -> None:
-        """Connect to the other ranks; from now on, exit soon after any other rank exits early."""
+        """Connect to the other ranks; from now on, exit soon after another rank exits early."""
         self.meeting = meeting
         meeting.listen(self._on_peer_exit)
 
@@ -238,7 +237,7 @@ class _Exits:
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def _watch(self, reader: int) -> None:
-        """Read the wake-up pipe; unlike Python signal handlers, this does not need the main
+        """Read signals from the wake-up pipe, which, unlike Python's handlers, needs no main
         thread."""
         while True:
             received = os.read(reader, 1)

@@ -1,10 +1,10 @@
 """Creates a unique ID per launch, on which all ranks of the launch agree. torchrun keeps one store
 through all restarts, including the keys of earlier launches.
 
-torchrun does not pass any value to the ranks that differs between launches:
-TORCHELASTIC_RESTART_COUNT counts only the failures seen on one machine. Rank 0 therefore creates
-the ID, and every other rank requests it with a unique ID of its process. Stale requests from an
-earlier launch are answered and ignored.
+torchrun passes no value to the ranks that differs between launches; even TORCHELASTIC_RESTART_COUNT
+counts only the failures on one machine. Rank 0 therefore creates the launch ID, and every other
+rank requests it under a unique process ID. Stale requests from an earlier launch are answered and
+ignored.
 """
 
 import threading
@@ -14,15 +14,15 @@ import uuid
 from sbpflow.errors import AbsentError, PeerLostError
 from sbpflow.runtime.processes.store import TimedStore, polls
 
-_PROCESS = uuid.uuid4().hex  # unique among all processes of the job, including earlier launches
-_ANSWER_S = 600.0  # enough time for rank 0 to import torch; torchrun has already started all ranks
+_PROCESS = uuid.uuid4().hex  # Unique, even among earlier launches.
+_ANSWER_S = 600.0  # Lets rank 0 import torch; torchrun has already started all ranks.
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 
 
 def launch_id(store: TimedStore, rank: int, size: int) -> str:
     """Return the ID of the launch in which this process is ``rank``; all calls return the same ID.
 
-    Rank 0 returns immediately and answers the others from a thread. Raises AbsentError if rank 0
+    Rank 0 returns immediately, and a thread answers the other ranks. Raises AbsentError if rank 0
     does not answer.
     """
     answer = f"answer/{_PROCESS}"

@@ -12,8 +12,8 @@ _CLOSE_S = 10.0
 
 
 def close_process_groups(groups: list[Any] | None = None) -> None:
-    """Destroy and remove ``groups``, or by default all process groups. Raises RuntimeError if they
-    do not close within 10 s. Without this call, gloo aborts about every second process at exit.
+    """Destroy ``groups`` or, by default, all process groups. Raises RuntimeError if they do not
+    close within 10 s. Without this call, gloo aborts about every second process at exit.
     """
     if "torch" not in sys.modules:
         return

@@ -1,8 +1,8 @@
-"""Checks, before the first process group, that all ranks are present, unique, and in agreement.
-torch's own rendezvous does not name missing ranks: its timeout reports a count on rank 0 and store
-keys on the others. Ranks that disagree would hang in their first collective. Therefore each rank
-writes its number and its facts to the run's store, and the first rank that times out notifies the
-other ranks through the store.
+"""Checks, before the first process group is created, that all ranks are present, unique, and agree.
+torch's own rendezvous does not name missing ranks: after a timeout, it reports a count on rank 0
+and store keys on the other ranks. Ranks that disagree would hang in their first collective.
+Therefore each rank writes its number and its facts to the run's store, and the first rank that
+times out notifies the other ranks through the store.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
     called this function with equal ``facts``.
 
     Raises AbsentError on all ranks once any rank has waited ``timeout_s``. Raises ConfigError on
-    every rank for different facts, for a rank number used by two processes, and for an invalid
-    address. The returned ``Meeting`` keeps rank 0's store open, because torch joins it next.
+    every rank if facts differ, if two processes have the same rank number, or if an address is
+    invalid. The returned ``Meeting`` keeps rank 0's store open, because torch joins it next.
     """
     meeting = Meeting.connect()
     store, size = meeting.store, meeting.world_size
@@ -48,8 +48,7 @@ def await_ranks(timeout_s: float, facts: Mapping[str, str] | None = None) -> Mee
 def gather(
     store: TimedStore, name: str, rank: int, size: int, text: str, timeout_s: float
 ) -> list[str]:
-    """Return the ``text`` of each of the ``size`` ranks, in rank order; ``name`` identifies this
-    exchange.
+    """Return the ``text`` of each rank, in rank order; ``name`` identifies this exchange.
 
     When any rank times out, every rank raises AbsentError with the missing ranks.
     """

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # time limit for rank 0 to start listening, enough for all ranks of a run to start
-_MISLED_S = 10.0  # the same if the name probably leads to the wrong machine
-ANSWER_S = 5.0  # limit of one operation; it usually takes 1 ms, or 100 ms on a busy machine
+CONNECT_S = 60.0  # Time limit for rank 0 to listen; enough for all ranks of a run to start.
+_MISLED_S = 10.0  # The time limit if the name probably leads to the wrong machine.
+ANSWER_S = 5.0  # Limit of one operation; it usually takes 1 ms, or 100 ms on a busy machine.
 # Wait at least ``_GREET_S`` for the listening process to prove that it is rank 0.
 _GREET_S = 5.0
 _POLL_S = 0.2
-_BACKLOG = 4096  # large because all ranks connect at the same time; torch uses the same value
+_BACKLOG = 4096  # all ranks connect at the same time; torch uses the same value
 
 Result = TypeVar("Result")
 
@@ -132,8 +132,8 @@ class TimedStore:
 
 def store_of_group(name: str) -> TimedStore:
     """Return a key-value store for the ranks of torch's default process group, with a separate set
-    of keys per ``name``, and a connection of its own, because a connection handles one operation at
-    a time."""
+    of keys per ``name``. The store has its own connection, because a connection performs one
+    operation at a time."""
     from torch.distributed import PrefixStore, distributed_c10d
 
     # torch has no public function for the default store, and its type stub lacks clone.
@@ -209,8 +209,8 @@ def loopback_name(host: str) -> bool:
 
 def _address_of(host: str, port: int) -> str:
     """Return the address of ``host``, or "" if ranks may see different addresses. Ranks may see
-    different addresses for a name with several addresses and, if the run includes other machines,
-    for this machine's own name, which resolves to 127.0.1.1 on Debian.
+    different addresses if the name has several addresses, or if the run includes other machines and
+    the name is this machine's own, which resolves to 127.0.1.1 on Debian.
     """
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in infos))
@@ -227,9 +227,9 @@ def all_ranks_here() -> bool:
 
 
 def _misled(host: str, port: int) -> str:
-    """Return the reason why torchrun's address of rank 0 probably leads to this machine instead, or
-    "". torchrun publishes the name that rank 0's machine has for itself, and its store listens
-    before ranks start, so a closed port means a wrong address.
+    """Return why torchrun's address of rank 0 probably leads to this machine instead, or "".
+    torchrun publishes the name that rank 0's machine has for itself. Its store listens before the
+    ranks start, so a closed port means a wrong address.
     """
     if env_int("GROUP_RANK", 0) == 0:
         return ""
@@ -247,9 +247,8 @@ def _misled(host: str, port: int) -> str:
 def _listener(host: str, address: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at ``address``, or None to let torch create a socket.
 
-    If torch creates the socket, a warning is logged, because that socket listens on all interfaces.
-    If the port is in use, torch either reuses its own socket in this process or raises an error
-    that names the port.
+    For None, logs a warning, because torch's socket listens on all interfaces. If the port is in
+    use, torch either reuses its own socket in this process or raises an error that names the port.
     """
     why = "the name may have different addresses on different machines"
     if address:
@@ -279,9 +278,9 @@ def _warn_of_all_interfaces(host: str, port: int, why: str) -> None:
 
 
 def _await_listener(host: str, port: int, end: float, misled: str = "") -> None:
-    """Wait until a process listens at the store's address; raise AbsentError at ``end``
-    (time.monotonic()), with the reason ``misled`` if it is known. torch's store would also wait,
-    but it logs a C++ stack trace for every attempt.
+    """Wait until a process listens at the store's address. Raise AbsentError at the time ``end``
+    (time.monotonic()), with the reason ``misled``, if any. torch's store would also wait, but would
+    log a C++ stack trace for every attempt.
     """
     while True:
         left_s = end - time.monotonic()

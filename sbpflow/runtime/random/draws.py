@@ -1,7 +1,7 @@
-"""Random numbers for a forward that depend only on a seed and a name.
+"""Provides random numbers for a forward, which depend only on a seed and a name.
 
-A captured CUDA graph freezes host values and cannot seed a generator. Therefore ``KeptDraws``
-stores keys in device memory and seeds torch's generator before each replay.
+A CUDA graph freezes the host values that it captures, and cannot seed a generator. Therefore
+``KeptDraws`` stores keys in device memory and seeds torch's generator before each replay.
 """
 
 from collections.abc import Generator
@@ -28,7 +28,7 @@ class Draws:
 
 
 class KeptDraws(Draws):
-    """Provides random numbers in a captured region that is replayed with different seeds."""
+    """Provides random numbers for a captured graph that is replayed with different seeds."""
 
     def __init__(self) -> None:
         self.capturing = False
@@ -70,7 +70,7 @@ class KeptDraws(Draws):
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Generator[None]:
-    """Seed torch's generators, including that of a CUDA ``device``, and restore them on exit."""
+    """Seed torch's generators, including that of a CUDA ``device``; restore them on exit."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

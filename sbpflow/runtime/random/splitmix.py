@@ -1,4 +1,4 @@
-"""SplitMix64's unsigned constants, for all code that mixes bits.
+"""Defines SplitMix64's unsigned constants, for all code that mixes bits.
 
 Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014, with
 Vigna's finalizer. This module does not import torch, so that the data plane can use the constants.

@@ -1,5 +1,5 @@
-"""Logs the data that a rank sends, one record per collective in execution order, and adds up the
-time that the rank waits for transfers.
+"""Logs the data that a rank sends, as one record per collective in execution order, and measures
+how long the rank waits for transfers.
 
 ``boxing`` and the embedding exchanges fill the log. ``explain`` predicts the log, and tests
 compare the prediction with the log.
@@ -23,7 +23,7 @@ class CommRecord:
 
 @dataclass(slots=True)
 class CommLog:
-    """Records collectives while ``enabled``; otherwise a call costs one attribute test."""
+    """Records collectives while ``enabled``; otherwise, each call costs one attribute test."""
 
     enabled: bool = False
     records: list[CommRecord] = field(default_factory=list)
@@ -34,7 +34,7 @@ class CommLog:
             self.records.append(record)
 
     def clear(self) -> None:
-        """Delete all records; do not change ``enabled``."""
+        """Delete all records without changing ``enabled``."""
         self.records.clear()
 
 
@@ -48,7 +48,7 @@ class WaitTime:
     seconds: float = 0.0
 
     def during(self, wait: Callable[[], object]) -> None:
-        """Call ``wait``, and add its time."""
+        """Call ``wait``, and add the time that it takes."""
         begin = time.perf_counter()
         try:
             wait()

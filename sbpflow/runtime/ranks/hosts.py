@@ -1,11 +1,12 @@
-"""Discovers which ranks share a host, once, when the ranks start.
+"""Discovers, when the ranks start, which of them share a host.
 
 A host is a network namespace: ranks in the same namespace communicate without a network link. Names
-cannot distinguish hosts: containers on one machine share its boot ID, and may share its host name
-and /dev/shm, even if only a slow link connects them. Therefore the ranks of a host find each other
-through an abstract Unix socket. All ranks try to bind the same name, but the kernel lets only one
-process per namespace succeed. The other ranks connect to that process and read its rank. This takes
-one connection per rank and creates no file, and the name is freed when the process ends.
+cannot distinguish hosts: containers on one machine share the machine's boot ID, and may share its
+host name and /dev/shm, even if only a slow link connects the containers. Therefore the ranks of a
+host find each other through an abstract Unix socket. All ranks try to bind the same name, but the
+kernel lets only one process per namespace succeed. The other ranks connect to that process and read
+its rank. This takes one connection per rank and creates no file. The kernel frees the name when the
+process ends.
 """
 
 import contextlib
@@ -35,8 +36,7 @@ _MAX_ANSWER_BYTES = 64
 def find_topology(
     store: TimedStore | None, rank: int, size: int, device_type: str, timeout_s: float
 ) -> Topology:
-    """Return the hosts of all ranks and the memory of each rank; the result is the same on all
-    ranks.
+    """Return the hosts and memory of all ranks, with the same result on every rank.
 
     Every rank of ``store`` must call this function. Later calls return the same value. Raises
     AbsentError, naming the missing ranks, if some ranks do not call this function within
@@ -47,7 +47,7 @@ def find_topology(
     store.answer_s = max(timeout_s, store.answer_s)
     key, end = f"host/{rank}", time.monotonic() + timeout_s
     with contextlib.ExitStack() as until_all_ranks_know:
-        if store.check([key]):  # an earlier call has already found it
+        if store.check([key]):  # an earlier call has found the leader
             text = store.get(key)
         else:
             secret = store.claim("host secret", uuid.uuid4().hex)
@@ -88,7 +88,7 @@ def _topology(
 
 @contextlib.contextmanager
 def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[int, HostsSource]]:
-    """Yield the leading rank of this rank's host and how it was found.
+    """Yield the leading rank of this rank's host, and how that rank was found.
 
     A leader answers the other ranks inside the context. ``secret`` is unique per launch: one half
     is part of the socket's name, and the other half proves that an answer is from this launch.
@@ -107,8 +107,8 @@ def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[in
             except TimeoutError as error:
                 raise AbsentError(
                     f"rank {rank} has timed out, because the first rank on this host does not "
-                    "answer on its Unix socket; check that no rank is suspended, and that"
-                    " parallel.timeout_s is longer than the slowest start"
+                    "answer on its Unix socket; check that no rank is suspended, and that "
+                    "parallel.timeout_s is longer than the slowest start"
                 ) from error
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
@@ -165,7 +165,7 @@ def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
     """Derive the leader from LOCAL_WORLD_SIZE, assuming consecutive ranks; raise ConfigError if
     this fails.
 
-    For systems without abstract Unix sockets.
+    This is for systems without abstract Unix sockets.
     """
     local = size if all_ranks_here() else env_int("LOCAL_WORLD_SIZE", 0)
     if local < 1 or size % local:

@@ -23,14 +23,15 @@ from sbpflow.runtime.ranks.topology import Topology
 LOG = logging.getLogger(__name__)
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # ioctl requests of Linux, netdevice(7)
-_ANY_PORT = 9  # any port: connecting a UDP socket sends nothing
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Requests of Linux's ioctl, netdevice(7).
+_ANY_PORT = 9  # Any port: connecting a UDP socket sends nothing.
 
 
 def choose_interface(
     store: TimedStore | None, rank: int, topology: Topology, timeout_s: float
 ) -> None:
-    """Set GLOO_SOCKET_IFNAME for this process, unless it is already set. All ranks must call this.
+    """Set GLOO_SOCKET_IFNAME for this process, unless it is already set. All ranks must call this
+    function.
 
     Raises ConfigError if this machine's name resolves to a loopback address and no interface leads
     to the other hosts.
@@ -43,8 +44,8 @@ def choose_interface(
         # interface, which is the first interface on every machine.
         os.environ.setdefault(_INTERFACE, socket.if_indextoname(1))
         return
-    # On rank 0's own machine, its name may route to the loopback interface, so rank 0's machine
-    # uses the route to another host's address instead.
+    # On rank 0's own machine, the name MASTER_ADDR may lead to the loopback interface, so that
+    # machine uses the route to another host's address instead.
     mine = source_address(main)
     by_rank = gather(store, "address", rank, topology.size, mine, timeout_s)
     own = own_addresses()

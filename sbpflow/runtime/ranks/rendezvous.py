@@ -1,4 +1,4 @@
-"""Reads from the environment how the ranks of a launcher find each other."""
+"""Reads from the environment how the ranks that a launcher started find each other."""
 
 import os
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from sbpflow.runtime.processes.environment import env_int, existing_group, rank_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """How the ranks find each other: arguments of torch's ``init_process_group``.
+    """How the ranks find each other, as arguments of torch's ``init_process_group``.
 
-    ``init_method=None`` is a world of one rank, which does not need an address.
+    ``init_method=None`` stands for a world of one rank, which does not need an address.
     """
 
     init_method: str | None
@@ -24,8 +24,8 @@ class Rendezvous:
 
 
 def meeting_from_environment() -> Rendezvous:
-    """Return the existing process group's rank and size, the launcher's rendezvous, or a world of
-    one rank; raise ConfigError."""
+    """Return the rendezvous of the existing process group, of the launcher, or of a world of one
+    rank. Raises ConfigError if the environment is invalid."""
     rank, size = rank_and_world_size()
     if existing_group() is not None:  # the ranks are already connected
         return Rendezvous(init_method=None, rank=rank, size=size, local_rank=local_rank())
@@ -43,7 +43,7 @@ def meeting_from_environment() -> Rendezvous:
 
 
 def local_rank() -> int:
-    """Return this rank's number on its host, 0 without a launcher. Raises ConfigError for an
+    """Return this rank's number on its host, or 0 without a launcher. Raises ConfigError for an
     invalid LOCAL_RANK. A program that creates the process group itself may not set LOCAL_RANK, but
     has already chosen its device.
     """
@@ -56,10 +56,10 @@ def local_rank() -> int:
 
 
 def world_size_of_environment() -> int:
-    """Return the number of ranks that the launcher started; 1 without a launcher."""
+    """Return the number of ranks that the launcher started, or 1 without a launcher."""
     return meeting_from_environment().size
 
 
 def device_type_of(device: str) -> str:
-    """Resolve "auto", "cpu" or "cuda" to "cpu" or "cuda"; raise ConfigError if unavailable."""
+    """Resolve "auto", "cpu", or "cuda" to "cpu" or "cuda"; raise ConfigError if unavailable."""
     return choose_device(device, local_rank()).type

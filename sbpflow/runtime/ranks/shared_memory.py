@@ -1,11 +1,11 @@
 """Passes messages between the ranks of a host through shared memory.
 
 Each rank owns an arena, an anonymous memory file (memfd) that the other ranks of its host map. A
-message is copied into the sender's arena, and from there into the receiver's tensor, so sending
-never waits for the receiver. For every channel, each sender and receiver share a counter of sent
-messages (a futex) and a ring of descriptors. The receiver marks the descriptors of copied messages
-so that the sender can reuse their memory. The kernel frees an arena when the last process that maps
-it ends.
+message is copied into the sender's arena and later into the receiver's tensor, so sending never
+waits for the receiver. For every channel, each sender and receiver share a counter of sent messages
+(a futex) and a ring of descriptors. The receiver marks the descriptors of copied messages so that
+the sender can reuse their memory. The kernel frees an arena when the last process that maps it
+ends.
 
 The ranks pass the files to each other through abstract Unix sockets, which exist only within a
 network namespace. Ranks in different namespaces therefore do not share memory, even on one machine,
@@ -47,9 +47,9 @@ from sbpflow.runtime.ranks.shared_messages import (
 
 LOG = logging.getLogger(__name__)
 
-MOST_BYTES = 1 << 28  # maximum message size; longer messages use the process group
-_CHECK_S = 0.02  # time between checks for signals and dead peers
-_IDS = struct.Struct("3i")  # process, user, and group of a socket's peer
+MOST_BYTES = 1 << 28  # Maximum message size; longer messages use the process group.
+_CHECK_S = 0.02  # Time between checks for signals and dead peers.
+_IDS = struct.Struct("3i")  # Process, user, and group of a socket's peer.
 
 
 class SharedMemory:
@@ -110,8 +110,7 @@ class SharedMemory:
 
 
 class SharedChannel:
-    """Exchanges messages between the ranks of a host on one channel; both ends count the
-    messages."""
+    """Exchanges messages between the ranks of a host on one channel; both sides count messages."""
 
     def __init__(self, shared: SharedMemory, number: int) -> None:
         self._shared = shared
@@ -128,7 +127,7 @@ class SharedChannel:
         self._sending[peer].send(message, self._shared)
 
     def receive(self, peer: int, target: Tensor) -> Arriving:
-        """Receive into a contiguous CPU tensor of the message's size."""
+        """Receive a message into a contiguous CPU tensor of the same size."""
         return self._receiving[peer].next_message(target, self._shared)
 
 

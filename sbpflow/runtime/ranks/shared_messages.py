@@ -13,11 +13,11 @@ from sbpflow.errors import SbpError
 if TYPE_CHECKING:
     from sbpflow.runtime.ranks.shared_memory import SharedMemory
 
-ARENA_BYTES = 1 << 36  # address space; only pages in use take memory
-IN_FLIGHT = 1024  # maximum number of messages in flight per pair and channel
+ARENA_BYTES = 1 << 36  # Reserved address space; only pages in use take memory.
+IN_FLIGHT = 1024  # Maximum number of messages in flight per pair and channel.
 MAX_CHANNELS = 512
-_LINE = 16  # int32 words per cache line
-_ENTRY = 4  # int64 words of a descriptor: offset, bytes, number, and the number again once copied
+_LINE = 16  # Number of int32 words per cache line.
+_ENTRY = 4  # A descriptor in int64 words: offset, bytes, number, number again once copied.
 _RING_BYTES = 4 * 2 * _LINE + 8 * _ENTRY * IN_FLIGHT
 _SMALLEST = 256
 
@@ -26,19 +26,19 @@ _SMALLEST = 256
 class Ring:
     """The descriptors of the messages from one rank to another on one channel."""
 
-    sent: int  # address of the count of sent messages, an int32
-    waiting: int  # address of an int32 that is not 0 while the receiver sleeps
-    entries: np.ndarray  # [IN_FLIGHT, _ENTRY] int64
+    sent: int  # Address of the count of sent messages, an int32.
+    waiting: int  # Address of an int32 that is not 0 while the receiver sleeps.
+    entries: np.ndarray  # Shape [IN_FLIGHT, _ENTRY], int64.
 
 
 @dataclass(slots=True)
 class Arena:
     """The shared memory of one rank: rings by channel and receiver, followed by the messages."""
 
-    memory: Tensor  # [ARENA_BYTES] uint8
-    size: int  # number of ranks
-    connection: int = -1  # socket to the peer that owns the arena
-    free: dict[int, list[int]] = field(default_factory=dict)  # offsets by size
+    memory: Tensor  # Shape [ARENA_BYTES], uint8.
+    size: int  # Number of ranks.
+    connection: int = -1  # Socket to the peer that owns the arena.
+    free: dict[int, list[int]] = field(default_factory=dict)  # Offsets by size.
     end: int = 0
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class Receiving:
     def receive(self, number: int, target: Tensor, shared: "SharedMemory") -> None:
         """Wait for message ``number`` and copy it into ``target``.
 
-        Raises RuntimeError as ``wait`` does.
+        Raises the same errors as ``Arriving.wait``.
         """
         ring = self._ring
         shared.await_message(ring, number, self._peer)
@@ -131,8 +131,8 @@ class Receiving:
             self._free_abandoned(number)
 
     def abandon(self, number: int) -> None:
-        """Give up a message that nobody waits for, so that the sender can reuse its memory. The
-        message may not have arrived yet; its memory is freed when the next message is received.
+        """Give up a message that nobody waits for. The sender can reuse its memory after this rank
+        receives a later message, because the abandoned one may not have arrived yet.
         """
         self._abandoned.append(number)
 
@@ -145,8 +145,7 @@ class Receiving:
 class Arriving:
     """A message to this rank; ``wait`` copies it into its target.
 
-    If a batch was announced but is never trained, its messages are dropped without waiting for
-    them.
+    The messages of an announced batch that is never trained are abandoned without a wait.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Arriving:
         self._target: Tensor | None = target
 
     def wait(self) -> None:
-        """Wait for the message. Raises RuntimeError if it does not arrive or has the wrong size."""
+        """Wait for the message. Raises RuntimeError if it is lost or has the wrong size."""
         if self._target is not None:
             self._source.receive(self._number, self._target, self._shared)
             self._target = None

@@ -17,8 +17,8 @@ HostsSource = Literal["handshake", "given", "assumed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link: the send rate of one rank in GB/s, and the latency of a call in ms. With the default
-    values, plans are ranked by price as in measurements on loopback (``embedding/plan/price.py``).
+    """A link: the send rate of one rank in GB/s, and the latency of a call in ms. The defaults rank
+    plans as measurements on loopback did (``embedding/plan/price.py``).
     """
 
     gb_per_s: float = 2.0
@@ -30,8 +30,8 @@ class Link:
 class Topology:
     """The hosts of a run, as tuples of ascending ranks, ordered by first rank. ``memory_bytes`` and
     ``speeds`` have one value per rank; ``None`` means unknown memory or equal speeds. Speeds are
-    relative: a rank with speed 2 takes half the time. Raises ConfigError unless the hosts contain
-    each of 0..size-1 once and all values are above 0.
+    relative: a rank with speed 2 computes twice as fast as one with speed 1. Raises ConfigError
+    unless each rank 0..size-1 is on exactly one host and all values are above 0.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -76,7 +76,7 @@ class Topology:
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Return the number of ranks on each host; ``None`` if hosts differ."""
+        """Return the number of ranks on each host, or ``None`` if hosts differ."""
         counts = set(map(len, self.hosts))
         return counts.pop() if len(counts) == 1 else None
 
@@ -87,7 +87,7 @@ class Topology:
 
     @property
     def far_share(self) -> float:
-        """Return the share of its peers that a rank has on other hosts, maximized over ranks."""
+        """Return the largest share of its peers that any rank has on other hosts."""
         return (self.size - min(map(len, self.hosts))) / max(1, self.size - 1)
 
     def host_of(self, rank: int) -> int:
@@ -99,16 +99,16 @@ class Topology:
         return len(self.hosts) == 1 or set(ranks) <= set(self.hosts[self.host_of(ranks[0])])
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """Return the link that limits a transfer among ``ranks``; across hosts, this is the slower
-        of the two links.
+        """Return the link that limits a transfer among ``ranks``: across hosts, the slower of the
+        two links.
         """
         if self.same_host(*ranks):
             return self.host_link
         return min(self.network_link, self.host_link, key=lambda link: link.gb_per_s)
 
     def with_link(self, gb_per_s: float) -> "Topology":
-        """Return a copy with a given bandwidth between hosts or, if there is only one host, inside
-        it."""
+        """Return a copy with a given bandwidth between hosts or, with only one host, inside that
+        host."""
         name = "host_link" if len(self.hosts) == 1 else "network_link"
         link = replace(getattr(self, name), gb_per_s=gb_per_s, source="given")
         return replace(self, **{name: link})

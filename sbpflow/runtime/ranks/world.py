@@ -1,5 +1,5 @@
-"""Defines ``World``: this process's rank, device, and process groups, and checked mode. A World is
-created once and passed as an argument. Transfers of tensors are in ``boxing``.
+"""Defines ``World``: the rank, device, and process groups of this process, and its checked mode. A
+World is created once and passed as an argument. Transfers of tensors are in ``boxing``.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class World:
     """All ranks of one run. Create it with ``World.start``; ``close`` it before the process ends.
 
     Each combination of ranks and ``channel`` uses its own process group, which separates its
-    traffic from others.
+    traffic from that of others.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class World:
         self.wait_at_once = False
         self.log = CommLog()
         self.waits = WaitTime()
-        self.draws = Draws()  # the source of random numbers for ops
+        self.draws = Draws()  # the source of the random numbers of ops
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._links: dict[tuple[tuple[int, ...], str], Link] = {}
@@ -96,7 +96,9 @@ class World:
         self._closed = False
         self._served: Meeting | None = None
         self._keys = ""  # key prefix of this world's stores
-        self._new_backend: str | None = None  # backend of new groups, or the default group's
+        self._new_backend: str | None = (
+            None  # backend of new groups; None: that of the default group
+        )
 
     @staticmethod
     def start(
@@ -178,9 +180,9 @@ class World:
         return world
 
     def passes_messages(self, backend: str) -> bool:
-        """Return whether an all-to-all of ``backend`` is sent as messages between pairs of ranks,
-        which is the case if the ranks of this host share memory. Otherwise, it is a collective of
-        the backend.
+        """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
+        This is so on gloo if there are several hosts or the ranks of this host share memory.
+        Otherwise, an all-to-all is a collective of the backend.
         """
         return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
 
@@ -200,8 +202,8 @@ class World:
         """Return the process group of ``ranks`` (in any order) on ``channel``.
 
         The group is created on first use, so all ranks must use groups for the first time in the
-        same order; ``Boxing`` and the engine execute the same steps everywhere to ensure this.
-        Ranks outside the group get c10d's non-member value. ``step_id`` is for error messages.
+        same order; ``Boxing`` and the engine execute the same steps everywhere to ensure this. On
+        ranks outside the group, returns c10d's non-member value. ``step_id`` is for error messages.
         """
         key = (tuple(sorted(ranks)), channel)
         group = self._groups.get(key)
@@ -220,7 +222,7 @@ class World:
         return group
 
     def device_of(self, layout: Layout) -> torch.device:
-        """Return the device of a layout's part; raise SbpError if the layout is for another device
+        """Return the device of this rank's part of a layout; raise SbpError for another device
         type."""
         wanted = layout.placement.device_type
         if self.device.type in (wanted, "meta"):
@@ -245,8 +247,8 @@ class World:
 
     def check(self, step_id: str, operation: str, refused: str = "") -> None:
         """In checked mode, compare the next step of all ranks; otherwise do nothing. All ranks of
-        the world must call this. ``refused`` is the reason why this rank cannot continue, or "".
-        Raises SbpError on every rank if the steps differ or any rank refused.
+        the world must call this method. ``refused`` is the reason why this rank cannot continue, or
+        "". Raises SbpError on every rank if the steps differ or any rank refused.
         """
         if not self.checked or self.size == 1:
             return
@@ -283,7 +285,7 @@ class World:
         return [bytes(row.tolist()) for row in gathered.view(self.size, len(mine))]
 
     def store(self, name: str) -> TimedStore:
-        """Return a store with its own connection and keys, which a second thread may use."""
+        """Return a store with its own connection and keys, for use by a second thread."""
         return store_of_group(f"{self._keys}{name}")
 
     def barrier(self) -> None:
@@ -329,9 +331,10 @@ class World:
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
-    """Convert an error of a collective in flight; the message begins with the step. Returns
-    PeerLostError, because the arguments were valid when the collective was issued. Exceptions are
-    device failures and sizes that differ between ranks (detected only by gloo, as "enforce fail").
+    """Convert an error of a collective in flight; the message begins with the step. The result is a
+    PeerLostError, because the arguments were valid when the collective was issued. It is a
+    RuntimeError only for device failures and for sizes that differ between ranks (which only gloo
+    detects, as "enforce fail").
     """
     words = re.sub(r"^\[/\S+\]\s*", "", str(error))
     device_failed = isinstance(error, vars(torch).get("AcceleratorError", ()))
@@ -353,7 +356,7 @@ def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 def _connect(
     make: Callable[[], Made], device: torch.device, timeout_s: float, step_id: str, what: str
 ) -> Made:
-    """Call ``make`` with a time limit, because torch's use of the store has none."""
+    """Call ``make`` with a time limit, because torch accesses the store without one."""
 
     def on_device() -> Made:
         if device.type == "cuda":  # new threads start on device 0

@@ -1,8 +1,8 @@
 """Defines operators on global tensors.
 
 An operator chooses its cheapest legal signature, converts its operands, and runs a kernel on the
-parts. Kernels are plain torch code, so autograd computes gradients, in the dual layouts, without
-further code.
+parts. Kernels are plain torch code, so autograd computes the gradients, which have the dual
+layouts.
 """
 
 from sbpflow.tensor.ops.cross import cross_network

@@ -1,7 +1,7 @@
-"""Computes the cross network of DCN-V2 with layers ``start * (W x + b) + x``."""
+"""Computes the cross network of DCN-V2, whose layers are ``start * (W x + b) + x``."""
 
 # pyright: reportIncompatibleMethodOverride=false
-# (torch's base class declares forward and backward with any arguments)
+# (torch declares forward and backward with any arguments; the classes here name theirs)
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ from sbpflow.tensor.ops.elementwise import add, cast, mul
 from sbpflow.tensor.ops.matmul import linear
 from sbpflow.tensor.signature import Choice
 
-# Rows are processed in blocks whose tensors fit into a core's 2 MB cache. With fewer rows per block
-# than the minimum, the weights would be read too often.
+# Rows are processed in blocks whose tensors fit into a core's 2 MB cache. Blocks have at least
+# _MIN_ROWS rows, because smaller blocks would read the weights too often.
 _BLOCK_BYTES, _MIN_ROWS = 1 << 19, 256
 
 
@@ -30,16 +30,17 @@ def cross_network(
     half: torch.dtype | None = None,
     id: str = "cross",
 ) -> GlobalTensor:
-    """Compute ``start * (W x + b) + x`` for each layer, where ``start`` is the first x: [b, n].
+    """Apply layers ``x -> start * (W x + b) + x`` to x [b, n], where ``start`` is the input of the
+    first layer.
 
     ``x x weights: S(0) x B -> S(0), B x B -> B``
 
     A layer has W [n, n] and b [n], or V [r, n], W [n, r] and b [n] for a product W V of rank r
     (Wang et al., DCN V2, WWW 2021). ``half`` is the dtype of the products if it differs from the
     dtype of ``x``. On CPU, each block of rows goes through all layers before the next block starts,
-    in the backward too: otherwise, reading and writing [b, n] for every layer would take half of
-    the time. If a weight is not B, each layer is a separate product and sum with its own
-    conversions.
+    in the forward and backward passes: otherwise, reading and writing [b, n] for every layer would
+    take half of the time. If a weight is not B, each layer is computed as separate ops with their
+    own conversions.
     """
     check_ndim("cross_network", "x", x, 2)
     weights = [weight for layer in layers for weight in layer]
@@ -97,8 +98,8 @@ def _layer_by_layer(
 
 
 class _Cross(torch.autograd.Function):
-    """Applies all layers to a local x [b, n], block by block. ``counts`` is the number of weights
-    of each layer.
+    """Applies all layers to a local x [b, n], block by block. ``counts`` contains the number of
+    weights of each layer.
     """
 
     @staticmethod
@@ -161,15 +162,18 @@ def _by_layer(counts: Sequence[int], weights: Sequence[Tensor]) -> list[Sequence
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Return blocks of rows; on CUDA, a single block, because a kernel uses the whole device."""
+    """Return the blocks of rows. On CUDA, there is a single block, because a kernel uses the whole
+    device.
+    """
     size = max(_MIN_ROWS, _BLOCK_BYTES // (x.shape[1] * x.itemsize))
     size = size if x.device.type == "cpu" else len(x)
     return [slice(first, first + size) for first in range(0, len(x), max(size, 1))]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``total += a @ b`` in the dtype of ``total``, even if ``a`` and ``b`` are
-    narrower."""
+    """Compute ``total += a @ b``, adding in the dtype of ``total`` even if ``a`` and ``b`` have a
+    narrower dtype.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,12 +1,13 @@
-"""Applies dropout to global tensors, with masks that depend only on seed, name, and position.
+"""Applies dropout to global tensors, with masks that depend only on a seed, a name, and the
+position.
 
-On CPU, torch's generator samples the mask block by block, which is fastest there. On CUDA, the mask
-of an element is computed from its position: 53 bits of SplitMix64. One kernel can then compute and
-apply the mask, the backward can recompute it, and a CUDA graph needs only a key in memory instead
-of a generator's state.
+On CPU, torch's generator samples the mask block by block, which is the fastest method on a CPU. On
+CUDA, the mask of an element is computed from its position (53 bits of SplitMix64), so that one
+kernel can compute and apply the mask, the backward pass can recompute the mask, and a CUDA graph
+needs only a key in memory instead of a generator's state.
 """
 # pyright: reportIncompatibleMethodOverride=false
-# (torch's base class declares forward and backward with any arguments)
+# (torch declares forward and backward with any arguments; the classes here name theirs)
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -25,17 +26,17 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import elementwise_rule
 from sbpflow.tensor.signature import Choice
 
-# Number of blocks of a sampled mask (see _draw). More blocks need more sampling calls; with fewer
-# blocks, more rows are sampled and thrown away.
+# Number of blocks of a sampled mask (see _draw), and minimum number of rows per block. More blocks
+# need more sampling calls; with fewer blocks, more rows are sampled and discarded.
 _BLOCKS, _MIN_ROWS = 16, 32
 _BITS = 53
-Held = tuple[slice, ...]  # the slices of a part in its tensor
+Held = tuple[slice, ...]  # the position of a part in the full tensor, as one slice per dim
 
 
 def dropout(
     x: GlobalTensor, p: float, seed: int, *, training: bool = True, id: str | None = None
 ) -> GlobalTensor:
-    """Zero elements with probability ``p``, and scale the others by 1 / (1 - p).
+    """Set elements to zero with probability ``p``, and scale the others by 1 / (1 - p).
 
     ``S(i) -> S(i), B -> B``
 
@@ -66,11 +67,12 @@ def dropout(
 def _draw(
     part: Tensor, shape: tuple[int, ...], held: Held, share: float, key: Callable[[int], int]
 ) -> Tensor:
-    """Sample 1 with probability ``share``, else 0, for the part ``held`` of a tensor of ``shape``.
+    """Return the part ``held`` of a random tensor of ``shape``, whose elements are 1 with
+    probability ``share`` and otherwise 0.
 
-    One random stream for the whole tensor would not do, because torch's generator cannot skip ahead
-    to a part. Instead, the tensor is divided into about 16 blocks of rows, and block n uses the
-    seed ``key(n)``. Each block that overlaps the part is sampled completely and then cut.
+    The tensor is divided into at most 16 blocks of rows, and block n uses the seed ``key(n)``. A
+    single random stream is not possible, because torch's generator cannot skip ahead to a part.
+    Each block that overlaps the part is sampled completely, and then the part is cut out.
     """
     if not held or not part.numel():
         return torch.empty_like(part)
@@ -86,7 +88,7 @@ def _draw(
 
 
 class _Counted(torch.autograd.Function):
-    """Applies dropout with computed masks. The backward applies the same mask to the gradient."""
+    """Applies dropout with a computed mask, in the backward pass to the gradient."""
 
     @staticmethod
     def forward(
@@ -103,7 +105,9 @@ class _Counted(torch.autograd.Function):
 
 
 def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float) -> Tensor:
-    """Zero some elements of ``part`` and scale the others, in one Triton kernel if possible."""
+    """Set some elements of ``part`` to zero and scale the others, in one Triton kernel if
+    possible.
+    """
     if not part.numel():
         return torch.empty_like(part)
     kernels = find_kernels()
@@ -120,12 +124,14 @@ def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: floa
 
 
 def threshold_of(p: float) -> int:
-    """Return the threshold for ``counted``: elements whose random bits are below it are kept."""
+    """Return the threshold for ``counted``: elements whose random bits are below the threshold are
+    kept.
+    """
     return round((1.0 - p) * (1 << _BITS))
 
 
 def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
-    """Compute 53 random bits, as int64, for each element of the part ``held`` of a tensor of
+    """Return 53 random bits, as int64, for each element of the part ``held`` of a tensor of
     ``shape``.
     """
     number = torch.zeros((1,) * len(shape), dtype=torch.int64, device=key.device)
@@ -137,7 +143,8 @@ def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
 
 
 def _rows_in(shape: tuple[int, ...], held: Held) -> tuple[int, int, int] | None:
-    """Return the part's number of columns, the tensor's, and the flat index of the first element.
+    """Return the numbers of columns of the part and of the tensor, and the flat index of the part's
+    first element in the tensor.
 
     Return ``None`` if the part is not a rectangle of rows and columns.
     """

@@ -22,7 +22,7 @@ Kernel = Callable[..., Tensor]
 
 
 def relu(x: GlobalTensor, *, out: Out = None, id: str | None = None) -> GlobalTensor:
-    """Apply ReLU elementwise; ReLU is not linear, so P is not legal.
+    """Apply ReLU elementwise. P is not legal, because ReLU is not linear.
 
     ``S(i) -> S(i), B -> B``
     """
@@ -48,7 +48,7 @@ def nonlinear(
 
 
 def elementwise_rule(op: str, ndim: int, more: str = "") -> Rule:
-    """Return the rule with signatures S(i) -> S(i), B -> B, and ``more``."""
+    """Return the rule with the signatures S(i) -> S(i), B -> B, and those in ``more``."""
     dims = letters_for(ndim)
     return cached_rule(op, (dims,), dims, "".join(f"{a}->{a};" for a in dims) + more)
 
@@ -62,8 +62,8 @@ def elementwise_rule_of_two(op: str, ndim: int) -> Rule:
 def cast(
     x: GlobalTensor, dtype: torch.dtype, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Convert ``x`` to ``dtype``. P is legal if the conversion is exact (such as float32 to
-    float64).
+    """Convert ``x`` to ``dtype``. P is legal if the conversion is exact, such as float32 to
+    float64.
 
     ``S(i) -> S(i), B -> B; widening also P -> P``
     """
@@ -78,7 +78,7 @@ def cast(
 def add(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Compute ``a + b`` for operands of the same dtype; dims of size 1 broadcast, and P + P -> P.
+    """Compute ``a + b`` for operands of the same dtype; dims of size 1 broadcast.
 
     ``S(i) x S(i) -> S(i), B x B -> B, P x P -> P; with a dim of size 1 also S(i) x B -> S(i)``
     """
@@ -88,7 +88,7 @@ def add(
 def mul(
     a: GlobalTensor, b: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Compute ``a * b`` for operands of the same dtype; dims of size 1 broadcast, and P x B -> P.
+    """Compute ``a * b`` for operands of the same dtype; dims of size 1 broadcast.
 
     ``S(i) x S(i) -> S(i), B x B -> B, P x B -> P, B x P -> P``
     """

@@ -1,4 +1,4 @@
-"""Gathers rows of a table by id, for any layouts of table and ids, and checks every id."""
+"""Gathers rows of a table by id, for any layouts of the table and the ids, and checks every id."""
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,10 @@ def gather(
 
     ``table x ids: B x S(i) -> S(i), S(0) x B -> P, S(1) x B -> S(last), P x B -> P``
 
-    With a row split, a rank returns zeros for rows that it does not store, so the result is P.
-    Every rank checks its ids and raises SbpError for the first id outside 0..r-1. If the ids are
-    split, only the rank with the bad id raises the error; in checked mode, all ranks do. The check
-    reads the ids a second time and, on CUDA, synchronizes with the device.
+    If the rows are split, a rank computes zeros for rows that it does not store, so the result is
+    P. Every rank checks its ids and raises SbpError for the first id outside 0..r-1. If the ids are
+    split, only the rank with the bad id raises the error, except that all ranks do in checked mode.
+    The check reads the ids a second time and, on CUDA, synchronizes with the device.
     """
     check_ndim("gather", "the table", table, 2)
     check_tensors("gather", table, ids)
@@ -54,9 +54,9 @@ def gather(
 
 
 def _bad_id(ids: Tensor, start: tuple[int, ...], num_rows: int) -> str:
-    """Return the message for the first out-of-range id, or "".
+    """Return a message about the first out-of-range id, or "" if there is none.
 
-    ``start`` is the position of the part in the full tensor of ids.
+    ``start`` is the position of the first of these ids in the full tensor of ids.
     """
     if ids.is_meta or not ids.numel():
         return ""

@@ -1,6 +1,6 @@
-"""Computes the dot products of all pairs of a row's vectors, or their sum."""
+"""Computes the dot products of all pairs of vectors of a row, or the sum of these products."""
 # pyright: reportIncompatibleMethodOverride=false
-# (torch's base class declares forward and backward with any arguments)
+# (torch declares forward and backward with any arguments; the classes here name theirs)
 
 from functools import lru_cache
 
@@ -33,8 +33,8 @@ def fm_interaction(x: GlobalTensor, *, out: Out = None, id: str | None = None) -
     ``S(0) -> S(0), S(2) -> P, B -> B``
 
     The result is half of (the square of the sum - the sum of the squares), summed over d (Rendle,
-    Factorization Machines, ICDM 2010, lemma 3.1). Half-precision inputs are widened to float32
-    because the difference cancels digits; the result is float32.
+    Factorization Machines, ICDM 2010, lemma 3.1). Half-precision inputs are widened to float32,
+    because the subtraction cancels digits; the result is then float32.
     """
     _check("fm_interaction", x)
     rule = cached_rule("fm_interaction", (("b", "f", "d"),), ("b", "o"), "b->b; d->P")
@@ -56,13 +56,13 @@ def pair_sum(x: Tensor) -> Tensor:
 
 
 def pair_products(x: Tensor) -> Tensor:
-    """Compute the lower triangle of x x', row by row: [b, f, d] -> [b, f (f - 1) / 2]."""
+    """Compute ``dot_interaction`` of a plain tensor: [b, f, d] -> [b, f (f - 1) / 2]."""
     return _PairProducts.apply(x)  # pyright: ignore[reportReturnType]
 
 
 class _PairProducts(torch.autograd.Function):
-    """The products of all pairs. The backward is a single product, where autograd would compute two
-    products and a scatter.
+    """Computes the products of all pairs. The backward pass is a single matrix product, where
+    autograd would compute two products and a scatter.
     """
 
     @staticmethod
@@ -82,10 +82,10 @@ class _PairProducts(torch.autograd.Function):
 
 @lru_cache(maxsize=64)
 def _triangle(fields: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the position of each pair in a flat [f, f] matrix, and the pair index of each
+    """Return the position of each pair in a flat [f, f] matrix, and the index of the pair at each
     position.
 
-    Diagonal positions have an index one past the last pair.
+    Positions on the diagonal have the index after that of the last pair.
     """
     row, column = torch.tril_indices(fields, fields, -1, device=device)
     below = row * fields + column

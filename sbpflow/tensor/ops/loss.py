@@ -1,4 +1,4 @@
-"""Computes losses of global tensors, row weights, and smoothed labels."""
+"""Computes the binary cross entropy of global tensors, row weights, and smoothed labels."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,12 +18,13 @@ def bce_with_logits(
     reduction: str = "mean",
     id: str = "bce",
 ) -> GlobalTensor:
-    """Compute binary cross entropy, with ``reduction`` none, sum, or mean over the full tensor.
+    """Compute the binary cross entropy; ``reduction`` is none, or sum or mean over the full tensor.
 
     ``S(i) x S(i) -> S(i), B x B -> B; reduced, S(i) -> P and B -> B``
 
-    The mean divides by the global count, so uneven parts are weighted correctly. If the logits are
-    split, a sum or mean is P. Labels are converted to the dtype of the logits.
+    The mean is the sum divided by the global number of elements, so uneven parts are weighted
+    correctly. If the logits are split, a sum or mean is P. Labels are converted to the dtype of the
+    logits.
     """
     if reduction not in ("none", "sum", "mean"):
         raise SbpError(f"bce_with_logits: reduction {reduction!r}; use none, sum or mean")
@@ -43,7 +44,7 @@ def bce_with_logits(
 
 
 def smooth_labels(labels: GlobalTensor, smoothing: float) -> GlobalTensor:
-    """Change labels 0 and 1 to smoothing / 2 and 1 - smoothing / 2.
+    """Return ``labels`` with 0 replaced by smoothing / 2, and 1 replaced by 1 - smoothing / 2.
 
     ``S(i) -> S(i), B -> B``
     """
@@ -69,8 +70,8 @@ def focal_weights(
 
     ``S(i) x S(i) -> S(i), B x B -> B``
 
-    This is the factor of the focal loss, and it is differentiable (Lin et al., Focal loss for dense
-    object detection, 2017, equation 4).
+    These weights are the factor of the focal loss (Lin et al., Focal loss for dense object
+    detection, 2017, equation 4), and they are differentiable.
     """
     check_tensors("focal_weights", logits, labels)
     check_floating("focal_weights", logits)

@@ -22,7 +22,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.shapes import concat
 from sbpflow.tensor.signature import Choice, Operand, Rule, deduce
 
-ALIGNED_COLUMNS = 8  # cuBLAS uses tensor cores well only if the row size is a multiple of 16 bytes
+ALIGNED_COLUMNS = 8  # cuBLAS uses tensor cores efficiently only if rows are multiples of 16 bytes
 
 
 def linear_of_parts(
@@ -36,11 +36,12 @@ def linear_of_parts(
 
     ``xs x weight x bias: S(0) x B x B -> S(0), B x S(0) x S(0) -> S(1)``
 
-    On CPU, this op does not concatenate: that would cost a copy in each direction, and the product
-    for the gradient takes twice as long for an odd width such as 429 as for 416. On CUDA, it does
-    concatenate, and pads to a multiple of 8 columns, because narrow products and unaligned rows do
-    not use the tensor cores. If the weight is split along its inputs, or if there is no bias (so
-    that the result may be P), it simply runs ``concat`` and ``linear``.
+    On CPU, the inputs are not concatenated: that would cost a copy in each direction, and the
+    product for the gradient takes twice as long for an odd width such as 429 as for 416. On CUDA,
+    the inputs are concatenated and, in half precision, padded to a multiple of 8 columns, because
+    narrow products and unaligned rows do not use the tensor cores. If the weight is split along its
+    columns, or if there is no bias (so that the result may be P), the op is ``concat`` followed by
+    ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
     for n, x in enumerate(xs):
@@ -71,9 +72,10 @@ def linear_of_parts(
         *inputs, rows, offset = parts
         if rows.is_cuda:
             return _aligned_linear(inputs, rows, offset)
-        # Copy the columns: a row stride such as 429 would make every product 20 % slower.
+        # Make the columns contiguous, because a row stride such as 429 would make every product 20
+        # % slower.
         columns = [part.contiguous() for part in rows.split(widths, 1)]
-        # The widest input comes last, so that the largest product is fused with the addition.
+        # The widest input comes last, so that the largest product is fused with an addition.
         order = sorted(range(count), key=lambda n: widths[n])
         total = F.linear(inputs[order[0]], columns[order[0]], offset)
         for n in order[1:]:
@@ -125,7 +127,8 @@ def linear(
     ``S(i) x B -> S(i), B x S(0) -> S(last), S(last) x S(1) -> P, P x B -> P, B x P -> P``
 
     The result can be P only without a bias. With a bias, either the product is converted to S or B
-    before the sum, or the operands are converted before the product, whichever sends less.
+    before the bias is added, or the operands are converted before the product, whichever sends
+    less.
     """
     check_ndim("linear", "x", x, 1, at_least=True)
     check_ndim("linear", "weight", weight, 2)
@@ -157,7 +160,9 @@ def linear(
 def _separate_bytes(
     plain: Rule, operands: list[GlobalTensor], shape: tuple[int, ...], out: NdSbp | None
 ) -> int:
-    """Return the bytes of conversions if the bias is added in a separate op after the product."""
+    """Return the bytes that conversions send if the bias is added in a separate op after the
+    product.
+    """
     x, weight, bias = operands
     product = choose(plain, [x, weight])
     addition = deduce(
@@ -172,7 +177,8 @@ def _separate_bytes(
 def bias_add(
     x: GlobalTensor, bias: GlobalTensor, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Compute ``x [.., n] + bias [n]``; P is not legal because every term would add the bias.
+    """Compute ``x [.., n] + bias [n]``. P is not legal for ``x``, because every term would add the
+    bias.
 
     ``S(i) x B -> S(i), S(last) x S(0) -> S(last), B x B -> B``
     """

@@ -1,4 +1,6 @@
-"""Normalizes over the global batch or over a row, with the same result for any number of ranks."""
+"""Normalizes over the global batch or over each row, with the same result for any number of
+ranks.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -64,12 +66,12 @@ def batch_norm(
 
     ``S(0) x B x B -> P [2, n] -> B -> S(0), S(1) x S(0) x S(0) -> S(1), B x B x B -> B``
 
-    In training, statistics are over all b rows of the global batch. Under S(0), one all-reduce of 2
-    n numbers adds up the sums and the squares, and a second one, in the backward, adds up their
-    gradients. ``running_mean`` and ``running_var`` [n], both B, are updated in place with
-    ``momentum`` (the variance with divisor b - 1). Evaluation uses them and does not communicate.
-    The result equals that of torch's BatchNorm1d in one process. Raise SbpError for a training
-    batch of one row.
+    In training, the statistics are over all b rows of the global batch. With S(0), one all-reduce
+    of 2 n numbers adds up the sums and the squares, and another all-reduce, in the backward pass,
+    adds up their gradients. ``running_mean`` and ``running_var`` [n], both B, are updated in place
+    with ``momentum`` (the variance with divisor b - 1). Evaluation uses these running statistics
+    and does not communicate. The result equals that of torch's BatchNorm1d in one process. Raise
+    SbpError for a training batch of one row.
     """
     check_ndim("batch_norm", "x", x, 2)
     _check_operands("batch_norm", x, weight, bias, running_mean, running_var)
@@ -83,7 +85,8 @@ def batch_norm(
             "batch_norm: a batch of one row has no variance; train on batches of two rows or more "
             "(for example, with data.tail: drop to skip a short last batch)"
         )
-    # Subtract the running mean from x first: E[x^2] - E[x]^2 cancels badly if the mean is large.
+    # The running mean is first subtracted from x, because E[x^2] - E[x]^2 cancels most digits if
+    # the mean is large.
     center = GlobalTensor(
         running_mean.part.clone(), running_mean.layout, running_mean.shape, x.boxing
     )
@@ -120,13 +123,13 @@ def _check_operands(op: str, x: GlobalTensor, *vectors: GlobalTensor) -> None:
 
 
 def _sums(_: Choice, parts: list[Tensor]) -> Tensor:
-    """Sum x - center and its square over the rows: x [b, n], center [n] -> [2, n]."""
+    """Sum x - center and (x - center)^2 over the rows: x [b, n], center [n] -> [2, n]."""
     centered = parts[0] - parts[1]
     return torch.stack([centered.sum(0), centered.square().sum(0)])
 
 
 def _moments(sums: Tensor, center: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and variance [n] from the sums of ``_sums``."""
+    """Return the mean and variance [n], computed from the result of ``_sums``."""
     offset = sums[0] / rows
     return center + offset, (sums[1] / rows - offset.square()).clamp_min(0.0)
 
@@ -147,9 +150,7 @@ def _by_running(
     eps: float,
     id: str,
 ) -> GlobalTensor:
-    """Normalize with the running statistics: S(0) x B .. -> S(0), S(1) x S(0) .. -> S(1), B .. ->
-    B.
-    """
+    """Normalize with the running statistics."""
     rule = cached_rule(
         "batch_norm.running",
         (("b", "n"), *((("n",),) * 4)),

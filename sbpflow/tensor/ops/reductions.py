@@ -1,4 +1,4 @@
-"""Computes sums, maxima, and means over dims of a global tensor. Split dims make the result P."""
+"""Computes sums, maxima, and means over dims of a global tensor. Reducing a split dim gives P."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def reduce_sum(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Sum over ``dims`` (default: all); along a split dim, each rank sums its piece, so the result
+    """Sum over ``dims`` (default: all). Along a split dim, each rank sums its piece, so the result
     is P.
 
     ``S(kept) -> S(kept), S(summed) -> P, B -> B, P -> P``
@@ -52,7 +52,7 @@ def reduce_max(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Compute the maximum over ``dims`` (default all); a split dim produces P(max).
+    """Compute the maximum over ``dims`` (default: all). Reducing a split dim gives P(max).
 
     ``S(kept) -> S(kept), S(reduced) -> P(max), B -> B``
 
@@ -60,7 +60,7 @@ def reduce_max(
     split of a kept dim.
 
     Equal maxima within a part share the gradient evenly, as in torch's ``amax``. If several parts
-    have the same maximum, the first of them gets the gradient.
+    have the same maximum, the first of these parts gets the gradient.
     """
     check_tensors("reduce_max", x)
     if x.dtype.is_complex:
@@ -76,8 +76,8 @@ def reduce_max(
             return part
         if part.numel() or all(part.shape[n] for n in chosen):
             return part.amax(chosen, keepdim=keepdim)
-        # The maximum of an empty piece is the lowest value of the dtype. The sum of the empty part
-        # connects it to the graph.
+        # The maximum of an empty piece is the lowest value of the dtype. Adding the sum of the
+        # empty part keeps the part in the autograd graph.
         return part.sum(chosen, keepdim=keepdim).to(part.dtype) + neutral("max", part.dtype)
 
     return _reduce("reduce_max", "P(max)", "", kernel, x, dims, keepdim, out, id)
@@ -91,7 +91,7 @@ def reduce_mean(
     out: Out = None,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Compute the mean over ``dims``: the sum divided by the global count.
+    """Compute the mean over ``dims`` (default: all): the sum divided by the global count.
 
     ``S(kept) -> S(kept), S(averaged) -> P, B -> B, P -> P``
 

@@ -1,4 +1,4 @@
-"""Reshapes, flattens, and concatenates global tensors; keeps their splits where possible."""
+"""Reshapes, flattens, and concatenates global tensors, keeping their splits where possible."""
 
 import math
 from collections.abc import Sequence
@@ -24,14 +24,15 @@ from sbpflow.tensor.signature import Choice
 
 
 def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = None) -> GlobalTensor:
-    """Reshape to ``shape``; one entry may be -1, and an int is a 1-D shape.
+    """Reshape to ``shape``. One entry may be -1; an int stands for a 1-D shape.
 
     ``S(i) -> S(j) where dim i begins dim j, B -> B, P -> P``
 
-    A split is kept if its dim is the first of the dims that are merged or divided. For example, [b,
-    f, d] split along b or f becomes [b, f * d] split along b or, in multiples of d, along the
-    second dim. Any other split is converted first. So is a split whose pieces would not have whole
-    sizes, and a split along two axes that explicit sizes cannot express.
+    A split is kept if its dim is the first of the dims that are merged or divided. For example, if
+    [b, f, d] is reshaped to [b, f * d], a split along b stays, and a split along f becomes a split
+    of the second dim in multiples of d. Any other split is converted first, and so are splits whose
+    pieces would not have whole lengths, and splits of one dim along two axes that explicit sizes
+    cannot express.
     """
     check_tensors("reshape", x)
     full = _resolve(x.shape, whole_numbers("reshape", "shape", shape))
@@ -69,16 +70,17 @@ def _resolve(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
 def _reshape_groups(
     old: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
-    """Return the dim letters of both shapes, and the ratio of lengths of each group's first dims.
+    """Return the dim letters of both shapes, and the ratio of the lengths of each group's first
+    dims.
 
     A group is a shortest run of dims with the same product in both shapes. The first dim of a group
-    has the same letter in both.
+    has the same letter in both shapes.
     """
     names = iter(letters_for(len(old) + len(new)))
     letters: list[str] = [next(names) for _ in old]
     output: list[str] = [next(names) for _ in new]
     scales: list[tuple[str, int, int]] = []
-    if not math.prod(old):  # products are 0, so match equal leading dims instead
+    if not math.prod(old):  # all products are 0, so only equal leading dims are matched
         for n, _ in takewhile(lambda pair: old[pair[0]] == pair[1], enumerate(new[: len(old)])):
             output[n] = letters[n]
         return tuple(letters), tuple(output), ()
@@ -103,7 +105,8 @@ def _reshape_groups(
 def concat(
     tensors: Sequence[GlobalTensor], dim: int, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Concatenate along ``dim``. No operand may be split along it; the result is P if all are P.
+    """Concatenate along ``dim``. No operand may be split along ``dim``; the result is P if all
+    operands are P.
 
     ``S(i) x .. -> S(i) for i other than dim, B x .. -> B, P x .. -> P``
     """
@@ -121,7 +124,7 @@ def concat(
     free = [letter for n, letter in enumerate(letters) if n != dim]
     signatures = "".join(",".join([a] * len(tensors)) + f"->{a};" for a in free)
     signatures += ",".join(["P"] * len(tensors)) + "->P"
-    # Operands may have different lengths along ``dim``, so each gets its own letter there.
+    # Operands may have different lengths along ``dim``, so each operand has its own letter for it.
     others = letters_for(len(tensors), "".join(letters))
     dims = tuple((*letters[:dim], others[n], *letters[dim + 1 :]) for n in range(len(tensors)))
     op_rule = cached_rule("concat", dims, letters, signatures)

@@ -1,7 +1,7 @@
 # pyright: basic, reportMissingImports=false
 """Defines a Triton kernel for dropout that computes the mask on the fly instead of storing it.
 
-Import this module only if Triton is installed. The backward applies the same kernel to the
+Import this module only if Triton is installed. The backward pass applies the same kernel to the
 gradient.
 """
 
@@ -13,7 +13,7 @@ BLOCK = 1024
 
 @triton.jit
 def drop(x, y, key, n, columns, whole_columns, first, threshold, scale, BLOCK: tl.constexpr):
-    """Compute y = x * scale where ``dropout.counted`` is below ``threshold``, else 0.
+    """Compute y = x * scale where the bits of ``dropout.counted`` are below ``threshold``, else 0.
 
     The part has ``columns`` columns and starts at element ``first`` of the full tensor. The full
     tensor has ``whole_columns`` columns.
