@@ -7,16 +7,19 @@ process.
 
 import multiprocessing
 import os
+import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.compute.malloc import KEEP_FREED_MEMORY, keep_freed_memory
 
 _CLOSE_S = 30
 _CONNECT_S = 60
@@ -92,49 +95,119 @@ class Threads(_Pool):
         self._pool.shutdown()
 
 
+class ProcessLostError(Exception):
+    """The process of a call died, or the engine was closed."""
+
+
 class Processes(_Pool):
-    """Runs calls in processes, which are replaced if one of them dies."""
+    """Runs calls in processes; a process that dies is replaced, and only its call is lost.
+
+    Each process has a pipe of its own, whose other end only that process holds, so reading from a
+    dead process ends at once, even in the middle of a result. The processes of a
+    ``ProcessPoolExecutor`` share a pipe, and reading half a result from it would wait forever.
+    """
 
     shares_memory: ClassVar[bool] = False
     can_lose: ClassVar[bool] = True
-    lost = (BrokenProcessPool,)
+    lost: tuple[type[BaseException], ...] = (ProcessLostError,)
 
     def __init__(self, address: str | None, workers: int | None) -> None:
         super().__init__(address, workers)
-        self._pool = self._start()
-
-    def _start(self) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("spawn")
-        threads = max(1, (os.cpu_count() or 1) // self._workers)
-        return ProcessPoolExecutor(self._workers, context, _start_worker, (threads,))
+        self._pool = ThreadPoolExecutor(self._workers)  # each thread waits for one process
+        self._lock, self._is_closed = threading.Lock(), False
+        self._processes: set[_Process] = set()
+        self._idle: list[_Process] = []
 
     def submit(self, function: Callable[..., Any], *arguments: object) -> "Future[Any]":
+        return self._pool.submit(self._run, function, arguments)
+
+    def _run(self, function: Callable[..., Any], arguments: tuple[object, ...]) -> object:
+        process = self._take()
         try:
-            return self._pool.submit(function, *arguments)
-        except BrokenProcessPool:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = self._start()
-            return self._pool.submit(function, *arguments)
+            result, error = process.call(function, arguments)
+        finally:
+            with self._lock:
+                if process.is_dead:
+                    self._processes.discard(process)
+                else:
+                    self._idle.append(process)
+        if error is not None:
+            raise error
+        return result
+
+    def _take(self) -> "_Process":
+        with self._lock:
+            if self._is_closed:
+                raise ProcessLostError
+            if self._idle:
+                return self._idle.pop()
+            process = _Process(max(1, (os.cpu_count() or 1) // self._workers))
+            self._processes.add(process)
+            return process
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for process in list((self._pool._processes or {}).values()):
-            process.terminate()  # tasks that are still running belong to a failed run
+        with self._lock:
+            self._is_closed = True
+            processes = list(self._processes)
+        for process in processes:
+            process.kill()  # any task that is still running belongs to a failed run
+        self._pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(threads: int) -> None:
-    """Limit the threads of Polars and torch, which are not loaded yet, and make this process exit
-    with its parent.
-    """
+class _Process:
+    """A process that runs one call at a time."""
+
+    def __init__(self, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, remote = context.Pipe()
+        self._process = context.Process(target=_work, args=(remote, threads), daemon=True)
+        self._process.start()
+        remote.close()
+        self.is_dead = False
+
+    def call(
+        self, function: Callable[..., Any], arguments: tuple[object, ...]
+    ) -> tuple[object, Exception | None]:
+        """Return the result or the error of a call. Raises ProcessLostError if the process dies."""
+        try:
+            self._pipe.send((function, arguments))
+            return self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self.kill()
+            raise ProcessLostError from error
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.is_dead = True
+
+
+def _work(pipe: "Connection[Any, Any]", threads: int) -> None:
+    """Run calls until the parent ends or kills this process."""
+    keep_freed_memory()
+    # Polars and torch, whose threads this limits, are not loaded yet.
     os.environ |= {_THREADS: str(threads), "OMP_NUM_THREADS": str(threads)}
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a traceback
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    while True:
+        answer: tuple[object, Exception | None]
+        try:
+            function, arguments = pipe.recv()
+            answer = function(*arguments), None
+        except Exception as error:  # noqa: BLE001  (the parent raises it)
+            error.add_note(f"in a worker process:\n{traceback.format_exc()}")
+            answer = None, error
+        try:
+            pipe.send(answer)
+        except Exception as error:  # noqa: BLE001  (the answer cannot be pickled)
+            pipe.send((None, RuntimeError(f"a result cannot be returned: {error!r}")))
+
+
+def _follow_parent() -> None:
     parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 class Ray:
@@ -157,11 +230,14 @@ class Ray:
         if address is None:
             here = workers or os.cpu_count() or 1
             settings |= {"address": "local", "num_cpus": here, "include_dashboard": False}
-            threads = max(1, (os.cpu_count() or 1) // here)
+            # Workers inherit the environment. Ray would start them with a niceness of 15.
+            started = {**_worker_environment(here), "RAY_worker_niceness": "0"}
+            started["RAY_raylet_start_wait_time_s"] = "120"
         else:
-            threads = 1
-            settings |= {"address": address, "runtime_env": {"env_vars": {_THREADS: "1"}}}
-        with _environment({_THREADS: str(threads), "RAY_raylet_start_wait_time_s": "120"}):
+            started = {}
+            wanted = {_THREADS: "1", **KEEP_FREED_MEMORY}
+            settings |= {"address": address, "runtime_env": {"env_vars": wanted}}
+        with _environment(started):
             try:
                 self._ray.init(**settings)
             except Exception as error:
@@ -201,16 +277,22 @@ class Dask:
 
     def __init__(self, address: str | None, workers: int | None) -> None:
         distributed: Any = _required("distributed", "dask")
+        config: Any = _required("dask.config", "dask")
         self.lost = (distributed.scheduler.KilledWorker, distributed.client.FutureCancelledError)
         self._workers, self._cluster = workers, None
         try:
             if address is None:
                 here = workers or os.cpu_count() or 1
-                threads = max(1, (os.cpu_count() or 1) // here)
-                self._cluster: Any = distributed.LocalCluster(
-                    n_workers=here, threads_per_worker=1, dashboard_address=None,
-                    memory_limit=0, silence_logs="ERROR", env={_THREADS: str(threads)},
-                )  # fmt: skip
+                # By default, Dask's workers profile themselves every 10 ms and return freed memory.
+                settings = {
+                    "distributed.worker.profile.enabled": False,
+                    "distributed.nanny.pre-spawn-environ": _worker_environment(here),
+                }
+                with config.set(settings):
+                    self._cluster: Any = distributed.LocalCluster(
+                        n_workers=here, threads_per_worker=1, dashboard_address=None,
+                        memory_limit=0, silence_logs="ERROR",
+                    )  # fmt: skip
             target = address if self._cluster is None else self._cluster.scheduler_address
             self._client: Any = distributed.Client(target, timeout=_CONNECT_S)
         except Exception as error:
@@ -243,6 +325,12 @@ ENGINES: Mapping[str, type[Backend]] = {
     "ray": Ray,
     "dask": Dask,
 }
+
+
+def _worker_environment(workers: int) -> dict[str, str]:
+    """Return the environment of one of ``workers`` processes that share this machine."""
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
+    return {_THREADS: threads, "OMP_NUM_THREADS": threads, **KEEP_FREED_MEMORY}
 
 
 def _apply(function: Callable[..., Any], arguments: tuple[object, ...]) -> object:

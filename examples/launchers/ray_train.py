@@ -2,7 +2,8 @@
 
 Ray starts the workers, creates their torch process group, and restarts all of them after a failure;
 the run then resumes from its last checkpoint. ``run.dir``, ``checkpoint.dir`` and ``data.path``
-must be absolute paths on a disk that all machines share. Needs ``ray[train]``.
+must be absolute paths on a disk that all machines share. Needs ``ray[default]`` and
+``ray[train]``.
 """
 
 import argparse

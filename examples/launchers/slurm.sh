@@ -16,9 +16,11 @@ ranks_per_node=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 # A job that fails within this many seconds is not queued again, because its command is probably wrong.
 short_s=${SHORT_S:-60}
 max_restarts=${MAX_RESTARTS:-100}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((${SLURM_CPUS_PER_TASK:-ranks_per_node} / ranks_per_node))}
+cpus=${SLURM_CPUS_PER_TASK:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > ranks_per_node ? cpus / ranks_per_node : 1))}
 PYTHON=${PYTHON:-.venv/bin/python}
-export PYTHON ranks_per_node
+PROGRAM=${PROGRAM:-train_wdl.py}  # or "-m sbpflow doctor", to check the nodes
+export PYTHON PROGRAM ranks_per_node
 export nodes=$SLURM_JOB_NUM_NODES
 export port=$((20000 + SLURM_JOB_ID % 10000))
 export launch=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
@@ -39,7 +41,7 @@ srun --wait=120 --kill-on-bad-exit=0 bash -c '
     exec "$PYTHON" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$ranks_per_node" \
         --rdzv-backend c10d --rdzv-id "$launch" --rdzv-endpoint "$main:$port" \
         --rdzv-conf "is_host=$((SLURM_NODEID == 0))" --local-addr "$(address_of "$SLURMD_NODENAME")" \
-        train_wdl.py "$@"' bash "$@"
+        $PROGRAM "$@"' bash "$@"
 code=$?
 
 if ((code == 0)); then

@@ -1,9 +1,12 @@
 """Tests that prepare makes the same bytes on every engine, even if workers die or get stuck."""
 
 import os
+import signal
+import threading
 import time
 from concurrent.futures import Future
 from functools import partial
+from multiprocessing import connection
 
 import pytest
 
@@ -12,6 +15,7 @@ from sbpflow.data.engine import Engine, EngineOptions, Home, open_engine
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.compute.malloc import KEEP_FREED_MEMORY
 from tests.data.engine_runs import (
     PHASES,
     deaths,
@@ -56,6 +60,21 @@ def test_a_worker_of_a_cluster_killed_in_every_phase_does_not_change_the_set(
     assert {"_stage", "_count_group", "_encode"} <= set(killed)
     assert folder_bytes(tmp_path / "set") == clean
     assert os.listdir(tmp_path) == ["set"]
+
+
+def surroundings(item):
+    names = ("POLARS_MAX_THREADS", "MALLOC_TRIM_THRESHOLD_")
+    return *(os.environ.get(name) for name in names), os.nice(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ray", "dask"])
+def test_workers_started_here_share_the_cpus_and_keep_freed_memory(engine):
+    pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
+    number = os.cpu_count()
+    with open_engine(EngineOptions(engine, wait_s=120), number) as started:
+        found = set(started.run(surroundings, range(4)))
+    assert found == {("1", KEEP_FREED_MEMORY["MALLOC_TRIM_THRESHOLD_"], os.nice(0))}
 
 
 @pytest.mark.parametrize("split", ["ratio:0.6,0.2,0.2", "file:val=day_3*,test=day_4*"])
@@ -205,6 +224,46 @@ def test_processes_return_errors_and_check_their_home(tmp_path):
         engine.home = Home((("sbpflow", "0.0.1"), *home.versions[1:]), home.mark, home.text)
         with pytest.raises(ConfigError, match=r"has sbpflow .*, but this process has 0\.0\.1"):
             list(engine.run(str, [1]))
+
+
+def dies_in_the_middle_of_its_result(item, dead):
+    if item == 1 and not dead.exists():
+        dead.touch()
+        send = connection.Connection._send
+
+        def send_half(self, buf):
+            send(self, buf[: len(buf) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        connection.Connection._send = send_half
+    return bytes([item]) * (1 << 20)
+
+
+def test_a_process_that_dies_in_the_middle_of_its_result_is_noticed_at_once(tmp_path, caplog):
+    function = partial(dies_in_the_middle_of_its_result, dead=tmp_path / "dead")
+    began = time.monotonic()
+    with open_engine(EngineOptions("processes", wait_s=120), 2) as engine:
+        results = list(engine.run(function, range(6)))
+    assert time.monotonic() - began < 60
+    assert results == [bytes([item]) * (1 << 20) for item in range(6)]
+    assert deaths(caplog) == 1, "the task of the dead process, and no other, is repeated"
+
+
+def returns_a_lock(item):
+    return threading.Lock()
+
+
+def fails_unexpectedly(item):
+    raise ValueError(item)
+
+
+def test_unexpected_errors_in_a_process_are_raised_with_their_traceback():
+    with open_engine(EngineOptions("processes", wait_s=120), 1) as engine:
+        with pytest.raises(RuntimeError, match=r"a result cannot be returned: .*lock"):
+            list(engine.run(returns_a_lock, [1]))
+        with pytest.raises(ValueError, match="7") as raised:
+            list(engine.run(fails_unexpectedly, [7]))
+    assert "in fails_unexpectedly" in raised.value.__notes__[0]
 
 
 def test_a_stuck_process_ends_with_a_message(monkeypatch):

@@ -1,6 +1,7 @@
 """Tests examples/launchers/slurm.sh on a real Slurm with two nodes on this machine."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -45,11 +46,13 @@ def slurm(tmp_path):
         yield cluster
 
 
-def submit(slurm: Slurm, arguments: list[str], short_s: int) -> tuple[str, Path]:
+def submit(
+    slurm: Slurm, arguments: list[str], short_s: int, nodes: str = "1-2", **settings: str
+) -> tuple[str, Path]:
     out = slurm.folder / "job.out"
-    settings = {"PYTHON": sys.executable, "SHORT_S": str(short_s), "PYTHONPATH": str(ROOT)}
+    settings |= {"PYTHON": sys.executable, "SHORT_S": str(short_s), "PYTHONPATH": str(ROOT)}
     slurm.env |= settings
-    options = ["--parsable", "--nodes=1-2", f"--output={out}"]
+    options = ["--parsable", f"--nodes={nodes}", f"--output={out}"]
     return slurm("sbatch", *options, str(SCRIPT), *arguments), out
 
 
@@ -101,3 +104,13 @@ def test_a_mistake_and_a_cancelled_job_are_not_queued_again(slurm, synth_set, tm
     slurm.wait(lambda: slurm.state(job) == "CANCELLED", END_S, "the job was not cancelled")
     slurm.wait(lambda: "stopped by SIGTERM" in out.read_text(), END_S, "the ranks did not save")
     assert "queued again" not in out.read_text()
+
+
+def test_the_script_also_checks_the_nodes_and_starts_several_ranks_on_each(slurm, tmp_path):
+    settings = {"PROGRAM": "-m sbpflow doctor", "RANKS_PER_NODE": "2"}
+    job, out = submit(slurm, ["--dir", str(tmp_path)], 1000, "2", **settings)
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), END_S, "doctor did not end")
+    text = out.read_text()
+    assert slurm.state(job) == "COMPLETED", text
+    assert "2 nodes (n[1-2]), 2 ranks on each" in text
+    assert re.search("ok +link +4 ranks", text)

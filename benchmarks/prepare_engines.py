@@ -1,0 +1,129 @@
+"""Measures the CPU time of ``prepare`` on each engine: ``python -m benchmarks.prepare_engines``.
+
+Needs the extras ray and dask. Every round runs every engine with two workers on a small and on a
+large input. The small input costs about as much as starting the engine, whose processes import
+their packages; the rest of the CPU time of the large input is compared with that of threads. The
+time of all processes is summed from /proc, because Ray's daemons are not waited for by the command.
+Results go to benchmarks/results/prepare_engines.jsonl.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.record import Results
+from sbpflow.data import load_manifest
+from sbpflow.data.engine_backends import ENGINES
+from sbpflow.data.synth.generate import synth
+from sbpflow.data.synth.options import SynthOptions
+
+FILES = 4
+SMALL_ROWS = 2_000
+WORKERS = 2
+_POLL_S = 0.02
+
+
+def write_inputs(scratch: Path, rows: int) -> tuple[Path, Path]:
+    """Write ``FILES`` files of Criteo text, and the first lines of each."""
+    small, large = scratch / "small", scratch / "large"
+    if not large.exists():
+        synth(SynthOptions(rows=rows, output=scratch / "all.tsv", format="tsv"))
+        small.mkdir()
+        large.mkdir()
+        with (scratch / "all.tsv").open("rb") as source:
+            for number in range(FILES):
+                name = f"day_{number}.tsv"
+                with (small / name).open("wb") as few, (large / name).open("wb") as all_lines:
+                    for row in range(rows // FILES):
+                        line = source.readline()
+                        all_lines.write(line)
+                        if row < SMALL_ROWS:
+                            few.write(line)
+        (scratch / "all.tsv").unlink()
+    return small, large
+
+
+def cpu_seconds(command: list[str]) -> float:
+    """Run a command; return the CPU seconds of the process and of all its descendants."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    family, seconds = {process.pid}, dict[int, float]()
+    while process.poll() is None:
+        processes = _processes()
+        while born := {p for p, (parent, _) in processes.items() if parent in family} - family:
+            family |= born
+        seconds |= {p: cpu for p, (_, cpu) in processes.items() if p in family}
+        time.sleep(_POLL_S)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return sum(seconds.values())
+
+
+def _processes() -> dict[int, tuple[int, float]]:
+    """Return the parent and the CPU seconds of every process of this machine."""
+    processes: dict[int, tuple[int, float]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        ticks = int(words[11]) + int(words[12])
+        processes[int(path.parent.name)] = int(words[1]), ticks / os.sysconf("SC_CLK_TCK")
+    return processes
+
+
+def main() -> None:
+    """Measure every engine in turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scratch", type=Path, help="folder that is kept between runs")
+    parser.add_argument("--rows", type=int, default=1_300_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = args.scratch or Path(temporary)
+        scratch.mkdir(parents=True, exist_ok=True)
+        inputs = write_inputs(scratch, args.rows)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ENGINES}
+        contents: set[str] = set()
+        for _ in range(args.rounds):
+            for engine in ENGINES:
+                small, large = (_prepare(source, scratch / "set", engine) for source in inputs)
+                times[engine].append((small, large))
+                contents.add(load_manifest(scratch / "set").fingerprint)
+        assert len(contents) == 1, "the engines made different sets"
+        _record(times, sum(path.stat().st_size for path in inputs[1].iterdir()) / 1e6)
+
+
+def _prepare(source: Path, output: Path, engine: str) -> float:
+    if output.exists():
+        shutil.rmtree(output)
+    arguments = ["--input", str(source), "--output", str(output), "--engine", engine]
+    command = [sys.executable, "-m", "data", "prepare", *arguments, "--workers", str(WORKERS)]
+    return cpu_seconds(command)
+
+
+def _record(times: dict[str, list[tuple[float, float]]], megabytes: float) -> None:
+    results = Results("prepare_engines")
+    work = {name: [large - small for small, large in pairs] for name, pairs in times.items()}
+    for name, pairs in times.items():
+        ratios = [own / threads for own, threads in zip(work[name], work["threads"], strict=True)]
+        results.add(
+            engine=name,
+            workers=WORKERS,
+            megabytes=megabytes,
+            small_input_cpu_s=statistics.median(small for small, _ in pairs),
+            large_input_cpu_s=statistics.median(large for _, large in pairs),
+            work_over_threads=statistics.median(ratios),
+            least_work_over_threads=min(ratios),
+            most_work_over_threads=max(ratios),
+            load=round(os.getloadavg()[0], 1),
+        )
+
+
+if __name__ == "__main__":
+    main()
