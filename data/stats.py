@@ -187,7 +187,7 @@ def list_ids(lengths: NDArray[Any], values: NDArray[Any]) -> Iterator[NDArray[An
 
 
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Count the lookups per table row of the named fields in one pass over the train part.
+    """Count the lookups per table row of the named fields in one pass over the train split.
 
     For a field with keys, the counts are those of missing values, 0 for rare values, and those of
     each key.

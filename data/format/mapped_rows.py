@@ -235,7 +235,8 @@ class MappedRows:
         for index in cut:
             first, rows, place = int(firsts[index]), int(lengths[index]), int(places[index])
             self.read(first, first + rows, out[place : place + rows])
-        # All other runs have the same length, so one call copies all runs between two such runs.
+        # All other runs have the same length, so one call copies all runs between two separately
+        # copied runs.
         offsets = self._offsets[maps] + local * self._row_items
         for before, after in pairwise([-1, *cut, len(firsts)]):
             if after - before > 1:

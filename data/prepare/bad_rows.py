@@ -89,7 +89,7 @@ def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
         raise DataError(
             f"--schema: label: {'no row' if positives == 0 else 'every row'} has a {schema.label} "
             f"that {schema.label_rule}, so all labels would be equal; write a rule that separates "
-            f"its values (for example, {', '.join(map(repr, list(seen)[:5]))})"
+            f"the values of this column (for example, {', '.join(map(repr, list(seen)[:5]))})"
         )
 
 

@@ -116,8 +116,9 @@ class RowLoader:
         """
         _check_integer("epoch", epoch, 0, MAX_SEED)
         self._check_open("epoch")
-        # In file order, a batch may be a view of a map to which the consumer may write, so maps for
-        # views are used only for this epoch. In other orders, rows are copied from the maps.
+        # In file order, a batch may be a view of a map, and the consumer may write to the view, so
+        # the maps for views are used only for this epoch. In other orders, rows are copied from the
+        # maps.
         views = self._rows.new_views() if self._shuffle == "none" else None
         if views is None:
             check_shards(self._manifest, self._split)

@@ -21,7 +21,7 @@ Shuffle = Literal["none", "blocks", "runs", "rows"]
 RUN_ROWS: dict[Shuffle, int] = {"blocks": 4096, "runs": 16, "rows": 1}
 SHUFFLES: tuple[Shuffle, ...] = ("none", *RUN_ROWS)
 
-_PLACE_OF_SHORT_RUN = 1  # makes this random stream differ from that of the permutation
+_PLACE_OF_SHORT_RUN = 1  # makes this random stream differ from that of the permutation of runs
 
 
 class Runs(NamedTuple):

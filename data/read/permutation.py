@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sbpflow.runtime.random.splitmix import MIX_1, MIX_2
 
 _ROUNDS = 4
-_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # because few bits take more rounds to mix
+_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # fewer bits take more rounds to mix
 _FIRST, _SECOND = np.uint64(MIX_1), np.uint64(MIX_2)
 _HIGH_HALF = np.uint64(32)
 

@@ -68,8 +68,8 @@ def _open_previous(folder: AnyPath, index: Index, previous: Previous) -> "Checkp
     path = parent / f"step-{previous.step}"
     if previous.step >= index.step:
         raise CheckpointError(
-            f"{folder}: is a delta of step {previous.step}, which is not earlier than its own; "
-            "use another checkpoint"
+            f"{folder}: is a delta that continues step {previous.step}, which is not before its "
+            "own step; use another checkpoint"
         )
     try:
         before = open_checkpoint(path)

@@ -90,9 +90,8 @@ class Snapshot:
                 spans.setdefault(id(rows.store), (part.values.store, []))[1].append(span)
                 continue
             if part.name not in places:
-                if not isinstance(
-                    part.values, StoredRows
-                ):  # StoredRows of other stores are keys, which do not change
+                # StoredRows that get here hold keys, which do not change and need no copy.
+                if not isinstance(part.values, StoredRows):
                     part = replace(part, values=part.values.detach().clone())
                 self._rest.append(part)
                 continue

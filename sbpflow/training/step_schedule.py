@@ -126,7 +126,8 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
     waits_for_clip = (move is UPDATE_DENSE and CLIP in moves) or (
         move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves
     )
-    waits_for_flags = move is SEND_GRADS and MARK_EARLY in moves  # says which are late
+    # ``mark_early`` also decides which gradients are late.
+    waits_for_flags = move is SEND_GRADS and MARK_EARLY in moves
     return (
         *_AFTER.get(move, ()),
         *((CLIP.name,) if waits_for_clip else ()),

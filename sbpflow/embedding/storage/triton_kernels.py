@@ -182,7 +182,8 @@ def update(
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Take one optimizer step on each row of ``keys`` (sorted), at the first position of its run.
+    """Take one optimizer step for each distinct row number in ``keys`` (sorted, may repeat), at the
+    first position of each run of equal keys.
 
     With ``HAS_SUMS``, ``grads`` [n, width] already contains the sums of the runs, and ``squares``
     [n] is set. Keys of ``num_rows`` and above are skipped. ``STEP`` is a function of

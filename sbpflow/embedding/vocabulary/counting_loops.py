@@ -76,8 +76,10 @@ def observe(
             if place == array.shape[0] - 1:
                 raise IndexError("the key map is full at its end; this is a bug")
             value = array[place, VALUE]
-        # From here on, no branch depends on the key, because the processor could not predict such a
-        # branch. The next entry of a log or list overwrites an entry that is not needed.
+        # From here on, the code does not branch on the key, except for LFU counts, because the
+        # processor could not predict such a branch. Entries are always written to the logs and
+        # lists, but the position advances only past those that are needed, so the next entry
+        # overwrites an unneeded one.
         is_first, content = value >> 32 != now, content_of(value)
         has_row, total = content > 0, count - content
         log[num_log, ADDRESS], log[num_log, VALUE] = address, value

@@ -241,7 +241,7 @@ def _or_none(reason: str, text: str) -> str:
 def _shares(hidden: int, in_step: int, when: str) -> str:
     share = f"{100 * hidden / max(hidden + in_step, 1):.0f} %"
     return (
-        f"{format_size(hidden)} ({share}) are sent a batch {when}, {format_size(in_step)} in the "
+        f"{format_size(hidden)} ({share}) are sent one batch {when}, {format_size(in_step)} in the "
         "step (expected)"
     )
 

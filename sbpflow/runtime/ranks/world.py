@@ -96,9 +96,8 @@ class World:
         self._closed = False
         self._served: Meeting | None = None
         self._keys = ""  # key prefix of this world's stores
-        self._new_backend: str | None = (
-            None  # backend of new groups; None: that of the default group
-        )
+        # Backend of new groups; None selects the backend of the default group.
+        self._new_backend: str | None = None
 
     @staticmethod
     def start(
@@ -140,7 +139,7 @@ class World:
         if owns:
             if chosen.type == "cuda":
                 # NCCL 2.26: run transfers of different groups in issue order, which is the same on
-                # all ranks. In different orders, the ranks could deadlock.
+                # all ranks. If the order differed between ranks, they could deadlock.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
