@@ -361,7 +361,7 @@ def _main(argv: list[str] | None) -> int:
         keep_freed_memory()
     try:
         manifest = _run(args, sys.argv[1:] if argv is None else argv)
-    except BrokenPipeError:  # not a disk error; until_nobody_reads ends the command
+    except BrokenPipeError:  # not a disk error; ``until_nobody_reads`` ends the command
         raise
     except (ConfigError, DataError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)

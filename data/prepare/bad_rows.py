@@ -171,8 +171,8 @@ _MIN_WORDS = 3
 
 
 def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
-    """Return the column of a bad line's cell, and the rule in ``_FIXES`` that the cell breaks, or
-    "".
+    """Return the column of a bad line's cell, and the rule in ``_FIXES`` that the cell breaks; both
+    are "" if there is no such rule.
     """
     _, reason, _, _ = example
     rule = next((rule for rule in _FIXES if f" {rule}" in reason), "")

@@ -61,7 +61,7 @@ class RowOrder:
         return (word % (num_runs + 1) if rows else num_runs), rows
 
     def _slot(self, position: int) -> int:
-        """Return the index of the run that contains ``position``, counted in the order."""
+        """Return the place, in the shuffled order, of the run that contains ``position``."""
         before, rows = self._short
         first = before * self._run_rows
         if position < first:

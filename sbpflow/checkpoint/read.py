@@ -341,7 +341,7 @@ class _Blocks:
             os.close(self._file)
 
     def read(self, data: memoryview, offset: int) -> bool:
-        """Fill ``data``; return False if the file ends before that."""
+        """Fill ``data`` from ``offset`` on; return False if the file ends too early."""
         if isinstance(self._path, RemotePath):
             data[:] = self._path.read(offset, offset + len(data))
             return True

@@ -187,7 +187,7 @@ def _cells(column: Any) -> Any:
         return column.to_pylist()
     if not hasattr(column, "to_list"):
         return list(column)
-    # pandas columns have no null_count; their arrays mark missing values by NaN
+    # pandas columns have no ``null_count``; their arrays mark missing values by NaN
     count = getattr(column, "null_count", int)
     if str(column.dtype).lower().startswith(_NUMBERS) and not count():
         array = column.to_numpy()

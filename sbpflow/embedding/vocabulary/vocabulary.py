@@ -29,7 +29,7 @@ from sbpflow.runtime.compute.compiled import Array
 MIN_SLOTS = 1024
 MAX_LOAD = 0.8  # The map starts to grow when this share of its slots is used.
 SWEPT_BUCKETS = 16  # Every batch removes the idle keys of this many buckets.
-VICTIM_SHARE = 16  # Each search selects 1 / VICTIM_SHARE of a bucket's rows for eviction.
+VICTIM_SHARE = 16  # Each search selects 1 / ``VICTIM_SHARE`` of a bucket's rows for eviction.
 
 
 @dataclass(slots=True)

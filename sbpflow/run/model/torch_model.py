@@ -69,7 +69,7 @@ class TorchModel:
 
     @cached_property
     def _first(self) -> nn.Module:
-        """Return the module that was built for its shapes."""
+        """Return the module from which planning takes parameter shapes and batch norms."""
         module = self._make(0, torch.device("cpu"))
         _check_module(module)
         return module

@@ -172,7 +172,7 @@ def _describe_ranks(
     for rank in plan.embeddings.world.ranks:
         dense = sum(p.num_elements(rank) for p in plan.dense)
         dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
-        ranks[rank] = {  # the order matches the columns of rank_lines
+        ranks[rank] = {  # the order matches the columns of ``rank_lines``
             "rank": rank,
             "table_bytes": 0,
             "table_state_bytes": 0,

@@ -29,7 +29,7 @@ from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.random.streams import mix
 from sbpflow.serving.cells import RARE_ID
 
-_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # all counts except max_rows and rows_per_rank
+_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # all counts except ``max_rows`` and ``rows_per_rank``
 _LIVE = ("keys", "last_uses", "counts")
 _PENDING = ("pending_keys", "pending_last_uses", "pending_counts")
 

@@ -172,7 +172,7 @@ def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
     # The system keeps only 8 bits of the code; a multiple of 256 would look like success.
     code = error.code & 0xFF or EXIT_CRASH if isinstance(error.code, int) else EXIT_CRASH
     frames = traceback.extract_tb(error.__traceback__)
-    # exit() and quit() raise inside a frozen module; report the line that called them.
+    # ``exit()`` and ``quit()`` raise inside a frozen module; report the line that called them.
     own = [frame for frame in frames if not frame.filename.startswith("<frozen ")] or frames
     where = f"{own[-1].filename}:{own[-1].lineno}"
     call = f"sys.exit({error.code!r}) at {where}, in {own[-1].name}"
@@ -276,7 +276,7 @@ class _Exits:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):  # the reader may have closed the pipe
                     stream.flush()
-            # sys.exit is not used: gloo's and NCCL's threads could abort or hang Python's exit.
+            # ``sys.exit`` is not used: gloo's and NCCL's threads could abort or hang Python's exit.
             os._exit(code)
 
 

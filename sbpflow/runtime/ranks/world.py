@@ -380,7 +380,7 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     """
     if met is None or met.store is None:
         return None
-    store = cast("Any", met.store.torch_store).clone()  # torch's stub lacks clone
+    store = cast("Any", met.store.torch_store).clone()  # torch's stub lacks ``clone``
     store.set_timeout(timedelta(seconds=timeout_s))
     return dist.PrefixStore("torch", store)
 
