@@ -255,8 +255,8 @@ def compute_stats(
     """Compute the statistics of every table. A function in ``known`` returns the lookups of a table
     that are already counted.
 
-    These functions are called one at a time, because the counts of all tables may not fit in
-    memory.
+    The functions in ``known`` are called one at a time, because the counts of all tables may not
+    fit in memory.
     """
     known = known or {}
     counts = count_lookups(manifest, [f.name for f in manifest.fields if f.name not in known])

@@ -174,7 +174,7 @@ def _watch(source: RowStore | SelectedRows, spans: list[_Span]) -> _Logged:
     order = source if isinstance(source, SelectedRows) else None
     store = source.store if isinstance(source, SelectedRows) else source
     pending = torch.zeros(store.num_rows, dtype=torch.bool)
-    # Mark all rows of the source; only the writing thread sorts them.
+    # Mark all rows of the source, unsorted; the writing thread sorts them later.
     if isinstance(source, TrainedRows):
         pending[source.unsorted()] = True
     else:

@@ -250,7 +250,7 @@ class Trainer:
 
     def settle(self) -> None:
         """Apply the late gradients of the last step, unless it failed. Every rank must call this
-        method before reading rows; ``step``, ``predict``, and ``drain`` do so.
+        method before reading rows; ``step``, ``predict``, and ``drain`` call it themselves.
         """
         if not self._failure:
             self._embeddings.settle()

@@ -167,8 +167,9 @@ class Servers:
 def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
     """Return a connection; raise OSError if nothing listens at the address."""
     sock = socket.create_connection(address, limit_s)
-    # If nothing listens on a port of this host, TCP may choose that port for this end. The socket
-    # is then connected to itself: it answers its own greeting, and the server cannot use the port.
+    # If nothing listens on a port of this host, TCP may choose that port for this end of the
+    # connection. The socket is then connected to itself: it answers its own greeting, and the
+    # server cannot use the port.
     if sock.getsockname() == sock.getpeername():
         sock.close()
         raise ConnectionRefusedError("connection refused: nothing listens there")

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 # A program processes ``BLOCK`` positions, and sums at most ``SPLIT`` gradient rows of a run
-# sequentially. If a run is longer (a very frequent id), ``sum_long_runs`` first sums the rest of it
-# in other programs.
+# sequentially. If a run is longer (a very frequent id), ``sum_long_runs`` first sums the rest of
+# the run in other programs.
 BLOCK = 32
 SPLIT = 64
 

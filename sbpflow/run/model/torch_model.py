@@ -221,7 +221,8 @@ class TorchPart:
     def _buffers(self) -> dict[str, tuple[int, int, Tensor | None]]:
         """Return the identity, the version, and (for the first batches) the values of each buffer.
         Values are needed because a write through ``.data`` does not change the version. A module
-        that writes this way does so from the start, so checking the first batches suffices.
+        that writes through ``.data`` does so from the start, so checking the first batches
+        suffices.
         """
         self._batches += 1
         compare = self._batches <= LOOKED_AT

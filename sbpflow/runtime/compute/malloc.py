@@ -6,7 +6,7 @@ next use. docs/decisions/engine.md and docs/decisions/data.md report the measure
 
 import ctypes
 
-# These parameters of mallopt are defined in glibc's malloc.h.
+# These parameters of ``mallopt`` are defined in glibc's ``malloc.h``.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 

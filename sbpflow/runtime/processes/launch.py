@@ -3,8 +3,8 @@
 This module imports only small modules, so that it can report a broken torch installation, or a
 Ctrl-C during imports. For the same reason, an entry point should import torch inside ``main``.
 ``run_main`` closes the process groups, with a time limit, but only after success. Therefore
-``main`` need not close them. It must not do so in a ``finally`` block, where a dead peer would
-block the process for the whole time limit.
+``main`` need not close them. ``main`` must not close them in a ``finally`` block, where a dead peer
+would block the process for the whole time limit.
 """
 
 import argparse

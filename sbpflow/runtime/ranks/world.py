@@ -180,8 +180,8 @@ class World:
 
     def passes_messages(self, backend: str) -> bool:
         """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
-        This is so on gloo if there are several hosts or the ranks of this host share memory.
-        Otherwise, an all-to-all is a collective of the backend.
+        Such messages are used on gloo if there are several hosts or the ranks of this host share
+        memory. Otherwise, an all-to-all is a collective of the backend.
         """
         return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
 
@@ -331,7 +331,7 @@ class World:
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
     """Convert an error of a collective in flight; the message begins with the step. The result is a
-    PeerLostError, because the arguments were valid when the collective was issued. It is a
+    PeerLostError, because the arguments were valid when the collective was issued. The result is a
     RuntimeError only for device failures and for sizes that differ between ranks (which only gloo
     detects, as "enforce fail").
     """
@@ -344,8 +344,8 @@ def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
     """Convert an error raised when a collective was issued; the message begins with the step.
 
-    Returns PeerLostError only for torch's error types for a lost peer. These can occur here because
-    NCCL connects at the first collective.
+    Returns PeerLostError only for torch's error types for a lost peer. Such errors can occur when a
+    collective is issued, because NCCL connects at the first collective.
     """
     if isinstance(error, _names["DistError"]):
         return broken(error, step_id, collective)
