@@ -38,8 +38,7 @@ _TOP_IDS = 18
 _REST = NUM_RESERVED_IDS + _TOP_IDS
 _DECILES = 10
 _MIN_SHARE = 1e-4
-"""Lower bound for the shares of groups in the population stability index, which are divided and
-must not be 0
+"""Lower bound for the shares of groups in the population stability index, which divides by shares
 """
 
 Bins = NDArray[np.int64]

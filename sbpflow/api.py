@@ -58,7 +58,7 @@ def fit(
     """Train a model and return its run, like ``sbpflow prepare`` followed by ``sbpflow train``.
 
     * ``config``: a YAML file, or its content as a mapping. Keyword arguments for whole sections,
-      such as ``model={"embedding_dim": 8}``, are merged into it. If no layout is given,
+      such as ``model={"embedding_dim": 8}``, are merged into ``config``. If no layout is given,
       ``parallel.scheme`` defaults to auto.
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
       ``data.path`` of ``config``. A mapping ``{"train": .., "val": .., "test": ..}`` gives each

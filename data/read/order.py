@@ -1,4 +1,4 @@
-"""Compute the global row order of an epoch, which is a function of (rows, shuffle, seed, epoch).
+"""Compute the global row order of an epoch, a function of (rows, shuffle, seed, epoch).
 
 World size, rank, batch size and backend do not affect the order, so a row cursor is the complete
 state of a read. Shuffling permutes runs of consecutive rows over the whole split. All runs have the

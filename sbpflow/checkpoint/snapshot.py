@@ -47,7 +47,7 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Rows [start, stop) of a tensor of a store, which are written as one part."""
+    """Rows [start, stop) of a store's tensor, written as one part."""
 
     key: str
     start: int

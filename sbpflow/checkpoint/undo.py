@@ -164,7 +164,7 @@ class RowLog:
         return _Segment(huge_pages.zeros((count,), torch.int64, _CPU), values)
 
     def read(self, number: int, spill: SpillFile) -> dict[str, Tensor]:
-        """Return the old rows of range ``number`` on the CPU, which are valid until the next call.
+        """Return the old rows of range ``number``, on the CPU and valid until the next call.
 
         Each range must be read exactly once, always by the same thread.
         """

@@ -269,7 +269,7 @@ class StepSchedule:
     ) -> list[tuple[Move, tuple[str, ...]]]:
         """Return every move of a one-batch step, and the transfers in flight during the move.
 
-        ``transfers`` names the transfers that the run makes, which are none on a single rank.
+        ``transfers`` names the transfers that the run makes (none on a single rank).
         """
         moves = (*self.moves(lookahead), *self.each_step)
         during: list[tuple[Move, tuple[str, ...]]] = []

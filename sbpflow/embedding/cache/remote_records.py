@@ -181,7 +181,7 @@ class _Write:
     """One call of ``write``; ``records`` are ordered by server."""
 
     rows: Array  # Sorted.
-    order: Array  # The position in ``records`` of each row.
+    order: Array  # For each row, its position in ``records``.
     records: Array
     unconfirmed: int  # number of servers that have not confirmed the write
 

@@ -47,8 +47,8 @@ def observe(
     entries in ``log`` (the address of each key, and its value before this batch), new keys,
     ``candidates`` for admission (addresses), and ``unresolved`` positions of keys without rows. The
     old counts of rows are written to ``log_counts`` if evictions depend on counts. ``migrates`` is
-    None unless the map migrates: for None, numba compiles a loop without the second array, which is
-    a third faster.
+    None unless the map migrates: for None, numba compiles a loop without the second array; that
+    loop is a third faster.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]
