@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def entry() -> None:
-    """Run the command as the console script does; the entry point of the installed package."""
+    """Run the command; the console script of the installed package calls this function."""
     run_main(main)
 
 

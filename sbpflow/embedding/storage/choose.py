@@ -223,8 +223,8 @@ def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:
 
 
 def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
-    """Choose a kernel for every table; return the choices, which are the same on every rank, by
-    table name.
+    """Choose a kernel for every table; return the choices by table name. All ranks make the same
+    choices.
     """
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:

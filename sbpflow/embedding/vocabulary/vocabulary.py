@@ -330,7 +330,7 @@ class Vocabulary:
         return freed[: sizes[0]] + self.first_row
 
     def _make_room(self, count: int) -> None:
-        """Make room for ``count`` new keys: start to grow the map, or continue."""
+        """Make room for ``count`` new keys: start growing the map, or continue growing it."""
         s = self.arrays.state
         num_entries = int(s[km.ENTRIES]) + count
         if not s[km.EDGE] and not s[km.NEW_SLOTS] and num_entries > MAX_LOAD * s[km.SLOTS]:

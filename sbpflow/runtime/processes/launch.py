@@ -59,7 +59,7 @@ _PEER_EXIT_S = 5.0  # Time for the main thread to fail after another rank has ex
 class Terminated(BaseException):
     """Raised on SIGTERM.
 
-    Not an Exception, so that ``except Exception`` in a program does not catch it.
+    Not derived from ``Exception``, so that ``except Exception`` in a program does not catch it.
     """
 
 
