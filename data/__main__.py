@@ -82,7 +82,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     if options.keys and useless and not options.counted:
         raise ConfigError(
             f"--{useless[0].replace('_', '-')}: no field has a vocabulary, because all have keys "
-            "(--keys); remove the option, or name the fields with keys, such as --keys "
+            "(--keys); remove the option, or list only the fields that need keys, such as --keys "
             f"{options.keys[0]}. In training, model.fields.PATTERN.admit_count selects the keys "
             "that get rows"
         )
@@ -361,7 +361,7 @@ def _main(argv: list[str] | None) -> int:
         keep_freed_memory()
     try:
         manifest = _run(args, sys.argv[1:] if argv is None else argv)
-    except BrokenPipeError:  # not a disk error; until_nobody_reads ends the command
+    except BrokenPipeError:  # not a disk error; ``until_nobody_reads`` ends the command
         raise
     except (ConfigError, DataError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)

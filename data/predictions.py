@@ -105,7 +105,9 @@ class Scoring:
         engine: EngineOptions | None = None,
         workers: int | None = None,
     ) -> None:
-        """Encode raw rows with the run's ids to a folder; an interrupted run is resumed."""
+        """Encode raw rows with the run's ids to a folder; continue if an earlier call was
+        interrupted.
+        """
         if self.is_set:
             return
         from sbpflow.data.prepare.new_rows import encode

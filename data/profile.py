@@ -38,8 +38,7 @@ _TOP_IDS = 18
 _REST = NUM_RESERVED_IDS + _TOP_IDS
 _DECILES = 10
 _MIN_SHARE = 1e-4
-"""Lower bound for the shares of groups in the population stability index, which are divided and
-must not be 0
+"""Lower bound for the shares of groups in the population stability index, which divides by shares
 """
 
 Bins = NDArray[np.int64]
@@ -165,7 +164,7 @@ class _Feature:
         low, high = self._range
         quantiles = np.clip(values_of_order(keys), low, high).tolist()
         std = max(square - mean * mean, 0.0) ** 0.5
-        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # else, rounding errors
+        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # else, only rounding errors
         summary = {"mean": mean, "std": std, "min": low}
         names = (f"p{round(100 * part)}" for part in QUANTILES)
         return {**summary, **dict(zip(names, quantiles, strict=True)), "max": high}

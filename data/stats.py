@@ -187,7 +187,7 @@ def list_ids(lengths: NDArray[Any], values: NDArray[Any]) -> Iterator[NDArray[An
 
 
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    """Count the lookups per table row of the named fields in one pass over the train part.
+    """Count the lookups per table row of the named fields in one pass over the train split.
 
     For a field with keys, the counts are those of missing values, 0 for rare values, and those of
     each key.
@@ -255,8 +255,8 @@ def compute_stats(
     """Compute the statistics of every table. A function in ``known`` returns the lookups of a table
     that are already counted.
 
-    These functions are called one at a time, because the counts of all tables may not fit in
-    memory.
+    The functions in ``known`` are called one at a time, because the counts of all tables may not
+    fit in memory.
     """
     known = known or {}
     counts = count_lookups(manifest, [f.name for f in manifest.fields if f.name not in known])

@@ -142,7 +142,7 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
                 'prepare the set with --keep-strings (in sbpflow.fit, prepare={"keep_strings": '
                 "True})"
             )
-        # not a fixed-width dtype, which would pad all strings to the longest
+        # a fixed-width dtype would pad all strings to the length of the longest
         return np.array(strings, dtype=object)
     raise unknown_value("kind", kind, Kind)
 

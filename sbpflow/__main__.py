@@ -69,7 +69,7 @@ COMMANDS = {name: run for name, (_, run) in _WITH_HELP.items()}
 def main() -> int:
     """Dispatch to the subcommand named by the first argument."""
     # Add the working folder to the path so that users' own classes (package.module:Class) can be
-    # imported. It comes last so that a user's file never shadows an installed module.
+    # imported. The folder comes last so that a user's file never shadows an installed module.
     if "" not in sys.path:
         sys.path.append("")
     if sys.argv[1:] == ["--version"]:
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def entry() -> None:
-    """Run the command as the console script does; the entry point of the installed package."""
+    """Run the command; the console script of the installed package calls this function."""
     run_main(main)
 
 

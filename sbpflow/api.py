@@ -58,7 +58,7 @@ def fit(
     """Train a model and return its run, like ``sbpflow prepare`` followed by ``sbpflow train``.
 
     * ``config``: a YAML file, or its content as a mapping. Keyword arguments for whole sections,
-      such as ``model={"embedding_dim": 8}``, are merged into it. If no layout is given,
+      such as ``model={"embedding_dim": 8}``, are merged into ``config``. If no layout is given,
       ``parallel.scheme`` defaults to auto.
     * ``data``: a pandas or Polars DataFrame, an Arrow table, a file, or a prepared set; by default
       ``data.path`` of ``config``. A mapping ``{"train": .., "val": .., "test": ..}`` gives each
@@ -142,8 +142,8 @@ class Run:
         """Return a frame with row keys or row numbers, the probability ``score``, and any labels.
 
         ``data`` is as in ``fit``; ``split`` selects rows of a prepared set. The result is a pandas
-        DataFrame or an Arrow table if ``data`` is one; otherwise it is a Polars DataFrame. It has
-        the same content as the output file of ``sbpflow predict``.
+        DataFrame or an Arrow table if ``data`` is one; otherwise it is a Polars DataFrame. The
+        result has the same content as the output file of ``sbpflow predict``.
         """
         with self._open(data, split, max_bad_fraction) as rows:
             write_scores(rows.job, rows.loader, rows.scoring)
@@ -175,8 +175,9 @@ class Run:
 
         By default, all values that have their own rows are returned; pass ``values`` to get only
         those. For a column of strings, ``values`` is required unless the set was prepared with
-        ``keep_strings``. A growing table returns all values that have a row. It stores integer keys
-        of strings, so it returns those keys unless the strings are passed as ``values``.
+        ``keep_strings``. A growing table returns all values that have a row. A growing table stores
+        integer keys instead of strings, so the keys are returned unless the strings are passed as
+        ``values``.
         """
         checkpoint, config = self._checkpoint()
         manifest, feature, saved = source_of(checkpoint, config, table)

@@ -155,8 +155,8 @@ class IdTable(ABC):
             self._insert(keys, ids, chosen)
 
     def _insert(self, keys: Keys, ids: NDArray[np.int32], left: Slots) -> None:
-        # Each pass writes all keys whose slot is free in one operation. If several keys have the
-        # same slot, one of them is stored and the others try the next slot.
+        # Each pass writes all keys whose slots are free, in a single numpy operation. If several
+        # keys have the same slot, one of them is stored and the others try the next slot.
         slots = self._slots(keys[left])
         while len(left):
             free = self._at(slots, keys[left])[0] == RARE_ID

@@ -7,7 +7,7 @@ order, and a miss would cost a map and an unmap instead of one read. With thousa
 batch contains about one run of 16 rows per shard, and a numpy call takes longer than copying such a
 run. Therefore, all maps are addressed relative to the lowest map, through a single overlapping view
 in which a row begins at every item, so that one torch call copies a list of rows. The memory
-between the maps is not ours, so offsets must lie inside a map.
+between the maps may be used for anything else, so offsets must lie inside a map.
 """
 
 import bisect
@@ -235,7 +235,8 @@ class MappedRows:
         for index in cut:
             first, rows, place = int(firsts[index]), int(lengths[index]), int(places[index])
             self.read(first, first + rows, out[place : place + rows])
-        # All other runs have the same length, so one call copies all runs between two such runs.
+        # All other runs have the same length, so one call copies all runs between two separately
+        # copied runs.
         offsets = self._offsets[maps] + local * self._row_items
         for before, after in pairwise([-1, *cut, len(firsts)]):
             if after - before > 1:

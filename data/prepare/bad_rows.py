@@ -89,7 +89,7 @@ def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
         raise DataError(
             f"--schema: label: {'no row' if positives == 0 else 'every row'} has a {schema.label} "
             f"that {schema.label_rule}, so all labels would be equal; write a rule that separates "
-            f"its values (for example, {', '.join(map(repr, list(seen)[:5]))})"
+            f"the values of this column (for example, {', '.join(map(repr, list(seen)[:5]))})"
         )
 
 
@@ -171,8 +171,8 @@ _MIN_WORDS = 3
 
 
 def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
-    """Return the column of a bad line's cell, and the rule in ``_FIXES`` that the cell breaks, or
-    "".
+    """Return the column of a bad line's cell, and the rule in ``_FIXES`` that the cell breaks; both
+    are "" if there is no such rule.
     """
     _, reason, _, _ = example
     rule = next((rule for rule in _FIXES if f" {rule}" in reason), "")

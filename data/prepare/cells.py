@@ -286,7 +286,7 @@ def _side_columns(frame: pl.DataFrame, schema: Schema, faults: Faults) -> list[p
         if kind == "string":
             cells = with_string_keys(cells.to_frame(), [name])[name]
         columns.append(cells.cast(pl.UInt64).alias(GROUP))
-        faults[name, f"is not a group ({kind})"] = cells.is_null()
+        faults[name, f"is missing or does not fit the group's kind {kind}"] = cells.is_null()
     if schema.time:
         name, kind = schema.time
         columns.append(time := times(frame[name], kind).alias(TIME))

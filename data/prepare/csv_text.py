@@ -95,8 +95,8 @@ def _is_clean(text: bytes, num_lines: int, num_columns: int, schema: Schema) -> 
         return False
     if not is_utf8(text):
         return False
-    # The total can be correct even if some lines have the wrong number of cells, which Polars
-    # reports.
+    # The total number of separators can be correct even if some lines have the wrong number of
+    # cells. Polars reports such lines.
     try:
         frame = _read(text, tuple(map(str, range(num_columns))), schema)
     except pl.exceptions.PolarsError:

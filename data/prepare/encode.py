@@ -305,7 +305,7 @@ class _PieceEncoder:
         weights = np.ones(len(values), dtype=np.float32)
         for number, name in enumerate(names):
             table, own = self._lists[name], lengths[:, number]
-            # Each frame has the values of one field, which are interleaved with the values of other
+            # Each frame contains the values of one field; the result interleaves the values of all
             # fields.
             shift = begin[:, number] - (np.cumsum(own) - own)
             place = np.arange(len(table)) + np.repeat(shift, own)

@@ -57,7 +57,8 @@ def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues
         values = weights["value"].cast(pl.Float64, strict=False).cast(pl.Float32)
         bad = ~values.is_finite().fill_null(False)
         bad_weights = _rows_of(weights["row"].filter(bad).to_numpy(), total)
-        if differ.any():  # Bad rows are excluded, so that all values and weights form pairs.
+        if differ.any():
+            # Exclude rows whose numbers of values and weights differ, so that the rest form pairs.
             keep = pl.Series(~differ[rows])
             columns = {name: column.filter(keep) for name, column in columns.items()}
             values = values.filter(pl.Series(~differ[weights["row"].to_numpy()]))

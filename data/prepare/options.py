@@ -130,7 +130,7 @@ class PrepareOptions:
                     f"--keys: {name} also has a --hash-size, which gives it ids; remove one"
                 )
             if not NUM_RESERVED_IDS < size < 2**31:
-                raise ConfigError(f"--hash-size: {name}={size} must be 3 or more, below 2^31")
+                raise ConfigError(f"--hash-size: {name}={size} must be 3 or more and below 2^31")
         self._check_shared()
         lists = {column.name for column in self.schema.many}
         if crossed := [name for pair in self.crosses for name in pair if name in lists]:

@@ -116,7 +116,7 @@ def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
     if b"\r" in text:
         return False  # Polars would drop \r at the end of any cell
     if any(kind in KEY_PATTERNS for kind in schema.kinds) and b"+" in text:
-        return False  # to_integer would accept the hex cell +1234567 as a number
+        return False  # ``to_integer`` would accept the hex cell +1234567 as a number
     return text.isascii() or is_utf8(text)
 
 

@@ -82,8 +82,8 @@ def with_text_format(sources: Sequence[Input], schema: Schema) -> Schema:
     """Return ``schema`` with the text format of new rows.
 
     If the first line of the first text file contains the names of all columns that new rows need,
-    in any order and with any separator, the result has this separator and a header. Otherwise, it
-    is ``schema`` itself.
+    in any order and with any separator, the result has this separator and a header. Otherwise, the
+    result is ``schema`` itself.
     """
     source = next((source for source in sources if not source.is_table), None)
     needed = set(schema.used) - {schema.label, *schema.labels}

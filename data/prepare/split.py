@@ -122,7 +122,9 @@ class SplitRule:
 
 
 def parse_split(text: str) -> SplitRule:
-    """Parse ``time:0.8,0.1,0.1``, ``ratio:...`` or ``file:val=PATTERN,test=PATTERN``."""
+    """Parse ``time:0.8,0.1,0.1``, ``time:ts<A,ts<B``, ``ratio:...`` or
+    ``file:val=PATTERN,test=PATTERN``.
+    """
     kind, _, rest = text.partition(":")
     if kind == "file":
         return SplitRule("file", patterns=_patterns(text, rest))

@@ -88,8 +88,8 @@ def encoded_record(target: Path) -> Path:
 @dataclass(frozen=True, slots=True)
 class _Job:
     """A piece to stage, or all pieces of a file that must be read from the beginning. If tasks
-    share this process's memory, each piece of such a file is a job with its ``text``. If tasks do
-    not, one job with ``index`` None reads the whole file.
+    share this process's memory, each piece of such a file is a job with its ``text``. Otherwise,
+    one job with ``index`` None reads the whole file.
     """
 
     source: Input

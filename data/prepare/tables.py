@@ -105,7 +105,7 @@ def _fits(frame: pl.DataFrame, name: str, schema: Schema) -> bool:
         lists = {name for column in schema.many for name in (column.name, column.weights)}
         return name in lists and kind.inner in _COLUMN_TYPES
     if schema.time is not None and name == schema.time[0]:
-        # Dates read as integers would be in days or another unit of the file.
+        # If dates were read as integers, their unit, such as days, would depend on the file.
         is_date = kind == pl.Date or isinstance(kind, pl.Datetime)
         is_date = is_date and name not in schema.features
         return kind in _COLUMN_TYPES or (is_date and schema.time[1] != "integer")

@@ -116,8 +116,9 @@ class RowLoader:
         """
         _check_integer("epoch", epoch, 0, MAX_SEED)
         self._check_open("epoch")
-        # In file order, a batch may be a view of a map to which the consumer may write, so maps for
-        # views are used only for this epoch. In other orders, rows are copied from the maps.
+        # In file order, a batch may be a view of a map, and the consumer may write to the view, so
+        # the maps for views are used only for this epoch. In other orders, rows are copied from the
+        # maps.
         views = self._rows.new_views() if self._shuffle == "none" else None
         if views is None:
             check_shards(self._manifest, self._split)
@@ -294,8 +295,8 @@ def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
     """Return the backend that ``data.loader`` selects; for ``auto``, log the choice."""
     if wanted != "auto":
         return wanted
-    # find_spec does not load DALI, but only imports ``nvidia``, a namespace that CUDA's libraries
-    # share.
+    # ``find_spec`` does not load DALI, but only imports ``nvidia``, a namespace that CUDA's
+    # libraries share.
     has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
     chosen: Backend = "dali" if has_dali else "memmap"
     _LOG.info(

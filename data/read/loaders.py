@@ -32,8 +32,8 @@ def open_loaders(
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):
         raise ConfigError(
-            f"data.batch_size: {config.batch_size} rows, but the train part of {manifest.path} has "
-            f"only {num_rows}, so data.tail: {config.tail} leaves no batch; use a smaller "
+            f"data.batch_size: {config.batch_size} rows, but the train split of {manifest.path} "
+            f"has only {num_rows}, so data.tail: {config.tail} leaves no batch; use a smaller "
             "batch_size or data.tail: keep"
         )
     backend = choose_backend(config.loader)

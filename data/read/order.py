@@ -1,4 +1,4 @@
-"""Compute the global row order of an epoch, which is a function of (rows, shuffle, seed, epoch).
+"""Compute the global row order of an epoch, a function of (rows, shuffle, seed, epoch).
 
 World size, rank, batch size and backend do not affect the order, so a row cursor is the complete
 state of a read. Shuffling permutes runs of consecutive rows over the whole split. All runs have the
@@ -21,7 +21,7 @@ Shuffle = Literal["none", "blocks", "runs", "rows"]
 RUN_ROWS: dict[Shuffle, int] = {"blocks": 4096, "runs": 16, "rows": 1}
 SHUFFLES: tuple[Shuffle, ...] = ("none", *RUN_ROWS)
 
-_PLACE_OF_SHORT_RUN = 1  # makes this random stream differ from that of the permutation
+_PLACE_OF_SHORT_RUN = 1  # makes this random stream differ from that of the permutation of runs
 
 
 class Runs(NamedTuple):
@@ -61,7 +61,7 @@ class RowOrder:
         return (word % (num_runs + 1) if rows else num_runs), rows
 
     def _slot(self, position: int) -> int:
-        """Return the index of the run that contains ``position``, counted in the order."""
+        """Return the place, in the shuffled order, of the run that contains ``position``."""
         before, rows = self._short
         first = before * self._run_rows
         if position < first:

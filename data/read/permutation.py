@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sbpflow.runtime.random.splitmix import MIX_1, MIX_2
 
 _ROUNDS = 4
-_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # because few bits take more rounds to mix
+_SMALL_SIDE, _SMALL_ROUNDS = 64, 12  # fewer bits take more rounds to mix
 _FIRST, _SECOND = np.uint64(MIX_1), np.uint64(MIX_2)
 _HIGH_HALF = np.uint64(32)
 
@@ -28,7 +28,7 @@ class Permutation:
             raise ValueError(f"a permutation of {size} items is not possible; use 1 to 2^63 - 1")
         self._size = np.uint64(size)
         self._side = np.uint64(math.isqrt(size - 1) + 1)
-        # Unlike Generator, SeedSequence gives the same words in every numpy version.
+        # Unlike ``Generator``, ``SeedSequence`` gives the same words in every numpy version.
         rounds = _SMALL_ROUNDS if self._side < _SMALL_SIDE else _ROUNDS
         self._keys = np.random.SeedSequence(key).generate_state(rounds, np.uint64)
 

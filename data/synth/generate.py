@@ -174,7 +174,8 @@ def synth(options: SynthOptions) -> Manifest | None:
 def _write_prepared(generator: Generator, options: SynthOptions) -> Manifest:
     maps = IdMaps(options, generator.columns)
     work, _ = open_work(options.output, "synth")
-    # parts of an earlier run are not reused, because generating a part is faster than checking it
+    # shards of an interrupted command are not reused, because generating a shard is faster than
+    # checking it
     discard(work)
     work, _ = open_work(options.output, "synth")
     step = _SHARD_BLOCKS * BLOCK_ROWS

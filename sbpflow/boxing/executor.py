@@ -230,7 +230,7 @@ class Boxing:
             f"{step.dtype}{list(step.shape)}, channel {channel}",
             "" if fault is None else str(fault),
         )
-        if fault is not None:  # in a world of one rank, world.check() does nothing
+        if fault is not None:  # in a world of one rank, ``world.check()`` does nothing
             raise fault
 
     def _accept(

@@ -60,7 +60,7 @@ class _Cell:
 
 def numel(box: Box) -> int:
     """Return the number of elements in a box; 1 for a 0-d tensor."""
-    # A loop is twice as fast as math.prod here, and this function is called for every pair of
+    # A loop is twice as fast as ``math.prod`` here, and this function is called for every pair of
     # parts.
     count = 1
     for extent in box:

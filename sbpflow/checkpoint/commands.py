@@ -1,6 +1,6 @@
 """Produces the text of ``sbpflow checkpoint ls | verify | diff | prune | compact``.
 
-These commands read, rewrite, and remove checkpoints without loading them into a job.
+The commands read, rewrite, and remove checkpoints without loading them into a job.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence

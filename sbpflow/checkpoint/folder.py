@@ -172,7 +172,7 @@ def _publish_files(folder: Path, partial: Path, target: Path, text: str) -> None
     write_synced(partial / INDEX_FILE, text)
     sync_folder(partial)
     if target.exists():
-        # ``tidy`` restores it if the replacement is interrupted.
+        # ``tidy`` restores the old checkpoint if the replacement is interrupted.
         aside = folder / f".replaced-{target.name}"
         target.rename(aside)
         partial.rename(target)

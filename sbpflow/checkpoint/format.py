@@ -3,11 +3,11 @@
 A checkpoint is a folder with ``index.json`` and binary files. For every logical tensor, the index
 contains the full shape and the pieces that cover it: the rectangle of each piece, its file and
 offset, and a CRC32 per block. In a delta, the tensors of tables have patches instead: the numbers
-and values of the rows that changed since the previous checkpoint. Rows of growing tables have the
-numbers of this step. An unchanged row may have another number in the previous checkpoint, where its
-key identifies it. The index does not depend on ranks or layouts, and includes a digest of its own
-content. Reading untrusted files is safe: they contain only JSON and bytes, and nothing is executed
-or imported.
+and values of the rows that changed since the previous checkpoint. Rows of growing tables are
+numbered as of this step. An unchanged row may have another number in the previous checkpoint, where
+its key identifies it. The index does not depend on ranks or layouts, and includes a digest of its
+own content. Reading untrusted files is safe: they contain only JSON and bytes, and nothing is
+executed or imported.
 """
 
 import hashlib

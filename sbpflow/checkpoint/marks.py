@@ -15,7 +15,7 @@ TakeMarked = Callable[[Rows, NDArray[np.bool], NDArray[np.int64]], int]
 def take_marked_by_numpy(rows: Rows, marks: NDArray[np.bool], taken: NDArray[np.int64]) -> int:
     """Write the marked rows among ``rows`` to ``taken``, each once, and clear their marks.
 
-    Return how many there are. Row numbers beyond the last mark count as not marked.
+    Return the number of these rows. Row numbers beyond the last mark count as not marked.
     """
     rows = rows[rows < marks.size]
     rows = np.unique(rows[marks[rows]])

@@ -68,8 +68,8 @@ def _open_previous(folder: AnyPath, index: Index, previous: Previous) -> "Checkp
     path = parent / f"step-{previous.step}"
     if previous.step >= index.step:
         raise CheckpointError(
-            f"{folder}: is a delta of step {previous.step}, which is not earlier than its own; "
-            "use another checkpoint"
+            f"{folder}: is a delta that continues step {previous.step}, which is not before its "
+            "own step; use another checkpoint"
         )
     try:
         before = open_checkpoint(path)
@@ -341,7 +341,7 @@ class _Blocks:
             os.close(self._file)
 
     def read(self, data: memoryview, offset: int) -> bool:
-        """Fill ``data``; return False if the file ends before that."""
+        """Fill ``data`` from ``offset`` on; return False if the file ends too early."""
         if isinstance(self._path, RemotePath):
             data[:] = self._path.read(offset, offset + len(data))
             return True

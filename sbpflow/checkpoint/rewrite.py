@@ -42,7 +42,7 @@ def kept_rows(checkpoint: Checkpoint, name: str, keeps: Tensor) -> NewTensor:
 
 
 def chosen_rows(checkpoint: Checkpoint, name: str, numbers: Tensor) -> NewTensor:
-    """Return a tensor with only the rows ``numbers``. This needs memory for the whole tensor."""
+    """Return a tensor with only the rows ``numbers``. The whole tensor must fit in memory."""
     saved = checkpoint.tensors[name]
     return NewTensor(
         replace(saved, shape=(numbers.numel(), *saved.shape[1:])),

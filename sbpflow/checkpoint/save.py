@@ -175,7 +175,8 @@ class Saver:
     def _agree(self, state: State) -> None:
         """Agree on the tensors and on who writes which parts; every rank must call this method.
 
-        This is repeated if the set of tensors changes, for example after an optimizer's first step.
+        The ranks agree again if the set of tensors changes, for example after an optimizer's first
+        step.
         """
         world = self._boxing.world
         # Leave out the rows of keys: their number changes from save to save, and each row is on one

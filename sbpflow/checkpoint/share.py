@@ -1,6 +1,6 @@
 """Decides who writes what: each rectangle is written once, and ranks with copies share the work.
 
-This is a pure function: every rank computes the same result from the places of all ranks.
+The decision is a pure function of the places of all ranks, so every rank computes the same result.
 """
 
 from collections.abc import Mapping, Sequence

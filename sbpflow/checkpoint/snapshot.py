@@ -23,8 +23,8 @@ from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 from sbpflow.runtime.files.remote_path import AnyPath
 
 RANGE_BYTES = BLOCK_BYTES  # A tensor is copied and written in ranges of this many bytes.
-# After each range, the writing thread pauses for REST times as long as the range took, to slow
-# training down less. During a pause, it empties segments of the log every _REST_S seconds.
+# After each range, the writing thread pauses for ``REST`` times as long as the range took, to slow
+# training down less. During a pause, it empties segments of the log every ``_REST_S`` seconds.
 REST = 2.0
 _REST_S = 0.01
 
@@ -47,7 +47,7 @@ class SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Rows [start, stop) of a tensor of a store, which are written as one part."""
+    """Rows [start, stop) of a store's tensor, written as one part."""
 
     key: str
     start: int
@@ -90,9 +90,8 @@ class Snapshot:
                 spans.setdefault(id(rows.store), (part.values.store, []))[1].append(span)
                 continue
             if part.name not in places:
-                if not isinstance(
-                    part.values, StoredRows
-                ):  # StoredRows of other stores are keys, which do not change
+                # ``StoredRows`` that get here hold keys, which do not change and need no copy.
+                if not isinstance(part.values, StoredRows):
                     part = replace(part, values=part.values.detach().clone())
                 self._rest.append(part)
                 continue
@@ -175,7 +174,7 @@ def _watch(source: RowStore | SelectedRows, spans: list[_Span]) -> _Logged:
     order = source if isinstance(source, SelectedRows) else None
     store = source.store if isinstance(source, SelectedRows) else source
     pending = torch.zeros(store.num_rows, dtype=torch.bool)
-    # Mark all rows of the source; only the writing thread sorts them.
+    # Mark all rows of the source, unsorted; the writing thread sorts them later.
     if isinstance(source, TrainedRows):
         pending[source.unsorted()] = True
     else:

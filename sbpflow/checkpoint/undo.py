@@ -3,11 +3,11 @@
 Before a row that is not yet written changes for the first time, its old value is logged. Two
 threads use the log. The training thread appends rows to segments right before it updates them,
 which also brings the rows into the CPU cache for the update. The writing thread copies a range of
-rows without a lock, so rows of the copy may be half updated. It then replaces these rows with their
-old values from the log, which contains them by then. (If the store moves rows in the meantime,
-``RowStore.read`` still finds them.) The writing thread also empties segments into slabs, sorted by
-range, and spills rows to a file when the slabs are full. If it does not empty segments fast enough,
-training waits.
+rows without a lock, so rows of the copy may be half updated. The writing thread then replaces these
+rows with their old values from the log, which contains them by then. (If the store moves rows in
+the meantime, ``RowStore.read`` still finds them.) The writing thread also empties segments into
+slabs, sorted by range, and spills rows to a file when the slabs are full. If it does not empty
+segments fast enough, training waits.
 """
 
 import threading
@@ -32,8 +32,8 @@ from sbpflow.embedding.storage.store import RowStore
 SLAB_SHARE, SEGMENT_SHARE = 0.05, 0.015
 MIN_SLAB_ROWS = 2**14  # The slabs have room for at least this many rows.
 SEGMENT_ROWS, MIN_SEGMENTS = 2**14, 3  # Segments of a small store have fewer rows.
-# Up to ``PIECE_ROWS`` rows are logged at a time. ``READY_SEGMENTS`` free segments are kept whose
-# pages are already mapped.
+# Up to ``PIECE_ROWS`` rows are logged at a time. ``READY_SEGMENTS`` free segments with mapped pages
+# are kept ready.
 PIECE_ROWS = 2**12
 READY_SEGMENTS = 2
 
@@ -88,7 +88,7 @@ class RowLog:
         self._copies: dict[str, Tensor] = {}
         device = next(iter(self._like.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # The lock protects the data of both threads: the marks (_pending) and the lists of
+        # The lock protects the data of both threads: the marks (``_pending``) and the lists of
         # segments.
         self._lock = threading.Condition()
         self._full: list[_Segment] = []  # the last segment may have room
@@ -164,7 +164,7 @@ class RowLog:
         return _Segment(huge_pages.zeros((count,), torch.int64, _CPU), values)
 
     def read(self, number: int, spill: SpillFile) -> dict[str, Tensor]:
-        """Return the old rows of range ``number`` on the CPU, which are valid until the next call.
+        """Return the old rows of range ``number``, on the CPU and valid until the next call.
 
         Each range must be read exactly once, always by the same thread.
         """
@@ -187,8 +187,8 @@ class RowLog:
     def drain(self, spill: SpillFile, *, spare_last: bool = False) -> None:
         """Empty the segments into the slabs; the reading thread calls this often.
 
-        This also allocates free segments in advance. With ``spare_last``, skip the last segment,
-        which may still have room.
+        ``drain`` also allocates free segments in advance. With ``spare_last``, skip the last
+        segment, which may still have room.
         """
         with self._lock:
             count = max(len(self._full) - spare_last, 0)

@@ -83,7 +83,7 @@ class PieceFile:
         """Write ``data`` at ``offset``, and start flushing it to disk."""
         with named(self.path):
             write_at(self._file, data, offset)
-            # The calls make Linux start writing the new pages, and drop earlier pages that are
+            # These calls make Linux start writing the new pages, and drop earlier pages that are
             # already on disk. Otherwise, a save would fill the page cache with new pages, which
             # cost far more than reused ones, and end with one long fsync (docs/decisions/state.md).
             if _advise is not None:

@@ -65,7 +65,7 @@ def embeddings(argv: Sequence[str]) -> int:
     schema = _frame(checkpoint, name, feature, first[0][:0], first[1][:0]).schema
 
     def source(*query: object) -> Iterator[pl.DataFrame]:
-        """Return all rows. The sink runs no query, so the arguments are unused."""
+        """Return frames with all rows. Polars passes a query, but both sinks request all rows."""
         del query
         return frames()
 

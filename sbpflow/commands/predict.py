@@ -330,8 +330,8 @@ def open_rows(
 
 
 def _for_few_rows(config: "Config") -> "Config":
-    """Choose kernels and loaders with a short startup: no compilation and few imports. This cannot
-    change the scores, because lookups of all kernels return equal results.
+    """Choose kernels and loaders with a short startup: no compilation and few imports. The choice
+    cannot change the scores, because lookups of all kernels return equal results.
     """
     parallel, data = config.parallel, config.data
     return replace(

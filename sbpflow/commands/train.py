@@ -70,7 +70,8 @@ def run_rank(
 
     ``tracker(rank)`` returns an additional reporter, which receives the run's events on every rank.
     """
-    # torch is imported here so that --help is fast and run_main can report a broken installation.
+    # torch is imported here so that ``--help`` is fast and ``run_main`` can report a broken
+    # installation.
     from sbpflow.config.load import load_config
     from sbpflow.models.registry import MODELS
     from sbpflow.runtime.compute.malloc import keep_freed_memory

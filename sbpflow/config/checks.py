@@ -86,7 +86,9 @@ def run_dir(config: Config) -> Path:
 
 
 def writable_folder(key: str, folder: Path, example: str) -> Path:
-    """Return ``folder``, created if missing; raise ConfigError with ``key`` if not writable."""
+    """Return ``folder``, created if missing; raise ConfigError with ``key`` if the folder is not
+    writable.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

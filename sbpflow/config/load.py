@@ -76,7 +76,8 @@ def config_from_tree(
     saved: dict[str, Any] = copy.deepcopy(dict(tree))
     _apply_all(saved, overrides, lambda tree: _import_optimizers(tree, own_optimizers))
     if unused := set(own_optimizers) - {own for _, own in _own_optimizers(saved)}:
-        raise ConfigError(f"--optimizer: {', '.join(sorted(unused))}: no table uses it; remove it")
+        names = ", ".join(sorted(unused))
+        raise ConfigError(f"--optimizer: no table uses {names}; remove the unused names")
     known, name = dict(models), _mapping(saved.get("model")).get("name")
     if isinstance(name, str) and name not in known:
         if own_model != name:

@@ -138,8 +138,8 @@ def growth_of(rules: TableRules | None, field: str, *, keyed: bool) -> Growth | 
     if not growing:
         if settings and "vocabulary" not in given:
             raise ConfigError(
-                f"{key}.{min(settings)}: has no effect without vocabulary: dynamic; add it, or "
-                f"remove {min(settings)}"
+                f"{key}.{min(settings)}: has no effect without vocabulary: dynamic; add that "
+                f"setting, or remove {min(settings)}"
             )
         return None
     if "evict" not in settings:

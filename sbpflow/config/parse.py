@@ -80,9 +80,9 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
     """Return an instance of the dataclass ``cls`` from a mapping; nested groups are dataclasses
     too.
 
-    ``choices`` is for fields of ``cls`` whose annotation does not name a class. It maps such a
-    field to the possible dataclasses by the value of the key ``name``; the first is the default.
-    Raises ConfigError.
+    ``choices`` is for fields of ``cls`` whose annotation does not name a class. ``choices`` maps
+    such a field to the possible dataclasses by the value of the key ``name``; the first is the
+    default. Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)

@@ -398,7 +398,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """The fully resolved configuration of a run, which is the same on all ranks."""
+    """The fully resolved configuration of a run; it is the same on all ranks."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -372,7 +372,7 @@ Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 def rule_of(given: TableLayout) -> TableRule:
     """Return the rule that gives a table this layout.
 
-    This is the inverse of ``resolve_table_layouts``.
+    ``rule_of`` is the inverse of ``resolve_table_layouts``.
     """
     placement, axes = given.layout.placement, given.layout.nd_sbp
     sizes = [sbp.sizes for sbp in axes if isinstance(sbp, Split) and sbp.sizes is not None]

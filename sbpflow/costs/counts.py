@@ -32,7 +32,7 @@ FEATURES = (
     "home_sort",
     "home_unique",
     "seen_ids",  # Ids of the global batch, which this rank scans for ids of its own rows.
-    "searched_ids",  # Those of ``seen_ids`` that belong to row-split tables.
+    "searched_ids",  # The number of ``seen_ids`` that belong to row-split tables.
     "read_rows",
     "read_elements",
     # ``read_touched`` counts the elements of distinct rows, because the first read of a row misses
@@ -80,7 +80,7 @@ MEMORY, BUFFERS = INDEX["memory_bytes"], INDEX["buffer_bytes"]
 
 Ints = NDArray[np.int64]
 Counts = Mapping[str, float]  # Counts by feature; missing features count as 0.
-Key = tuple[int, str]  # Index of a feature, and a string that distinguishes its keys.
+Key = tuple[int, str]  # Index of a feature, and a string; equal keys are counted once.
 Cut = tuple[float, int]  # (row parts, column parts)
 
 

@@ -1,4 +1,4 @@
-"""Defines the built-in prices of work counts, which are used if there is no calibration.
+"""Defines the built-in prices of work counts, for use without a calibration.
 
 Prices are in nanoseconds on one core, or in milliseconds per call. The prices of indexing, reading,
 summing, and stepping are rounded measurements: compiled kernels, rowwise Adagrad, 60,000 ids on 1M

@@ -73,7 +73,7 @@ def check_rows(number: int, max_rows: int) -> None:
 
 def read_json_body(body: bytes) -> object:
     """Return the JSON value of a body; raise BodyError if the body is not JSON."""
-    # The stricter parse_json would call Python code for each number, which takes too long here.
+    # The stricter ``parse_json`` would call Python code for each number, which takes too long here.
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError as error:

@@ -91,7 +91,7 @@ class RawRows:
             raise RowError(row, absent[0], list(names), rule)
 
     def file_columns(self, num_cells: int) -> list[str]:
-        """Return the columns of text lines without a header, which may omit the label columns."""
+        """Return the columns of text lines without a header; they may omit the label columns."""
         others = [column.name for column in self.columns if column.kind != "label"]
         return others if num_cells == len(others) else [column.name for column in self.columns]
 
@@ -187,7 +187,7 @@ def _cells(column: Any) -> Any:
         return column.to_pylist()
     if not hasattr(column, "to_list"):
         return list(column)
-    # pandas columns have no null_count; their arrays mark missing values by NaN
+    # pandas columns have no ``null_count``; their arrays mark missing values by NaN
     count = getattr(column, "null_count", int)
     if str(column.dtype).lower().startswith(_NUMBERS) and not count():
         array = column.to_numpy()

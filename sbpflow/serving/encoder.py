@@ -82,8 +82,8 @@ class Cells(NamedTuple):
 
 class Finished(NamedTuple):
     """``dense`` float32 [rows, values]; ``absences``, the number of missing values of each dense
-    field; ``counts`` [2, fields], the numbers of missing and of unknown values of single values and
-    pairs.
+    field; ``counts`` [2, fields], the numbers of missing and of unknown values of each field of
+    single values or pairs.
     """
 
     dense: NDArray[np.float32]
@@ -163,7 +163,7 @@ class Vocabularies:
         for name, (keys, ids, *rest) in entries.items():
             checks = rest[0] if rest else np.zeros(len(keys), dtype=np.uint32)
             old = added.get(name, (keys[:0], ids[:0], checks[:0]))
-            # new entries come first, because np.unique keeps the first entry of a key
+            # new entries come first, because ``np.unique`` keeps the first entry of a key
             parts = zip((keys, ids, checks), old, strict=True)
             joined = [np.concatenate(part) for part in parts]
             _, first = np.unique(joined[0], return_index=True)

@@ -367,7 +367,8 @@ class CompiledInput:
         names = sorted(self._kinds, key=lambda name: self._kinds[name][0] in (HEX, STRING))
         kinds = [self._kinds[name][0] for name in names]
         self._num_numbers = len(names) - kinds.count(HEX) - kinds.count(STRING)
-        self._cells_of = itemgetter(*names) if len(names) > 1 else None  # one name gives no tuple
+        # With a single name, ``itemgetter`` would not return a tuple.
+        self._cells_of = itemgetter(*names) if len(names) > 1 else None
         self._dict_kinds, self._dict_targets = self._targets(names)
 
     def parse(self, rows: Any) -> Cells | None:

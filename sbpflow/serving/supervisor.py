@@ -109,5 +109,5 @@ class Supervisor:
         except BaseException:
             logger.exception("worker %d failed", number)
         finally:
-            # os._exit skips the exit handlers and buffers, which belong to the supervisor.
+            # ``os._exit`` skips the exit handlers and buffers, which belong to the supervisor.
             os._exit(code)

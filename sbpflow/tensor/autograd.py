@@ -41,7 +41,7 @@ def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor
     """Call ``boxing.run``; return an empty part where ``boxing.run`` returns None."""
     if not steps:
         return part
-    # Empty parts are passed too, because checked mode compares requires_grad on all ranks.
+    # Empty parts are passed too, because checked mode compares ``requires_grad`` on all ranks.
     out = boxing.run(steps, part, channel)
     if out is None:
         return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
@@ -76,7 +76,7 @@ Adjoint = Callable[[Tensor], Tensor]
 
 def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
     """Return ``adjoint(gradient)``. Differentiating the result raises SbpError."""
-    # In a backward pass, grad mode is enabled only if the caller set create_graph.
+    # In a backward pass, grad mode is enabled only if the caller set ``create_graph``.
     if gradient.requires_grad and torch.is_grad_enabled():
         return _Once.apply(gradient, adjoint, name)  # pyright: ignore[reportReturnType]
     return adjoint(gradient)
@@ -95,6 +95,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *_: Tensor) -> None:
         raise SbpError(
-            f"{ctx.name} has no second derivative; compute second derivatives without conversions "
-            "on a plain tensor or within one part"
+            f"{ctx.name} has no second derivative; compute second derivatives on a plain tensor or "
+            "within one part, without conversions"
         )

@@ -148,8 +148,8 @@ class Graphs(Generic[InputsT]):
         try:
             with (
                 self._drawing(capturing=True),
-                # The error mode is thread_local, because NCCL's own threads query events during the
-                # capture.
+                # The error mode is ``thread_local``, because NCCL's own threads query events during
+                # the capture.
                 torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 results = self._work(inputs, seed)

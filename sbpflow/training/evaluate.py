@@ -57,7 +57,8 @@ class _Rows:
     options: ScoreOptions
     scores: list[Tensor] = field(default_factory=list[Tensor])  # Logits and labels [rows, 2].
     keys: list[Tensor] = field(default_factory=list[Tensor])  # Group and slices, [rows, columns].
-    kept: list[Tensor] = field(default_factory=list[Tensor])  # Rows beyond exact_rows, on the host.
+    # Rows beyond ``exact_rows``, on the host.
+    kept: list[Tensor] = field(default_factory=list[Tensor])
     sizes: list[int] = field(default_factory=list[int])
     total: int = 0
     grouped: bool = False

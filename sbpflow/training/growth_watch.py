@@ -9,7 +9,7 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 
 logger = logging.getLogger(__name__)
 
-_FULL = 0.9  # with few rows per bucket, no larger share of the rows ever gets keys
+_FULL = 0.9  # with few rows per bucket, the share of rows that get keys stays near this value
 _REFUSED = 0.01
 """If more than this share of an interval's lookups have refused keys, ``evict.max_rows`` is too
 low.

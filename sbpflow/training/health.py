@@ -78,7 +78,10 @@ class LossWatch:
             if is_outside.any():
                 column = int(is_outside.any(0).nonzero()[0])
                 low, high = float(self._minimum[column]), float(self._maximum[column])
-                rule = f"the values of this field in the data set are {low:g} to {high:g}"
+                rule = (
+                    "according to the manifest, the values of this field range from "
+                    f"{low:g} to {high:g}"
+                )
                 values, is_wrong = dense[:, column], is_outside[:, column]
                 self._refuse(step, self._names[column], values, is_wrong, rule)
 

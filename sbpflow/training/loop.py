@@ -80,7 +80,8 @@ class Result:
         best = self.best
         if self.best_step not in (None, self.steps):
             best += (
-                f"; these are the results of its weights, and last_* are those of step {self.steps}"
+                "; val and test are scores of the weights of that step, and last_* are scores of "
+                f"the weights of step {self.steps}"
             )
         lines = {"stopped": self.stopped, "best val": best, "overlap": self.overlap}
         return {title: line for title, line in lines.items() if line}

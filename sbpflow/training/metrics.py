@@ -223,7 +223,10 @@ def group_terms(scores: Values, labels: Values, groups: Values) -> tuple[NDArray
         return np.empty(0), 0
     values, is_positive, group = _scores(scores, labels), _labels(labels), _flat(groups)
     if len(group) != len(values):
-        raise MetricError(f"{len(values)} predictions for {len(group)} groups")
+        raise MetricError(
+            f"{len(values)} predictions, but {len(group)} group IDs; pass one group ID per "
+            "prediction"
+        )
     order = np.lexsort((values, group))
     values, is_positive, group = values[order], is_positive[order], group[order]
     new_group = np.concatenate([[True], group[1:] != group[:-1]])

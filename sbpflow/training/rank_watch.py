@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 _PERSISTS = 3  # Number of consecutive windows before a warning.
 _WINDOW_STEPS = 20  # Minimum length of a window, because single steps vary.
-# A rank is slow if its own time exceeds _FACTOR times the median of the other ranks, and the
-# difference exceeds the share _SHARE of a step.
+# A rank is slow if its own time exceeds ``_FACTOR`` times the median of the other ranks, and the
+# difference exceeds the share ``_SHARE`` of a step.
 _FACTOR, _SHARE = 1.2, 0.05
 
 

@@ -126,7 +126,8 @@ def _after(move: Move, moves: Collection[Move]) -> tuple[str, ...]:
     waits_for_clip = (move is UPDATE_DENSE and CLIP in moves) or (
         move in (UPDATE, UPDATE_DENSE) and CLIP_ROWS in moves
     )
-    waits_for_flags = move is SEND_GRADS and MARK_EARLY in moves  # says which are late
+    # ``mark_early`` also decides which gradients are late.
+    waits_for_flags = move is SEND_GRADS and MARK_EARLY in moves
     return (
         *_AFTER.get(move, ()),
         *((CLIP.name,) if waits_for_clip else ()),
@@ -268,7 +269,7 @@ class StepSchedule:
     ) -> list[tuple[Move, tuple[str, ...]]]:
         """Return every move of a one-batch step, and the transfers in flight during the move.
 
-        ``transfers`` names the transfers that the run makes, which are none on a single rank.
+        ``transfers`` names the transfers that the run makes (none on a single rank).
         """
         moves = (*self.moves(lookahead), *self.each_step)
         during: list[tuple[Move, tuple[str, ...]]] = []

@@ -190,8 +190,8 @@ class Trainer:
         the mean over these rows. Announced batches must be passed in announcement order, before any
         other batches. Batches without rows are skipped. Raises SbpError, without any effect, if no
         batch has rows, an argument is not a batch, or a batch differs from the announced batch.
-        Raises DataError for an out-of-range id. After any error other than these SbpErrors, further
-        steps raise TrainingError.
+        Raises DataError for an out-of-range id. After a DataError, or any other error except the
+        SbpErrors above, further steps raise TrainingError.
         """
         given = batches if isinstance(batches, list) else [batches]
         for batch in given:
@@ -250,7 +250,7 @@ class Trainer:
 
     def settle(self) -> None:
         """Apply the late gradients of the last step, unless it failed. Every rank must call this
-        method before reading rows; ``step``, ``predict``, and ``drain`` do so.
+        method before reading rows; ``step``, ``predict``, and ``drain`` call it themselves.
         """
         if not self._failure:
             self._embeddings.settle()

@@ -134,7 +134,7 @@ def test_the_process_state_is_unchanged(tmp_path):
     with pytest.raises(ConfigError, match=r"^train\.epoch: unknown key"):
         fit(tmp_path / "other", train={"epoch": 1})
     large = {**CONFIG, "data": {"batch_size": 5000, "tail": "drop"}}
-    with pytest.raises(ConfigError, match=r"^data\.batch_size: 5000 rows, but the train part"):
+    with pytest.raises(ConfigError, match=r"^data\.batch_size: 5000 rows, but the train split"):
         sbpflow.fit(large, data=rows(100), schema=SCHEMA, run={"dir": tmp_path / "other"})
     assert state() == before
     assert threading.active_count() <= threads + 1, "tqdm has one"

@@ -246,8 +246,8 @@ def test_growth_changes_no_id_and_fills_spare_ids_first(tmp_path, capsys):
     (shop,) = (entry for entry in json.loads(report)["growth"] if entry["table"] == "deep.shop")
     assert (shop["new_values"], shop["in_spare_ids"], shop["behind_the_old"]) == (12, 5, 7)
     assert shop["max_over_mean"] == pytest.approx(max(parts) / np.mean(parts), abs=1e-3)
-    line = "deep.shop: 12 new values, 5 with spare ids and 7 after the old rows; the maximum load"
-    assert f"{line} of the 4 parts" in explained(capsys, big.path)
+    line = "deep.shop: 12 new values: 5 in spare rows and 7 in rows after the old ones;"
+    assert f"{line} the most loaded of 4 row parts has" in explained(capsys, big.path)
     assert "grown" not in explained(capsys, same.path)
 
 

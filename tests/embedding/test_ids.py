@@ -99,7 +99,7 @@ CHANGES = {
     "feature c: values are torch.int64.*offsets torch.float32": {
         "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0.0, 1.7, 3.0]))
     },
-    "feature a: ids are a list; use a tensor or Bags": {"a": [1, 2]},
+    "feature a: ids have type list; use a tensor or Bags": {"a": [1, 2]},
     "feature c: got weights": {
         "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 0, 3]), torch.ones(3))
     },

@@ -166,5 +166,5 @@ def test_gauc_of_one_group_is_the_auc_and_groups_of_one_class_count_nothing():
     assert gauc(*more, groups) == auc(scores, labels)
     assert evaluate(*more, groups).gauc == auc(scores, labels)
     assert evaluate(*more).gauc is None
-    with pytest.raises(MetricError, match="500 predictions for 3 groups"):
+    with pytest.raises(MetricError, match="500 predictions, but 3 group IDs"):
         gauc(scores, labels, groups[:3])

@@ -190,8 +190,9 @@ class Servers:
 def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
     """Return a connection; raise OSError if nothing listens at the address."""
     sock = socket.create_connection(address, limit_s)
-    # If nothing listens on a port of this host, TCP may choose that port for this end. The socket
-    # is then connected to itself: it answers its own greeting, and the server cannot use the port.
+    # If nothing listens on a port of this host, TCP may choose that port for this end of the
+    # connection. The socket is then connected to itself: it answers its own greeting, and the
+    # server cannot use the port.
     if sock.getsockname() == sock.getpeername():
         sock.close()
         raise ConnectionRefusedError("connection refused: nothing listens there")
@@ -203,7 +204,7 @@ class _Write:
     """One call of ``write``; ``records`` are ordered by server."""
 
     rows: Array  # Sorted.
-    order: Array  # The position in ``records`` of each row.
+    order: Array  # For each row, its position in ``records``.
     records: Array
     unconfirmed: int  # number of servers that have not confirmed the write
 

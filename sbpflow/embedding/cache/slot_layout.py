@@ -8,12 +8,14 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# Columns of a row's 16-byte record. SLOT is the row's slot, LAST the last announced batch that uses
-# it, PLACE its position in that batch's list, and NEXT the batch of its current or next use.
+# Columns of a row's 16-byte record. ``SLOT`` is the row's slot, ``LAST`` the last announced batch
+# that uses it, ``PLACE`` its position in that batch's list, and ``NEXT`` the batch of its current
+# or next use.
 SLOT, LAST, PLACE, NEXT = range(4)
 RECORD_BYTES = 16
-NEW, STORED = -1, -2  # Values of SLOT for rows without a slot: never written, or in slower memory.
-NEVER = 2**31 - 1  # Value of NEXT for a row that no announced batch uses.
+# Values of ``SLOT`` for rows without a slot: never written, or in slower memory.
+NEW, STORED = -1, -2
+NEVER = 2**31 - 1  # Value of ``NEXT`` for a row that no announced batch uses.
 
 # Positions in the state: the number of free slots, the number of rows in admitted batches, and both
 # ends of the queue of rows without a next use.

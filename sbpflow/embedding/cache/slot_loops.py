@@ -1,7 +1,7 @@
 """Plans slots and copies rows in compiled loops. Import this module only if numba is installed.
 
-``slot_arrays`` has the same functions in numpy, which make the same decisions. The lists of the
-batches in flight form a ring whose length is a power of two.
+``slot_arrays`` has numpy versions of these functions, which make the same decisions. The lists of
+the batches in flight form a ring whose length is a power of two.
 """
 
 from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch

@@ -167,7 +167,7 @@ class SlotPlanner:
         return the number of slots that would be enough.
         """
         batch = self.num_admitted
-        # The batch still does not fit, because nothing has been released since the last attempt.
+        # If nothing has been released since the last attempt, the batch still does not fit.
         if self._refused[:2] == (batch, self.num_released):
             return self._refused[2]
         stored, new, slots, evicted = self._found

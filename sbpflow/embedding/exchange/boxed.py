@@ -217,9 +217,8 @@ class BoxedGroup(AddressedGroup):
         steps, part = self.plan.conversion(batch.batch_size, "vectors"), None
         if self.members:
             part = self.rows_of(batch)
-        elif (
-            self.world.rank in steps[0].src.placement
-        ):  # this rank is in the placement, but stores no columns
+        elif self.world.rank in steps[0].src.placement:
+            # This rank is in the placement, but stores no columns.
             part = torch.empty(
                 batch.batch_size, 0, dtype=self.plan.comm_dtype, device=self.world.device
             )

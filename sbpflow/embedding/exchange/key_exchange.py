@@ -93,8 +93,8 @@ class KeyExchange:
                 f"field {names[0]}: evict.idle_time: the batch has no event time; pass event_time, "
                 "or use evict.idle_samples"
             )
-        # torch transposes in cache-sized blocks. clone() always copies; contiguous() would return a
-        # view of a single column, and the columns are overwritten later.
+        # torch transposes in cache-sized blocks. ``clone()`` always copies; ``contiguous()`` would
+        # return a view of a single column, and the columns are overwritten later.
         columns = ids.matrix.t().clone(memory_format=torch.contiguous_format).numpy()
         lists = ids.lists
         all_keys = [self._keys(columns, lists, index) for index in range(len(self.fields))]

@@ -243,8 +243,8 @@ class OwnerAddresses:
         parts = _row_parts(stack, dict(zip(ranks, self.bases, strict=True)))
         most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
-        firsts: list[list[int]] = []  # By use: the first row of each part except the first part.
-        steps: list[list[int]] = []  # By use: the change of the shift at each of these rows.
+        firsts: list[list[int]] = []  # For each use: the first row of every part but the first.
+        steps: list[list[int]] = []  # For each use: the change of the shift at each of these rows.
         shifts: list[int] = []
         for use in stack.uses:
             table_parts = parts[use.table.name]

@@ -1,4 +1,4 @@
-"""Defines loops over ids, compiled by numba, which make a single pass where torch makes ten.
+"""Defines loops over ids that numba compiles; they make a single pass where torch makes ten.
 
 Import this module only if numba is installed. Results are identical to those of the torch code next
 to each call. Arrays must be C-contiguous.

@@ -247,7 +247,7 @@ class IdReader:
             return value.offsets.numel() - 1
         if not isinstance(value, Tensor):
             raise DataError(
-                f"feature {name}: ids are a {type(value).__name__}; use a tensor or Bags"
+                f"feature {name}: ids have type {type(value).__name__}; use a tensor or Bags"
             )
         if value.ndim not in (1, 2):
             raise DataError(f"feature {name}: ids are {list(value.shape)}; use [samples, hotness]")

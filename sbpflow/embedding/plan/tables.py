@@ -202,7 +202,7 @@ class Shard:
 
     @property
     def shift(self) -> int:
-        """Return the difference between a row's number in the store and its number in the table."""
+        """Return a row's number in the store minus its number in the table."""
         return self.base - self.row_start
 
 

@@ -100,7 +100,8 @@ def _check_constants(
 
 
 def function_path(optimizer: SparseOptimizer, kernel: CompiledKernel) -> str | None:
-    """Return "package.module:function" of an optimizer for a kernel, or ``None`` if not supported.
+    """Return "package.module:function" of an optimizer for a kernel, or ``None`` if the kernel does
+    not support the optimizer.
 
     For a built-in optimizer without ``kernels``, the function has the optimizer's name.
     """

@@ -49,7 +49,7 @@ class KernelChoice:
 class StackFacts:
     """The properties of a stack that decide which kernels support it."""
 
-    width: int  # width on one rank, preferably one that is not a multiple of 4
+    width: int  # smallest width that is not a multiple of 4, or else the smallest width
     optimizer: SparseOptimizer
     dtype: torch.dtype
     row_dtype: torch.dtype
@@ -223,8 +223,8 @@ def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:
 
 
 def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, KernelChoice]:
-    """Choose a kernel for every table; return the choices by table name, which are the same on
-    every rank.
+    """Choose a kernel for every table; return the choices by table name. All ranks make the same
+    choices.
     """
     choices: dict[str, KernelChoice] = {}
     for group in plan.groups:

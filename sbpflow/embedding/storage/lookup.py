@@ -178,7 +178,7 @@ class Lookup:
 
     def _segment_sums(self, grads: Tensor, order: Tensor, starts: Tensor) -> Tensor:
         weights = None if self.weights is None else self.weights.index_select(0, order)
-        # On CPU, embedding_bag is 5 to 10 times faster than index_add_, and the results are
+        # On CPU, ``embedding_bag`` is 5 to 10 times faster than ``index_add_``, and the results are
         # bit-equal.
         return F.embedding_bag(
             self.bags_of(order), grads, starts, mode="sum", per_sample_weights=weights

@@ -228,8 +228,8 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
 
 
 def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
-    """Return the milliseconds of a run. On CUDA, measure device time, because the host runs
-    ahead.
+    """Return the milliseconds that a call of ``turn`` takes. On CUDA, measure device time, because
+    the host runs ahead.
     """
     if device.type == "cpu":
         start = time.perf_counter()
@@ -246,8 +246,8 @@ def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
 def _turn(
     storage: RowKernel, lookup: Lookup, grads: Tensor, home: Tensor, home_grads: Tensor, rows: int
 ) -> Callable[[], None]:
-    """Return a function that runs one batch. Each run uses new lookups, because lookups cache
-    results.
+    """Return a function that processes one batch. Each call makes new lookups, because lookups
+    cache results.
     """
     lr, deduplicated = 0.01, deduplicator(storage.name, rows)
 

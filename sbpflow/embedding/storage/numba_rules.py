@@ -138,7 +138,7 @@ def _step_lazy_adam(
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, m = grads[j, k], mean[r, k]
-            if take < half:  # exact at both ends, like torch.lerp
+            if take < half:  # exact at both ends, like ``torch.lerp``
                 m = fma(take, g - m, m)
             else:
                 m = fma(-(g - m), one - take, g)

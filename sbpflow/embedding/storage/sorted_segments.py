@@ -31,8 +31,8 @@ class SortedSegments:
         at = torch.arange(count, dtype=torch.int32, device=keys.device)
         changes = keys[1:] != keys[:-1]
         # ``start`` is the running maximum of the run starts; ``stop`` is the running minimum, from
-        # the end, of the run ends. unique_consecutive would make the host wait for the number of
-        # runs.
+        # the end, of the run ends. ``unique_consecutive`` would make the host wait for the number
+        # of runs.
         begins = torch.where(changes, at[1:], 0)
         ends = torch.where(changes, at[1:], count)
         start = torch.cummax(torch.cat([begins.new_zeros(1), begins]), 0).values

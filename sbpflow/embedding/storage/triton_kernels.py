@@ -10,9 +10,9 @@ that depends only on the shape of the batch, so the host counts and deduplicates
 import triton
 import triton.language as tl
 
-# A program processes BLOCK positions, and sums at most SPLIT gradient rows of a run sequentially.
-# If a run is longer (a very frequent id), ``sum_long_runs`` first sums the rest of it in other
-# programs.
+# A program processes ``BLOCK`` positions, and sums at most ``SPLIT`` gradient rows of a run
+# sequentially. If a run is longer (a very frequent id), ``sum_long_runs`` first sums the rest of
+# the run in other programs.
 BLOCK = 32
 SPLIT = 64
 
@@ -182,7 +182,8 @@ def update(
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Take one optimizer step on each row of ``keys`` (sorted), at the first position of its run.
+    """Take one optimizer step for each distinct row number in ``keys`` (sorted, may repeat), at the
+    first position of each run of equal keys.
 
     With ``HAS_SUMS``, ``grads`` [n, width] already contains the sums of the runs, and ``squares``
     [n] is set. Keys of ``num_rows`` and above are skipped. ``STEP`` is a function of

@@ -47,8 +47,8 @@ def observe(
     entries in ``log`` (the address of each key, and its value before this batch), new keys,
     ``candidates`` for admission (addresses), and ``unresolved`` positions of keys without rows. The
     old counts of rows are written to ``log_counts`` if evictions depend on counts. ``migrates`` is
-    None unless the map migrates: for None, numba compiles a loop without the second array, which is
-    a third faster.
+    None unless the map migrates: for None, numba compiles a loop without the second array; that
+    loop is a third faster.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]
@@ -76,8 +76,10 @@ def observe(
             if place == array.shape[0] - 1:
                 raise IndexError("the key map is full at its end; this is a bug")
             value = array[place, VALUE]
-        # From here on, no branch depends on the key, because the processor could not predict such a
-        # branch. The next entry of a log or list overwrites an entry that is not needed.
+        # From here on, the code does not branch on the key, except for LFU counts, because the
+        # processor could not predict such a branch. Entries are always written to the logs and
+        # lists, but the position advances only past those that are needed, so the next entry
+        # overwrites an unneeded one.
         is_first, content = value >> 32 != now, content_of(value)
         has_row, total = content > 0, count - content
         log[num_log, ADDRESS], log[num_log, VALUE] = address, value

@@ -36,7 +36,7 @@ STATE_SIZE = 15
 class Arrays(NamedTuple):
     """The arrays of a vocabulary, which are passed together to the loops of this package.
 
-    ``slots`` and ``new_slots`` are [n, 2] int64: an address, and a value as in ``value_of``, which
+    ``slots`` and ``new_slots`` are [n, 2] int64: an address, and a value (see ``value_of``), which
     is 0 in an empty slot. ``row_counts`` contains the counts of keys with rows if evictions depend
     on counts. ``free_rows`` is a stack. ``live`` is the number of used rows in each bucket, and
     ``room`` their maximum. ``victims`` [buckets, n, 2] contains, between ``heads`` and ``tails``,

@@ -29,7 +29,7 @@ from sbpflow.runtime.compute.compiled import Array
 MIN_SLOTS = 1024
 MAX_LOAD = 0.8  # The map starts to grow when this share of its slots is used.
 SWEPT_BUCKETS = 16  # Every batch removes the idle keys of this many buckets.
-VICTIM_SHARE = 16  # A search finds 1 / VICTIM_SHARE of a bucket's rows to evict.
+VICTIM_SHARE = 16  # Each search selects 1 / ``VICTIM_SHARE`` of a bucket's rows for eviction.
 
 
 @dataclass(slots=True)
@@ -330,7 +330,7 @@ class Vocabulary:
         return freed[: sizes[0]] + self.first_row
 
     def _make_room(self, count: int) -> None:
-        """Make room for ``count`` new keys: start to grow the map, or continue."""
+        """Make room for ``count`` new keys: start growing the map, or continue growing it."""
         s = self.arrays.state
         num_entries = int(s[km.ENTRIES]) + count
         if not s[km.EDGE] and not s[km.NEW_SLOTS] and num_entries > MAX_LOAD * s[km.SLOTS]:

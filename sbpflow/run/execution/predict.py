@@ -115,7 +115,7 @@ def unfinished(
 
 
 def answer_of_rank_0(boxing: Boxing, question: Callable[[], bool]) -> bool:
-    """Return rank 0's value on every rank."""
+    """Call ``question`` on rank 0; return its result on every rank."""
     return gather_texts(boxing, "yes" if on_rank_0(boxing, question) else "")[0] == "yes"
 
 

@@ -18,7 +18,7 @@ from sbpflow.run.export.graph import example_inputs as dense_inputs
 from sbpflow.run.export.plain_model import Bag, PlainModel
 from sbpflow.serving.scorer import COMPILED, cpu_features
 
-_EXAMPLE_ROWS = 2  # torch.export treats sizes 0 and 1 as constants
+_EXAMPLE_ROWS = 2  # ``torch.export`` treats sizes 0 and 1 as constants
 
 
 class Functional(nn.Module):

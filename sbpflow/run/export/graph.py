@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind
 from sbpflow.errors import ConfigError
 from sbpflow.serving.operations import OPERATIONS
 
-_ROWS = 2  # torch.export treats sizes 0 and 1 as constants
+_ROWS = 2  # ``torch.export`` treats sizes 0 and 1 as constants
 _DEFAULTS = ("device", "pin_memory", "layout")
 
 

@@ -20,9 +20,8 @@ from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.serving.cells import MISSING_KEY, NUM_RESERVED_IDS, RARE_ID
 from sbpflow.serving.row_store import Tensors
 
-Entries = tuple[
-    NDArray[np.int64], NDArray[np.int32]
-]  # keys and ids; RARE_ID means that the key no longer has a row
+# Keys and ids; the id ``RARE_ID`` means that the key no longer has a row.
+Entries = tuple[NDArray[np.int64], NDArray[np.int32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class FloatRows(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids of any shape: [*ids.shape, dim] of ``dtype``.
 
-        Raises IndexError if out of range.
+        Raises IndexError if an id is out of range.
         """
         return F.embedding(ids, self.weight).to(self.dtype)
 
@@ -63,7 +63,7 @@ class ByteRows(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids of any shape: [*ids.shape, dim] of ``dtype``.
 
-        Raises IndexError if out of range.
+        Raises IndexError if an id is out of range.
         """
         values = F.embedding(ids, self.values).to(torch.float32)
         scale, low = (F.embedding(ids, each.unsqueeze(1)) for each in (self.scale, self.low))
@@ -97,7 +97,7 @@ class SavedRows(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids of any shape: [*ids.shape, dim] of ``dtype``.
 
-        Raises IndexError if out of range.
+        Raises IndexError if an id is out of range.
         """
         rows, places = ids.unique(return_inverse=True)
         if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= self._num_rows):

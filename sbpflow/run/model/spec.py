@@ -257,8 +257,8 @@ def _growth_of(members: Sequence[IdField], rules: TableRules | None, table: str)
         if growth_of(rules, other.name, keyed=other.keyed) != growth:
             raise ConfigError(
                 f"model.fields: {first.name} and {other.name} share table {table}, but their "
-                "vocabulary settings differ; use one pattern that matches both fields for "
-                "vocabulary, admit_count, forget_after_samples, and evict"
+                "vocabulary settings differ; set vocabulary, admit_count, forget_after_samples, "
+                "and evict under one pattern that matches both fields"
             )
     return growth
 

@@ -69,7 +69,7 @@ class TorchModel:
 
     @cached_property
     def _first(self) -> nn.Module:
-        """Return the module that was built for its shapes."""
+        """Return the module from which planning takes parameter shapes and batch norms."""
         module = self._make(0, torch.device("cpu"))
         _check_module(module)
         return module
@@ -221,7 +221,8 @@ class TorchPart:
     def _buffers(self) -> dict[str, tuple[int, int, Tensor | None]]:
         """Return the identity, the version, and (for the first batches) the values of each buffer.
         Values are needed because a write through ``.data`` does not change the version. A module
-        that writes this way does so from the start, so checking the first batches suffices.
+        that writes through ``.data`` does so from the start, so checking the first batches
+        suffices.
         """
         self._batches += 1
         compare = self._batches <= LOOKED_AT

@@ -66,7 +66,9 @@ def _choice(
     frequencies: Mapping[str, IdFrequencies],
     why_not: str,
 ) -> EarlyRows:
-    """Decide for one group; ``why_not`` is the result of ``_why_not``."""
+    """Decide whether a group sends early rows and late gradients. ``why_not`` is the result of
+    ``_why_not``.
+    """
 
     def expected(num_batches: int) -> tuple[float, float]:
         return expected_bytes(group, features, config, frequencies, num_batches)

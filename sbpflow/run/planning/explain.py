@@ -172,7 +172,7 @@ def _describe_ranks(
     for rank in plan.embeddings.world.ranks:
         dense = sum(p.num_elements(rank) for p in plan.dense)
         dense_state = sum(p.num_elements(rank) * p.state_per_element for p in plan.dense)
-        ranks[rank] = {  # the order matches the columns of rank_lines
+        ranks[rank] = {  # the order matches the columns of ``rank_lines``
             "rank": rank,
             "table_bytes": 0,
             "table_state_bytes": 0,
@@ -241,7 +241,7 @@ def _or_none(reason: str, text: str) -> str:
 def _shares(hidden: int, in_step: int, when: str) -> str:
     share = f"{100 * hidden / max(hidden + in_step, 1):.0f} %"
     return (
-        f"{format_size(hidden)} ({share}) are sent a batch {when}, {format_size(in_step)} in the "
+        f"{format_size(hidden)} ({share}) are sent one batch {when}, {format_size(in_step)} in the "
         "step (expected)"
     )
 

@@ -97,9 +97,8 @@ class RunPlan:
     accumulate: int
     lookahead: int = 1  # Number of batches whose ids are exchanged ahead of training.
     early_rows: tuple[EarlyRows, ...] = ()  # One entry per group that could send early rows.
-    priced: tuple[
-        PricedPlan, ...
-    ] = ()  # Set if parallel.scheme is auto; the first entry is this plan.
+    # Set if ``parallel.scheme`` is auto; the first entry is this plan.
+    priced: tuple[PricedPlan, ...] = ()
     # Exponents for ``costs.ids.click_curve`` by table, for tables with known id statistics.
     skew: Mapping[str, float] = field(default_factory=dict[str, float])
 

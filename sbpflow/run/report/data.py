@@ -118,7 +118,9 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
     try:
         *lines, last = read_text(file).split("\n")
     except JsonError as error:
-        raise DataError(f"{error}; restore the file, or report another run") from error
+        raise DataError(
+            f"{error}; restore the file, or run `sbpflow report` on another run"
+        ) from error
     events: list[Event] = []
     notes: list[str] = []
     for number, line in enumerate(lines, 1):
@@ -127,7 +129,8 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
         except JsonError as error:
             raise DataError(
                 f"{file}: line {number} is not a valid event ({error}), so the file was changed "
-                "or written by another program; restore the file, or report another run"
+                "or written by another program; restore the file, or run `sbpflow report` on "
+                "another run"
             ) from error
     if last:  # the file does not end in a newline
         try:

@@ -29,7 +29,7 @@ from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.random.streams import mix
 from sbpflow.serving.cells import RARE_ID
 
-_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # all counts except max_rows and rows_per_rank
+_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # all counts except ``max_rows`` and ``rows_per_rank``
 _LIVE = ("keys", "last_uses", "counts")
 _PENDING = ("pending_keys", "pending_last_uses", "pending_counts")
 
@@ -67,9 +67,8 @@ def erase(path: AnyPath, field: str, keys: Tensor) -> str:
             name: ~torch.isin(checkpoint.tensor(f"{prefix}/{name}"), keys)
             for name in ("keys", "pending_keys")
         }
-        rows = torch.cat(
-            [torch.ones(1, dtype=torch.bool), keeps["keys"]]
-        )  # row 0 is the shared row
+        # Row 0 is the shared row.
+        rows = torch.cat([torch.ones(1, dtype=torch.bool), keeps["keys"]])
         changed = {f"{prefix}/{name}": keeps["keys"] for name in _LIVE}
         changed |= {f"{prefix}/{name}": keeps["pending_keys"] for name in _PENDING}
         changed |= {name: rows for table in plan.tables for name in _tensors(checkpoint, table)}

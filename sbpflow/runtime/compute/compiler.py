@@ -53,7 +53,7 @@ def keep_compiled_privately() -> None:
     if inductor is not None:  # torch has already read the variable
         inductor.cpp_cache_precompile_headers = False
     folder = code_cache("inductor")
-    if folder is None:  # torch.compile needs files; create a private folder for this process
+    if folder is None:  # ``torch.compile`` needs files; create a private folder for this process
         folder = Path(tempfile.mkdtemp(prefix="sbpflow-inductor-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

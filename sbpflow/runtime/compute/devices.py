@@ -20,7 +20,9 @@ def backend_of_device(device_type: str) -> str:
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:
-    """Return the device for "auto", "cpu" or "cuda"; raise ConfigError if unavailable."""
+    """Return the device for "auto", "cpu" or "cuda"; raise ConfigError if the device is
+    unavailable.
+    """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {device!r} is not known; use auto, cpu or cuda")
     available = torch.cuda.is_available()

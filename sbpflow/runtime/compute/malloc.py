@@ -7,7 +7,7 @@ next use. docs/decisions/engine.md and docs/decisions/data.md report the measure
 import ctypes
 from collections.abc import Mapping
 
-# These parameters of mallopt are defined in glibc's malloc.h.
+# These parameters of ``mallopt`` are defined in glibc's ``malloc.h``.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _ARENAS = 1  # Only the main arena keeps its heap.
 _MMAP_THRESHOLD = 1 << 30  # Blocks above the threshold are mapped separately.

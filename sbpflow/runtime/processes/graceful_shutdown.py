@@ -2,9 +2,9 @@
 second.
 
 In a process of ``run_main``, ``GracefulShutdown`` takes over signal handling from ``launch.py``
-until a second signal or the end of a grace period. It ends the process even if the main thread is
-stuck. In other processes, such as a notebook's kernel, ``GracefulInterrupt`` delays the
-KeyboardInterrupt.
+until a second signal or the end of a grace period. ``GracefulShutdown`` ends the process even if
+the main thread is stuck. In other processes, such as a notebook's kernel, ``GracefulInterrupt``
+delays the KeyboardInterrupt.
 """
 
 import os

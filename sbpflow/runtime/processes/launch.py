@@ -3,8 +3,8 @@
 This module imports only small modules, so that it can report a broken torch installation, or a
 Ctrl-C during imports. For the same reason, an entry point should import torch inside ``main``.
 ``run_main`` closes the process groups, with a time limit, but only after success. Therefore
-``main`` need not close them. It must not do so in a ``finally`` block, where a dead peer would
-block the process for the whole time limit.
+``main`` need not close them. ``main`` must not close them in a ``finally`` block, where a dead peer
+would block the process for the whole time limit.
 """
 
 import argparse
@@ -59,7 +59,7 @@ _PEER_EXIT_S = 5.0  # Time for the main thread to fail after another rank has ex
 class Terminated(BaseException):
     """Raised on SIGTERM.
 
-    Not an Exception, so that ``except Exception`` in a program does not catch it.
+    Not derived from ``Exception``, so that ``except Exception`` in a program does not catch it.
     """
 
 
@@ -172,7 +172,7 @@ def _exit_of_program(error: SystemExit) -> tuple[Reason, int]:
     # The system keeps only 8 bits of the code; a multiple of 256 would look like success.
     code = error.code & 0xFF or EXIT_CRASH if isinstance(error.code, int) else EXIT_CRASH
     frames = traceback.extract_tb(error.__traceback__)
-    # exit() and quit() raise inside a frozen module; report the line that called them.
+    # ``exit()`` and ``quit()`` raise inside a frozen module; report the line that called them.
     own = [frame for frame in frames if not frame.filename.startswith("<frozen ")] or frames
     where = f"{own[-1].filename}:{own[-1].lineno}"
     call = f"sys.exit({error.code!r}) at {where}, in {own[-1].name}"
@@ -276,7 +276,7 @@ class _Exits:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):  # the reader may have closed the pipe
                     stream.flush()
-            # sys.exit is not used: gloo's and NCCL's threads could abort or hang Python's exit.
+            # ``sys.exit`` is not used: gloo's and NCCL's threads could abort or hang Python's exit.
             os._exit(code)
 
 

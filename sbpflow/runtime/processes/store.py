@@ -84,7 +84,7 @@ class TimedStore:
     def set_all(self, values: dict[str, str]) -> None:
         """Write several values."""
         keys, texts = list(values), list(values.values())
-        store = cast("Any", self.torch_store)  # torch's type stub lacks multi_set
+        store = cast("Any", self.torch_store)  # torch's type stub lacks ``multi_set``
         self._talk("set", partial(store.multi_set, keys, texts))
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
@@ -136,7 +136,7 @@ def store_of_group(name: str) -> TimedStore:
     operation at a time."""
     from torch.distributed import PrefixStore, distributed_c10d
 
-    # torch has no public function for the default store, and its type stub lacks clone.
+    # torch has no public function for the default store, and its type stub lacks ``clone``.
     store = cast("Any", distributed_c10d._get_default_store())  # pyright: ignore[reportPrivateUsage]
     return TimedStore(PrefixStore(name, store.clone()), "the ranks' rendezvous address")
 

@@ -5,8 +5,8 @@ cannot distinguish hosts: containers on one machine share the machine's boot ID,
 host name and /dev/shm, even if only a slow link connects the containers. Therefore the ranks of a
 host find each other through an abstract Unix socket. All ranks try to bind the same name, but the
 kernel lets only one process per namespace succeed. The other ranks connect to that process and read
-its rank. This takes one connection per rank and creates no file. The kernel frees the name when the
-process ends.
+its rank. The search takes one connection per rank and creates no file. The kernel frees the name
+when the process ends.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
     """Derive the leader from LOCAL_WORLD_SIZE, assuming consecutive ranks; raise ConfigError if
     this fails.
 
-    This is for systems without abstract Unix sockets.
+    Used on systems without abstract Unix sockets.
     """
     local = size if all_ranks_here() else env_int("LOCAL_WORLD_SIZE", 0)
     if local < 1 or size % local:

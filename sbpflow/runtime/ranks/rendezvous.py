@@ -61,5 +61,7 @@ def world_size_of_environment() -> int:
 
 
 def device_type_of(device: str) -> str:
-    """Resolve "auto", "cpu", or "cuda" to "cpu" or "cuda"; raise ConfigError if unavailable."""
+    """Resolve "auto", "cpu", or "cuda" to "cpu" or "cuda"; raise ConfigError if the device is
+    unavailable.
+    """
     return choose_device(device, local_rank()).type

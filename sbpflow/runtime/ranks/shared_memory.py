@@ -118,7 +118,7 @@ class SharedChannel:
         self._receiving = {peer: shared.receiving(number, peer) for peer in shared.peers}
 
     def takes(self, peer: int, message: Tensor) -> bool:
-        """Return whether a message of this size to or from ``peer`` goes through shared memory."""
+        """Return whether ``message``, to or from ``peer``, goes through shared memory."""
         return peer in self._sending and message.numel() * message.itemsize <= MOST_BYTES
 
     def send(self, peer: int, message: Tensor) -> None:

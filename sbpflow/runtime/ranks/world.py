@@ -96,9 +96,8 @@ class World:
         self._closed = False
         self._served: Meeting | None = None
         self._keys = ""  # key prefix of this world's stores
-        self._new_backend: str | None = (
-            None  # backend of new groups; None: that of the default group
-        )
+        # Backend of new groups; None selects the backend of the default group.
+        self._new_backend: str | None = None
 
     @staticmethod
     def start(
@@ -140,7 +139,7 @@ class World:
         if owns:
             if chosen.type == "cuda":
                 # NCCL 2.26: run transfers of different groups in issue order, which is the same on
-                # all ranks. In different orders, the ranks could deadlock.
+                # all ranks. If the order differed between ranks, they could deadlock.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
@@ -181,8 +180,8 @@ class World:
 
     def passes_messages(self, backend: str) -> bool:
         """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
-        This is so on gloo if there are several hosts or the ranks of this host share memory.
-        Otherwise, an all-to-all is a collective of the backend.
+        Such messages are used on gloo if there are several hosts or the ranks of this host share
+        memory. Otherwise, an all-to-all is a collective of the backend.
         """
         return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
 
@@ -332,7 +331,7 @@ class World:
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
     """Convert an error of a collective in flight; the message begins with the step. The result is a
-    PeerLostError, because the arguments were valid when the collective was issued. It is a
+    PeerLostError, because the arguments were valid when the collective was issued. The result is a
     RuntimeError only for device failures and for sizes that differ between ranks (which only gloo
     detects, as "enforce fail").
     """
@@ -345,8 +344,8 @@ def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
 def refused(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
     """Convert an error raised when a collective was issued; the message begins with the step.
 
-    Returns PeerLostError only for torch's error types for a lost peer. These can occur here because
-    NCCL connects at the first collective.
+    Returns PeerLostError only for torch's error types for a lost peer. Such errors can occur when a
+    collective is issued, because NCCL connects at the first collective.
     """
     if isinstance(error, _names["DistError"]):
         return broken(error, step_id, collective)
@@ -381,7 +380,7 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     """
     if met is None or met.store is None:
         return None
-    store = cast("Any", met.store.torch_store).clone()  # torch's stub lacks clone
+    store = cast("Any", met.store.torch_store).clone()  # torch's stub lacks ``clone``
     store.set_timeout(timedelta(seconds=timeout_s))
     return dist.PrefixStore("torch", store)
 

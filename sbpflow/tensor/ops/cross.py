@@ -19,7 +19,7 @@ from sbpflow.tensor.ops.matmul import linear
 from sbpflow.tensor.signature import Choice
 
 # Rows are processed in blocks whose tensors fit into a core's 2 MB cache. Blocks have at least
-# _MIN_ROWS rows, because smaller blocks would read the weights too often.
+# ``_MIN_ROWS`` rows, because smaller blocks would read the weights too often.
 _BLOCK_BYTES, _MIN_ROWS = 1 << 19, 256
 
 

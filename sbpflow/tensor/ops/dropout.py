@@ -26,8 +26,8 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import elementwise_rule
 from sbpflow.tensor.signature import Choice
 
-# Number of blocks of a sampled mask (see _draw), and minimum number of rows per block. More blocks
-# need more sampling calls; with fewer blocks, more rows are sampled and discarded.
+# Number of blocks of a sampled mask (see ``_draw``), and minimum number of rows per block. More
+# blocks need more sampling calls; with fewer blocks, more rows are sampled and discarded.
 _BLOCKS, _MIN_ROWS = 16, 32
 _BITS = 53
 Held = tuple[slice, ...]  # the position of a part in the full tensor, as one slice per dim
