@@ -1,9 +1,11 @@
-// Rank pages for users above pages for maintainers in search results. The other numbers are Sphinx's defaults.
+// Rank the guide above the reference of classes and the results, and these above pages for maintainers. The
+// other numbers are Sphinx's defaults.
 const MAINTAINERS = /^(decisions|architecture|changelog|contributing)/;
+const REFERENCE = /^(api|results|sbp$)/;
 
 var Scorer = {
   score: ([docname, title, anchor, descr, score, filename]) =>
-    MAINTAINERS.test(docname) ? score - 20 : score,
+    MAINTAINERS.test(docname) ? score - 20 : REFERENCE.test(docname) ? score - 12 : score,
   objNameMatch: 11,
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },
