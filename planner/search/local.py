@@ -23,7 +23,7 @@ from sbpflow.planner.search.problem import (
     State,
 )
 
-START_THRESHOLD = 0.02  # a worse plan is accepted up to this initial excess over the goal
+START_THRESHOLD = 0.02  # initially, a plan may exceed the current goal by this fraction
 # A ruin removes at most ``LARGEST_RUIN`` tables; a fraction ``GROUP_RUIN`` of the ruins moves a
 # whole group to other ranks.
 LARGEST_RUIN = 12

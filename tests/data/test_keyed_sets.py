@@ -28,7 +28,7 @@ from tests.data.rows import folder_bytes, text_rows, write_rows
 from tests.data.tables import table, write_csv, write_parquet
 from tests.data.test_tables import good_rows, prepare_table
 
-MIXED = "--keys", "city,tags,genre"  # the fields shop and more have vocabularies
+MIXED = "--keys", "city,tags,genre"  # the fields `shop` and `more` have vocabularies
 ROWS = table(700)
 
 

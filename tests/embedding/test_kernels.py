@@ -84,7 +84,7 @@ def test_kernels_match_torch(kernel, rule):
             two = Lookup(*uses)
         plain.update(one, grads, lr, step + 1)
         fused.update(two, grads, lr, step + 1)
-    # Nine float32 updates of rows up to 4 have rounding errors of a few 1e-7 each.
+    # Each of nine float32 updates of values up to 4 has a rounding error of a few 1e-7.
     torch.testing.assert_close(plain.weights, fused.weights, rtol=1e-5, atol=1e-5)
     assert plain.state.keys() == fused.state.keys()
     for name, value in plain.state.items():

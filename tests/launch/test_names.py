@@ -64,7 +64,7 @@ def test_a_loopback_name_is_explained_only_away_from_rank_0(monkeypatch):
 
 
 class Texts:
-    """Replaces a store; ``addresses`` are the addresses of all ranks."""
+    """Stands in for a store; ``addresses`` has the address of every rank."""
 
     def __init__(self, addresses: list[str]) -> None:
         self.addresses = addresses

@@ -50,7 +50,7 @@ def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
 
 
 def dtypes_of_one_step(world, name):
-    """Return the dtypes of each linear, interaction and loss, and of weights and logits."""
+    """Return the dtypes of each linear layer and interaction, and of the weights and logits."""
     seen = {}
     named = ("linear_of_parts", "fm_interaction", "dot_interaction", "cross_network")
     real = {op: getattr(ops, op) for op in named}

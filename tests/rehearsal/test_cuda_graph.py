@@ -41,7 +41,8 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
     for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
         mine = batch.part(world.rank, world.size)
         rows = to_device(mine, world.device)
-        # the graph is captured in this step; later batches must not exist yet
+        # Keep the batch of this step, in which the graph is captured, to check below that replays
+        # do not overwrite it.
         if number == warm_up_steps:
             kept = [(rows.labels, mine.labels), (rows.dense, mine.dense), (rows.ids, mine.ids)]
         if before_step is not None:

@@ -1,4 +1,4 @@
-"""Tests gradients through P(max) and P(min), on grids and with grad_sbp, compared with torch."""
+"""Tests gradients through P(max) and P(min), on grids and with ``grad_sbp``, against torch."""
 
 import itertools
 
