@@ -59,7 +59,8 @@ def prepared(given: str | None) -> Iterator[Path | None]:
 
 
 def genuine_trace(folder: Path, epochs: int) -> tuple[list[Array], int]:
-    """Return the unique rows of each batch of ``BATCH`` real rows, shuffled as in a run."""
+    """Return the unique rows of each batch of ``BATCH`` real samples, shuffled as in a run, and the
+    number of rows of all tables."""
     manifest = load_manifest(folder)
     loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
     counts = [field.rows for field in manifest.sparse]
@@ -71,7 +72,8 @@ def genuine_trace(folder: Path, epochs: int) -> tuple[list[Array], int]:
 
 
 def generated_trace(shape: Shape) -> tuple[list[Array], int]:
-    """Return the unique rows of batches whose ids follow Zipf's law."""
+    """Return the unique rows of batches whose ids follow Zipf's law, and the number of rows of all
+    tables."""
     starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
     generator = np.random.default_rng(1)
     trace = [

@@ -250,8 +250,8 @@ def _bare_fbgemm(shape: Shape) -> Tbe:
 
 
 def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optimizer]:
-    """Return a plain torch job with SGD, which is torch.optim's cheapest sparse optimizer because
-    it has no state.
+    """Return the bags and the optimizer of a plain torch job: SGD, the cheapest sparse optimizer of
+    ``torch.optim`` because it has no state.
     """
     bags = [
         nn.EmbeddingBag(shape.table_rows, shape.dim, mode="sum", sparse=True) for _ in shape.names

@@ -275,7 +275,8 @@ def test_a_trained_model_is_exported_with_its_running_statistics(ranks, name):
 
 
 def on_a_device(world, name):
-    """Return the losses, and the number of host waits within the steps by source line."""
+    """Return the losses, the source lines of all host waits within the steps, and whether TF32 was
+    allowed."""
     from tests.rehearsal.journal import journal
 
     config = config_with(name, "1", autocast="bf16")
