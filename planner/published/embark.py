@@ -44,7 +44,7 @@ def embark(setting: Setting) -> Assignment:
         plan = search.run(copied, unique - copied)
         if plan is not None:
             plans.append(plan)
-    if not plans:  # no plan fits, so return one that exceeds the memory
+    if not plans:  # no plan fits, so return a greedy plan of whole tables
         return size_greedy(setting)
     return min(plans, key=lambda plan: price_of(setting.problem, plan).rank)
 

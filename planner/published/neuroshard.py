@@ -233,7 +233,7 @@ class _Beam:
         return float((compute + exchange * self.model.exchange_ms).max())
 
     def _assignment(self, cuts: tuple[int, ...], placed: list[list[int]] | None) -> Assignment:
-        if placed is None:  # no cut fits, so return a plan that exceeds the memory
+        if placed is None:  # no cut fits, so return a greedy plan of whole tables
             return size_greedy(self.setting)
         parts = _parts(self.setting, self.model.scaling, cuts)
         ranks: list[list[int]] = [[] for _ in cuts]
