@@ -373,8 +373,8 @@ def rows(results: Results, repeats: int) -> None:
 
 
 def many_tables(num_tables: int) -> tuple[list[TableConfig], list[FeatureConfig]]:
-    """Time 510 tables like EMBark's T510 with 5.2 ids per sample, with dims scaled by 1/8 and rows
-    by 1/1000.
+    """Return tables and features like those of EMBark's T510 with 5.2 ids per sample, with dims
+    scaled by 1/8 and rows by 1/1000.
     """
     random = np.random.default_rng(510)
     dims = random.choice([4, 8, 16, 32], num_tables)

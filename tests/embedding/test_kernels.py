@@ -52,7 +52,7 @@ def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) ->
 
 
 def lookups(dtype: torch.dtype):
-    """Return two lookups of rows 0 to 39 of each kind: single rows and bags, with and without
+    """Yield two lookups of rows 0 to 39 of each kind: single rows and bags, with and without
     weights.
     """
     for step in range(9):

@@ -40,8 +40,8 @@ MOST_IDS = 200
 
 @st.composite
 def lookups(draw):
-    """Yield (rows, lookup) with few rows and long runs, or with many rows; bags contain one,
-    several, or no ids.
+    """Return (rows, lookup, generator) with few rows and long runs, or with many rows; bags contain
+    one, several, or no ids.
     """
     rows = draw(st.sampled_from([1, 3, 20, 300]))
     seed = draw(st.integers(0, 2**31))

@@ -17,7 +17,7 @@ from tests.launch.machines import Machine, ip, needs_namespaces, two_machines, w
 
 @pytest.fixture
 def machines() -> Iterator[tuple[Machine, Machine]]:
-    """Return two machines that map their own name to 127.0.1.1, without GLOO_SOCKET_IFNAME."""
+    """Yield two machines that map their own name to 127.0.1.1, without GLOO_SOCKET_IFNAME."""
     with two_machines() as both:
         folders = [Path("/etc/netns") / machine.name for machine in both]
         for folder in folders:  # `ip netns exec` mounts these files

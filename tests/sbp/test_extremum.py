@@ -26,7 +26,7 @@ def _distinct(shape):
 
 
 def _destinations(grid):
-    """Return all layouts of one dim on the grid, and some on other placements."""
+    """Yield all layouts of one dim on the grid, and some on other placements."""
     for nd_sbp in itertools.product([S0, B, P], repeat=grid.ndim):
         yield Layout(grid, nd_sbp)
     for line in ([2, 0], [1]):
