@@ -130,7 +130,10 @@ def split_address(address: str, key: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"{key}: {address!r} is not host:port; use, for example, 10.0.0.1:7070")
+        raise ConfigError(
+            f"{key}: {address!r} is not host:port with a port from 1 to 65535; use, for example, "
+            "10.0.0.1:7070"
+        )
     return host, int(port)
 
 

@@ -202,7 +202,7 @@ def fit(
     _check_profile(profiler, last)
     pace, times, caches = Pace(boxing.world), MoveTimes(), CacheWatch(trainer)
     growth, step = GrowthWatch(trainer.growth_counts), checkpoints.step
-    overlap = OverlapWatch(trainer, boxing.world.size, last, boxing.world.device)
+    overlap = OverlapWatch(trainer, boxing.world.size, last - step, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     steps_left = 0 if watchers.stops else max(last - step, 0)
     window = _Window(islice(steps, steps_left), trainer)
@@ -211,7 +211,7 @@ def fit(
         pace.got_batch()
         step += 1
         scored = _is_scored(step, last, train, watchers)
-        with overlap.step(step), _named(step), _watched(trainer, times, profiler, step):
+        with overlap.step(), _named(step), _watched(trainer, times, profiler, step):
             loss = trainer.step(batches)
         watch.push(step, loss, batches, trainer.gradient_norm)
         logged = is_logged(step, train.log_every) or step == last

@@ -71,11 +71,13 @@ class OverlapWatch:
         elif num_steps < MIN_RUN_STEPS:
             self._why_not = f"on; measured only in runs of {MIN_RUN_STEPS} steps or more"
         self._readings: dict[bool, list[Reading]] = {True: [], False: []}
+        self._num_steps = 0  # of this process, which may have resumed a run
 
     @contextmanager
-    def step(self, step: int) -> Generator[None]:
-        """Wrap training step ``step``, counted from 1."""
-        block, place = divmod(step - FIRST_STEP, BLOCK_STEPS)
+    def step(self) -> Generator[None]:
+        """Wrap the next training step of this process."""
+        self._num_steps += 1
+        block, place = divmod(self._num_steps - FIRST_STEP, BLOCK_STEPS)
         if self._why_not or not 0 <= block < NUM_BLOCKS:
             yield
             return

@@ -1,5 +1,6 @@
 """Tests ``parallel.storage``: refused settings, the plan, its memory, and the forecast."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,3 +160,14 @@ def test_explain_shows_the_caches_and_what_they_will_fetch():
         match=r"cache: 7 slots for the rows of tables deep\.C1 and 3 others on rank 0 .*use",
     ):
         forecast(plan_of(small), (batch_of(number).ids for number in range(40)))
+
+
+def test_the_advised_cache_fits_all_batches_on_all_ranks():
+    def batches():
+        for number in range(12):  # later batches have more distinct ids
+            yield batch_of(number).ids % (1 + 3 * number)
+
+    with pytest.raises(ConfigError) as refused:
+        forecast(plan_of({"deep.*": {"kind": "file", "cache": "0.5%"}}), batches())
+    advised = re.search(r"use ([\d.]+%) or more", str(refused.value))[1]
+    assert forecast(plan_of({"deep.*": {"kind": "file", "cache": advised}}), batches())

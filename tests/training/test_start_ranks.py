@@ -2,6 +2,7 @@
 message.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -118,6 +119,37 @@ def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
     assert text.splitlines()[-1].startswith("stopped by ")
     assert "death signal" not in text, "a message of torch's launcher"
     assert text.rstrip().endswith(last)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_launcher_waits_until_slow_ranks_have_saved(tmp_path, number):
+    program = (
+        "from sbpflow.runtime.processes.launch import run_main\n"
+        "from sbpflow.runtime.processes.start_ranks import start_ranks\n"
+        f"words = [{str(tmp_path)!r}]\n"
+        "run_main(lambda: start_ranks(words, 2, '-n', module='tests.launch.slow_to_save'))\n"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = Deadline(60)
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            assert not deadline.over(), "the ranks did not start"
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        assert launcher.wait(60) == 130
+        # Ranks need the launcher until they exit, because it hosts their store.
+        assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
 
 
 def test_impossible_numbers_of_ranks_are_refused(monkeypatch):

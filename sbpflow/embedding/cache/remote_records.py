@@ -9,6 +9,7 @@ write of the same row.
 """
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -48,6 +49,9 @@ from sbpflow.runtime.processes.store import first_line
 READS_IN_FLIGHT = 3
 WRITES_IN_FLIGHT = 4  # Maximum number of unconfirmed writes per store.
 _PAUSE_S = 0.2  # Pause between attempts to connect.
+_MESSAGE_S = 30.0  # Time between messages about a server that does not answer yet.
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +85,22 @@ class Servers:
         Raise ConfigError for a wrong secret or version, and ServerLostError for any other failure.
         """
         end, name = time.monotonic() + self.limit_s, self.name(index)
+        next_message = time.monotonic() + 5.0
         while True:
             try:
                 sock = _connect(self.addresses[index], max(0.01, end - time.monotonic()))
                 break
             except OSError as error:
-                if time.monotonic() + _PAUSE_S >= end:
-                    raise ServerLostError(
-                        f"{name} does not answer within {self.limit_s:g} s "
-                        f"({first_line(error)}); {self.advice(index)}"
-                    ) from error
+                failure = error
+            now = time.monotonic()
+            if now + _PAUSE_S >= end:
+                raise self._unreachable(index, failure) from failure
+            if now >= next_message:
+                logger.warning(
+                    "%s does not answer yet (%s); waiting for at most %.0f s more",
+                    name, first_line(failure), end - now,
+                )  # fmt: skip
+                next_message = now + _MESSAGE_S
             time.sleep(_PAUSE_S)
         sock.settimeout(self.limit_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,6 +136,19 @@ class Servers:
             opened.pop_all()
         return sock
 
+    def _unreachable(self, index: int, error: OSError) -> ServerLostError | ConfigError:
+        """Return the error for a server to which no connection can be made."""
+        host, limit = self.addresses[index][0], f"within {self.limit_s:g} s ({first_line(error)})"
+        if isinstance(error, socket.gaierror):
+            return ConfigError(
+                f"{self.key}.addresses: the host {host!r} of embedding server {index} was not "
+                f"found {limit}; use a name that every rank's machine resolves, or an IP address"
+            )
+        return ServerLostError(
+            f"{self.name(index)} does not answer {limit}; {self.advice(index)}; the time is a "
+            "share of parallel.timeout_s"
+        )
+
     def _confirm(self, sock: socket.socket, index: int, expected: int = 0) -> None:
         """Receive the start of a reply; raise ServerLostError if the request was refused."""
         reply, count = receive_header(sock)
@@ -146,8 +169,8 @@ class Servers:
         name = self.name(index)
         if isinstance(error, TimeoutError):
             return ServerLostError(
-                f"{name} does not answer within {self.limit_s:g} s; check whether it hangs, and "
-                "check the network"
+                f"{name} does not answer within {self.limit_s:g} s; check whether it hangs, "
+                f"whether {self.key}.addresses is right, and the network"
             )
         reason = "it closed the connection" if isinstance(error, EOFError) else first_line(error)
         return ServerLostError(f"{name} died or cannot be reached ({reason}); {self.advice(index)}")

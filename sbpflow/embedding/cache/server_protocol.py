@@ -10,6 +10,7 @@ little-endian.
 
 import hashlib
 import hmac
+import logging
 import math
 import secrets
 import socket
@@ -34,6 +35,8 @@ MAX_ROW_NUMBER = 2**31 - 1
 BEGIN, OPEN = 1, 2  # Purposes of a connection: begin a session, or move the records of a store.
 READ, WRITE = 1, 2  # Requests.
 OK, REFUSED = 0, 1  # Replies; in a REFUSED reply, the count is the length of an explanation.
+
+logger = logging.getLogger(__name__)
 
 # With this flag, Linux waits for more data before it sends a packet.
 _MORE: int = getattr(socket, "MSG_MORE", 0)
@@ -69,6 +72,7 @@ def read_secret(path: Path, key: str) -> bytes:
     """Return the content of a secret file without surrounding whitespace."""
     try:
         secret = path.read_bytes().strip()
+        mode = path.stat().st_mode
     except OSError as error:
         reason = (error.strerror or "cannot be read").lower()
         raise ConfigError(
@@ -80,6 +84,11 @@ def read_secret(path: Path, key: str) -> bytes:
             f"{key}.secret_file: {path} contains {len(secret)} bytes; use {MIN_SECRET_BYTES} or "
             f"more, such as the output of `head -c 32 /dev/urandom | base64`"
         )
+    if mode & 0o077:
+        logger.warning(
+            "%s.secret_file: other users can read or change %s (mode %03o); use chmod 600",
+            key, path, mode & 0o777,
+        )  # fmt: skip
     return secret
 
 

@@ -3,6 +3,7 @@ batches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -47,27 +48,62 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
     ]
     found: dict[str, dict[int, Mapping[str, float]]] = {}
     for group, stack, storage in cached_stacks(plan):
-        if not stack.ragged and matrices:
-            found[stack.tables[0].name] = {
-                rank: _dry_run(plan, group, stack, storage, rank, matrices)
-                for rank in stack.holders()
-            }
+        if stack.ragged or not matrices:
+            continue
+        counts, shortages = dict[int, Mapping[str, float]](), list[_Shortage]()
+        for rank in stack.holders():
+            num_slots = storage.num_slots(stack.num_rows(rank))
+            result = _dry_run(plan, group, stack, rank, num_slots, matrices)
+            while isinstance(result, _Shortage):  # later batches may need even more slots
+                shortages.append(result)
+                result = _dry_run(plan, group, stack, rank, result.needed, matrices)
+            counts[rank] = result
+        if shortages:
+            raise ConfigError(_too_small(stack, storage, max(shortages, key=_Shortage.share)))
+        found[stack.tables[0].name] = counts
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Shortage:
+    """Batches ``first`` to ``last`` of a rank need more slots than there are."""
+
+    rank: int
+    num_rows: int  # Number of rows of the stack on this rank.
+    needed: int
+    first: int
+    last: int
+
+    def share(self) -> float:
+        """Return the required share of the rows that need slots."""
+        return self.needed / self.num_rows
+
+
+def _too_small(stack: TableBatch, storage: RowStorage, largest: _Shortage) -> str:
+    batches = f"batches {largest.first} to {largest.last} need"
+    if largest.first == largest.last:
+        batches = f"batch {largest.last} needs"
+    name = name_tables(table.name for table in stack.tables)
+    return (
+        f"{storage.key}.cache: {storage.num_slots(largest.num_rows):,} slots for the rows of "
+        f"{name} on rank {largest.rank} are not enough: {batches} {largest.needed:,}; use "
+        f"{cache_for(largest.needed, largest.num_rows)} or more"
+    )
 
 
 def _dry_run(
     plan: RunPlan,
     group: GroupPlan,
     stack: TableBatch,
-    storage: RowStorage,
     rank: int,
+    num_slots: int,
     matrices: list[Ids],
-) -> Mapping[str, float]:
+) -> Mapping[str, float] | _Shortage:
     """Plan the slots of one rank. Early rows also need slots for the next batch, and late gradients
     need slots for the previous batch.
     """
     num_rows = stack.num_rows(rank)
-    planner = SlotPlanner(num_rows, storage.num_slots(num_rows))
+    planner = SlotPlanner(num_rows, num_slots)
     counts = np.zeros((len(matrices), 4), np.int64)
     for step in range(len(matrices)):
         last = min(step + plan.lookahead, len(matrices))
@@ -80,16 +116,8 @@ def _dry_run(
                 needed = min(step + 1 + group.early_rows, planner.num_announced)
                 if planner.num_admitted >= needed:
                     break
-                last_batch = planner.num_admitted + 1
-                first_batch = planner.num_released + 1
-                batches = f"batch {last_batch} needs"
-                if first_batch < last_batch:
-                    batches = f"batches {first_batch} to {last_batch} need"
-                name = name_tables(table.name for table in stack.tables)
-                raise ConfigError(
-                    f"{storage.key}.cache: {planner.num_slots:,} slots for the rows of {name} on "
-                    f"rank {rank} are not enough: {batches} {result:,}; use "
-                    f"{cache_for(result, num_rows)} or more"
+                return _Shortage(
+                    rank, num_rows, result, planner.num_released + 1, planner.num_admitted + 1
                 )
             counts[planner.num_admitted - 1, 1:] = (
                 result.slots.size,

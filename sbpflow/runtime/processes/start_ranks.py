@@ -71,10 +71,16 @@ def _exit_code(codes: Mapping[int, int]) -> int:
 
 @contextmanager
 def _launcher_settings() -> Generator[None]:
-    """Within the context, set the environment and log levels that the ranks inherit. The signal
-    handlers are also restored at the end, because those of torch's launcher would raise
-    SignalException at every later Ctrl-C, for example in a notebook.
+    """Within the context, set the environment and log levels that the ranks inherit, and leave
+    signals to torch's launcher, which passes them on and waits until the ranks have saved.
+
+    The thread of ``run_main`` that watches for signals must not see them: it would end this process
+    after two seconds, and with it the store that the ranks need. At the end, the signal handlers
+    are restored, because those of torch's launcher would raise SignalException at every later
+    Ctrl-C, for example in a notebook.
     """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    watched = signal.set_wakeup_fd(-1) if in_main_thread else -1
     environment = dict(os.environ)
     # Some loggers of the launcher set their own levels.
     names = (*_LOGGERS, *(n for n in logging.root.manager.loggerDict if n.startswith(_LOGGERS)))
@@ -91,7 +97,8 @@ def _launcher_settings() -> Generator[None]:
         os.environ.update(environment)
         for logger, level in loggers.items():
             logger.setLevel(level)
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread:
             for number, handler in handlers.items():
                 if signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
+            signal.set_wakeup_fd(watched, warn_on_full_buffer=False)
