@@ -12,7 +12,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# Browsers load the addresses in these attributes, and in <link> with these values of rel.
+# Browsers load the addresses in these attributes, and in `<link>` elements with these values of
+# `rel`.
 LOADED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "srcset")}
 LINK_KINDS = {"stylesheet", "icon", "preload", "preconnect", "dns-prefetch"}
 STYLE_URL = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""")

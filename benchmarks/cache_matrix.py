@@ -266,7 +266,7 @@ def _found_in(file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _groups(cases: list[Case]) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Return groups of case numbers with the same kernel, row format, and number of ranks."""
+    """Yield groups of case numbers with the same kernel, row format, and number of ranks."""
     for size, kernel, rows in itertools.product(SIZES, BY_KERNEL, ("float32", "bfloat16")):
         key = {"size": size, "kernel": kernel, "rows": rows}
         numbers = [n for n, case in enumerate(cases) if key.items() <= asdict(case).items()]

@@ -213,7 +213,10 @@ def genuine_batches(folder: Path, world: World) -> tuple[list[Any], Fields]:
     for epoch in range(3):
         batches += list(loaders["train"].epoch(epoch))
     if len(batches) < needed:
-        raise SystemExit(f"{folder}: {len(batches)} batches in 3 epochs, needs {needed}")
+        raise SystemExit(
+            f"{folder}: 3 epochs have {len(batches)} batches, but the longest lookahead needs "
+            f"{needed}"
+        )
     return batches[:needed], fields_of(manifest)
 
 

@@ -4,8 +4,8 @@ compiled in bf16.
     python -m benchmarks.dense_part [--rows 4096]
 
 The variants take turns on random inputs (26 fields x 16 columns, 13 dense fields); times are
-medians of forward plus backward. The results show the speedup of model.autocast: bf16 and
-model.compile: true on this machine.
+medians of forward plus backward. The results show the speedup of ``model.autocast: bf16`` and
+``model.compile: true`` on this machine.
 """
 
 import argparse

@@ -6,8 +6,8 @@ import torch
 
 
 def timed_ms(work: Callable[[], object], *, steps: int, repeats: int = 5) -> dict[str, float]:
-    """Return the (median, min, max) ms per call of ``work`` over ``repeats`` repeats of ``steps``
-    calls.
+    """Return the median, minimum and maximum ms per call of ``work``, over ``repeats`` repeats of
+    ``steps`` calls.
     """
     work()
     times: list[float] = []

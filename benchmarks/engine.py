@@ -250,8 +250,8 @@ def _bare_fbgemm(shape: Shape) -> Tbe:
 
 
 def _plain_torch(shape: Shape) -> tuple[list[nn.EmbeddingBag], torch.optim.Optimizer]:
-    """Return a plain torch job with SGD, which is torch.optim's cheapest sparse optimizer because
-    it has no state.
+    """Return the bags and the optimizer of a plain torch job: SGD, the cheapest sparse optimizer of
+    ``torch.optim`` because it has no state.
     """
     bags = [
         nn.EmbeddingBag(shape.table_rows, shape.dim, mode="sum", sparse=True) for _ in shape.names
@@ -373,8 +373,8 @@ def rows(results: Results, repeats: int) -> None:
 
 
 def many_tables(num_tables: int) -> tuple[list[TableConfig], list[FeatureConfig]]:
-    """Time 510 tables like EMBark's T510 with 5.2 ids per sample, with dims scaled by 1/8 and rows
-    by 1/1000.
+    """Return tables and features like those of EMBark's T510 with 5.2 ids per sample, with dims
+    scaled by 1/8 and rows by 1/1000.
     """
     random = np.random.default_rng(510)
     dims = random.choice([4, 8, 16, 32], num_tables)

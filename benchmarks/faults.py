@@ -324,7 +324,9 @@ class Campaign:
         if kind in ("term", "interrupt"):
             done = steps_done(self.folder)
             if codes != [130] * self.size or now != done:
-                raise RuntimeError(f"{kind}: exit codes {codes}; step {now} of {done} was saved")
+                raise RuntimeError(
+                    f"{kind}: exit codes {codes}, not 130; step {now} of {done} was saved"
+                )
         elif kind == "one" and sorted(codes) != [-9, *[3] * (self.size - 1)]:
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-3000:]}")
 
@@ -442,7 +444,9 @@ def main() -> None:
         try:
             fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SystemExit(f"--folder {base}: another campaign uses it; use another") from None
+            raise SystemExit(
+                f"--folder {base}: another campaign uses this folder; use another"
+            ) from None
         done = base / "runs.jsonl"
         if not (base / "set").exists():
             make_set(base / "set", keys=args.keys)

@@ -133,7 +133,8 @@ def run_parts(
         if part.after and not passed.get(part.after, True):
             why = f"skipped: {part.after} failed"
         if left < LEAST_S:
-            why = f"skipped: the total limit of {limit_s:.0f} s has passed"
+            limits = f"{LEAST_S:.0f} s remain of the total time limit of {limit_s:.0f} s"
+            why = f"skipped: less than {limits}"
         start = time.monotonic()
         if not why:
             sys.stdout.write(f"== {part.name}\n")

@@ -96,7 +96,7 @@ def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:
     for _ in range(WARM_UP):
         loss = job.trainer.step(next(source))
     if not bool(torch.isfinite(loss)):
-        raise SystemExit(f"{vocabulary} rows: the loss is {float(loss)}")
+        raise SystemExit(f"{vocabulary} rows: the loss is {float(loss)}, not a finite number")
     times = timed_ms(lambda: job.trainer.step(next(source)), steps=STEPS, repeats=REPEATS)
     return {
         "step_ms": times["ms"],

@@ -27,7 +27,7 @@ IDS, ROWS, WIDTH = 26 * 16384, 51_200_000, 16
 
 
 def storages(rule: str, rows: int, device: torch.device) -> Iterator[tuple[str, RowKernel]]:
-    """Time one storage after another, because two large storages may not fit in memory."""
+    """Yield one storage after another, because two large storages may not fit in memory."""
     optimizer = sparse_optimizer(rule, lr=0.01)
     shared = {"dim": WIDTH, "optimizer": optimizer, "device": device, "dtype": torch.float32}
     yield "torch", TorchStorage(rows, WIDTH, **shared)
@@ -53,7 +53,7 @@ def make_ids(count: int, rows: int, device: torch.device) -> Tensor:
 def measure(
     rule: str, *, ids: int, rows: int, device: torch.device, steps: int = 20
 ) -> Iterator[dict[str, object]]:
-    """Return one line per kernel; raise AssertionError if a result differs from torch's beyond
+    """Yield one line per kernel; raise AssertionError if a result differs from torch's beyond
     rounding.
     """
     addresses = make_ids(ids, rows, device)

@@ -191,7 +191,7 @@ def measure(
         for _ in range(WARM_UP):
             loss = step()
         if not bool(torch.isfinite(loss)):
-            raise SystemExit(f"{vocabulary} rows: the loss is {float(loss)}")
+            raise SystemExit(f"{vocabulary} rows: the loss is {float(loss)}, not a finite number")
         found[f"{name}_ms"] = timed(step, steps=steps, repeats=REPEATS)["ms"]
     return found
 

@@ -186,7 +186,7 @@ def best_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 def compared(case: Case, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """For every plan, return the predicted ms, the slowdown relative to our plan with its interval,
-    and the slowdown in ms based on our median.
+    and the step time in ms: our plan's median times the slowdown.
 
     ``times`` [name] contains the rounds of a plan; plans that dropped out have fewer rounds than
     our plan. If one of several plans is selected, every other round selects it, and the remaining
@@ -268,9 +268,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return how much of the gap between each task's best greedy plan and its fastest plan is
-    closed, in logarithms. The fastest of many noisy medians underestimates the true time, so the
-    share is slightly too low. Returns None if the greedy plans are as fast as the fastest plans.
+    """Return how much of the gap between each task's best greedy plan and its fastest plan the plan
+    ``name`` closes, in logarithms. The fastest of many noisy medians underestimates the true time,
+    so the share is slightly too low. Returns None if the greedy plans are the fastest plans.
     """
     ours = possible = 0.0
     for row in rows:

@@ -199,9 +199,7 @@ def make_job(world: World, case: Case, lying: Lying) -> Job:
 
 
 def _train(world: World, job: Job, steps: int) -> list[float]:
-    """Return the losses of ``count`` steps, with LOOKAHEAD batches announced after the last
-    step.
-    """
+    """Return the losses of ``steps`` steps; afterwards, LOOKAHEAD batches are in flight."""
     job.trainer.drain()
     job.trainer.lookahead = LOOKAHEAD
     first = job.trainer.num_steps + 1

@@ -121,7 +121,7 @@ def simulate() -> None:
             ROW_BYTES * tables * far * width * law.touched(samples),
             ROW_BYTES * tables * far * law.touched(samples * width),
         ]
-        sampled = min(hosts, 4)  # one host suffices, because hosts are alike
+        sampled = min(hosts, 4)  # up to four hosts suffice as a sample, because all hosts are alike
         counted = [rows * far / ((sampled - 1) / sampled) for rows in
                    far_rows(shape, sampled, width, 0)]  # fmt: skip
         results.add(

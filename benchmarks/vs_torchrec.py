@@ -107,7 +107,8 @@ def work(args: argparse.Namespace) -> None:
 def _in_turns(
     world: World, loops: Mapping[str, Callable[[int], object]], steps: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return, for each repeat after a warm-up, a step's wall-clock ms and this process's CPU ms."""
+    """Return wall-clock ms and this process's CPU ms per step: for each loop, one value per repeat
+    after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in loops}
     cpu: dict[str, list[float]] = {name: [] for name in loops}
     for repeat in range(repeats + 1):

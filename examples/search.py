@@ -86,7 +86,7 @@ def main() -> None:
         direction="maximize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
     )
-    for trial in study.get_trials(states=[TrialState.RUNNING]):  # of a killed search
+    for trial in study.get_trials(states=[TrialState.RUNNING]):  # left by a killed search
         study.tell(trial.number, state=TrialState.FAIL)
         study.enqueue_trial(trial.params)
     ended = len(study.get_trials(states=[TrialState.COMPLETE, TrialState.PRUNED]))

@@ -185,7 +185,7 @@ class Task:
         if self.world_size < 1 or self.batch_size < self.world_size:
             raise ConfigError(
                 f"task: {self.batch_size} samples over {self.world_size} ranks; give each rank at "
-                "least one (for example, 4096 samples over 4 ranks)"
+                "least one sample (for example, 4096 samples over 4 ranks)"
             )
         if missing := [table.name for table in self.tables if table.name not in self.stats]:
             raise ConfigError(
@@ -243,8 +243,8 @@ class Task:
         names = {table.name for table in self.tables}
         if lost := sorted(names - set(plan)) or sorted(set(plan) - names):
             raise ConfigError(
-                f"plan: tables {', '.join(lost[:5])} are in only one of task and plan; give a "
-                "choice for every table of the task, and for no others"
+                f"plan: tables {', '.join(lost[:5])} are in only one of the task and the plan; "
+                "give a choice for every table of the task, and for no others"
             )
         embedding_plan(self, plan)
 

@@ -60,8 +60,8 @@ def fit(
     samples = {record.sample for record in records}
     if len(samples) < LEAST_SAMPLES:
         raise DataError(
-            f"calibration: {len(samples)} measured samples; use {LEAST_SAMPLES} or more, with more "
-            "--seconds"
+            f"calibration: {len(samples)} measured samples; use {LEAST_SAMPLES} or more, by "
+            "raising --seconds"
         )
     world_size = len(records[0].totals)
     work, transfers = fitted_prices(records)

@@ -79,8 +79,9 @@ class _Turn:
         self.run(2)
 
     def run(self, steps: int) -> list[float]:
-        """Return the ms of each step except the first and the last. Steps send the ids of the next
-        batch in advance; the first step receives none in advance, and the last sends none.
+        """Run ``steps + 2`` steps; return the ms of each except the first and the last. Steps send
+        the ids of the next batch in advance; the first step receives none in advance, and the last
+        sends none.
         """
         self._boxing.world.barrier()
         times: list[float] = []

@@ -129,7 +129,9 @@ def from_sample(ids: Sequence[int] | NDArray[np.int64], ids_per_sample: float) -
     """Compute statistics from a sample of the table's ids, in lookup order."""
     drawn = np.asarray(ids)
     if drawn.size < 2:
-        raise ConfigError(f"ids: a sample of {drawn.size}; use 2 or more ids, or a whole batch")
+        raise ConfigError(
+            f"ids: the sample size is {drawn.size}; use 2 or more ids, or a whole batch"
+        )
     sizes = np.unique(np.geomspace(2, drawn.size, 16).astype(np.int64))
     unique = [float(len(np.unique(drawn[:n]))) for n in sizes]
     _, times = np.unique(drawn, return_counts=True)

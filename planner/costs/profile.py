@@ -27,8 +27,8 @@ from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.files.cache_dir import cache_dir, make_private
 from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 
-FORMAT = 4
-MOST_BYTES = 2**26  # version of the file format
+FORMAT = 4  # version of the file format
+MOST_BYTES = 2**26  # file size limit
 Price = Annotated[float, Range(low=0, below=1e12)]  # ms per count, or a factor
 Ranks = Annotated[int, Range(low=1, below=2**31)]
 RANKS_HERE = "ranks on a machine"  # a key of ``about``

@@ -119,7 +119,8 @@ def _keys(
             result.append((INDEX["num_id_calls"], "lists" if ragged else "matrix"))
         if shape.splits_columns and rule.shares_row_state:
             result.append((INDEX["num_squares"], stack))
-        # A string, because a search looks up keys millions of times and strings cache their hash.
+        # Use strings, because a search looks up keys millions of times, and strings cache their
+        # hash.
         return tuple((feature, repr(rest)) for feature, *rest in result)
 
     return keys

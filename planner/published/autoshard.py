@@ -38,7 +38,7 @@ class Amount:
     """The amount of training."""
 
     steps: int = 20_000  # tables placed
-    episodes: int = 8  # side by side
+    episodes: int = 8  # in parallel
     cost_updates: int = 20  # updates of the cost head after each update of the policy
     replay: int = 5_000  # devices
     batch: int = 512

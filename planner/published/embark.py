@@ -44,7 +44,7 @@ def embark(setting: Setting) -> Assignment:
         plan = search.run(copied, unique - copied)
         if plan is not None:
             plans.append(plan)
-    if not plans:  # no plan fits, so return a plan with a high price
+    if not plans:  # no plan fits, so return a greedy plan of whole tables
         return size_greedy(setting)
     return min(plans, key=lambda plan: price_of(setting.problem, plan).rank)
 
@@ -61,12 +61,12 @@ class _Search:
         self.ms_per_output = float(transfers) / sent
 
     def run(self, copied: set[int], unique: set[int]) -> Assignment | None:
-        """Return the best of at most 22 plans by the source's own cost, or None if no plan fits."""
+        """Return the best of at most 22 plans by the source's own cost, or None if none fits."""
         cuts = {t: (1, 1) for t in range(len(self.setting.tables)) if t not in copied}
         best: tuple[float, Assignment] | None = None
         for _ in range(ITERATIONS + 1):
             placed = self._place(cuts, copied, unique)
-            if isinstance(placed, int):  # no rank has enough memory for a shard of this table
+            if isinstance(placed, int):  # this table does not fit or cannot be split in this way
                 table = placed
             else:
                 cost, plan, table = placed
@@ -103,7 +103,8 @@ class _Search:
     def _place(
         self, cuts: dict[int, tuple[int, int]], copied: set[int], unique: set[int]
     ) -> tuple[float, Assignment, int] | int:
-        """Return (cost, plan, table of the costliest shard), or the table that does not fit."""
+        """Return (cost, plan, table of the costliest shard), or a table that does not fit or cannot
+        be split in this way."""
         problem, size = self.setting.problem, self.setting.num_ranks
         loads, moves = np.zeros(size), dict[int, Move]()
         held = problem.base[:, BYTES]

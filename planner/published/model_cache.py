@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from pickle import UnpicklingError  # raised by torch.load; nothing is unpickled
+from pickle import UnpicklingError  # raised by `torch.load`; nothing is unpickled
 from typing import Any, Protocol, Self
 
 import numpy as np

@@ -74,7 +74,7 @@ class NeuroShard:
     scaling: Scaling
     compute_ms: float
     exchange_ms: float
-    columns: float  # the unit of sums of columns
+    columns: float  # mean sum of columns, by which the networks' inputs are divided
 
     @classmethod
     def blank(cls, num_ranks: int) -> "NeuroShard":
@@ -233,7 +233,7 @@ class _Beam:
         return float((compute + exchange * self.model.exchange_ms).max())
 
     def _assignment(self, cuts: tuple[int, ...], placed: list[list[int]] | None) -> Assignment:
-        if placed is None:  # no cut fits, so return a plan with a high price
+        if placed is None:  # no cut fits, so return a greedy plan of whole tables
             return size_greedy(self.setting)
         parts = _parts(self.setting, self.model.scaling, cuts)
         ranks: list[list[int]] = [[] for _ in cuts]

@@ -1,8 +1,8 @@
 """Runs the whole search: seeds, local search from the best seeds, and a final descent.
 
 By the model's prices, the result is at least as good as every seed, and moving a single table would
-not improve it. The same problem, seed, and effort give the same plan, because budgets count
-insertions, not seconds.
+not improve it. The same problem, seed, and number of insertions give the same plan, because no
+budget counts seconds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,10 +32,10 @@ from sbpflow.planner.search.seeds import (
     partly_copied,
 )
 
-STARTS = 4  # number of seeds that local search improves before continuing with the best seed
+STARTS = 4  # number of seeds that local search improves before it continues with the best result
 NUM_ALIKE = 8  # number of the cheapest shapes that are tried for all tables
 MIXED = 3  # number of the cheapest shapes that are tried in pairs
-SCALES = (1.1, 1.25)  # factors of the mean load for plans that split only tables above this load
+SCALES = (1.1, 1.25)  # multiples of the mean load up to which some seeds fill ranks at no cost
 CLOSE = 3e-3  # the search stops this close to the lower bound; the model's error is far larger
 
 
@@ -53,8 +53,8 @@ class Found:
 
 
 def default_insertions(problem: Problem) -> int:
-    """Return the default effort, which takes a few seconds for 200 tables x 16 ranks on one
-    core.
+    """Return the default number of insertions, which take a few seconds for 200 tables x 16 ranks
+    on one core.
     """
     return max(800, min(4000, 40 * problem.num_tables))
 

@@ -63,10 +63,11 @@ def bound(problem: Problem, plan_ms: float) -> Bound:
 class _Dual:
     """All tables' options as arrays: ms, bytes, and the keys that each option needs.
 
-    ``homes`` is the work that an option adds to every rank, ``spread`` is the work that the
-    option's shards add to the mean rank, and ``heaviest`` is the maximum work that the shards add
-    to one rank. Options whose heaviest shard alone takes ``most_ms`` or more are omitted. Before
-    any table is placed, a rank may be up to ``uneven_ms`` below the mean.
+    ``homes`` [n] is the ms that an option adds to every rank, ``spread`` [2, n] the ms of work and
+    of transfers that its shards add to the mean rank, and ``heaviest`` [2, n] the most that they
+    add to one rank. Options with which one rank would take ``most_ms`` or more are omitted, unless
+    all options of a table are such. Before any table is placed, a rank may be up to ``uneven_ms``
+    below the mean.
     """
 
     def __init__(self, problem: Problem, most_ms: float, uneven_ms: Floats) -> None:

@@ -22,10 +22,11 @@ from sbpflow.planner.search.problem import (
     State,
 )
 
-# The search minimizes the step time plus this share of the mean load. The step time is a maximum
-# over ranks, so most moves do not change it; the mean load rewards moves that reduce total work.
+# The search minimizes the step time plus this share of the root mean square of the loads. The step
+# time is a maximum over ranks, so most moves do not change it; the root mean square rewards moves
+# that reduce the load of any rank.
 EVENNESS = 0.05
-NO_ROOM = 1e6  # penalty in ms for exceeding a rank's memory limit by 100%
+NO_ROOM = 1e6  # penalty in ms for a total excess as large as one rank's mean memory limit
 
 
 class Insertion(NamedTuple):
@@ -103,9 +104,10 @@ class Inserter:
         return self.ranked(state, table, avoid)[0]
 
     def _ranks(self, now: "_Sums", tried: _Tried) -> tuple[Ints, Ints]:
-        """Choose ranks [m, count] for the options ``which`` [m]: the best ranks and the best block.
-        Blocks are tried because tables on the same block share keys that depend on ranks, and
-        individually chosen ranks rarely coincide.
+        """Return option places [m] and their ranks [m, count]: for each option, the best ranks and,
+        if blocks of ``count`` ranks divide the world, the best block. Blocks are tried because
+        tables on the same block share keys that depend on ranks, and individually chosen ranks
+        rarely coincide.
         """
         size, count, which = len(now.loads), tried.count, np.arange(len(tried.numbers))
         if count in (0, size):

@@ -23,7 +23,7 @@ from sbpflow.planner.search.problem import (
     State,
 )
 
-START_THRESHOLD = 0.02  # a worse plan is accepted up to this initial excess over the goal
+START_THRESHOLD = 0.02  # initially, a plan may exceed the current goal by this fraction
 # A ruin removes at most ``LARGEST_RUIN`` tables; a fraction ``GROUP_RUIN`` of the ruins moves a
 # whole group to other ranks.
 LARGEST_RUIN = 12
@@ -170,8 +170,9 @@ class LocalSearch:
         return [tables[int(place)] for place in chosen]
 
     def _swap(self, state: State, limit: float) -> float | None:
-        """Swap a whole table of a slowest rank with the best table on another rank, if the swap
-        helps.
+        """Swap a random whole table of a slowest rank with the best of 64 random whole tables on
+        other ranks, if the goal stays below ``limit``. Returns the new goal, or None if the plan is
+        unchanged.
         """
         options = self.problem.options
         whole = {
@@ -211,8 +212,8 @@ class LocalSearch:
         return step + EVENNESS * even + NO_ROOM * excess / limit.mean()
 
     def _exchange(self, state: State, table: int, other: int, limit: float) -> float | None:
-        """Swap two whole tables; swap back if keys that depend on ranks make the plan too
-        expensive.
+        """Swap two whole tables and return the new goal; if keys that depend on ranks raise it to
+        ``limit`` or more, swap back and return None.
         """
         first, second = state.remove(table), state.remove(other)
         state.add(table, Move(first.option, second.ranks))
@@ -228,8 +229,8 @@ class LocalSearch:
 
 
 def weights_of(problem: Problem) -> Floats:
-    """Return the ms of each table in its cheapest option, [tables]: the order in which to place
-    tables.
+    """Return the least ms that each table adds to the mean rank in any option, [tables]. Tables are
+    placed in descending order of this value.
     """
     return np.array(
         [min(mean_ms(problem, option) for option in options) for options in problem.options]

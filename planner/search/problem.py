@@ -84,8 +84,8 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.names or len(self.names) != len(self.options):
             raise PlanError(
-                f"{len(self.names)} tables with options for {len(self.options)}; give at least one "
-                "table, each with its options"
+                f"got {len(self.names)} table names, but options for {len(self.options)} tables; "
+                "give at least one table, and options for every table"
             )
         for name, options in zip(self.names, self.options, strict=True):
             if all(option.num_shards > self.num_ranks for option in options):
@@ -203,7 +203,7 @@ def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
     """
     if len(assignment) != problem.num_tables:
         raise PlanError(
-            f"plan: {len(assignment)} moves for {problem.num_tables} tables; use one per table"
+            f"plan: {len(assignment)} moves for {problem.num_tables} tables; use one move per table"
         )
     for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
         if not 0 <= move.option < len(options):
@@ -218,6 +218,6 @@ def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
             )
         if outside := sorted(ranks - set(range(problem.num_ranks))):
             raise PlanError(
-                f"table {name}: ranks {outside} outside a world of {problem.num_ranks}; use 0 to "
-                f"{problem.num_ranks - 1}"
+                f"table {name}: ranks {outside} are outside a world of {problem.num_ranks}; use "
+                f"0 to {problem.num_ranks - 1}"
             )

@@ -61,7 +61,7 @@ def families(problem: Problem) -> list[Hashable]:
 def homogeneous(
     problem: Problem, weights: Floats, shapes: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Return one plan per shape, in which all tables that allow the shape use it."""
+    """Yield one plan per shape, in which all tables that allow the shape use it."""
     order = heaviest_first(weights)
     for shape in shapes:
         inserter = narrowed(problem, [(shape,)] * problem.num_tables)
@@ -71,7 +71,7 @@ def homogeneous(
 def partly_copied(
     problem: Problem, weights: Floats, rests: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Copy the smallest tables and give the same shape to all other tables."""
+    """Yield plans that copy the smallest tables and give the same shape to all other tables."""
     copied = {
         option.shape for options in problem.options for option in options if not option.num_shards
     }
@@ -123,7 +123,8 @@ def _paid(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Problem:
 def greedy(
     problem: Problem, weights: Floats, inserter: Inserter
 ) -> Iterator[tuple[str, Assignment]]:
-    """Insert tables one after another, each with the currently best option and ranks."""
+    """Yield plans that insert tables one after another, each with the currently best option and
+    ranks."""
     yield "greedy", build(problem, inserter, heaviest_first(weights)).assignment()
     whole = [[option.shape for option in options if option.whole] for options in problem.options]
     built = build(problem, narrowed(problem, whole), heaviest_first(weights))

@@ -44,7 +44,8 @@ EXECUTION += [
     "parallel.kernels (order)",
     "parallel.dense (order)",
 ]
-# These keys may also change, unless train.stop or train.plateau makes training depend on scores.
+# These keys may also change, unless `train.stop` or `train.plateau` makes training depend on
+# scores.
 SCORES = ["train.eval_every", "train.eval_rows", "train.exact_auc_rows", "train.slices"]
 # These keys of the group ``parallel`` must not change, nor may any key outside these lists.
 RESULTS_OF_PARALLEL = ["dtype", "table_dtype", "comm_dtype", "tables.deep.C1.comm_dtype"]

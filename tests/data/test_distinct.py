@@ -1,5 +1,5 @@
-"""Tests that counts do not depend on groups and ranges, and that hash tables find the same ids even
-if dense.
+"""Tests that counts do not depend on groups and ranges, and that nearly full hash tables find the
+same ids.
 """
 
 import numpy as np

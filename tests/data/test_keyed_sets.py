@@ -28,7 +28,7 @@ from tests.data.rows import folder_bytes, text_rows, write_rows
 from tests.data.tables import table, write_csv, write_parquet
 from tests.data.test_tables import good_rows, prepare_table
 
-MIXED = "--keys", "city,tags,genre"  # the fields shop and more have vocabularies
+MIXED = "--keys", "city,tags,genre"  # the fields `shop` and `more` have vocabularies
 ROWS = table(700)
 
 
@@ -61,7 +61,7 @@ def fitted(tmp_path_factory):
 
 
 def ids_of(manifest, split):
-    """Return the matrix columns and lists of every field of a split."""
+    """Return the names of a split's matrix columns, the matrix, and the lists."""
     rows = RowFiles(manifest, split)
     loader = open_loader(manifest, split=split, batch_size=1000, backend="memmap", shuffle="none")
     (batch,) = loader.epoch(0)

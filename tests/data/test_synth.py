@@ -276,7 +276,8 @@ def test_drifting_values_rise_and_fall_in_frequency_and_never_return():
     assert np.allclose(shares.sum(axis=1), 1)
     # A value has at most two successors within a block.
     assert ((shares > 0).sum(axis=1) <= 3).all()
-    # Four blocks are 0.262 million rows, so a value gains or loses 26 % of the rows of its rank.
+    # With a drift of 1.0 per million rows, a value gains or loses 26 % of its rank's rows within
+    # four blocks (0.262 million rows).
     second = shares[:, 1][shares[:, 1] > 0]
     assert np.allclose(np.abs(np.diff(second)).max(), 0.262, atol=0.06)
     assert (np.diff(np.sign(np.diff(second))) <= 0).all(), "it rises once, and then falls"

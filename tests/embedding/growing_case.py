@@ -37,7 +37,7 @@ GROWTH = Growth(evict=Eviction(max_rows=MIN_ROWS), admit_count=2)
 
 @dataclass(frozen=True, kw_only=True)
 class GrowingCase:
-    """The tables: fields f and g grow, each with a deep and a wide table; h has row numbers."""
+    """Fields f and g grow, each with a deep and a wide table; the ids of h are row numbers."""
 
     deep: Spec = UNIQUE
     wide: Spec = UNIQUE

@@ -68,8 +68,8 @@ class Mix:
         return made
 
     def coefficients(self, step: int, output: OutputConfig) -> np.ndarray:
-        """Return [batch, width] coefficients of an output; they depend on its names, not on its
-        position.
+        """Return [batch, width] coefficients of an output. They depend on the names of the output,
+        its tables and features, not on positions.
         """
         if output.combine == "sum":
             return self._coefficients(step, output.name, output.width)

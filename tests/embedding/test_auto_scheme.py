@@ -39,8 +39,8 @@ def test_touched_matches_a_random_draw(rows, draws):
 @pytest.mark.parametrize("exponent", [1.0, 3.0, 7.5])
 @pytest.mark.parametrize("rows", [7, 4000, 3_000_000])
 def test_curve_matches_the_exact_sum(rows, exponent):
-    """The expected value is a sum over groups of rows with equal lookups; the curve is piecewise
-    linear in log-log space.
+    """The exact number of touched rows is a sum over groups of rows with equal lookups; the curve
+    interpolates it linearly in log-log space.
     """
     edges = (np.arange(41) / 40) ** exponent
     count = np.diff(edges) * rows

@@ -241,7 +241,7 @@ def test_state_per_shard_updates_every_shard_independently(ranks, name, kernel):
     (found,) = (weights for weights, _ in join_tables(case, results).values())
     atol = 1e-12 if kernel == "torch" else 2e-5
     np.testing.assert_allclose(found, torch.cat(shards, 1).numpy(), rtol=0, atol=atol)
-    # The results equal the reference, with one state per logical row, only if one shard has all
+    # The reference has one state per logical row, so the results equal it only if one shard has all
     # columns.
     _, logical = reference(replace(case, optimizer=replace(PER_SHARD, row_state="logical")))
     apart = np.abs(found - logical.deep["t"][1].numpy()).max()

@@ -49,8 +49,8 @@ def batches(draw):
 
 
 def both_lookups(addresses, here, offsets, weights) -> list[Lookup]:
-    """Return a lookup of only the local rows, and a lookup of all rows with ``absent`` for remote
-    rows.
+    """Return a lookup of only the local rows, and a lookup of all rows with the absent address in
+    place of remote rows.
     """
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), here.cumsum(0)])
     kept = ends if offsets is None else ends[offsets]

@@ -52,7 +52,7 @@ def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) ->
 
 
 def lookups(dtype: torch.dtype):
-    """Return two lookups of rows 0 to 39 of each kind: single rows and bags, with and without
+    """Yield two lookups of rows 0 to 39 of each kind: single rows and bags, with and without
     weights.
     """
     for step in range(9):
@@ -84,7 +84,7 @@ def test_kernels_match_torch(kernel, rule):
             two = Lookup(*uses)
         plain.update(one, grads, lr, step + 1)
         fused.update(two, grads, lr, step + 1)
-    # Nine float32 updates of rows up to 4 have rounding errors of a few 1e-7 each.
+    # Each of nine float32 updates of values up to 4 has a rounding error of a few 1e-7.
     torch.testing.assert_close(plain.weights, fused.weights, rtol=1e-5, atol=1e-5)
     assert plain.state.keys() == fused.state.keys()
     for name, value in plain.state.items():

@@ -218,7 +218,8 @@ def test_fbgemm_equals_the_reference(ranks, exchange, rule):
 )
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, tolerance):
-    # Gradients up to 4 are sent as bf16 (8 bits) in both cases; rates are up to 0.1, over 20 steps.
+    # With vectors of either dtype, gradients are sent as bf16 (8 significant bits). They are up to
+    # 4, and the learning rate is up to 0.1, over 20 steps.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), comm_dtype=comm_dtype)
     check(ranks, mix, tolerance)
 
@@ -226,9 +227,9 @@ def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, toler
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_in_half_precision_stay_close(ranks, exchange, dtype, tolerance):
-    # Values reach 1.2, where bf16 has steps of 2^-7. The sum of 20 random roundings has at most
-    # five times the standard deviation of one rounding (0.0023); the bound is four times that of
-    # the sum.
+    # Values reach 1.2, where neighboring values differ by 2^-7 in bf16 and by 2^-10 in fp16. One
+    # random rounding has a standard deviation of at most half this distance, and the sum of 20
+    # roundings of at most 2.3 times the distance. The bounds are six times the distance.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), row_dtype=dtype)
     check(ranks, mix, tolerance)
 

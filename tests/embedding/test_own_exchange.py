@@ -141,7 +141,7 @@ def test_own_exchange_rejects_unsupported_layouts():
 
 
 def comparisons(tree):
-    """Return lines that compare an exchange name with a string, or test its membership."""
+    """Yield lines that compare an exchange name with a string, or test its membership."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]

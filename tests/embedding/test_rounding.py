@@ -47,13 +47,14 @@ def test_noise_depends_on_the_element_and_not_on_its_store():
         noise_of(50, 10, seed=2).draw(torch.arange(50), 10, 3),  # another seed
         noise_of(50, 10, 0, 50, 0, 10).draw(torch.arange(7), 10, 3),  # another table
     ]
-    for other in others:  # 500 of 65,536 values: a few can coincide
+    for other in others:  # 500 draws from 65,536 values: a few can coincide
         assert (other == whole[: len(other)]).sum() <= 3
 
 
 def test_noise_is_uniform_and_uncorrelated():
     noise = noise_of(40_000, 8).draw(ROWS, 8, 5).double()
-    # for 320,000 samples: five standard errors of the mean, and of a correlation of 40,000 samples
+    # The limits are five standard errors: of the mean of 320,000 samples, and of a correlation of
+    # 40,000 samples.
     assert abs(float(noise.mean()) - 32767.5) < 5 * 65536 / 12**0.5 / 320_000**0.5
     correlation = np.corrcoef(noise.T.numpy()) - np.eye(8)
     assert np.abs(correlation).max() < 5 / 40_000**0.5
@@ -98,8 +99,9 @@ def test_rows_are_rounded_equally_in_any_layout(ranks, dtype, name, rule):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float32_losses_differ_only_by_summation_order(ranks, name):
-    """A different summation order changes about one rounding in 1e5 by half a unit of bf16. The
-    error is 4e-4 for a weight below 0.1, and less than 1e-5 for a loss over 16 samples.
+    """A different summation order rounds about one weight in 1e5 to its other neighbor in bf16,
+    which is at most 5e-4 away for weights below 0.1. The mean of an output changes by less than
+    1e-5.
     """
     wide, deep, changes = LAYOUTS[name]
     options = {"row_dtype": torch.bfloat16, "dtype": torch.float32}
@@ -118,8 +120,8 @@ def test_rounding_is_to_a_neighbor_and_unbiased(dtype):
     rounded = round_randomly(values, dtype, noise_of(40_000, 6).draw(ROWS, 6, 1)).float()
     step = values.abs().clamp(min=1e-30) * torch.finfo(dtype).eps
     assert ((rounded - values).abs() <= step).all()
-    # The mean is over 40,000 samples, each within one step of bf16; five standard errors are 0.0125
-    # steps.
+    # Each of the 40,000 samples is within one step of the dtype, so its standard deviation is at
+    # most half a step, and five standard errors of the mean are at most 0.0125 steps.
     assert ((rounded.mean(0) - values[0]).abs() <= 0.0125 * step[0]).all()
     assert (rounded[:, [0, 5]] == values[:, [0, 5]]).all()
 

@@ -17,7 +17,7 @@ from tests.deadlines import Deadline, output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
-PORT = 29400  # Each pair of namespaces uses other ports.
+PORT = 29400  # cannot clash, because each namespace has its own ports
 START_S = 60
 
 needs_namespaces = pytest.mark.skipif(

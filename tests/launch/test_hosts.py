@@ -202,7 +202,7 @@ def test_a_rank_that_dies_or_hangs_in_the_handshake_is_an_error_within_the_limit
 
 
 def find_all(size: int, store: dist.Store, timeout_s: float = 30.0) -> list[Topology]:
-    """Run one thread per rank."""
+    """Find the topology of all ranks, with one thread per rank."""
     with ThreadPoolExecutor(size) as pool:
         ranks = [
             pool.submit(find_topology, TimedStore(store, "here"), rank, size, "cpu", timeout_s)

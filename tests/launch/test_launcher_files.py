@@ -30,7 +30,7 @@ def check(model: str, content: dict[str, Any]) -> None:
 
 
 def arguments(words: list[str]) -> None:
-    """Check that a command trains a configuration of the shared disk."""
+    """Check that a command trains, with its configuration and all folders on the shared disk."""
     assert words[0] == "torchrun"
     assert words[1].endswith("/train_wdl.py")
     assert words[2] == "--config"

@@ -17,7 +17,7 @@ from tests.launch.machines import Machine, ip, needs_namespaces, two_machines, w
 
 @pytest.fixture
 def machines() -> Iterator[tuple[Machine, Machine]]:
-    """Return two machines that map their own name to 127.0.1.1, without GLOO_SOCKET_IFNAME."""
+    """Yield two machines that map their own name to 127.0.1.1, without GLOO_SOCKET_IFNAME."""
     with two_machines() as both:
         folders = [Path("/etc/netns") / machine.name for machine in both]
         for folder in folders:  # `ip netns exec` mounts these files
@@ -64,7 +64,7 @@ def test_a_loopback_name_is_explained_only_away_from_rank_0(monkeypatch):
 
 
 class Texts:
-    """Replaces a store; ``addresses`` are the addresses of all ranks."""
+    """Stands in for a store; ``addresses`` has the address of every rank."""
 
     def __init__(self, addresses: list[str]) -> None:
         self.addresses = addresses

@@ -50,7 +50,7 @@ def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
 
 
 def dtypes_of_one_step(world, name):
-    """Return the dtypes of each linear, interaction and loss, and of weights and logits."""
+    """Return the dtypes of each linear layer and interaction, and of the weights and logits."""
     seen = {}
     named = ("linear_of_parts", "fm_interaction", "dot_interaction", "cross_network")
     real = {op: getattr(ops, op) for op in named}
@@ -275,7 +275,8 @@ def test_a_trained_model_is_exported_with_its_running_statistics(ranks, name):
 
 
 def on_a_device(world, name):
-    """Return the losses, and the number of host waits within the steps by source line."""
+    """Return the losses, the source lines of all host waits within the steps, and whether TF32 was
+    allowed."""
     from tests.rehearsal.journal import journal
 
     config = config_with(name, "1", autocast="bf16")

@@ -27,7 +27,7 @@ def _rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 @pytest.fixture
 def s3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """Return an S3 server with an empty bucket; the parameter names the server."""
+    """Yield an S3 server with an empty bucket; the parameter names the server."""
     import s3fs
 
     name = getattr(request, "param", "moto")

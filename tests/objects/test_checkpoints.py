@@ -34,7 +34,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(params=["memory", "s3"])
 def folder(request):
-    """Return an empty folder in a store."""
+    """Yield an empty folder in a store."""
     if request.param == "s3":
         request.getfixturevalue("s3")
         yield any_path("s3://bucket/run")

@@ -49,11 +49,11 @@ def test_a_plan_is_measured_until_its_difference_is_significant():
     noisy = [1.2, 2.0, 1.0, 2.4, 1.1, 1.9, 1.2, 2.0]
     assert settled([ms * 1.5 for ms in ours], ours)  # 50 % slower in every round
     assert settled([ms * 2.0 for ms in noisy], ours)
-    assert settled([ms * 1.001 for ms in ours], ours)  # as fast as ours, with a narrow interval
+    assert settled([ms * 1.001 for ms in ours], ours)  # as fast as our plan, with a narrow interval
     assert not settled([1.0, 2.0 * 1.01, 1.0, 2.0], ours)  # four rounds may agree by chance
     assert not settled(noisy, ours)
-    # The difference is computed over the rounds that the plan ran, and then applied to our median
-    # over all rounds.
+    # The difference is computed over the rounds in which the plan ran, and then applied to our
+    # plan's median over all rounds.
     drifted = [1.0] * 4 + [3.0] * 6
     row = compared(CASE, {"auto": drifted, "auto 2": [1.5] * 4, "dim": [2.0] * 10})
     assert row["plans"]["auto 2"]["slower_than_auto"] == pytest.approx(0.5)

@@ -29,7 +29,8 @@ SMALL = 300  # insertions
 
 
 def all_plans(problem):
-    """Yield every plan of tables that are whole, split over all ranks, or copied."""
+    """Return an iterator over the plans with tables that are whole, split over all ranks, or
+    copied."""
     size = problem.num_ranks
     moves = [
         [

@@ -140,8 +140,8 @@ def _bytes_of(host: Tensor) -> Tensor:
 def capture(
     graph: Graph, *, stream: Any = None, capture_error_mode: str = "global", **_: object
 ) -> Any:
-    """Replaces ``torch.cuda.graph``; requires the capture mode thread_local, since NCCL's threads
-    query events.
+    """Replaces ``torch.cuda.graph``; requires the capture mode ``thread_local``, because NCCL's
+    threads query events.
     """
     if capture_error_mode != "thread_local":
         raise RefusedError(f"capture_error_mode {capture_error_mode} fails in NCCL's threads")

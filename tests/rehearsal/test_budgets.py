@@ -1,4 +1,5 @@
-"""Tests upper bounds on how often a training step waits for the device and on the ops it submits.
+"""Tests upper bounds on how often a training step waits for the device and on how many ops it
+submits.
 
 The goal is no waits with one rank and for ``columns`` and ``reduce``. Where a size depends on the
 batch, the goal is one asynchronous read into pinned memory per batch and size. Ids come with
@@ -42,8 +43,8 @@ BUDGETS = {
 
 
 def second_step(world, config, accumulate):
-    """Return the journal of the second step, which starts during the first step and overlaps the
-    third step."""
+    """Return the numbers of host waits, late reads and ops of the second step, and a summary of its
+    journal. The step starts during the first step and overlaps the third step."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -132,8 +133,8 @@ def test_accumulation_adds_no_waits(rehearsed_ranks):
 
 
 def losses_and_step(world, config):
-    """Return losses of four steps with Triton's and with torch's kernels, and the journal of a
-    step.
+    """Return the result of ``second_step``, and the losses of four steps with Triton's and with
+    torch's kernels.
     """
     from importlib.util import find_spec
 
@@ -171,8 +172,8 @@ def test_triton_matches_torch_within_the_budget(rehearsed_ranks, ranks, scheme):
 
 
 def ragged_step(world, mix):
-    """Return the journal of a collection's second batch with lists, during which the third batch
-    starts.
+    """Return the same as ``second_step`` for a collection's second batch with lists, during which
+    the third batch starts.
     """
     from tests.rehearsal.journal import journal
 

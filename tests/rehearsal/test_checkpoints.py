@@ -34,7 +34,7 @@ def step(job, number):
 
 def save_both_ways(world, config, folder):
     """Save a run in the foreground and in the background. Return the host waits during both saves
-    and in a step after the save, the maximum size of the undo log, and the stores.
+    and in a step after the save, the maximum size of the undo log, and the number of stores.
     """
     _, saver = begun(world, config, folder / "a")
     saver.save(SAVED_AT, {})

@@ -41,7 +41,8 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
     for number, batch in enumerate(make_batches(STEPS, config.data.batch_size)[:steps]):
         mine = batch.part(world.rank, world.size)
         rows = to_device(mine, world.device)
-        # the graph is captured in this step; later batches must not exist yet
+        # Keep the batch of this step, in which the graph is captured, to check below that replays
+        # do not overwrite it.
         if number == warm_up_steps:
             kept = [(rows.labels, mine.labels), (rows.dense, mine.dense), (rows.ids, mine.ids)]
         if before_step is not None:
@@ -62,8 +63,9 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
 
 
 def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
-    """Train with a graph and with eager steps; return the losses, the journals' numbers, and
-    whether the weights are equal."""
+    """Train with a graph and with eager steps. Return the losses and the numbers of ops of both,
+    the graph's host waits, whether the weights are equal, and the graph's ops on the main stream.
+    """
     losses, weights, journals = train(world, config, captured_at, steps, before_step)
     plain, same, plain_journals = train(world, config, steps, steps)
     equal = [torch.equal(value, same[name]) for name, value in weights.items()]

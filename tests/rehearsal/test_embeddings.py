@@ -14,7 +14,7 @@ OF_SCHEMES = ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"]
 
 
 def turns(each, others, count):
-    """Yield pairs of each element with ``count`` of the others, in rotation."""
+    """Return pairs of each element with ``count`` of the others, in rotation."""
     others = list(others)
     return [
         (one, others[(place + 2 * n) % len(others)])

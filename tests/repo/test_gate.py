@@ -54,9 +54,15 @@ def test_a_figure_that_was_slower_once_is_not_slower():
     [
         ({"loss of step 1": 0.50001, "loss of step 2": 0.4}, ""),
         ({"loss of step 2": 0.4}, ""),  # no step in common
-        ({"loss of step 1": 0.5, "loss of step 2": 0.4001}, "loss of step 2 is 0.4 and 0.4001"),
-        ({"loss of step 1": math.nan}, "loss of step 1 is 0.5 and nan"),
-        ({"loss of step 3": 0.5}, "no number in common: loss of step 1, loss of step 2 and "),
+        (
+            {"loss of step 1": 0.5, "loss of step 2": 0.4001},
+            "loss of step 2 is 0.4 in base and 0.4001 in head",
+        ),
+        ({"loss of step 1": math.nan}, "loss of step 1 is 0.5 in base and nan in head"),
+        (
+            {"loss of step 3": 0.5},
+            "no number in common: base has loss of step 1, loss of step 2, and head has ",
+        ),
     ],
 )
 def test_different_work_is_reported(head, text):

@@ -118,7 +118,7 @@ def test_json_and_yaml_files_are_each_read_in_one_place():
                     and node.value.id in found
                 ):
                     found[node.value.id].add(str(path.relative_to(ROOT)))
-        # Bundles read their JSON without the rest of sbpflow.
+    # Bundles read their JSON without the rest of sbpflow.
     bundles = {"sbpflow/serving/row_store.py", "sbpflow/serving/scorer.py"}
     # The server parses requests without a Python call for each number.
     requests = {"sbpflow/serving/bodies.py"}

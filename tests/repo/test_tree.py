@@ -151,8 +151,8 @@ def test_importing_sbpflow_imports_neither_dali_nor_fbgemm():
 
 
 def test_the_launcher_does_not_import_torch():
-    """A Ctrl-C or a broken torch must be handled by run_main, so importing the launcher must not
-    import torch.
+    """A Ctrl-C or a broken torch must be handled by ``run_main``, so importing the launcher must
+    not import torch.
     """
     assert (
         run_python("import sbpflow.runtime.processes.launch, sys; print('torch' in sys.modules)")

@@ -115,8 +115,9 @@ def write(folder, job: Job, model: PlainModel, spec, fields: Fields, row_format=
 
 
 def _criteo_like(world: World, folder):
-    """Return the differences between the logits of the job and the plain model, in this process and
-    in a process with only torch."""
+    """Return, by batch, the differences between the logits of the job and of the plain model, and
+    whether a process with only torch gives the same logits as the plain model; then the job's
+    values, and by batch whether the bundle gives the job's logits."""
     config = make_config("1", "adagrad", dtype="float32")
     batches = make_batches(7, 30)
     job, model = trained(world, config, FIELDS, batches)
@@ -167,8 +168,9 @@ def test_an_exported_file_gives_the_logits_of_the_job_with_only_torch(ranks, tmp
 
 
 def _lists(world: World, folder):
-    """Return the differences of logits for lists with and without weights, fixed fields, means and
-    sums.
+    """Train on lists with and without weights, fixed fields, means and sums. Return the differences
+    between the logits of the job and of the plain model, whether the exported model gives the same
+    logits, and by how much the bundle's scores differ from the job's.
     """
     manifest = load_manifest(folder / "set")
     data = DataConfig(path=folder / "set", batch_size=64, loader="memmap")

@@ -50,7 +50,8 @@ LAYOUTS = EXPECTED["layouts"]
 # The files may come from another CPU, where exp and log differ in the last of 53 bits and sums have
 # another order. A few training steps amplify these differences about 1e3 times.
 FLOAT64 = 1e-10
-# For 8-bit rows and vectors: a value midway between two steps may be rounded either way.
+# For bfloat16 rows and vectors: a value midway between two bfloat16 numbers may be rounded either
+# way.
 BFLOAT16 = 1e-3
 # The tolerance is for float32 logits, with sums in another order.
 FLOAT32 = 1e-5

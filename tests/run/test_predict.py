@@ -328,8 +328,8 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys, m
 
 
 def test_a_few_rows_are_scored_without_compilers(run, tmp_path):
-    """Importing torch._dynamo, DALI, or FBGEMM would take longer than scoring; numba's loops are
-    needed only for lists of ids.
+    """Importing ``torch._dynamo``, DALI, or FBGEMM would take longer than scoring; numba's loops
+    are needed only for lists of ids.
     """
     source = write_csv(tmp_path / "one.csv", [row for row in table(9) if row["price"] != INF][:1])
     code = (

@@ -65,7 +65,7 @@ class Model:
             "compiled batch norm": lambda: torch.compile(
                 Net(norm=nn.BatchNorm1d), backend="aot_eager"
             ),
-            # aot_eager traces like the default backend, but needs no compiler.
+            # `aot_eager` traces like the default backend, but needs no compiler.
             "compiled": lambda: torch.compile(Net(), backend="aot_eager"),
             "apart": Apart,
             "in turn": InTurn,

@@ -1,7 +1,8 @@
-"""Tests that an unknown value raises an error in a chain of branches instead of using one of the
-branches.
+"""Tests that if/elif chains raise an error for an unknown value instead of silently taking one of
+their branches.
 
-The tests allow each value at its source, like a value that is added later.
+Each test lets an unknown value pass the checks at its source, like a value that is added there but
+not to the chains.
 """
 
 from dataclasses import replace

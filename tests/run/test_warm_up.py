@@ -30,8 +30,8 @@ CONFIGS = {
 
 
 def groups_by_time(world, config):
-    """Return the groups in the plan, those that a warm-up creates, and those that two steps create
-    in a world without groups.
+    """Return groups of a world that starts with none: those in the plan, those built with the job,
+    those that exist after a warm-up, those that the warm-up uses, and those that two steps add.
 
     A group is (ranks, channel).
     """

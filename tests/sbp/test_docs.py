@@ -83,7 +83,7 @@ NAMES = {
     "bce_with_logits": "bce_none",
     "cross_network(x, [(w, b)]), weights B": "cross_network",
 }
-UNLIKE_TORCH = {  # ops that test_ops cannot compare with a plain float64 op
+UNLIKE_TORCH = {  # ops that `test_ops.py` cannot compare with a plain float64 op
     "reduce_mean over 1": lambda x: ops.reduce_mean(x, [1]),
     "reduce_max over 1": lambda x: ops.reduce_max(x, [1]),
     "dropout": lambda x: ops.dropout(x, 0.5, 0),

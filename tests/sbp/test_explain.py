@@ -1,9 +1,9 @@
 """Tests that ``explain`` shows, for each scheme and backend, the bytes that the derivations give.
 
 On p ranks, a batch consists of B rows with f = 26 deep columns of d = 16, and 2 wide columns summed
-to one number. Sums are over all ranks, with 4 bytes per number. The published comparison gives 2 D
-(p-1) / p for the deep table of scheme 2, which contradicts its own derivation, and also counts each
-rank's own copy of the ids.
+to one number. Sums are over all ranks, with 4 bytes per number. With D bytes of deep vectors, the
+published comparison gives 2 D (p-1) / p for the deep tables of scheme 2, which contradicts its own
+derivation. It also counts each rank's own copy of the ids.
 """
 
 import pytest

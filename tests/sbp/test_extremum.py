@@ -1,4 +1,4 @@
-"""Tests gradients through P(max) and P(min), on grids and with grad_sbp, compared with torch."""
+"""Tests gradients through P(max) and P(min), on grids and with ``grad_sbp``, against torch."""
 
 import itertools
 
@@ -20,13 +20,13 @@ GRIDS = [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 1, 2, 3]], [[1], [2], [0]]]
 
 
 def _distinct(shape):
-    """Return distinct whole numbers in random order."""
+    """Return distinct whole numbers in scrambled order."""
     count = torch.Size(shape).numel()
     return (torch.arange(count) * 7 % 37).view(shape).double()
 
 
 def _destinations(grid):
-    """Return all layouts of one dim on the grid, and some on other placements."""
+    """Yield all layouts of one dim on the grid, and some on other placements."""
     for nd_sbp in itertools.product([S0, B, P], repeat=grid.ndim):
         yield Layout(grid, nd_sbp)
     for line in ([2, 0], [1]):
@@ -44,7 +44,7 @@ def _reduced(world, ranks):
         best = plain.amax(dim)
         weights = torch.arange(1.0, 1 + len(best), dtype=torch.float64)
         (best * weights).sum().backward()
-        # Each value occurs in some cases.
+        # Test a third of the destinations per case; every destination occurs in some cases.
         for dst in list(_destinations(grid))[number % 3 :: 3]:
             x = GlobalTensor.from_full(full, Layout(grid, nd_sbp), boxing).requires_grad_()
             y = ops.reduce_max(x, [dim])
@@ -81,7 +81,7 @@ def _terms(world, ranks, op):
         best = best_of(terms, (0, 1))
         first = (terms == best).reshape(-1, 8).int().argmax(0)
         weights = torch.arange(1.0, 9, dtype=torch.float64)
-        # each value occurs in some layouts
+        # Test half of the destinations per layout; every destination occurs with some layouts.
         for dst in list(_destinations(grid))[number % 2 :: 2]:
             part = torch.zeros(0, dtype=torch.float64)
             if world.rank in grid:

@@ -1,4 +1,4 @@
-"""Tests gradients beyond the conversion grids: seeds, grad_sbp, leaves, and absent ranks."""
+"""Tests gradients beyond the conversion grids: seeds, ``grad_sbp``, leaves, ranks without parts."""
 
 import itertools
 
@@ -151,7 +151,7 @@ def test_grad_sbp_on_a_grid(ranks):
 )
 @pytest.mark.parametrize("trains", [True, False])
 def test_impossible_gradient_layouts_are_refused(src, dst, grad_sbp, message, trains):
-    """An illegal grad_sbp is refused on every rank, even if no tensor requires a gradient."""
+    """An illegal ``grad_sbp`` is refused on every rank, even if no tensor requires a gradient."""
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp(src))
     part = torch.empty(layout.part_shape((4, 4), 0), device="meta", requires_grad=trains)
     x = GlobalTensor(part, layout, (4, 4), DryBoxing(2))

@@ -1,4 +1,4 @@
-"""Tests that linear_of_parts equals concat and linear, forward and backward, under any dense
+"""Tests that ``linear_of_parts`` equals concat and linear, forward and backward, under any dense
 layout.
 """
 

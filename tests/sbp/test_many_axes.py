@@ -125,8 +125,8 @@ def test_three_axes(ranks):
 
 
 def test_large_tensors_take_the_route_that_sends_least():
-    """Reducing to one split first sends (p1 - 1) T; sending every term to all ranks would send p1 *
-    p2 * T.
+    """From P on p1 ranks to B on p2 others, T bytes per copy: reducing to a split and then copying
+    sends (p1 - 1) T + p2 T; sending every term to every rank would send p1 * p2 * T.
     """
     src = _layout([0, 1], (Partial(),))
     dst = _layout([2, 3, 4], (Broadcast(),))

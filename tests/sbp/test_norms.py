@@ -31,7 +31,8 @@ def batches(offset=0.0):
 
 
 def plain():
-    """Return the outputs of torch's norm in one process, in training and then in evaluation."""
+    """Return the outputs of torch's norm in one process, in training and then in evaluation, and
+    its running mean and variance."""
     norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
     outputs = [norm(x) for x in batches()]
     return outputs, norm.eval()(batches()[0]), norm.running_mean, norm.running_var

@@ -51,8 +51,8 @@ def same_devices(a, b, p):
 
 
 def other_devices(a, b, p1, p2):
-    """Return the table for disjoint placements: B -> B costs p2, and a conversion to P sends the
-    value once.
+    """Return the table for conversions from p1 ranks to p2 other ranks, in units of the tensor's
+    bytes: B -> B costs p2, and B -> P and S -> P cost 1.
     """
     cost = 1 + (p2 - 1) * (_kind(b) == "B") + (p1 - 1) * (_kind(a) == "P")
     return p1 if _kind(a) == _kind(b) == "P" else cost
@@ -130,9 +130,9 @@ def test_schemes_cost_what_their_derivations_say(p, backend):
     """In total, all devices send 2 D (p-1) elements for wide tables and for deep tables of scheme
     2, and 2 D (p-1) / p for deep tables of scheme 1.
 
-    D is the full vector tensor. The published comparison gives 2 D (p-1) / p for deep tables of
-    scheme 2, which contradicts its own derivation. Ids cost B f (p-1), not counting each rank's own
-    copy.
+    D is the number of elements of the full vector tensor. The published comparison gives 2 D (p-1)
+    / p for deep tables of scheme 2, which contradicts its own derivation. Sending the ids of B rows
+    with f columns to all ranks costs B f (p-1) elements, not counting each rank's own copy.
     """
     batch, fields, width = 1024, 26, 16
     deep, wide = batch * fields * width * 4, batch * 2 * 4

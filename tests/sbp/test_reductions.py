@@ -13,8 +13,8 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from tests import oracle
 
 HALVES = ["float16", "bfloat16"]
-# Each rank contributes one half-precision term, rounded once, with an error of one unit in the last
-# place.
+# Each of the two ranks contributes one half-precision term, rounded once, with an error of at most
+# one unit in the last place.
 HALF_ULPS = 2.0
 
 
@@ -24,7 +24,7 @@ def _lay_out(world, full, sbp, boxing):
 
 
 def _mean(world, sbp, dtype, dims):
-    """Return the mean, its dtype, the dtypes that were sent and, for a leaf, the gradient."""
+    """Return the mean, the gradient, and the bytes that this rank sent."""
     boxing = Boxing(world)
     dtype = getattr(torch, dtype)
     full = torch.full((4096, 16), 2.0, dtype=dtype)

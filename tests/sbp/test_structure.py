@@ -22,7 +22,7 @@ LAYER = [
     for path in sorted((ROOT / "sbpflow" / room).rglob("*.py"))
     if (name := str(path.relative_to(ROOT / "sbpflow").with_suffix(""))) not in BESIDE
 ]
-# Modules of plain values: they must not need torch.distributed or any tensor.
+# Modules of plain values: they must not need `torch.distributed` or any tensor.
 PURE = ["sbp.sbp", "sbp.placement", "sbp.layout", "errors"]
 COLLECTIVES = {"all_to_all_single", "all_reduce", "all_gather_single", "reduce_scatter_single",
                "all_gather", "broadcast", "reduce", "scatter", "gather", "isend", "irecv",

@@ -213,8 +213,8 @@ def _one_refuses(world):
 
 
 def _one_refuses_many_sizes(world):
-    """Let two ranks compare their plans of a step on 16 ranks with explicit sizes; return the
-    result.
+    """Let two ranks check a step whose layouts have 16 explicit sizes; rank 1 has a long reason to
+    refuse it.
     """
     sizes = tuple(100_000 + n for n in range(16))
     src, dst = line_layout("cpu", 16, Split(0, sizes)), line_layout("cpu", 16, S1)

@@ -194,7 +194,7 @@ def test_metrics_count_what_the_server_did(exported, model):
     rows[0]["city"] = "a city that no row has"
     bundle = exported / "model"
     with serving(f"a={bundle}", f"b={bundle}", "--shadow", "b", workers=2) as server:
-        for _ in range(10):  # so many that each worker answers some
+        for _ in range(10):  # enough requests that every worker answers some
             assert server.request("POST", "/score", json.dumps(rows), JSON).status == 200
         server.request("POST", "/score", "[{}]", JSON)
         server.request("GET", "/nothing")

@@ -19,7 +19,7 @@ def synth_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def free_port() -> int:
-    """A free port."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return listener.getsockname()[1]

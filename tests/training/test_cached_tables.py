@@ -1,4 +1,6 @@
-"""Tests that cached tables train, save, and resume bit-equal to tables on the device."""
+"""Tests that training, saving, and resuming with cached tables is bit-identical to doing so with
+tables on the device.
+"""
 
 import itertools
 import random

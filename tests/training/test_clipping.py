@@ -18,7 +18,7 @@ from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.runtime.ranks.world import World
 from tests.training.wdl_case import make_batches, make_config, make_job
 
-RATE = 0.1  # learning rate of both optimizers in make_config
+RATE = 0.1  # learning rate of both optimizers in `make_config`
 
 
 def one_step(world: World, config: Config, together: int = 1) -> dict[str, Any]:

@@ -157,7 +157,8 @@ ROWS = 6000
 
 
 def steady(world: World, config: Config) -> Any:
-    """Return the bytes of each transfer in one of many steps, planned and logged."""
+    """Return the logged bytes per step of each transfer, the order of the transfers, and the
+    description of the plan."""
     spec, plan = plan_run(config, CLICKS, world_size=world.size, device_type="cpu")
     trainer = build_job(config, spec, plan, Boxing(world)).trainer
     sent, count = Counter[str](), 6

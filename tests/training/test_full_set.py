@@ -48,7 +48,7 @@ def prepared(tmp_path_factory):
 
 
 def _train(world: World, folder, scheme: str, backend: str):
-    """Return the losses of some steps, and then the scores of val."""
+    """Return the losses of some steps, the scores of val, and val's logits, labels and groups."""
     manifest = load_manifest(folder)
     config = replace(
         make_config(scheme, "adagrad"),
@@ -118,7 +118,8 @@ class WeightedRows(Rows):
 
 
 def _weighted(world: World, scheme: str, repeat: bool):
-    """Return rows with weights 0, 1 and 2 or, with ``repeat``, each row 0, 1 or 2 times."""
+    """Train on rows with weights 0, 1 and 2 or, with ``repeat``, on each row 0, 1 or 2 times;
+    return the losses and this rank's tables."""
     job = make_job(world, make_config(scheme, "sgd"))
     losses = []
     for batch in make_batches(5, 30)[:4]:

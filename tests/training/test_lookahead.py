@@ -164,8 +164,8 @@ def test_a_bad_id_fails_in_its_own_step_regardless_of_announcements(ranks, looka
 
 
 def counted(world: World, config: Any, lookahead: int) -> list[list[int]]:
-    """Return, after each of four steps, the count of out-of-range ids that a save or a metric would
-    read.
+    """Return the counts of out-of-range ids that a save or a metric would read after each of four
+    steps, and after draining the remaining batches.
     """
     job = make_job(world, config)
     job.trainer.lookahead = lookahead

@@ -43,7 +43,8 @@ def _single_steps(world, intervals):
 
 
 def _warnings(world, intervals, steps=20):
-    """Return rank 0's messages for [(step_ms, data_ms, wait_ms) by rank]."""
+    """Return this rank's messages for [(``step_ms``, ``data_ms``, ``wait_ms``) by rank] of each
+    interval, and the transfers."""
     watch, messages = RankWatch(Boxing(world)), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

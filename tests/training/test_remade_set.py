@@ -42,7 +42,7 @@ def whole(sets, tmp_path_factory):
 
 
 def stopped(sets, folder, monkeypatch):
-    """Return a run on the set ``one`` that was killed before its ninth step."""
+    """Start a run on the set ``one``, and kill it before its ninth step."""
     with monkeypatch.context() as patch:
         interrupt(patch, 8)
         with pytest.raises(Interrupted):

@@ -294,7 +294,7 @@ def order_of(synth_set: Path, seed: int, **data: Any) -> torch.Tensor:
     batches = list(loaders["train"].epoch(0))
     assert [batch.batch_size for batch in batches][-1] == (1000 if data.get("tail") else 800)
     held = sum(batch.batch_size for split in ("val", "test") for batch in loaders[split].epoch(0))
-    assert held == 1200  # val and test keep all rows, regardless of train's tail
+    assert held == 1200  # ``data.tail`` does not apply to val and test
     return torch.cat([batch.ids for batch in batches])
 
 

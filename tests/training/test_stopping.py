@@ -168,8 +168,8 @@ def test_a_run_stops_early_on_all_ranks(ranks):
 
 
 def test_the_evaluation_at_the_end_may_be_the_best(ranks):
-    """The last step is scored even if it is no multiple of eval_every or evaluations use only some
-    rows.
+    """The last step is scored even if its number is not a multiple of ``eval_every`` or if
+    evaluations use only some rows.
     """
     stop = StopConfig(metric="logloss", patience=1, min_delta=0.0)
     for eval_rows, every in ((None, 2), (30, 2), (30, 3)):

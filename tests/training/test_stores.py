@@ -1,5 +1,5 @@
-"""Tests that tables in a store with few slots train, save and resume bit-equal to tables on the
-device.
+"""Tests that training, saving, and resuming with tables in a store with few slots is bit-identical
+to doing so with tables on the device.
 """
 
 import itertools
