@@ -308,7 +308,7 @@ def test_workers_and_pieces_do_not_change_the_rows(tmp_path, source):
         ("spares: [C1]\n", "unknown key 'spares'"),
         ("[1, 2]\n", "must be a mapping"),
         ("sparse: [C1, label]\n", "used twice"),
-        ("columns: [label]\nsparse: [C1]\n", "not one of columns"),
+        ("columns: [label]\nsparse: [C1]\n", "not one of the columns"),
         ("sparse: [C1]\nseparator: '::'\n", "must be one of '\\t' ','"),
         ("sparse: {C1: [\n", "cannot be parsed as YAML"),
     ],

@@ -320,7 +320,7 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys, m
     assert "rows float16: AUC 0." in text
     with pytest.raises(ConfigError, match=r"--rows: 'int4' .*as_trained"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int4"])
-    with pytest.raises(ConfigError, match="--score: rows in int8"):
+    with pytest.raises(ConfigError, match="--score: int8 rows"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
     monkeypatch.setattr("sbpflow.data.load_manifest", None)
     with pytest.raises(ConfigError, match="a: already exists; use a new folder"):
