@@ -43,7 +43,8 @@ PARTS = ("systems", "rates", "capacities", "lookaheads", "cpu", "evaluation")
 BATCH, CAPACITY, LOOKAHEAD = 1024, 22_000, 64
 WARM_UP, MEASURED = 25, 40
 EVALUATED = 40  # batches
-CPU_ROUNDS = 7
+CPU_ROUNDS = 7  # per rate
+CPU_RATES = (100.0, 400.0)  # Mbit/s: training waits for rows, or does not
 UNDISTURBED = 1.03  # maximum ratio of a step's time without waits to its CPU time
 Array = np.ndarray[Any, Any]
 Batches = Sequence[Any]
@@ -299,18 +300,20 @@ def _measure_cpu(
     """Measure the CPU times of alternating runs; raise SystemExit if any loss differs."""
     losses: list[float] = []
     number = 0
-    while number < CPU_ROUNDS:
+    while number < len(CPU_RATES) * CPU_ROUNDS:
+        rate = CPU_RATES[number % len(CPU_RATES)]
         wait_ms, runs = 0.0, list[dict[str, object]]()
         for name in ("device", "lookahead", "paused"):
             paused = Setup(system="device", pause_ms=wait_ms)
-            setup = paused if name == "paused" else Setup(system=name)
+            setup = paused if name == "paused" else Setup(system=name, rate=rate)
             found = run(world, folder, batches, fields, setup)
             losses, wait_ms = losses or found.losses, found.wait_ms
             if found.losses != losses:
                 raise SystemExit(f"{setup}: losses differ from those on the device")
             runs.append(
                 dict(
-                    system=name, round=number, step_ms=found.step_ms, pause_ms=setup.pause_ms,
+                    system=name, mbit_per_s=rate, round=number,
+                    step_ms=found.step_ms, pause_ms=setup.pause_ms,
                     exposed_wait_ms=found.wait_ms, cpu_ms=found.cpu_ms,
                     training_cpu_ms=found.training_cpu_ms, mover_cpu_ms=found.mover_cpu_ms,
                 )

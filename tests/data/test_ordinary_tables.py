@@ -110,7 +110,8 @@ def test_a_label_rule_that_only_looks_like_a_comparison_is_refused(tmp_path, rul
     ("label", "cells", "message"),
     [
         ("{y: '>50k'}", ["<=50K", ">50K"], "label: no row has a y that is '>50k', so all labels "
-         "would be equal; write a rule that separates the values of this column (for example, '<=50K', '>50K')"),
+         "would be equal; write a rule that separates the values of this column (for example, "
+         "'<=50K', '>50K')"),
         ("{y: '>= 1'}", ["1", "2"], "every row has a y that >= 1, so all labels would be equal"),
         ("y", ["<=50K", ">50K"], 'the schema probably needs `label: {y: "<=50K"}`'),
         ("y", ["4.5", "3"], 'the schema probably needs `label: {y: ">= 4.5"}`'),
