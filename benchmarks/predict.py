@@ -78,11 +78,11 @@ class Prediction:
         return len(list(self.output.glob("part-*.parquet")))
 
     def _measure(self) -> None:
-        """Note the private memory of all ranks once the first block has been written."""
+        """Note the anonymous memory of all ranks once the first block has been written."""
         ranks = self._ranks()
         if len(ranks) == RANKS and self.num_files():
             try:
-                self.memory.append(sum(memory_mb(rank)["private_mb"] for rank in ranks))
+                self.memory.append(sum(memory_mb(rank)["anonymous_mb"] for rank in ranks))
             except OSError:  # a rank has just ended
                 return
 
@@ -101,8 +101,8 @@ def score(folder: Path, output: Path, block_rows: int, kills: int) -> dict[str, 
     found: dict[str, object] = {
         "rows": num_rows, "ranks": RANKS, "batch_rows": BATCH_ROWS, "files": num_files,
         "wall_s": round(time.time() - begin, 1),
-        "private_mb_highest_of_first_half": round(max(last.memory[:half]), 1),
-        "private_mb_highest_of_second_half": round(max(last.memory[half:]), 1),
+        "anonymous_mb_highest_of_first_half": round(max(last.memory[:half]), 1),
+        "anonymous_mb_highest_of_second_half": round(max(last.memory[half:]), 1),
     }  # fmt: skip
     if kills:  # the CPU time of killed ranks is not known
         return {**found, "kills": kills}

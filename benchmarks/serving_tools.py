@@ -192,9 +192,18 @@ def cpu_ms(pid: int) -> float:
 
 
 def memory_mb(pid: int) -> dict[str, float]:
-    """Return the resident, proportional, and unique memory of a process in MB."""
+    """Return the resident, proportional, private, and anonymous memory of a process in MB.
+
+    Private memory includes pages of mapped files that no other process has read; anonymous memory
+    does not.
+    """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     private = kilobytes["Private_Clean"] + kilobytes["Private_Dirty"]
-    named = {"rss": kilobytes["Rss"], "pss": kilobytes["Pss"], "private": private}
+    named = {
+        "rss": kilobytes["Rss"],
+        "pss": kilobytes["Pss"],
+        "private": private,
+        "anonymous": kilobytes["Anonymous"],
+    }
     return {f"{name}_mb": round(value / 1024, 1) for name, value in named.items()}
