@@ -81,8 +81,8 @@ def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segmen
 
 
 def _last(start: float, size: float, mass: float, density: float) -> list[list[Segment]]:
-    """Return candidate tails: the remaining mass in two decreasing segments, for several ranks and
-    shares.
+    """Return candidate tails: the remaining mass in two decreasing segments, for several
+    boundaries between them, shares of the first, and slopes.
     """
     options: list[list[Segment]] = []
     for middle in np.geomspace(start * 1.05, size * 0.98, 30):

@@ -1,4 +1,4 @@
-"""Checks that a plan fits in memory and, if none does, reports changes that would make one fit."""
+"""Checks whether any plan fits in memory and, if not, reports changes that would make one fit."""
 
 import math
 from dataclasses import replace

@@ -116,7 +116,9 @@ def is_utf8(text: bytes) -> bool:
 def _sort_out(
     text: bytes, num_columns: int, schema: Schema, bad: BadLines
 ) -> tuple[bytes, list[int], int]:
-    """Return the concatenated good records, their first line numbers, and the number of records."""
+    """Return the concatenated good records, the line number at which each of them starts, and the
+    number of all records.
+    """
     good: list[str] = []
     numbers: list[int] = []
     fits = _record_pattern(num_columns, schema.separator, schema.quote)

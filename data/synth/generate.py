@@ -49,8 +49,8 @@ _NEXT_PLACE = 0.382
 class IdMaps:
     """Maps values and pairs of values to ids, which ``data.format.ids`` assigns, or to keys.
 
-    A table has as many rows as its column has values at the same time. With drift, an id therefore
-    stands for different values over time.
+    A table has as many rows as its column has distinct values at any one time. With drift, an
+    id therefore stands for different values over time.
     """
 
     def __init__(self, options: SynthOptions, columns: Columns) -> None:

@@ -109,8 +109,8 @@ def shape_of(rules: TableRules, name: str) -> tuple[TableShape, str]:
 
 
 def table_of(rules: TableRules, field: str) -> str | None:
-    """Return the shared table of a field, which the last pattern that sets ``table`` names, or
-    None.
+    """Return the name of a field's shared table, which is set by the last matching pattern that
+    sets ``table``; return None if no pattern does.
     """
     return _combined(rules.fields, field).get("table")
 

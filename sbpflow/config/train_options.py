@@ -159,8 +159,8 @@ class ScheduleConfig:
                 )
         if self.shape == "cosine" and self.power != 1.0:
             raise ConfigError(
-                f"{self.key}.power: {self.power} applies to shape: polynomial; remove it, or use "
-                "shape: polynomial"
+                f"{self.key}.power: {self.power} applies only to shape: polynomial; remove it, or "
+                "use shape: polynomial"
             )
         if self.decay_steps is not None and self.decay_start < self.warmup_steps:
             raise ConfigError(

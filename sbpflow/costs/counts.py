@@ -49,7 +49,7 @@ FEATURES = (
     "update_elements",
     "step_rows",  # Rows that the optimizer changes.
     "step_elements",
-    "step_passes",  # ``step_elements`` times the number of optimizer states, but at least once.
+    "step_passes",  # ``step_elements`` times the number of optimizer states, or once.
     # ``copied_bytes`` counts the bytes copied into and out of transfer buffers, and
     # ``square_bytes`` counts the bytes of squared gradients summed over ranks that share rows.
     "copied_bytes",

@@ -37,8 +37,12 @@ class Tensors:
         self.entries: dict[str, Any] = header
         self._bytes = np.memmap(file, dtype=np.uint8, mode="c")
         ends = [entry["data_offsets"][1] for entry in header.values()]
-        if len(self._bytes) != self._start + max(ends, default=0):
-            raise BundleError(f"{file}: has {len(self._bytes):,} bytes; export the bundle again")
+        expected = self._start + max(ends, default=0)
+        if len(self._bytes) != expected:
+            raise BundleError(
+                f"{file}: has {len(self._bytes):,} bytes instead of {expected:,}; export the "
+                "bundle again"
+            )
 
     def array(self, *names: str) -> Array:
         """Return an array. Several names, which must be adjacent in the file, give one array with

@@ -16,7 +16,7 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SOON_S = 2.0  # a replacement of a worker that fails this early would probably fail too
+_SOON_S = 2.0  # If a worker fails this soon after its start, its successor would, too.
 _PAUSE_S = 0.05
 
 

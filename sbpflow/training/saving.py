@@ -67,7 +67,9 @@ class Checkpoints(Protocol):
         ...
 
     def leave(self) -> None:
-        """Leave a stopped run, after its last transfers."""
+        """End a stopped run by raising the signal that stopped it. Call this method only after the
+        last transfers of the run.
+        """
         ...
 
 

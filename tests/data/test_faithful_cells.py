@@ -69,7 +69,7 @@ def test_dates_are_not_read_as_integers_of_the_files_unit(tmp_path, kind):
 
 
 def test_line_ends_in_quotes_are_preserved(tmp_path):
-    """Rows may end with either kind of line end."""
+    """LF and CRLF inside quotes are kept as they are, in a file whose rows end with CRLF."""
     cells = ["p\r\nq", "p\nq", "p\n\r\nq", "\r\n", "p"]
     text = "".join(f'1,"{cell}"\r\n' for cell in cells) + "\r\n" + '0,"p\rq"\r\n0,"p","q"\r\n'
     piece = parsed(tmp_path, "sparse: {C1: string}\n", text)

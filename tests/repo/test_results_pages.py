@@ -266,8 +266,8 @@ def test_predictions_of_killed_ranks_equal_the_others():
         f"{whole['rows']:,} generated rows",
         f"{whole['files']} files",
         f"{whole['rows_per_cpu_s']:,} rows per second of CPU time",
-        f"{whole['private_mb_highest_of_first_half']:,.0f} MB in the first half",
-        f"{whole['private_mb_highest_of_second_half']:,.0f} MB in the second",
+        f"{whole['anonymous_mb_highest_of_first_half']:,.0f} MB in the first half",
+        f"{whole['anonymous_mb_highest_of_second_half']:,.0f} MB in the second",
     ):
         assert value in text
 

@@ -128,7 +128,7 @@ def test_a_cosine_is_half_a_wave():
     wave = [1.0, 1.0, *(0.2 + 0.4 * (1 + np.cos(np.pi * n / 4)) for n in (1, 2, 3, 4)), 0.2]
     assert [rate_factor(config)(step) for step in range(1, 8)] == pytest.approx(wave)
     with pytest.raises(
-        ConfigError, match=r"^optimizer\.schedule\.power: 2.0 applies to shape: poly"
+        ConfigError, match=r"^optimizer\.schedule\.power: 2.0 applies only to shape: poly"
     ):
         ScheduleConfig(decay_steps=4, shape="cosine", power=2.0)
 

@@ -242,7 +242,8 @@ class IdReader:
         if isinstance(value, Bags):
             if value.offsets.ndim != 1 or not value.offsets.numel():
                 raise DataError(
-                    f"feature {name}: offsets are {list(value.offsets.shape)}; use [samples + 1]"
+                    f"feature {name}: offsets have shape {list(value.offsets.shape)}; use "
+                    "[samples + 1]"
                 )
             return value.offsets.numel() - 1
         if not isinstance(value, Tensor):
