@@ -2,7 +2,7 @@
 
 ``Layers`` calls ``Functions``: the ops of ``sbpflow.tensor``, or the functions of ``models.plain``
 for one process. Shape classes such as ``MlpShape`` list the layers' parameters and buffers under
-the same names.
+the names by which the layers read them.
 """
 
 import math

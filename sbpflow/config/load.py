@@ -194,7 +194,7 @@ def _flat(
 
 
 _EXAMPLE_FILES = {
-    "--config": "; use a configuration, such as configs/scheme1.yaml of the repository",
+    "--config": "; use a configuration file, such as configs/scheme1.yaml from the repository",
     "parallel.plan": "; use auto, or a file that `sbpflow plan --output plan.yaml` wrote",
     "parallel.topology": "; use a file that lists the hosts, such as topology.yaml",
 }

@@ -88,7 +88,9 @@ _FORMS = "write S(0), S(1), S(0)[3, 5] with sizes, B, P, P(max) or P(min)"
 
 
 def parse_sbp(text: str) -> Sbp:
-    """Parse ``S(0)``, ``S(0)[3, 5]``, ``B``, ``P`` or ``P(max)``. Raise SbpError for other text."""
+    """Parse ``S(0)``, ``S(0)[3, 5]``, ``B``, ``P``, ``P(max)`` or ``P(min)``; raise SbpError for
+    other text.
+    """
     if len(text) > MAX_CHARACTERS or re.search(r"\d{19}", text):
         raise SbpError(
             f"{text[:40]!r}.. of {len(text):,} characters is not a layout; {_FORMS}, in at most "

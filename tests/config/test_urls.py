@@ -97,7 +97,7 @@ def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.Argumen
 
 
 def text_options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the options with text values, without flags, numbers and choices."""
+    """Yield the options that take any text: no flags, numbers, or choices."""
     for action in parser._actions:
         if action.nargs != 0 and action.choices is None and action.type not in (int, float):
             yield action

@@ -86,8 +86,8 @@ def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> 
 
 
 def _late(group: GroupPlan, per_rank: int, total: int, others: int) -> Stages:
-    """Return the stages of late gradients. A rank requests at most ``per_rank`` rows, and all ranks
-    except one together at most ``others``.
+    """Return the stages of late gradients. One rank requests at most ``per_rank`` rows, and any
+    ``size - 1`` ranks together request at most ``others``.
     """
     size, dim = group.world.size, group.stacks[0].dim
     sizes = (others // 8 + size - 1, total // 8 + size * (size - 1))

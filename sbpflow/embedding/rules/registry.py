@@ -66,7 +66,9 @@ def rule_class(name: str) -> type[SparseOptimizer]:
     if name not in kinds:
         near = get_close_matches(name, kinds, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"sparse optimizer {name!r}; use {', '.join(kinds)}{hint}")
+        raise ConfigError(
+            f"sparse optimizer {name!r} is unknown; use one of {', '.join(kinds)}{hint}"
+        )
     return kinds[name]
 
 
