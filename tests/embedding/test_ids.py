@@ -93,7 +93,7 @@ CHANGES = {
     "feature d: weights are none; use one for each of 3 ids": {
         "d": Bags(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]))
     },
-    r"feature c: offsets are \[0\]; use \[samples \+ 1\]": {
+    r"feature c: offsets have shape \[0\]; use \[samples \+ 1\]": {
         "c": Bags(torch.tensor([7]), torch.tensor([], dtype=torch.int64))
     },
     "feature c: values are torch.int64.*offsets torch.float32": {
