@@ -226,7 +226,7 @@ def test_a_bundle_checks_itself(exported, tmp_path):
     load(bundle, check=False)
     tensors = bundle / "model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-4])
-    with pytest.raises(BundleError, match=r"model\.safetensors: has .* bytes instead of .*; export"):
+    with pytest.raises(BundleError, match=r"model\.safetensors: has .* bytes instead of"):
         load(bundle)
     content = json.loads((bundle / "model.json").read_text())
     (bundle / "model.json").write_text(json.dumps({**content, "version": 3}))
