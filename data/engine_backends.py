@@ -7,6 +7,7 @@ process.
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import traceback
@@ -190,16 +191,19 @@ def _work(pipe: "Connection[Any, Any]", threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a traceback
     threading.Thread(target=_follow_parent, daemon=True).start()
     while True:
-        answer: tuple[object, Exception | None]
         try:
             function, arguments = pipe.recv()
+        except EOFError:  # the parent has ended
+            return
+        answer: tuple[object, Exception | None]
+        try:
             answer = function(*arguments), None
-        except Exception as error:  # noqa: BLE001  (the parent raises it)
+        except Exception as error:  # noqa: BLE001  (the parent raises whatever a task raises)
             error.add_note(f"in a worker process:\n{traceback.format_exc()}")
             answer = None, error
         try:
-            pipe.send(answer)
-        except Exception as error:  # noqa: BLE001  (the answer cannot be pickled)
+            pipe.send(answer)  # nothing is sent before the whole answer has been pickled
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
             pipe.send((None, RuntimeError(f"a result cannot be returned: {error!r}")))
 
 

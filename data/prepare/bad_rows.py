@@ -172,7 +172,7 @@ _MIN_WORDS = 3
 
 def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
     """Return the column of a bad line's cell, and the rule in ``_FIXES`` that the cell breaks; both
-    are "" if there is no such rule.
+    are "" without such a rule.
     """
     _, reason, _, _ = example
     rule = next((rule for rule in _FIXES if f" {rule}" in reason), "")

@@ -51,9 +51,9 @@ def plan_boxing(
 ) -> tuple[BoxingStep, ...]:
     """Return the cheapest steps that convert ``src`` to ``dst`` without changing the full value.
 
-    If the layouts are equal, there are no steps. If there are several steps, their ids are numbered
-    as in "<id>.0". ``backend`` is "gloo" or "nccl". Raise SbpError if a split does not fit
-    ``shape``, or if P is used with a dtype that cannot be added.
+    Equal layouts need no steps. The ids of several steps are numbered as in "<id>.0". ``backend``
+    is "gloo" or "nccl". Raise SbpError if a split does not fit ``shape``, or if P is used with a
+    dtype that cannot be added.
     """
     if backend not in ("gloo", "nccl"):
         raise SbpError(f"backend {backend!r} is unknown; use gloo or nccl")

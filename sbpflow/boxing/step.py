@@ -153,9 +153,9 @@ def _groups_of(
     """Return the groups, and the (src, dst) sbps of the axes along which each group extends.
 
     Within a placement, the groups are the lines (or planes) along the axes that change, or the
-    whole placement if some transfer would leave its line. Between two placements, there is one
-    group, of the ranks of both, and there are no axes. Where possible, the groups do not depend on
-    sizes, so that a short batch needs no new process groups.
+    whole placement if some transfer would leave its line. Between two placements, the
+    only group contains the ranks of both, and the axes are empty. Where possible, the groups do not
+    depend on sizes, so that a short batch needs no new process groups.
     """
     if src.placement != dst.placement:
         return (tuple(sorted({*src.placement.ranks, *dst.placement.ranks})),), set()

@@ -226,7 +226,7 @@ def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
 
 def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
     """Return the head of the delta in ``folder``, its digest, and the size and SHA-256 of its
-    values. Raises FileNotFoundError if there is no delta, and DataError for a damaged file or an
+    values. Raises FileNotFoundError for a missing delta, and DataError for a damaged file or an
     unknown format.
     """
     path = folder / DELTA_FILE

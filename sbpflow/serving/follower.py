@@ -129,7 +129,7 @@ class Follower:
         return version
 
     def _next(self, version: ModelVersion) -> ModelVersion | None:
-        """Return ``version`` with the next delta applied, or None if there is no next delta yet.
+        """Return ``version`` with the next delta applied, or None if it has not arrived.
 
         Raises DataError for a bad delta.
         """

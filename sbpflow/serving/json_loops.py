@@ -38,7 +38,7 @@ def _after_digits(text: Array, at: int) -> int:
 
 @compiled
 def _after_number(text: Array, at: int) -> int:
-    """Return the end of the JSON number at ``at``, or -1 if there is none."""
+    """Return the end of the JSON number at ``at``, or -1 if no number starts there."""
     at += text[at] == _MINUS
     end = _after_digits(text, at)
     if end == at or (text[at] == _ZERO and end > at + 1):

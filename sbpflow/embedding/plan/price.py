@@ -1,6 +1,6 @@
 """Predicts the cost of a plan's training step with the built-in prices of ``sbpflow/costs``.
 
-The prediction ranks plans before a run if there is no calibration. How often ids repeat is taken
+Without a calibration, the prediction ranks plans before a run. How often ids repeat is taken
 from the statistics of the data or, without statistics, assumed to be as in typical click data
 (``costs.ids``).
 """

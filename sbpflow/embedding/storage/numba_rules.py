@@ -29,7 +29,7 @@ class RowArrays(NamedTuple):
     rows: Array  # Positions of the rows in the states, [touched] int.
     grads: Array  # Gradients of the rows, [touched, width].
     state: list[Array]  # In the order of ``SparseOptimizer.state``, [.., width] or [..].
-    squares: Array  # As in ``RowBlock.mean_squares``, or [0] if there is no row state.
+    squares: Array  # As in ``RowBlock.mean_squares``, or [0] without row state.
     numbers: StepNumbers  # Python numbers, not tensors.
     number: Callable[[float | Tensor], float]  # Converts to the dtype of the arrays.
 

@@ -184,7 +184,7 @@ class TorchStorage:
 
     def _squares(self, grads: Tensor) -> Tensor | None:
         """Return the mean square of each row's gradient over all ranks that share the row, or
-        ``None`` if there is no row state.
+        ``None`` without row state.
         """
         if not self.optimizer.has_row_state:
             return None

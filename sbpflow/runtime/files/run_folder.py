@@ -74,7 +74,7 @@ def _another(key: str, folder: Path) -> str:
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
     """Move the files ``names`` of an earlier run to ``previous-N``; return that folder, or None if
-    there are no such files. N is the highest existing number plus 1, so the files of all earlier
+    none of the files exists. N is the highest existing number plus 1, so the files of all earlier
     runs are kept.
     """
     paths = [folder / name for name in names if (folder / name).exists()]

@@ -57,10 +57,7 @@ _PEER_EXIT_S = 5.0  # Time for the main thread to fail after another rank has ex
 
 
 class Terminated(BaseException):
-    """Raised on SIGTERM.
-
-    Not derived from ``Exception``, so that ``except Exception`` in a program does not catch it.
-    """
+    """Raised on SIGTERM; a BaseException, because programs must not catch it by accident."""
 
 
 class ArgumentParser(argparse.ArgumentParser):

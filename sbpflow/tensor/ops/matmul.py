@@ -40,7 +40,7 @@ def linear_of_parts(
     product for the gradient takes twice as long for an odd width such as 429 as for 416. On CUDA,
     the inputs are concatenated and, in half precision, padded to a multiple of 8 columns, because
     narrow products and unaligned rows do not use the tensor cores. If the weight is split along its
-    columns, or if there is no bias (so that the result may be P), the op is ``concat`` followed by
+    columns, or without a bias (in which case the result may be P), the op is ``concat`` followed by
     ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
