@@ -11,6 +11,7 @@ blocks, and compares its files with those of ``whole``.
 """
 
 import argparse
+import filecmp
 import json
 import os
 import resource
@@ -114,12 +115,8 @@ def score(folder: Path, output: Path, block_rows: int, kills: int) -> dict[str, 
 def different_files(one: Path, other: Path) -> list[str]:
     """Return the names of files that are missing or differ."""
     names = {path.name for folder in (one, other) for path in folder.glob("part-*")}
-    return [
-        name
-        for name in sorted(names)
-        if not all((folder / name).is_file() for folder in (one, other))
-        or (one / name).read_bytes() != (other / name).read_bytes()
-    ]
+    _, different, missing = filecmp.cmpfiles(one, other, sorted(names), shallow=False)
+    return different + missing
 
 
 def main() -> None:
