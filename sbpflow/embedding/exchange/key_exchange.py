@@ -93,9 +93,8 @@ class KeyExchange:
                 f"field {names[0]}: evict.idle_time: the batch has no event time; pass event_time, "
                 "or use evict.idle_samples"
             )
-        # torch transposes in cache-sized blocks. ``clone()`` always copies; ``contiguous()`` would
-        # return a view of a single column, and the columns are overwritten later.
-        columns = ids.matrix.t().clone(memory_format=torch.contiguous_format).numpy()
+        columns = np.empty(ids.matrix.shape[::-1], np.int64)  # keys, which rows will replace
+        requests.transpose(ids.matrix.contiguous().numpy(), columns)
         lists = ids.lists
         all_keys = [self._keys(columns, lists, index) for index in range(len(self.fields))]
         changes: list[Changes] = []
@@ -160,10 +159,13 @@ class KeyExchange:
                 continue
             parts = rows.reshape(len(field.plan.columns), columns.shape[1])
             for column, part in zip(field.plan.columns, parts, strict=True):
-                columns[column] = part
+                if not np.may_share_memory(columns[column], part):
+                    columns[column] = part
         if lists is not None and values is not None:
             lists = Lists(lists.lengths, values, lists.weights)
-        return BatchIds(torch.from_numpy(columns).t().contiguous(), lists)
+        matrix = torch.empty(columns.shape[::-1], dtype=torch.int64)
+        requests.transpose(columns, matrix.numpy())
+        return BatchIds(matrix, lists)
 
     def _decide(
         self,
@@ -180,7 +182,12 @@ class KeyExchange:
         if not batch.training:
             return field.part.peek(keys)
         rows, changed = field.part.announce(
-            keys, counts, batch.batch_size, begins_step=batch.begins_step, time=batch.time
+            keys,
+            counts,
+            batch.batch_size,
+            begins_step=batch.begins_step,
+            time=batch.time,
+            out=keys,
         )
         changes.append(changed)
         return rows

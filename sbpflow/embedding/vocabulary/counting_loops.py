@@ -1,5 +1,6 @@
 """Compiled loops over the keys of a batch, which find rows and count keys without rows."""
 
+import numpy as np
 import torch
 
 from sbpflow.embedding.cache.prefetch import DISTANCE
@@ -10,10 +11,13 @@ from sbpflow.embedding.vocabulary.key_map import (
     ENTRIES,
     FIRST,
     FIRST_ROW,
+    I64,
+    IN_NEW,
     IS_LFU,
     NEW_SCALE,
     NOW,
     SCALE,
+    U64,
     VALUE,
     Arrays,
     address_of,
@@ -29,6 +33,13 @@ MAX_COUNT = 2**30
 
 
 @compiled
+def addresses_of(keys: Array, out: Array) -> None:
+    """Write the address of each key to ``out``."""
+    for i in range(keys.size):
+        out[i] = address_of(keys[i])
+
+
+@compiled
 def observe(
     t: Arrays,
     keys: Array,
@@ -41,84 +52,106 @@ def observe(
     sizes: Array,
     migrates: bool | None,
 ) -> None:
-    """Count the occurrences of ``keys`` [n], and write the row of each key with a row to ``out``.
+    """Count the occurrences of ``keys`` [n], and write the row of each key with a row to ``out``,
+    which may be ``keys``.
 
-    ``counts`` is [n], or [0] if each key counts once. The numbers written to ``sizes`` are those of
-    entries in ``log`` (the address of each key, and its value before this batch), new keys,
-    ``candidates`` for admission (addresses), and ``unresolved`` positions of keys without rows. The
-    old counts of rows are written to ``log_counts`` if evictions depend on counts. ``migrates`` is
-    None unless the map migrates: for None, numba compiles a loop without the second array; that
-    loop is a third faster.
+    ``counts`` is [n], or [0] if each key counts once. For keys without rows, ``out`` contains the
+    place of the key in the map. The numbers written to ``sizes`` are those of entries in ``log``
+    (the address of each key, and its value before this batch), new keys, ``candidates`` for
+    admission (addresses, which may repeat), and ``unresolved`` keys without rows (position and
+    address). The old counts of rows are written to ``log_counts`` if evictions depend on counts.
+    ``migrates`` is None unless the map migrates: for None, numba compiles a loop without the second
+    array; that loop is a third faster.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]
     first, scale, new_scale = state[FIRST], state[SCALE], state[NEW_SCALE]
     edge, first_row = state[EDGE], state[FIRST_ROW]
-    num_log = num_new = num_candidates = num_unresolved = 0
+    # Places and positions in lists are unsigned, so that numba generates no code for negative
+    # indices.
+    num_log = num_new = num_candidates = num_unresolved = U64(0)
     n = keys.size
     # Keep addresses in ``out`` while the cache lines that they map to are loaded.
+    addresses_of(keys, out)
     for i in range(min(DISTANCE, n)):
-        out[i] = address_of(keys[i])
         prefetch_home(slots, out[i], scale, first)
     for i in range(n):
         if i + DISTANCE < n:
-            out[i + DISTANCE] = address_of(keys[i + DISTANCE])
             prefetch_home(slots, out[i + DISTANCE], scale, first)
         address = out[i]
         count = counts[i] if counts.size else 1
-        array, place = slots, home(address, scale, first)
+        array, place = slots, U64(home(address, scale, first))
+        offset = 0
         if migrates is not None:
-            if place < edge:
-                array, place = new_slots, home(address, new_scale, first)
+            if place < U64(edge):
+                array, place = new_slots, U64(home(address, new_scale, first))
+                offset = IN_NEW
         value = array[place, VALUE]
-        while value != 0 and array[place, ADDRESS] != address:
-            place += 1
-            if place == array.shape[0] - 1:
+        while (value != 0) & (array[place, ADDRESS] != address):
+            place += U64(1)
+            if place == U64(array.shape[0] - 1):
                 raise IndexError("the key map is full at its end; this is a bug")
             value = array[place, VALUE]
         # From here on, the code does not branch on the key, except for LFU counts, because the
         # processor could not predict such a branch. Entries are always written to the logs and
         # lists, but the position advances only past those that are needed, so the next entry
         # overwrites an unneeded one.
-        is_first, content = value >> 32 != now, content_of(value)
-        has_row, total = content > 0, count - content
+        content = content_of(value)
+        has_row = content > 0
         log[num_log, ADDRESS], log[num_log, VALUE] = address, value
         if is_lfu and has_row:
             log_counts[num_log] = row_counts[content - 1]
             row_counts[content - 1] = min(row_counts[content - 1] + count, MAX_COUNT)
-        num_log += is_first
-        num_new += value == 0
-        array[place, ADDRESS] = address
-        array[place, VALUE] = value_of(now, content if has_row else -min(total, MAX_COUNT))
+        num_log += U64((value >> 32) != now)
+        num_new += U64(value == 0)
+        new_content = content if has_row else max(content - count, -MAX_COUNT)
+        array[place, ADDRESS], array[place, VALUE] = address, value_of(now, new_content)
         candidates[num_candidates] = address
-        is_candidate = total >= admit_count and (is_first or -content < admit_count)
-        num_candidates += is_candidate and not has_row
-        unresolved[num_unresolved] = i
-        num_unresolved += not has_row
-        out[i] = content - 1 + first_row
-    state[ENTRIES] += num_new
+        num_candidates += U64(-new_content >= admit_count)
+        unresolved[num_unresolved, 0], unresolved[num_unresolved, 1] = i, address
+        num_unresolved += U64(not has_row)
+        out[i] = content - 1 + first_row if has_row else I64(place) + offset
+    state[ENTRIES] += I64(num_new)
     sizes[0], sizes[1], sizes[2], sizes[3] = num_log, num_new, num_candidates, num_unresolved
 
 
 @compiled
 def resolve(
-    state: Array, contents: Array, counts: Array, places: Array, out: Array, sizes: Array
+    t: Arrays, candidates: Array, unresolved: Array, counts: Array, out: Array, sizes: Array
 ) -> None:
-    """Write the rows of keys to ``places`` of ``out``, or 0 for keys without a row.
+    """Replace the places in ``out``, which ``observe`` wrote, with the rows of the keys, or with 0
+    for keys without a row.
 
-    ``contents`` is the result of ``find_all``. The numbers of occurrences of pending keys and of
-    refused keys are written to ``sizes``.
+    The numbers of occurrences of pending keys and of refused keys are written to ``sizes``.
     """
+    state, slots, new_slots = t.state, t.slots, t.new_slots
+    # A filter with one bit per hash of a candidate. Most keys are not candidates, and a lookup of
+    # their slots would take longer than the rest of this loop.
+    bits = np.zeros(1024, np.uint64)
+    for j in range(candidates.size):
+        bit = U64(candidates[j]) & U64(0xFFFF)
+        bits[bit >> U64(6)] |= U64(1) << (bit & U64(63))
     num_pending = num_refused = 0
-    for j in range(places.size):
-        i, content = places[j], contents[j]
-        out[i] = content - 1 + state[FIRST_ROW] if content > 0 else 0
-        if content < 0:
-            count = counts[i] if counts.size else 1
-            if -content >= state[ADMIT_COUNT]:
-                num_refused += count
-            else:
-                num_pending += count
+    for j in range(unresolved.shape[0]):
+        i, address = unresolved[j, 0], unresolved[j, 1]
+        count, place, bit = counts[i] if counts.size else 1, out[i], U64(address) & U64(0xFFFF)
+        out[i] = 0
+        if (bits[bit >> U64(6)] >> (bit & U64(63))) & U64(1) == U64(0):
+            num_pending += count
+            continue
+        array = slots
+        if place >= IN_NEW:
+            array, place = new_slots, place - IN_NEW
+        # Evictions may have moved the key back.
+        while array[place, ADDRESS] != address or array[place, VALUE] == 0:
+            place -= 1
+        content = content_of(array[place, VALUE])
+        if content > 0:
+            out[i] = content - 1 + state[FIRST_ROW]
+        elif -content >= state[ADMIT_COUNT]:
+            num_refused += count
+        else:
+            num_pending += count
     sizes[0], sizes[1] = num_pending, num_refused
 
 
@@ -131,30 +164,22 @@ def find_all(t: Arrays, keys: Array, out: Array, migrates: bool | None) -> None:
     """
     state, slots, new_slots, n = t.state, t.slots, t.new_slots, keys.size
     first, scale, new_scale, edge = state[FIRST], state[SCALE], state[NEW_SCALE], state[EDGE]
+    addresses_of(keys, out)
     for i in range(min(DISTANCE, n)):
-        out[i] = address_of(keys[i])
         prefetch_home(slots, out[i], scale, first)
     for i in range(n):
         if i + DISTANCE < n:
-            out[i + DISTANCE] = address_of(keys[i + DISTANCE])
             prefetch_home(slots, out[i + DISTANCE], scale, first)
         address = out[i]
-        array, place = slots, home(address, scale, first)
+        array, place = slots, U64(home(address, scale, first))
         if migrates is not None:
-            if place < edge:
-                array, place = new_slots, home(address, new_scale, first)
+            if place < U64(edge):
+                array, place = new_slots, U64(home(address, new_scale, first))
         value = array[place, VALUE]
-        while value != 0 and array[place, ADDRESS] != address:
-            place += 1
+        while (value != 0) & (array[place, ADDRESS] != address):
+            place += U64(1)
             value = array[place, VALUE]
         out[i] = content_of(value)
-
-
-@compiled
-def addresses_of(keys: Array, out: Array) -> None:
-    """Write the address of each key to ``out``."""
-    for i in range(keys.size):
-        out[i] = address_of(keys[i])
 
 
 def keys_of(addresses: Array) -> Array:

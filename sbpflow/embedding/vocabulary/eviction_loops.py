@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
+
 from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
 from sbpflow.embedding.vocabulary.key_map import (
     ADDRESS,
     EDGE,
     FIRST,
     FIRST_BUCKET,
+    FIRST_ROW,
     FREE_ROWS,
     HALF,
     IN_NEW,
@@ -191,8 +194,8 @@ def decide(
     admitted: Array,
     sizes: Array,
 ) -> None:
-    """Give rows to the ascending addresses ``candidates``; a full bucket evicts a key for each of
-    them.
+    """Give rows to the ascending addresses ``candidates``, which may repeat; a full bucket evicts a
+    key for each of them.
 
     ``admitted`` addresses get ``new_rows``, and evicted keys are added to ``log``; the numbers of
     both are written to ``sizes``.
@@ -208,6 +211,8 @@ def decide(
         if i + DISTANCE < candidates.size:
             prefetch(slots, home(candidates[i + DISTANCE], scale, first))
         address = candidates[i]
+        if i > 0 and address == candidates[i - 1]:
+            continue
         bucket = bucket_of(state, address)
         if live[bucket] < room[bucket]:
             row = _take_row(state, free_rows)
@@ -240,24 +245,21 @@ def decide(
 
 @compiled
 def sweep(
-    t: Arrays,
-    first: int,
-    last: int,
-    row_limit: int,
-    pending_limit: int,
-    log: Array,
-    log_counts: Array,
-    sizes: Array,
-) -> None:
+    t: Arrays, first: int, last: int, row_limit: int, pending_limit: int
+) -> tuple[Array, Array, Array]:
     """Remove the keys of buckets [first, last) that were last used before batch ``row_limit`` (keys
     with rows) or ``pending_limit`` (keys without rows).
 
-    The number of entries in ``log``, and how many of them had rows, are written to ``sizes``.
+    Return the log of these keys, the counts of their rows if evictions depend on counts, and the
+    freed rows.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
+    most = _count_idle(t, first, last, max(row_limit, pending_limit))
+    log, freed = np.empty((most, 2), np.int64), np.empty(most, np.int64)
+    log_counts = np.empty(most if state[IS_LFU] else 0, np.int32)
     num_log = num_rows = 0
     for is_new in (False, True):
-        if is_new and state[EDGE] == 0:
+        if (is_new and state[EDGE] == 0) or num_log == most:
             continue
         array = new_slots if is_new else slots
         at, stop = _range_of(state, first, last, is_new)
@@ -277,14 +279,17 @@ def sweep(
                     if state[IS_LFU]:
                         log_counts[num_log] = row_counts[content - 1]
                     _free_row(state, t.free_rows, t.live, address, content - 1)
+                    freed[num_rows] = content - 1 + state[FIRST_ROW]
                     num_rows += 1
                 num_log += 1
-    sizes[0], sizes[1] = num_log, num_rows
+    return log[:num_log], log_counts[:num_log], freed[:num_rows]
 
 
 @compiled
-def count_entries(t: Arrays, first: int, last: int) -> int:
-    """Return an upper bound for the number of keys in buckets [first, last)."""
+def _count_idle(t: Arrays, first: int, last: int, limit: int) -> int:
+    """Return an upper bound for the number of keys in buckets [first, last) that were last used
+    before batch ``limit``.
+    """
     state, slots, new_slots = t.state, t.slots, t.new_slots
     count = 0
     for is_new in (False, True):
@@ -293,7 +298,7 @@ def count_entries(t: Arrays, first: int, last: int) -> int:
         array = new_slots if is_new else slots
         at, stop = _range_of(state, first, last, is_new)
         while at < stop or (at < array.shape[0] and array[at, VALUE] != 0):
-            count += array[at, VALUE] != 0
+            count += array[at, VALUE] != 0 and array[at, VALUE] >> 32 < limit
             at += 1
     return count
 

@@ -1,10 +1,21 @@
-"""Compiled loop that sorts and deduplicates a rank's keys by owner."""
+"""Compiled loops that transpose a rank's keys, and sort and deduplicate them by owner."""
 
 import numpy as np
 
 from sbpflow.embedding.plan.growth import NUM_BUCKETS
 from sbpflow.embedding.vocabulary.key_map import SHIFT, U64, address_of
 from sbpflow.runtime.compute.compiled import Array, compiled
+
+
+@compiled
+def transpose(matrix: Array, out: Array) -> None:
+    """Write the transpose of ``matrix`` [n, m] to ``out`` [m, n], by blocks of 8 x 8."""
+    n, m = matrix.shape
+    for i in range(0, n, 8):
+        for j in range(0, m, 8):
+            for column in range(j, min(j + 8, m)):
+                for row in range(i, min(i + 8, n)):
+                    out[column, row] = matrix[row, column]
 
 
 @compiled

@@ -113,6 +113,7 @@ class Vocabulary:
         *,
         begins_step: bool = True,
         time: int = NO_TIME,
+        out: Array | None = None,
     ) -> tuple[Array, Changes]:
         """Decide which keys of a batch of ``samples`` get rows; return the row of each key (0: the
         shared row), and the changes.
@@ -120,7 +121,8 @@ class Vocabulary:
         ``counts`` are the numbers of occurrences of ``keys``, or empty if each counts once; keys
         may repeat. Without ``begins_step``, the batch belongs to the same optimizer step as the
         previous one; a key used in a step keeps its row during that step. ``time`` is the latest
-        event time of the samples on all ranks.
+        event time of the samples on all ranks. The rows are written to ``out``, if given, which may
+        be ``keys``.
         """
         n, sizes = keys.size, np.zeros(4, np.int64)
         self._make_room(n)
@@ -129,75 +131,61 @@ class Vocabulary:
         now = self._clock.now
         self._step_start = now if begins_step else self._step_start
         t.state[km.NOW], t.state[km.STEP_START] = now, self._step_start
-        out, candidates = np.empty(n, np.int64), np.empty(n, np.int64)
+        out = np.empty(n, np.int64) if out is None else out
+        candidates, unresolved = np.empty(n, np.int64), np.empty((n, 2), np.int64)
         log, log_counts = self._new_log(n)
-        unresolved = np.empty(n, np.int64)
-        migrates = t.migrates
         counting_loops.observe(
-            t, keys, counts, out, log, log_counts, candidates, unresolved, sizes, migrates
+            t, keys, counts, out, log, log_counts, candidates, unresolved, sizes, t.migrates
         )
         num_used, num_counted, num_candidates, num_unresolved = sizes.tolist()
-        candidates = np.sort(candidates[:num_candidates])
-        removed, removed_counts = self._new_log(num_candidates)
+        logs = [(_part(log, num_used), _part(log_counts, num_used))]
         new_rows, admitted = np.empty((2, num_candidates), np.int64)
-        eviction_loops.decide(t, candidates, removed, removed_counts, new_rows, admitted, sizes)
-        num_new, num_evicted = sizes[:2].tolist()
-        unresolved = unresolved[:num_unresolved]
-        row_or_count = np.empty(num_unresolved, np.int64)
-        counting_loops.find_all(t, keys[unresolved], row_or_count, migrates)
-        counting_loops.resolve(t.state, row_or_count, counts, unresolved, out, sizes)
-        num_pending, num_refused = sizes[:2].tolist()
-        swept, swept_counts, num_idle = self._sweep(now)
-        num_forgotten = swept.shape[0] - num_idle
-        step = _Step(
-            logs=[
-                (_part(log, num_used), _part(log_counts, num_used)),
-                (_part(removed, num_evicted), _part(removed_counts, num_evicted)),
-                (swept, swept_counts),
-            ],
-            admitted=admitted[:num_new],
-            totals=Totals(
-                live=num_new - num_evicted - num_idle,
-                pending=num_counted - num_new - num_forgotten,
-                admitted=num_new,
-                evicted=num_evicted + num_idle,
-                forgotten=num_forgotten,
-                lookups=int(counts.sum()) if counts.size else n,
-                pending_lookups=num_pending,
-                refused_lookups=num_refused,
-            ),
+        num_new = num_evicted = num_pending = num_refused = 0
+        candidates = np.sort(candidates[:num_candidates])
+        if num_candidates:
+            removed, removed_counts = self._new_log(num_candidates)
+            eviction_loops.decide(t, candidates, removed, removed_counts, new_rows, admitted, sizes)
+            num_new, num_evicted = sizes[:2].tolist()
+            logs.append((_part(removed, num_evicted), _part(removed_counts, num_evicted)))
+        if num_unresolved:
+            counting_loops.resolve(t, candidates, unresolved[:num_unresolved], counts, out, sizes)
+            num_pending, num_refused = sizes[:2].tolist()
+        swept, swept_counts, freed = self._sweep(now)
+        logs.append((swept, swept_counts))
+        num_idle, num_forgotten = freed.size, swept.shape[0] - freed.size
+        totals = Totals(
+            live=num_new - num_evicted - num_idle,
+            pending=num_counted - num_new - num_forgotten,
+            admitted=num_new,
+            evicted=num_evicted + num_idle,
+            forgotten=num_forgotten,
+            lookups=int(counts.sum()) if counts.size else n,
+            pending_lookups=num_pending,
+            refused_lookups=num_refused,
         )
-        self._steps.append(step)
+        self._steps.append(_Step(logs, admitted[:num_new], totals))
         self._patch = None
-        contents = swept[:, km.VALUE].astype(np.int32).astype(np.int64)  # the lower 32 bits
-        freed = contents[contents > 0] - 1 + self.first_row
-        return out, Changes(new_rows[:num_new] + self.first_row, step.admitted, freed)
+        return out, Changes(new_rows[:num_new] + self.first_row, admitted[:num_new], freed)
 
     def _new_log(self, n: int) -> tuple[Array, Array]:
         return np.empty((n, 2), np.int64), np.empty(n if self.is_lfu else 0, np.int32)
 
-    def _sweep(self, now: int) -> tuple[Array, Array, int]:
-        """Remove idle keys from the buckets whose turn it is; return the log of these keys, and how
-        many of them had rows.
+    def _sweep(self, now: int) -> tuple[Array, Array, Array]:
+        """Remove idle keys from the buckets whose turn it is; return the log of these keys, the
+        counts of their rows, and the freed rows.
         """
-        log, log_counts = self._new_log(0)
+        none = (*self._new_log(0), np.empty(0, np.int64))
         if self._idle is None and self._idle_time is None and self._forget is None:
-            return log, log_counts, 0
+            return none
         first, last = self.buckets
         start = now % (NUM_BUCKETS // SWEPT_BUCKETS) * SWEPT_BUCKETS
         start, stop = max(start, first) - first, min(start + SWEPT_BUCKETS, last) - first
         if start >= stop:
-            return log, log_counts, 0
-        sizes = np.zeros(2, np.int64)
+            return none
         # A key used by this step stays, even if the step has more samples than the limit.
-        limits = (
-            min(self._clock.limit(self._idle, self._idle_time), self._step_start),
-            self._clock.limit(self._forget),
-        )
-        log, log_counts = self._new_log(eviction_loops.count_entries(self.arrays, start, stop))
-        eviction_loops.sweep(self.arrays, start, stop, *limits, log, log_counts, sizes)
-        num_log, num_rows = sizes.tolist()
-        return _part(log, num_log), _part(log_counts, num_log), num_rows
+        row_limit = min(self._clock.limit(self._idle, self._idle_time), self._step_start)
+        pending_limit = self._clock.limit(self._forget)
+        return eviction_loops.sweep(self.arrays, start, stop, row_limit, pending_limit)
 
     def owned(self, keys: Array) -> Array:
         """Return the keys in the buckets of this vocabulary."""
