@@ -164,20 +164,21 @@ def find_all(t: Arrays, keys: Array, out: Array, migrates: bool | None) -> None:
     """
     state, slots, new_slots, n = t.state, t.slots, t.new_slots, keys.size
     first, scale, new_scale, edge = state[FIRST], state[SCALE], state[NEW_SCALE], state[EDGE]
-    addresses_of(keys, out)
     for i in range(min(DISTANCE, n)):
+        out[i] = address_of(keys[i])
         prefetch_home(slots, out[i], scale, first)
     for i in range(n):
         if i + DISTANCE < n:
+            out[i + DISTANCE] = address_of(keys[i + DISTANCE])
             prefetch_home(slots, out[i + DISTANCE], scale, first)
         address = out[i]
-        array, place = slots, U64(home(address, scale, first))
+        array, place = slots, home(address, scale, first)
         if migrates is not None:
-            if place < U64(edge):
-                array, place = new_slots, U64(home(address, new_scale, first))
+            if place < edge:
+                array, place = new_slots, home(address, new_scale, first)
         value = array[place, VALUE]
-        while (value != 0) & (array[place, ADDRESS] != address):
-            place += U64(1)
+        while value != 0 and array[place, ADDRESS] != address:
+            place += 1
             value = array[place, VALUE]
         out[i] = content_of(value)
 
