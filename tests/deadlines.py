@@ -12,7 +12,7 @@ from typing import Any
 class Deadline:
     """Counts seconds as on an idle machine. Call ``over`` often, because it samples the load.
 
-    The time since the last sample is multiplied by the share of a core that a process could use.
+    The time between two samples is divided by the load per core (the higher of the two samples).
     """
 
     def __init__(self, seconds: float) -> None:

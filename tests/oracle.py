@@ -102,7 +102,7 @@ COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def reduction(layout: Layout):
-    """Return the reduction along the P axes, "sum" if there are no P axes."""
+    """Return the reduction along the P axes, or "sum" if there are none."""
     return next((sbp.op for sbp in layout.nd_sbp if isinstance(sbp, Partial)), "sum")
 
 

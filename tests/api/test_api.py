@@ -67,7 +67,7 @@ def fit(folder: Path, data: object = None, **more: object) -> Run:
 
 
 def events(folder: Path) -> list[dict]:
-    """Return the events of a run without times and speeds."""
+    """Return a run's events, without times and speeds."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     measured = ("time", "samples_per_s", "eta_s", "peak_memory_bytes")
     return [

@@ -1,5 +1,5 @@
-"""Tests with every kernel that a save writes the state as of its start although training changes
-it.
+"""Tests, for every kernel, that a save writes the state as of its start, although training changes
+the state meanwhile.
 """
 
 import errno
@@ -109,7 +109,9 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
 
 @pytest.mark.parametrize("fixed_size", [False, True])
 def test_a_small_table_has_a_small_log(fixed_size, tmp_path):
-    """Storages of fixed size report some rows repeatedly; repetitions need no additional room."""
+    """Storages of fixed size report some rows repeatedly; the log needs room for each row only
+    once.
+    """
     storage = TorchStorage(
         30, 256, dim=256, optimizer=RULE, dtype=torch.float32, device=CPU, fixed_size=fixed_size
     )

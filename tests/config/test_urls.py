@@ -109,7 +109,9 @@ def name_of(action: argparse.Action) -> str:
 
 
 def words_before(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
-    """Return words for the required options and the positional arguments before this one."""
+    """Return command-line words for the required options, and for the positional arguments before
+    this argument.
+    """
     names = [other.dest for other in parser._actions if not other.option_strings]
     words = ["x"] * names.index(action.dest) if action.dest in names else []
     for other in parser._actions:

@@ -48,7 +48,7 @@ LAYOUTS = {
 
 
 def start_of(table: str, address: int | None, dim: int) -> np.ndarray:
-    """Return the initial row of a key, or of the shared row."""
+    """Return the initial values of a key's row, or of the shared row if ``address`` is None."""
     if address is None:
         row = torch.empty(1, dim, dtype=torch.float64)
         fill_uniform(row, seed=11, name=table, bound=0.05, num_columns=dim)
@@ -133,8 +133,8 @@ def test_rows_follow_the_rules(ranks, tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Return a function that returns the result of a case on one rank without lookahead, trained
-    once per case.
+    """Return a function that trains a case on one rank without lookahead, once per case, and
+    returns the result.
     """
     made = {}
 

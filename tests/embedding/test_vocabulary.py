@@ -1,4 +1,4 @@
-"""Compares vocabularies of growing tables with rules in plain Python."""
+"""Tests vocabularies of growing tables against a reference in plain Python."""
 
 from collections import deque
 
@@ -99,7 +99,9 @@ class Parts:
         return live, pending
 
     def resharded(self, ranks: int) -> "Parts":
-        """Return the vocabularies of another number of ranks, after a save and a load."""
+        """Save these vocabularies, and return the vocabularies of ``ranks`` ranks that load
+        them.
+        """
         new = Parts(self.growth, ranks)
         saves = [part.save().saved for part in self.parts]
         for part in new.parts:

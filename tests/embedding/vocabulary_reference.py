@@ -29,7 +29,7 @@ class ReferenceVocabulary:
     def step(
         self, addresses: list[int], samples: int, *, begins_step: bool = True, time: int = 0
     ) -> list[bool]:
-        """Decide admissions and evictions of a batch; return whether each key has a row of its
+        """Decide admissions and evictions for a batch; return whether each key has a row of its
         own.
         """
         self.clock.append(self.clock[-1] + samples)

@@ -23,7 +23,9 @@ _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
 class Request(NamedTuple):
-    """A request of a client: its method, path with query, and range of bytes, or ""."""
+    """A client's request: its method, its path with the query, and its byte range, or "" if it has
+    none.
+    """
 
     method: str
     path: str

@@ -102,7 +102,7 @@ class Pinned:
                 target.fill_(torch.iinfo(target.dtype).max - 1)
 
     def arrive(self, sees: Mapping[int, int] | None = None) -> None:
-        """Finish all copies, or those that a wait covers."""
+        """Finish all copies, or only the copies that a wait for ``sees`` covers."""
         with self._lock:
             left = []
             for stream, count, target, values in self._coming:

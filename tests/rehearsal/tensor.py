@@ -123,7 +123,9 @@ def _parse_to(
     copy: bool = False,
     **_: object,
 ) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:
-    """Return the arguments of ``Tensor.to`` in any of its forms."""
+    """Return the device, the dtype, ``non_blocking``, and ``copy`` from any form of a call to
+    ``Tensor.to``.
+    """
     for given in args:
         if isinstance(given, Tensor):
             device, dtype = given.device, given.dtype

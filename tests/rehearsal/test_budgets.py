@@ -43,8 +43,9 @@ BUDGETS = {
 
 
 def second_step(world, config, accumulate):
-    """Return the numbers of host waits, late reads and ops of the second step, and a summary of its
-    journal. The step starts during the first step and overlaps the third step."""
+    """Return the number of host waits, late reads, and ops during the second of three steps, and a
+    summary of its journal. All three steps are announced in advance, so they overlap.
+    """
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -172,8 +173,8 @@ def test_triton_matches_torch_within_the_budget(rehearsed_ranks, ranks, scheme):
 
 
 def ragged_step(world, mix):
-    """Return the same as ``second_step`` for a collection's second batch with lists, during which
-    the third batch starts.
+    """Return what ``second_step`` returns, for a collection's second batch, which has lists; the
+    third batch starts meanwhile.
     """
     from tests.rehearsal.journal import journal
 

@@ -31,7 +31,7 @@ def with_graph(config, **parallel):
 
 
 def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
-    """Return losses; weights, rows, and optimizer state; and the journal of each step."""
+    """Return the losses; the weights, rows, and optimizer state; and the journal of each step."""
     from tests.rehearsal.journal import journal
 
     world.checked = False

@@ -52,7 +52,7 @@ def name(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Return the packages of all imports of a file, including imports inside functions."""
+    """Return the packages that a file imports, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

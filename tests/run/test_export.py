@@ -199,7 +199,9 @@ def _lists(world: World, folder):
 
 
 class Pooled:
-    """A model of all fields of a set, with concatenated vectors and the sum of their means."""
+    """A model that uses every field of a set twice: in concatenated vectors, and in a sum of mean
+    vectors.
+    """
 
     name = "pooled"
 

@@ -29,7 +29,7 @@ LOSS = 4  # the loss, reduced with the gradients
 
 
 def derived(scheme, p):
-    """Return the bytes per iteration of ids, of wide and deep vectors in both directions, and of
+    """Return the bytes per iteration for ids, for wide and deep vectors in both directions, and for
     dense gradients.
     """
     ids = B * (F + CROSSES) * 4 * (p - 1)

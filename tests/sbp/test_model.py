@@ -32,7 +32,7 @@ LAYOUTS = {
 
 
 def _model(x, ids, dense, seed=None):
-    """Return the logits [BATCH, 1]; ops insert all conversions except the two of the vectors."""
+    """Return the logits ([BATCH, 1]); ops insert all conversions except the two for the vectors."""
     deep = ops.gather(x["deep"], ids, id="deep").to("S(0)", id="deep/vectors")
     features = ops.concat([ops.flatten(deep, 1), dense], 1)
     hidden = ops.relu(ops.linear(features, x["w1"], x["b1"], id="mlp.0"))
@@ -112,7 +112,7 @@ def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
 
 
 def _traffic(world, *layouts):
-    """Return the logged traffic of one step, after checking that it agrees with the calls of
+    """Return the logged traffic of one step, after checking that it agrees with the calls to
     c10d.
     """
     lay = _layer(Boxing(world), world.device)

@@ -1,4 +1,4 @@
-"""Tests that the compiled gather of a bundle's rows equals the gather of torch."""
+"""Tests that the compiled gather of a bundle's rows equals torch's gather."""
 
 import numpy as np
 import pytest

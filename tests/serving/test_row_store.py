@@ -70,7 +70,9 @@ def test_values_of_another_shape_are_rejected(values):
 
 
 def test_a_replaced_model_is_freed_without_garbage_collection(exported):
-    """Otherwise a server would keep the mapped files of old bundles."""
+    """If freeing needed a garbage collection, a server would keep the mapped files of old
+    bundles.
+    """
     model = load(exported / "model")
     text = b"[]"
     model.encode_json(text)

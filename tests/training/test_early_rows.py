@@ -31,7 +31,9 @@ LATE = ("bwd/late flags", "bwd/late")
 
 
 def early_config(config: Config, value: bool | str = True, **train: Any) -> Config:
-    """Return ``config`` with ``train.early_rows``; without early rows, no gradients are late."""
+    """Return ``config`` with ``train.early_rows`` set to ``value``; False also turns off late
+    gradients.
+    """
     train = {"late_gradients": value, **train} if value is False else train
     return replace(config, train=replace(config.train, early_rows=value, **train))
 
@@ -353,8 +355,8 @@ def test_rows_with_late_gradients_are_not_read(ranks):
 
 
 def accumulated(world: World, config: Config) -> str:
-    """Train two batches per step, also as the last step; return the messages. Single batches
-    train.
+    """Try two steps of two batches each; return the error messages. After each error, a step of one
+    batch must succeed.
     """
     trainer, batches = make_job(world, config).trainer, parts(world)
     for batch in batches[:3]:

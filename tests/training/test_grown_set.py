@@ -21,7 +21,7 @@ def prepare(folder, name, inputs, *more):
 
 
 def trained(folder, name, data_path, *more):
-    """Return the newest checkpoint of a run of ``more``."""
+    """Train with the additional arguments ``more``; return the newest checkpoint."""
     words = [f"data.path={data_path}", f"run.dir={folder / name}", "model.hidden=[8]"]
     words += ["data.batch_size=100", "data.loader=memmap", "optimizer.sparse.name=lazy_adam"]
     assert train.main(["--config", CONFIG, *words, "train.eval_every=0", *more]) == 0

@@ -113,7 +113,7 @@ def train(world: World, config: Config) -> list[float]:
 
 
 def test_a_changed_loss_trains_equally_on_several_ranks(ranks):
-    """If linears are split, the plan must contain their conversions."""
+    """Some linear layers are split, so the plan must contain their conversions."""
     config = make_config("1", "sgd", dense_layouts={"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"})
     loss = LossConfig(positive_weight=2.0, focal_gamma=1.5)
     changed = replace(config, train=replace(config.train, loss=loss))

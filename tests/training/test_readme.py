@@ -29,7 +29,7 @@ SETTINGS = [text for language, text in BLOCKS if language == "yaml"]
 
 
 def _words(command: str) -> list[str]:
-    """Return the command's arguments, with an absolute path of the configuration."""
+    """Return the command's arguments, with an absolute path to the configuration."""
     words = shlex.split(command.split("#")[0])
     return [str(ROOT / word) if word.startswith("configs/") else word for word in words]
 

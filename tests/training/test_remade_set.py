@@ -1,5 +1,5 @@
-"""Tests that an interrupted run resumes on the same rows, regardless of the files of
-``data.path``.
+"""Tests that an interrupted run resumes on any data set with the same rows, even if its files
+differ.
 """
 
 import pytest

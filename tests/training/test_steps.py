@@ -35,7 +35,7 @@ SPLIT = {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"}
 
 
 def dense_conversions(config: Config, world_size: int) -> list[str]:
-    """Return the collectives that layouts of dense layers cause."""
+    """Return the collectives that the layouts of the dense layers cause."""
     _, plan = plan_run(config, FIELDS, world_size=world_size, device_type="cpu")
     return [step.id for step in plan.dense_forward]
 
