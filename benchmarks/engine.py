@@ -49,8 +49,8 @@ SEED = 3
 
 
 def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Run the jobs alternately, and return the ms of each job; three more rounds come first as
-    warm-up.
+    """Run the jobs alternately, and return each job's times in ms, excluding three warm-up
+    rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat in range(repeats + 3):

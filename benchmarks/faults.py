@@ -56,10 +56,10 @@ NUM_SERVERS = 3
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16), "servers": (2, 4, 16)}
-# With servers, rows must leave the cache in every step: the train split uses 27% of the rows.
+# With servers, rows must be evicted in every step: the train split uses 27% of the rows.
 SERVER_CACHES = ("10%", "14%", "18%")
 CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches need up to 20%
-# The limits are low, so a key loses its row after two steps without use.
+# The limits are low, so a key's row is freed after two steps without use.
 GROWING = (
     "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
     "evict: {max_rows: 65536, idle_samples: 400}}}"
@@ -195,8 +195,8 @@ def steps_done(folder: Path) -> int:
 
 
 def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
-    """Wait for a moment; return whether the moment came before the ranks exited. Raise RuntimeError
-    if neither happens within the limit.
+    """Wait until ``ready()`` is true; return False if the ranks exit first. Raise RuntimeError if
+    neither happens within the limit.
     """
     end = time.monotonic() + limit_s
     while not ready():
@@ -293,8 +293,8 @@ class Campaign:
             )
 
     def _came(self, kind: str, ranks: Ranks, before: int, resumptions: int) -> bool:
-        """Wait for a moment of this kind; return whether the moment came while the ranks were
-        running.
+        """Wait for the moment at which a kill of this kind is due; return whether the ranks were
+        still running then.
         """
         if kind == "start":
             time.sleep(self.chance.uniform(0.5, 8.0))

@@ -1,7 +1,7 @@
 """Saves under one layout and world size, loads under another, and compares losses and state.
 
-    python -m benchmarks.reshard             every pair of layouts, each optimizer, also rows of
-                                             bfloat16, Wide & Deep and a torch module
+    python -m benchmarks.reshard             every pair of layouts with every optimizer, for Wide
+                                             & Deep, with bfloat16 rows, and with a torch module
     python -m benchmarks.reshard --count 100 a seeded sample
     python -m benchmarks.reshard --folder F  store finished work in F; run it again to continue
 

@@ -1,4 +1,6 @@
-"""Starts servers for bundles, writes deltas with random values, and reads /proc of the workers."""
+"""Starts servers for bundles, writes deltas with random values, and reads the workers' /proc
+files.
+"""
 
 import contextlib
 import json

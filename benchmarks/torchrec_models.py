@@ -74,7 +74,9 @@ def make_torchrec(model: str, tables: nn.Module, shape: Shape, seed: int) -> nn.
 
 
 def _upper_order(weight: Tensor, shape: Shape) -> Tensor:
-    """Reorder [n, dim + pairs] from rows of the lower triangle to rows of the upper triangle."""
+    """Reorder the pair columns of ``weight`` ([n, dim + pairs]) from rows of the lower triangle to
+    rows of the upper triangle.
+    """
     count = shape.num_tables + 1
     place = {pair: n for n, pair in enumerate((i, j) for i in range(count) for j in range(i))}
     upper = [place[j, i] for i in range(count) for j in range(i + 1, count)]

@@ -15,7 +15,7 @@ from sbpflow.errors import CheckpointError
 from sbpflow.runtime.ranks.world import World
 
 STEPS, DELTAS = 8, 3
-NUMBERS = [None, 1, 2, 3, None, 1, 2, 3]  # delta numbers of steps 1 to 8; None: full
+NUMBERS = [None, 1, 2, 3, None, 1, 2, 3]  # delta numbers at steps 1 to 8; None: full
 CASES = [
     Case(Lying(1, "3"), Lying(2, "mixed"), "lazy_adam"),
     Case(Lying(2, "mixed"), Lying(1, "dp"), "rowwise_adagrad"),

@@ -122,7 +122,7 @@ def test_correlated_integers():
     for name, (other, share) in FOLLOWS.items():
         actual = np.corrcoef(ranked(name), ranked(other))[0, 1]
         assert abs(actual - share) < 0.15, name
-    # In the real rows, I4 equals I13 in 0.71 of the rows. Generated rows share the quantile instead
+    # In the real data, I4 equals I13 in 71 % of the rows. Generated rows share the quantile instead
     # of the value, which keeps both marginal distributions.
     assert (integers["I4"] == integers["I13"]).mean() > 0.5
 

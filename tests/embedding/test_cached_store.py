@@ -301,7 +301,7 @@ def test_rows_are_read_ahead_for_evaluation():
     store.read_ahead(lookups[0])
     store._mover.wait_idle()
     del lookup, lookups
-    assert not store._ahead  # an early lookup that was not used leaves nothing
+    assert not store._ahead  # unused early lookups leave nothing behind
     assert store.counts == before
 
 

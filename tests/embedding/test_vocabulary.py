@@ -14,7 +14,8 @@ from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.runtime.random.streams import unmix
 from tests.embedding.vocabulary_reference import ReferenceVocabulary, address_in, as_arrays
 
-# Buckets at both ends and in the middle, and buckets whose idle keys leave after batches 8 to 24.
+# Buckets at both ends and in the middle, and buckets whose idle keys are evicted after batches 8
+# to 24.
 BUCKETS = (0, 130, 200, 260, 330, 390, 8191, 8192, NUM_BUCKETS - 1)
 NO_COUNTS = np.empty(0, np.int64)
 

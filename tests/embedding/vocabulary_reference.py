@@ -7,7 +7,7 @@ import numpy as np
 
 from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of
 
-SWEPT = 16  # number of buckets whose idle keys leave after each batch
+SWEPT = 16  # number of buckets whose idle keys are evicted after each batch
 
 
 @dataclass

@@ -41,7 +41,7 @@ def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
         ranks(1, train, narrow, SHORT)[0],
     )
     for result in ranks(3, train, narrow, SHORT):
-        # A weight's gradient is a sum of terms of all ranks, each rounded to 8 bits, and a batch
+        # A weight's gradient is a sum of terms from all ranks, each rounded to 8 bits, and a batch
         # norm of 30 rows amplifies small differences.
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0.02)
     # The seventh batch repeats one row, so a batch norm divides rounding errors by nearly zero.

@@ -237,7 +237,7 @@ def test_the_dense_part_is_priced_with_the_tables(tmp_path):
     less, more = (TaskCost(PROFILE, task).predict(plan) for task in (alone, both))
     assert more.step_ms > less.step_ms
     for with_dense, without in zip(more.memory_bytes, less.memory_bytes, strict=True):
-        # There are four numbers: value, gradient and two of Adam.
+        # Each parameter has four numbers: its value, its gradient, and two from Adam.
         assert with_dense - without == pytest.approx(16 * 500_000, abs=2)
 
 

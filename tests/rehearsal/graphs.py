@@ -58,7 +58,7 @@ class Graph:
     def add(self, func: Any, hosts: Any, kwargs: Any, out: Any) -> None:
         """Record an op on host tensors, for replays."""
         drawn = kwargs.get("generator")
-        # Compare generators by address, because dispatch makes a new wrapper of a generator.
+        # Compare generators by address, because dispatch creates a new wrapper for a generator.
         known = [generator._cdata for generator in self.generators]
         if drawn is not None and drawn._cdata not in known:
             raise RefusedError(

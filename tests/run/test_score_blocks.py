@@ -56,8 +56,8 @@ def joined(folder: Path) -> pl.DataFrame:
 
 def check_equal(found: pl.DataFrame, wanted: pl.DataFrame) -> None:
     assert found.drop("score").equals(wanted.drop("score"))
-    # The last batch of a file has a different size than a block's batches, and sizes round
-    # differently.
+    # The last batch of a file has a different size than a block's batches, and rounding depends on
+    # the size.
     np.testing.assert_allclose(found["score"], wanted["score"], rtol=0, atol=1e-6)
 
 

@@ -75,5 +75,5 @@ def test_the_triton_kernel_equals_the_torch_kernel(shape, held, dtype, monkeypat
     assert torch.equal(made == 0, expected == 0)
     if dtype == torch.float32:
         assert torch.equal(made, expected)
-    else:  # the interpreter truncates float32, where a GPU rounds
+    else:  # the interpreter truncates float32 values, but a GPU rounds them
         torch.testing.assert_close(made, expected, rtol=2**-7, atol=0)

@@ -224,7 +224,7 @@ def test_listed_keys_are_erased_from_the_files(run, tmp_path, capsys):
     (tmp_path / "keys.txt").write_text("4-5\n")
     with pytest.raises(ConfigError, match="field C3: '4-5' is not a value of kind hex"):
         checkpoint(words)
-    # The mistake is found before values are read.
+    # This mistake is found before any values are read.
     with pytest.raises(ConfigError, match="--field C99: does not grow"):
         checkpoint([*words[:3], "C99", *words[4:]])
 

@@ -51,7 +51,7 @@ def test_runs_resume_on_a_grown_data_set(tmp_path, monkeypatch):
     big = prepare(tmp_path, "big", ["old", "new"], "--like", str(small), "--grow")
     before = trained(tmp_path, "first", small, "train.epochs=1")
     resume = f"checkpoint.resume={before.path}"
-    # The first step over the grown set has the same batch after earlier steps and in a new run.
+    # The first step over the grown set has the same batch in the resumed run as in a new run.
     after = trained(tmp_path, "second", big, resume, "train.max_steps=1")
     with monkeypatch.context() as patch:
         seen = watch_ids(patch)

@@ -146,7 +146,7 @@ def test_differences_list_five_keys_and_shorten_values():
     text = differences(both, [1])
     assert "400, 8, 1" in text
     assert "024, 200 on rank 1)" in text
-    assert text.count("...") == 3  # text is left out before both values and after the first
+    assert text.count("...") == 3  # "..." stands before both values and after the first
     assert len(text) < 200
 
 
