@@ -217,8 +217,8 @@ def _time_in_turn(
 ) -> dict[str, list[float]]:
     """Return the ms per call on the slowest rank.
 
-    Each repeat runs the variants in another random order, which is the same on all ranks, because
-    each variant leaves the caches and the allocator in a different state.
+    Because each variant leaves the caches and the allocator in a different state, each repeat runs
+    the variants in another random order, which is the same on all ranks.
     """
     for variant in variants.values():
         for _ in range(WARM_UP):

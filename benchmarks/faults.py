@@ -10,7 +10,7 @@ uninterrupted run.
     python -m benchmarks.faults --deltas 4 --kills 20
                                 each full checkpoint is followed by 4 deltas
     python -m benchmarks.faults --keys --deltas 4 --kills 20
-                                all tables grow, and keys lose their rows
+                                all tables grow, and keys are evicted
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 

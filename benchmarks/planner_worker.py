@@ -59,8 +59,8 @@ def work(args: argparse.Namespace) -> None:
 def _rounds(
     boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows], seconds: float
 ) -> list[list[float]]:
-    """Return the ms per step, [plan][round]. The first plan runs in all rounds; other plans run
-    until they drop out.
+    """Return the ms per step, indexed by [plan][round]. The first plan runs in all rounds; other
+    plans run until they drop out.
     """
     times: list[list[float]] = [[] for _ in trainers]
     stop = time.monotonic() + seconds

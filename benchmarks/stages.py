@@ -260,7 +260,7 @@ def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
 
 
 def leave_out(loop: Loop) -> None:
-    """Replace transfers on the channels in ``loop.skip`` by zeros."""
+    """Replace transfers on the channels in ``loop.skip`` with zeros."""
     real_start, real_rows, real_update = Boxing.start, RowTransfer.start, loop.tables.update
 
     def start(

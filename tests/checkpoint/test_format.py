@@ -1,5 +1,5 @@
-"""Tests that any rectangle can be read from the pieces of several ranks, and that any damage is an
-error.
+"""Tests that any rectangle can be read from the pieces of several ranks, and that any damage causes
+an error.
 """
 
 import json

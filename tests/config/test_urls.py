@@ -192,7 +192,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
 
 
 def test_a_path_from_python_is_also_rejected(tmp_path, monkeypatch):
-    """``Path`` has already replaced the double slash of a URL by a single slash."""
+    """``Path`` has already replaced the double slash in a URL with a single slash."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError), match="is a URL"):
         load_manifest(Path("s3://bucket/set"))

@@ -58,7 +58,9 @@ def workers(engine: str) -> list[int]:
 
 
 def kill_in_every_phase(engine: str, monkeypatch) -> list[str]:
-    """Kill a worker in each phase, after its first result; return the list of killed phases."""
+    """Kill a worker in each phase, after the phase's first result; the returned list collects these
+    phases.
+    """
     real, killed = Engine.run, []
 
     def run(self, function, items):

@@ -1,4 +1,4 @@
-"""Tests that counts do not depend on groups and ranges, and that nearly full hash tables find the
+"""Tests that counts do not depend on groups or ranges, and that nearly full hash tables find the
 same ids.
 """
 

@@ -317,7 +317,9 @@ def test_an_impossible_schema_gives_one_message(tmp_path, capsys, source, schema
     ],
 )
 def test_a_full_disk_gives_one_line_and_no_set(tmp_path, source, command):
-    """A limit of 20 kB per file fails like a full disk, with an error without a file name."""
+    """A limit of 20 kB per file fails like a full disk, with an error that does not name the
+    file.
+    """
     code = (
         "import resource, sys; from data.__main__ import main; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.exit(main(sys.argv[1:]))"

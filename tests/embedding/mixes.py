@@ -173,7 +173,7 @@ def train(world: World, mix: Mix, stores: StoreFactory = device_store) -> dict[s
 
 
 def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, ReferenceTable]]:
-    """Return the reference's outputs per step and trained tables."""
+    """Return the reference's outputs per step, and its trained tables."""
     tables: dict[str, ReferenceTable] = {}
     rules = {t.name: t.optimizer or mix.optimizer for out in mix.outputs for t in out.tables}
     for table in mix.tables():

@@ -111,7 +111,9 @@ def _with_log(world, hosts, case):
 
 
 def _requests(case, grid, ids, stack):
-    """Return the distinct (rank, table, row, owner) of the ids [batch, features] of a batch."""
+    """Return the distinct (rank, table, row, owner) tuples for a batch's ids ([batch,
+    features]).
+    """
     sizes = balanced_sizes(len(ids), size_of(grid))
     of_rank = np.repeat(np.arange(len(sizes)), sizes).tolist()
     requests = set()

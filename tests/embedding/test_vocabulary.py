@@ -142,7 +142,7 @@ def run(growth, batches, *, ranks=1, ahead=0, reshards=(), cancel_at=(), accumul
     parts, waiting = Parts(growth, ranks), deque()
     everything = sorted({a for addresses, _ in batches for a in addresses})
     announced = trained = 0
-    owners: dict[int, int] = {}  # row -> address, as of the trained batches
+    owners: dict[int, int] = {}  # row -> address, as of the last batch trained on
     evicted = 0
     while trained < len(batches):
         while announced < len(batches) and announced <= trained + ahead:

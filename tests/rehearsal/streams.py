@@ -105,7 +105,9 @@ def nccl_stream(group: str) -> Clock:
 
 
 def host_waits(sees: Seen) -> None:
-    """Record a wait of the host; all later requests of this thread are ordered after it."""
+    """Record that the host waited; all later requests from this thread are ordered after the
+    wait.
+    """
     host = _thread.host
     host.version = next(_versions)
     for number, count in tuple(sees.items()):

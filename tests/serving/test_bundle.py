@@ -51,7 +51,7 @@ def prepared(tmp_path_factory) -> Path:
 
 
 def _runs(world, folder: Path, prepared: Path):
-    """Train and export every model; return the scores of their evaluations of test."""
+    """Train and export every model; return the scores from each model's evaluation on test."""
     scores = {}
     for name, model in MODELS.items():
         config = config_of(prepared, model)

@@ -1,5 +1,5 @@
-"""Tests that a bundle of growing fields with deltas gives the same scores as a new bundle of the
-same step.
+"""Tests that a bundle of growing fields with deltas gives the same scores as a new bundle exported
+at the same step.
 """
 
 import json

@@ -40,7 +40,7 @@ def early_config(config: Config, value: bool | str = True, **train: Any) -> Conf
 
 def run(world: World, config: Config, lookahead: int, per_step: int, clip: bool = False) -> Any:
     """Train steps of several batches with an evaluation in between; return the results, and the
-    bytes that this rank sent by transfer.
+    bytes that this rank sent in each transfer.
     """
     if clip:
         clipped = replace(config.optimizer, clip=ClipConfig(norm=0.05, rows=True))
@@ -159,8 +159,9 @@ ROWS = 6000
 
 
 def steady(world: World, config: Config) -> Any:
-    """Return the logged bytes per step of each transfer, the order of the transfers, and the
-    description of the plan."""
+    """Return each transfer's logged bytes per step, the order of the transfers, and the plan's
+    description.
+    """
     spec, plan = plan_run(config, CLICKS, world_size=world.size, device_type="cpu")
     trainer = build_job(config, spec, plan, Boxing(world)).trainer
     sent, count = Counter[str](), 6

@@ -31,7 +31,7 @@ def trained(folder, name, data_path, *more):
 
 
 def watch_ids(monkeypatch):
-    """Record the ids [rows, columns] of every batch trained from now on."""
+    """Record the ids ([rows, columns]) of every batch used for training from now on."""
     seen, real = [], Trainer.step
 
     def step(self, batches):
