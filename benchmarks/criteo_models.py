@@ -54,7 +54,7 @@ def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict
 
 
 def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module:
-    """Build the model of configs/MODEL.yaml with the initial values of a run of this seed."""
+    """Build the model of configs/MODEL.yaml with the initial values of a run with this seed."""
     sizes, numbers = rows.sizes[: rows.num_sparse], rows.num_dense
     if model == "wdl":
         net = PlainWideDeep(rows, 16, [400, 400], 0.2)

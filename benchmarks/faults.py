@@ -221,8 +221,8 @@ class Campaign:
     deltas: int = 0
     keys: bool = False
     servers: ServerProcesses | None = None
-    used: list[int] = field(default_factory=list[int])  # servers of the last start
-    logged: int = 0  # characters of the log before the last start
+    used: list[int] = field(default_factory=list[int])  # servers used since the last start
+    logged: int = 0  # characters in the log before the last start
     killed: Counter[str] = field(default_factory=Counter[str])
     leaving_s: list[float] = field(default_factory=list[float])
 

@@ -66,7 +66,7 @@ def measure(work: Callable[[], object]) -> float:
 def batches(count: int, *, drift: bool) -> Iterator[np.ndarray]:
     """Yield ids ([batch, fields]).
 
-    With ``drift``, a fifth of the ids of the ten large fields come from a moving window of new ids.
+    With ``drift``, a fifth of the ids in the ten large fields come from a moving window of new ids.
     Such a batch contains 0.8 new ids per sample; the first batches contain more.
     """
     random = np.random.default_rng(5)

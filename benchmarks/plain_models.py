@@ -51,7 +51,7 @@ def named_linear(name: str, linear: nn.Linear) -> dict[str, tuple[Tensor, float]
 
 @torch.no_grad()
 def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) -> None:
-    """Fill the parameters with the initial values of a run of this seed."""
+    """Fill the parameters with the initial values of a run with this seed."""
     for name, (value, bound) in parameters.items():
         if bound:
             width = value.shape[-1]

@@ -203,7 +203,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
 
 
 def _times_faster(theirs: list[float], ours: list[float]) -> list[float]:
-    """Return (median, min, max) of the ratios of paired runs."""
+    """Return the median, the minimum, and the maximum ratio of paired runs."""
     pairs = sorted(a / b for a, b in zip(theirs, ours, strict=True))
     return [round(statistics.median(pairs), 3), round(pairs[0], 3), round(pairs[-1], 3)]
 

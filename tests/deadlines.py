@@ -1,6 +1,4 @@
-"""Defines time limits that adapt to the load: the clock slows down in proportion to the missing
-CPU.
-"""
+"""Defines time limits that adapt to the load: the busier the machine, the slower the clock."""
 
 import os
 import subprocess

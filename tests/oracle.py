@@ -116,7 +116,7 @@ def neutral(op, dtype):
 
 
 def joined(parts, layout: Layout, shape, dtype):
-    """Combine the parts of all ranks to the full value; B copies must be equal."""
+    """Combine the parts of all ranks into the full value; B copies must be equal."""
     op = reduction(layout)
     total = torch.full(shape, neutral(op, dtype), dtype=dtype)
     seen = {}

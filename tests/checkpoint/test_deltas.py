@@ -1,4 +1,4 @@
-"""Tests that a chain of deltas has the content of full checkpoints in any layout."""
+"""Tests that a chain of deltas contains the same values as full checkpoints, in any layout."""
 
 import shutil
 from pathlib import Path
@@ -29,7 +29,7 @@ def saved_in(folder: Path, case: Case) -> Path:
 
 
 def save_both(world: World, folder: Path):
-    """Save full checkpoints and deltas of the same steps; the deltas are written while training
+    """Save full checkpoints and deltas at the same steps; the deltas are written while training
     continues.
     """
     for case in CASES:

@@ -1,4 +1,6 @@
-"""Tests that deltas of growing tables have the content of full checkpoints in any layout."""
+"""Tests that deltas of growing tables contain the same values as full checkpoints, in any
+layout.
+"""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -70,7 +72,7 @@ CHAINS = {
 
 
 def train(world: World, case: GrowingCase, folder: Path, start: int, stage: Stage) -> None:
-    """Train one stage, and save full checkpoints and deltas of the same steps."""
+    """Train one stage, and save full checkpoints and deltas at the same steps."""
     case = replace(case, deep=stage.deep, wide=stage.wide, batches=stage.stop)
     run = Run(world, case, stores=stores_of(lambda key: folder / "rows", world.device))
     facts = {"num_deltas": DELTAS}

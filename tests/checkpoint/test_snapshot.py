@@ -143,9 +143,7 @@ TIGHT = {"SLAB_SHARE": 0.0, "MIN_SLAB_ROWS": 1, "MIN_SEGMENTS": 1, "SEGMENT_ROWS
 
 @contextmanager
 def tight_memory(tight: bool = True):
-    """Limit the memory, so that after a few rows training waits until the writer has processed
-    them.
-    """
+    """Limit the memory, so that training waits for the writer after every few rows."""
     usual = {name: getattr(undo, name) for name in TIGHT}, module.RANGE_BYTES, slabs.SLAB_BITS
     if tight:
         for name, value in TIGHT.items():

@@ -123,7 +123,7 @@ def test_a_sample_is_reproducible():
 
 def test_the_digest_of_the_drawing_depends_on_its_code(monkeypatch, tmp_path):
     """If the sampling code changes, the journal must not be reused, because its sample numbers then
-    mean other tasks.
+    refer to other tasks.
     """
     (tmp_path / "design.py").write_text("changed")
     before = drawing()
@@ -300,7 +300,7 @@ def test_a_fit_finds_the_link_and_adapts_the_constants():
     records = synthetic_records(0.0)
     kept = fitted_prices(records, math.inf)
     ratios = kept[0, WORK_MS > 0] / WORK_MS[WORK_MS > 0]
-    np.testing.assert_allclose(ratios, ratios[0])  # prices keep the ratios of the constants
+    np.testing.assert_allclose(ratios, ratios[0])  # prices keep the constants' ratios
 
 
 def test_shrinkage_keeps_prices_near_the_constants_with_few_measurements():

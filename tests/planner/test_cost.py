@@ -1,4 +1,4 @@
-"""Tests counts, prices and the predicted step, compared with the engine's own plan."""
+"""Tests counts, prices, and the predicted step against the engine's own plan."""
 
 import json
 from dataclasses import replace

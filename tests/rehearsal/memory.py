@@ -60,7 +60,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _bytes(tensor: Tensor) -> Sequence[int]:
-    """Return the addresses of all bytes of the elements."""
+    """Return the addresses of all bytes in the elements."""
     offsets = torch.zeros((), dtype=torch.int64)
     for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         shape = [1] * tensor.ndim

@@ -23,7 +23,7 @@ from tests.training.wdl_case import NUM_ROWS, make_batches, make_config, make_jo
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of one step on any rank; ``waits`` counts syncs and blocking uploads."""
+    """Limits for one step on any rank; ``waits`` counts syncs and blocking uploads."""
 
     waits: int
     late_reads: int

@@ -28,7 +28,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".cfg"
 
 
 def tracked() -> list[Path]:
-    """Return the files that git tracks or would add; without git, return all files of the tree."""
+    """Return the files that git tracks or would add; without git, return all files in the tree."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,

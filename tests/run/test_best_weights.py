@@ -1,4 +1,4 @@
-"""Tests that a run that watches val ends with its best weights, and that its outputs use these
+"""Tests that a run that monitors val ends with its best weights, and that its outputs use these
 weights.
 """
 

@@ -106,7 +106,7 @@ def bundle_of(job: Job, spec, fields: Fields, row_format="as_trained") -> Bundle
 
 
 def write(folder, job: Job, model: PlainModel, spec, fields: Fields, row_format="as_trained"):
-    """Write a bundle of a set without vocabularies, and load it."""
+    """Write a bundle for a set without vocabularies, and load the bundle."""
     sample = sample_of(model, sample_ids(model), half=False, rows=None)
     origin = {"run": "test", "step": 7, "delta": 0}
     bundle = bundle_of(job, spec, fields, row_format)

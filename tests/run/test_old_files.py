@@ -148,7 +148,7 @@ def _sent(values):
 
 
 def whole(held):
-    """Combine the parts of all ranks to logical tensors; copies must be equal."""
+    """Combine the parts of all ranks into logical tensors; copies must be equal."""
     tensors = {}
     for name, (shape, _) in held[0].items():
         pieces = [piece for of_rank in held for piece in of_rank[name][1]]

@@ -196,7 +196,7 @@ def test_a_renamed_column_and_a_missing_file_are_named(run, tmp_path):
 
 
 def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
-    """Return the scores on rank 0, and whether the plan of the run was used."""
+    """Return the scores on rank 0, and whether the run's plan was used."""
     checkpoint = find_checkpoint(run)
     config = saved_config(checkpoint, overrides, models=MODELS, own_model=None)
     manifest = load_manifest(folder / "set")

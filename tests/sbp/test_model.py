@@ -74,7 +74,7 @@ PLACED = {"cpu": "cpu", "cuda": "cuda", "meta": "cpu"}
 
 
 def _step(lay, parameters, sync, ids_sbp, seed=None):
-    """Run one forward and backward; the gradients have the layouts of their parameters."""
+    """Run one forward and backward pass; the gradients have the layouts of their parameters."""
     ids = lay(torch.randint(0, ROWS, (BATCH, FIELDS)), "S(0)").to(ids_sbp, id="ids")
     dense = lay(torch.randn(BATCH, DENSE), "S(0)")
     labels = lay(torch.randint(0, 2, (BATCH, 1)).float(), "S(0)")
@@ -156,8 +156,8 @@ def test_a_scheme_runs_exactly_its_conversions(ranks, scheme):
 
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_dry_runs_predict_the_log(ranks, layouts):
-    """The log contains the ids, collectives, groups and bytes of every rank, in forward and
-    backward, with dropout.
+    """The log contains the ids, collectives, groups, and bytes on every rank, for the forward and
+    backward passes, with dropout.
     """
     for rank, ran in enumerate(ranks(3, _traffic, *layouts)):
         boxing = DryBoxing(3, rank)

@@ -62,7 +62,7 @@ def _runs(world, folder: Path, prepared: Path):
 
 @pytest.fixture(scope="module")
 def exported(_cpu_ranks, prepared, tmp_path_factory):
-    """Return a folder with the run and the bundle of each model, and the scores of the runs."""
+    """Return a folder with each model's run and bundle, and the scores of the runs."""
     folder = tmp_path_factory.mktemp("models")
     (scores,) = _cpu_ranks(1, _runs, folder, prepared)
     return folder, scores

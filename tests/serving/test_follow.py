@@ -1,4 +1,4 @@
-"""Tests that bundles with deltas have the values of the run's checkpoints."""
+"""Tests that bundles with deltas contain the same values as the run's checkpoints."""
 
 import os
 import sys

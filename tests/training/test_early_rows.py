@@ -105,7 +105,7 @@ def test_no_bit_changes_with_clipping_and_half_precision(ranks):
 
 
 def switching(world: World, config: Config, lookaheads: list[int], serial: bool) -> Any:
-    """Train with another lookahead and schedule in every step, and drain the window twice."""
+    """Train with a different lookahead and schedule in every step, and drain the window twice."""
     job = make_job(world, config)
     early, losses, batches = job.trainer.schedule, list[float](), parts(world)
     for number, batch in enumerate(batches):

@@ -1,4 +1,4 @@
-"""Tests the lookahead window: no value of K changes a result or breaks an invariant."""
+"""Tests the lookahead window: no window size changes a result or breaks an invariant."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests that the commands of the README are complete and work with a prepared data set."""
+"""Tests that the commands in the README are complete and work with a prepared data set."""
 
 import json
 import re

@@ -41,7 +41,7 @@ def dense_conversions(config: Config, world_size: int) -> list[str]:
 
 
 def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
-    """Return the transfers of the second step of a run, from the plan and from the log."""
+    """Return the transfers in the second step of a run, from the plan and from the log."""
     job = make_job(world, config)
     first, second = make_batches(3, config.data.batch_size)[:2]
     job.trainer.step(to_device(first.part(world.rank, world.size), world.device))
