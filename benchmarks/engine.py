@@ -115,7 +115,7 @@ STEP = 1  # step number of every update; these optimizers ignore it
 def engine_step(
     collection: EmbeddingCollection, ids: Tensor, batch_size: int, grad: Tensor
 ) -> float:
-    """Run a lookup, and an update with a constant gradient; return the time between them."""
+    """Run a lookup, and an update with a constant gradient; return the clock time between them."""
     (output,) = collection.forward(ids, batch_size, training=True).values()
     middle = time.perf_counter()
     output.grad = grad

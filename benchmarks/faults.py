@@ -4,9 +4,9 @@ uninterrupted run.
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
     python -m benchmarks.faults --kills 8       one of each kind
     python -m benchmarks.faults --storage file --kills 20
-                                tables in files, compared with an uninterrupted run without
+                                tables in files; the uninterrupted run has them on the device
     python -m benchmarks.faults --storage servers --kills 40
-                                tables on embedding servers; half of the kills are of servers
+                                tables on embedding servers; half of the kills hit servers
     python -m benchmarks.faults --deltas 4 --kills 20
                                 each full checkpoint is followed by 4 deltas
     python -m benchmarks.faults --keys --deltas 4 --kills 20
@@ -14,14 +14,15 @@ uninterrupted run.
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 
-The kinds of kills are SIGKILL of one rank, of all ranks, while a checkpoint is written, while one
-is loaded, while the first rows are read, or at any moment of the start (imports, rendezvous);
-SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
-must be bit-identical to the losses and scores of an uninterrupted run. No complete checkpoint may
-be lost, every rank must exit, and a finished run must leave neither processes nor temporary files.
-Each start uses a different ``train.lookahead`` and, with ``--storage file`` or ``servers``, a
-different cache. With ``--storage servers``, three servers run throughout; each start uses one, two,
-or three of them, and servers are killed while rows are trained, loaded, read, or saved.
+Kills send SIGKILL to one rank during training, or to all ranks during training, while a checkpoint
+is written, while one is loaded, while the first rows are read, or at any moment of the start
+(imports, rendezvous). Some send SIGTERM or SIGINT instead to all ranks, which save and exit. The
+losses of every step and the final scores must be bit-identical to the losses and scores of an
+uninterrupted run. No complete checkpoint may be lost, every rank must exit, and a finished run must
+leave behind neither processes nor temporary files. Each start uses a random ``train.lookahead``
+and, with ``--storage file`` or ``servers``, a random cache size. With ``--storage servers``, three
+servers run throughout; each start uses one, two, or three of them, and servers are killed while
+rows are trained, loaded, read, or saved.
 """
 
 import argparse
@@ -85,7 +86,7 @@ class Ranks:
         return all(process.poll() is not None for process in self.processes)
 
     def loading(self) -> bool:
-        """Return whether a rank has opened a file of a complete checkpoint."""
+        """Return whether a rank has opened a file in a complete checkpoint."""
         for process in self.processes:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
@@ -343,7 +344,7 @@ class Campaign:
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-4000:]}")
 
     def left_over(self) -> list[str]:
-        """List files and processes that a finished run must not leave."""
+        """List files and processes that a finished run must not leave behind."""
         hidden = [path for path in self.folder.rglob("*") if path.name.startswith(".")]
         scratch = list(self.folder.with_name(f"{self.folder.name}-tmp").rglob("*"))
         return [*(str(path) for path in (*hidden, *scratch)), *self._processes()]

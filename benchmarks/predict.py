@@ -1,4 +1,4 @@
-"""Scores many rows on two ranks, in one go and with kills, and compares the files of scores.
+"""Scores many rows on two ranks, without interruption and with kills, and compares the score files.
 
     python -m benchmarks.predict build --folder F [--rows 20000000]
     python -m benchmarks.predict whole --folder F

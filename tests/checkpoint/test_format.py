@@ -69,7 +69,7 @@ def wanted():
 
 
 def save(folder, step=3, run="r1", documents=None):
-    """Save a checkpoint of two ranks."""
+    """Save a checkpoint from two ranks."""
     partial = partial_folder(folder, step, "ab")
     partial.mkdir(parents=True)
     full = wanted()

@@ -77,7 +77,7 @@ class ParserMade(Exception):
 
 
 def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
+    """Return the parser for the command's arguments."""
     parsers: list[argparse.ArgumentParser] = []
 
     def capture(self: argparse.ArgumentParser, *_: object) -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def genuine_rows() -> Path:
-    """Return the path of real Criteo rows outside the checkout, or skip the test."""
+    """Return the path to real Criteo rows outside the checkout, or skip the test."""
     default = ROOT.parent / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
     path = Path(os.environ.get("SBPFLOW_CRITEO_ROWS", default))
     if not path.exists():

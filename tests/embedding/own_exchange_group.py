@@ -1,4 +1,4 @@
-"""Runs the exchange of ``own_exchange``."""
+"""Runs the exchange that ``own_exchange`` defines."""
 
 from dataclasses import dataclass, field
 

@@ -57,7 +57,7 @@ class SlowServer(EmbeddingServer):
 
 @contextmanager
 def running(count, kind=EmbeddingServer, memory=10**9, secret=SECRET) -> Iterator[Servers]:
-    """Run servers in threads; yield the view of rank 0."""
+    """Run servers in threads; yield rank 0's view of them."""
     with ExitStack() as opened:
         listeners = [
             opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

@@ -1,4 +1,4 @@
-"""Tests messages between the ranks of a host through shared memory."""
+"""Tests messages between the ranks on a host through shared memory."""
 
 import os
 import random

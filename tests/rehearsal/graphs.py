@@ -77,7 +77,7 @@ class Graph:
         self.calls.append(again)
 
     def made(self, block: streams.Block | None, host: Tensor) -> None:
-        """Keep memory of the graph's pool alive as long as the graph."""
+        """Keep memory in the graph's pool alive as long as the graph."""
         if block is not None and block not in [kept for kept, _ in self._made.values()]:
             self._made[id(block)] = block, _bytes_of(host)
 

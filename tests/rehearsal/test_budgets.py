@@ -1,9 +1,9 @@
 """Tests upper bounds on how often a training step waits for the device and on how many ops it
 submits.
 
-The goal is no waits with one rank and for ``columns`` and ``reduce``. Where a size depends on the
-batch, the goal is one asynchronous read into pinned memory per batch and size. Ids come with
-bounds, as from a loader.
+The goal is no waits with one rank, or with the exchanges ``columns`` and ``reduce``. Where a size
+depends on the batch, the goal is one asynchronous read into pinned memory per batch and size. Ids
+come with bounds, as from a loader.
 """
 
 from dataclasses import dataclass, replace

@@ -47,8 +47,8 @@ from tests.fixtures.facts import events, norms, row_digests, rows_of, tensor_dig
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
 EXPECTED = json.loads((OLD / "expected.json").read_text())
 LAYOUTS = EXPECTED["layouts"]
-# The files may come from another CPU, where exp and log differ in the last of 53 bits and sums have
-# another order. A few training steps amplify these differences about 1e3 times.
+# The files may come from another CPU, where exp and log differ in the last of 53 bits, and sums are
+# computed in another order. A few training steps amplify these differences about 1e3 times.
 FLOAT64 = 1e-10
 # For bfloat16 rows and vectors: a value midway between two bfloat16 numbers may be rounded either
 # way.

@@ -1,5 +1,5 @@
-"""Tests counted dropout masks (used on CUDA): they depend only on the position, in torch and in
-Triton.
+"""Tests counter-based dropout masks (used on CUDA): they depend only on the position, in torch and
+in Triton.
 """
 
 from importlib import import_module

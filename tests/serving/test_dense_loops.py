@@ -1,4 +1,4 @@
-"""Tests that the compiled program of a model scores a single row as torch does."""
+"""Tests that a model's compiled program scores a single row as torch does."""
 
 from dataclasses import replace
 

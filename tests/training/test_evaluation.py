@@ -1,7 +1,7 @@
 """Tests normalized entropy, calibration, and AUC (by histogram and by slices) against brute force
 in float64.
 
-The oracles are loops over rows and pairs, which share no code with the product.
+The oracles are loops over rows and pairs, which share no code with sbpflow.
 """
 
 import math

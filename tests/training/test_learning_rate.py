@@ -115,7 +115,7 @@ def test_accumulated_batches_are_one_step_of_all_their_rows(ranks, scheme, spars
 
 
 def mask_seeds(world: World, together: int) -> list[int]:
-    """Train on 6 batches, ``together`` per step; return the seed of each forward."""
+    """Train on 6 batches, ``together`` per step; return the seed of each forward pass."""
     job = make_job(world, make_config("dp", "sgd"))
     model = type(job.model)
     seeds, real = [], model.forward

@@ -138,7 +138,7 @@ class Run:
     def end(self) -> str:
         text = output_of(self.process, 60)
         assert self.process.returncode != 0
-        assert "sbpflow/runtime/processes/launch.py" not in text, text  # no traceback of sbpflow
+        assert "sbpflow/runtime/processes/launch.py" not in text, text  # no traceback from sbpflow
         return text
 
     def ranks(self) -> list[int]:

@@ -278,7 +278,7 @@ def test_an_update_touches_only_the_rows_of_its_batch(ranks, scheme, sparse, ker
 
 
 def die_at(world: World, config: Config, step_id: str) -> None:
-    """Make rank 1 exit at the named transfer of the second batch."""
+    """Make rank 1 exit at the named transfer in the second batch."""
     job = make_job(world, config)
     batches = [batch.part(world.rank, world.size) for batch in make_batches(2, 30)]
     job.trainer.step(batches[0])
