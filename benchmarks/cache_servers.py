@@ -1,4 +1,4 @@
-"""Measures training with rows on embedding servers behind links of limited rate.
+"""Measures training with rows on embedding servers behind links with a limited rate.
 
 The trainer and each server run in their own network namespaces, connected to one switch.
 ``systems`` trains on one server with all rows fetched on demand, with an LRU cache, and with

@@ -28,7 +28,7 @@ Event = dict[str, float]
 
 
 def run(*words: str) -> str:
-    """Run a command of this checkout and return its output; exit the program if it fails."""
+    """Run a command from this checkout and return its output; exit the program if it fails."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")

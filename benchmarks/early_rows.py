@@ -5,7 +5,7 @@
 The program only counts the rows of shuffled batches; it does not start any ranks. Every rank
 requests the distinct rows of its samples (the ``unique`` exchange). A request is early if no rank
 used the row in the previous batch, and critical otherwise. ``predicted`` is the prediction of
-``explain`` from the statistics of the set. Hot rows are the most frequent rows of the set; every
+``explain`` from the statistics of the set. Hot rows are the most frequent rows in the set; every
 rank stores them, and their gradients are all-reduced in every step, because nearly every batch uses
 them. Counts are rows sent by all ranks together, per batch. ``exposed`` counts the rows whose
 transfer cannot overlap other work: critical rows and gradients. ``deferred`` is ``exposed`` with

@@ -61,7 +61,7 @@ def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) 
 
 
 class PlainModel(nn.Module):
-    """Base class of the models: vector tables ``deep`` and, in some models, weight tables ``wide``
+    """Base class for the models: vector tables ``deep`` and, in some models, weight tables ``wide``
     and vectors of dense fields.
     """
 

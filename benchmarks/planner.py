@@ -5,7 +5,7 @@
     python -m benchmarks.planner speed [--profile FILE]
     python -m benchmarks.planner calibration [--profile FILE] [--link 1gbit]
 
-``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners search
+``objective`` prices plans for held-out generated tasks and for EMBark's workloads. Planners search
 with a cost model fitted to every other sample of a calibration's journal, and a cost model fitted
 to the other samples prices their plans. With ``--profile``, one model does both, which favors
 planners that search with it. For each task, the report lists the best greedy plan, every planner's

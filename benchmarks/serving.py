@@ -1,5 +1,5 @@
-"""Measures CPU time per request and latency of the server, and tests it in a long run with deltas
-and faults.
+"""Measures the server's CPU time per request and its latency, and tests the server in a long run
+with deltas and faults.
 
     python -m benchmarks.serving build --folder F [--rows 300000]
     python -m benchmarks.serving cost --folder F [G ..]
@@ -261,9 +261,7 @@ def _quantile(latency: np.ndarray, share: float) -> float:
 
 @contextmanager
 def _copy(folder: Path) -> Iterator[Chain]:
-    """Copy the bundle with hard links to its large files, and yield the delta writer of the
-    copy.
-    """
+    """Copy the bundle with hard links to its large files, and yield a delta writer for the copy."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         bundle = Path(scratch) / "step-50"
         bundle.mkdir()

@@ -102,7 +102,7 @@ def serving(*words: object, workers: int = 1, **environment: str) -> Iterator[Se
 
 
 class Chain:
-    """Writes deltas of a bundle; ``model`` is the model that servers must have loaded after the
+    """Writes deltas for a bundle; ``model`` is the model that servers must have loaded after the
     last delta.
     """
 

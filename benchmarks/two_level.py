@@ -1,4 +1,4 @@
-"""Compares the flat and the two-level exchange of unique rows on two hosts of two ranks.
+"""Compares the flat and the two-level exchange of unique rows on two hosts with two ranks each.
 
     python -m benchmarks.two_level [--links 100mbit 1gbit] [--simulate]
 

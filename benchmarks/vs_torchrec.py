@@ -37,7 +37,7 @@ LOSS_TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-3}
 
 
 def work(args: argparse.Namespace) -> None:
-    """Run both systems on one rank in one process: compare the losses, then time the systems
+    """Run both systems in the process of one rank: compare the losses, then time the systems
     alternately.
     """
     from benchmarks.click_trainer import ClickTrainer
