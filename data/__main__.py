@@ -35,7 +35,7 @@ _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
     *("keep_strings", "keys"),
 )
-"""Options of prepare whose values come from the set of ``--like``, if there is one"""
+"""Options of prepare whose values come from the ``--like`` set, if one is given"""
 _OF_VOCABULARIES = ("min_count", "spare", "keep_strings", "grow")
 """Options of prepare that affect only fields with a vocabulary"""
 

@@ -260,7 +260,7 @@ def _check_home(home: Home) -> None:
 def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]:
     """Start an engine, or connect to its cluster. Raises ConfigError on failure.
 
-    At most ``workers`` tasks run at a time; by default, one for each CPU of this machine or of the
+    At most ``workers`` tasks run at a time; by default, one per CPU on this machine or in the
     cluster.
     """
     options.check()

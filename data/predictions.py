@@ -129,8 +129,8 @@ class Scoring:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_small(self, max_rows: int) -> bool:
-        """Return whether the prepared set has at most ``max_rows`` rows to score, or the raw rows
-        are in a small file.
+        """Return True if there are few rows to score: at most ``max_rows`` rows of a prepared set,
+        or small files of raw rows.
         """
         if self.is_set:
             return self.manifest().splits[self.split] <= max_rows

@@ -103,7 +103,7 @@ def _bin_edges() -> NDArray[np.int64]:
 
 
 def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]:
-    """Return the number of samples of a batch from the middle of train, and the batch's lookup
+    """Return the number of samples in a batch from the middle of train, and the batch's lookup
     counts by field.
 
     The lookup counts of a field are those of all rows that the batch touches, in ascending order.
@@ -252,8 +252,8 @@ def out_of_range(
 def compute_stats(
     manifest: Manifest, known: Mapping[str, Callable[[], NDArray[np.int64]]] | None = None
 ) -> list[FieldStats]:
-    """Compute the statistics of every table. A function in ``known`` returns the lookups of a table
-    that are already counted.
+    """Compute the statistics of every table. ``known`` contains tables whose lookups are already
+    counted, each with a function that returns its counts.
 
     The functions in ``known`` are called one at a time, because the counts of all tables may not
     fit in memory.

@@ -42,10 +42,10 @@ _HOT = 16
 def assign_ids(
     counts: Counts, reserved: tuple[int, int], seed: int, name: str
 ) -> NDArray[np.int32]:
-    """Return ids, from 2 on, of values with ``counts`` [n] lookups.
+    """Return ids, starting at 2, for n values with ``counts`` ([n]) lookups.
 
-    ``reserved`` contains the numbers of lookups of ids 0 (missing) and 1 (rare). The result depends
-    only on the arguments.
+    ``reserved`` contains the lookup counts of ids 0 (missing) and 1 (rare). The result depends only
+    on the arguments.
     """
     key = [seed, *name.encode()]
     order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
@@ -112,7 +112,7 @@ class Ids(Protocol):
     """Maps the keys of a column to ids, which are rows of its table."""
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Return the ids [n] of ``keys`` [n]."""
+        """Return the ids ([n]) of ``keys`` ([n])."""
         ...
 
 
@@ -125,15 +125,15 @@ class HashedIds:
         self._num_rows, self._salt = num_rows, hash_salt(seed, name)
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Return ids int32 [n] for ``keys`` [n]."""
+        """Return the ids (int32 [n]) of ``keys`` ([n])."""
         return hashed_key_ids(keys, self._num_rows, self._salt)
 
 
 def capacity_of(num_keys: int) -> int:
     """Return the number of slots of an ``IdTable``.
 
-    Small tables have a power of two of slots with room to spare, so that collisions are rare. Large
-    tables have only 1.5 slots per key.
+    For small tables, the number is a power of two with room to spare, so that collisions are rare.
+    Large tables have only 1.5 slots per key.
     """
     if num_keys > _LARGE:
         return num_keys + num_keys // 2
@@ -198,7 +198,7 @@ class IdTable(ABC):
         return slots
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Return the ids int32 [n] of ``keys`` [n]."""
+        """Return the ids (int32 [n]) of ``keys`` ([n])."""
         if (loops := find_loops(len(keys), _MIN_COMPILED_KEYS)) is not None:
             ids = np.empty(len(keys), dtype=np.int32)
             self._by_loop(loops, keys, ids)

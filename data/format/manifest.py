@@ -74,8 +74,7 @@ class Shard:
 class Bayes:
     """The best possible AUC and logloss of each split of a generated set.
 
-    ``auc`` and ``logloss`` are those of ``split``, the first split with rows among test, val and
-    train.
+    ``auc`` and ``logloss`` are those of ``split``, the first of test, val, and train that has rows.
     """
 
     split: str
@@ -103,8 +102,8 @@ class Manifest:
     path: Path
     content: Mapping[str, Any]
     cache: "ShardCache | None" = dataclasses.field(default=None, compare=False, repr=False)
-    """Downloads the files of a set at a URL to ``path``, a folder of the cache on this host; not
-    used for a local set
+    """Downloads the files of a set at a URL to ``path``, a cache folder on this host; None for a
+    local set
     """
 
     @property
@@ -150,12 +149,12 @@ class Manifest:
 
     @property
     def fixed(self) -> tuple[Field, ...]:
-        """Return the fields with a fixed number of ids or keys, in the order of a batch."""
+        """Return the fields with a fixed number of ids or keys, in the order used in batches."""
         return tuple(field for field in self.fields if not field.ragged)
 
     @property
     def lists(self) -> tuple[Field, ...]:
-        """Return the ragged fields in the order of the lists of a row."""
+        """Return the ragged fields in the order of a row's lists."""
         return tuple(field for field in self.fields if field.ragged)
 
     @property

@@ -14,7 +14,7 @@ from sbpflow.errors import ConfigError
 Kind = Literal["hex", "string", "integer"]
 Beyond = Literal["error", "first", "last"]
 TimeKind = str
-"""``date``, ``integer``, or a date format with directives of strptime, such as ``%d/%m/%Y``"""
+"""``date``, ``integer``, or a date format for strptime, such as ``%d/%m/%Y``"""
 Compare = Literal["in", ">", ">=", "<", "<="]
 
 MISSING_ID = 0
@@ -28,9 +28,7 @@ CSV_SEPARATORS = (",", ";")
 """Separators of CSV files, whose cells may need quotes"""
 
 FIELD_NAME = re.compile(r"(?=.{1,100}$)\w[^\x00-\x1f\x7f/\\*?\[\]=,\"'`]*")
-"""The pattern of field names, which become parts of file names and options, and which patterns
-match
-"""
+"""The allowed form of field names, which are used in file names, options, and patterns"""
 NAME_RULE = (
     "must start with a letter, digit or '_', must not contain any of / \\ * ? [ ] = , \" ' `, and "
     "may have up to 100 characters"

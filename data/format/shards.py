@@ -1,6 +1,4 @@
-"""Write shards atomically, and read ranges or single rows of them, mapped into memory if
-possible.
-"""
+"""Write shards atomically, and read single rows or ranges of rows, mapped if possible."""
 
 import bisect
 from itertools import accumulate
@@ -110,8 +108,8 @@ class RowFiles:
         return np.concatenate([np.empty((0, self.num_words), dtype=np.int32), *pieces])
 
     def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", "NDArray[Any]"]:
-        """Return the list lengths [stop - start, lists] and the ids in lists [n] of rows [start,
-        stop).
+        """For rows [start, stop), return the list lengths ([stop - start, lists]) and the ids in
+        lists ([n]).
         """
         types, path_of = self._manifest.part_types, self._manifest.file
         none = np.empty((0, len(self._manifest.lists)), dtype=types["lengths"].dtype)
@@ -128,8 +126,9 @@ class RowFiles:
         return np.concatenate(lengths), np.concatenate(values)
 
     def keys(self, start: int, stop: int) -> NDArray[np.int64] | None:
-        """Return the keys [stop - start, columns] of rows [start, stop), or None if no field has
-        keys."""
+        """Return the keys ([stop - start, columns]) of rows [start, stop), or None if no field has
+        keys.
+        """
         return self.part("keys", start, stop) if "keys" in self._manifest.part_types else None
 
     def part(self, name: str, start: int, stop: int) -> "NDArray[Any]":

@@ -115,7 +115,7 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
 
 
 def vocabulary_files(manifest: Manifest) -> list[str]:
-    """Return the names of the files with vocabularies."""
+    """Return the names of the vocabulary files."""
     content = manifest.content.get("vocabulary") or {"fields": {}}
     return [
         part["file"] for entry in content["fields"].values() for _, part, *_ in array_files(entry)
@@ -129,8 +129,8 @@ def fetch_vocabularies(manifest: Manifest) -> None:
 
 
 def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, Any]) -> Vocabulary:
-    """Open the vocabulary that ``entry`` of the manifest describes in the set in ``folder``; map
-    large arrays.
+    """Open a vocabulary of the set in ``folder``, given its manifest ``entry``; large arrays are
+    mapped.
     """
     arrays = {
         key: open_array(folder / part["file"], dtype, shape)

@@ -252,8 +252,8 @@ def _check_present(staged: Sequence[StagedPiece], folder: Path) -> None:
 
 
 def _padding(group: Group, options: PrepareOptions) -> dict[str, int]:
-    """Return, by vocabulary, the number of missing ids with which the group's rows are padded in
-    fields with a fixed number of ids.
+    """Return, by vocabulary, how many missing ids pad the group's rows in fields with a fixed
+    number of ids.
     """
     padding: dict[str, int] = {}
     for column in (column for column in options.schema.many if column.fixed):

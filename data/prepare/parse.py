@@ -181,8 +181,8 @@ def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
 
 
 def _fault(line: bytes, schema: Schema) -> tuple[str, str] | None:
-    """Return why a line is bad, and its bad cell, or "" if no single cell is bad; return None for a
-    good line.
+    """Return None for a good line, or else the reason that the line is bad and its bad cell ("" if
+    no single cell is bad).
 
     The check of a single line is strict but slow.
     """

@@ -64,8 +64,8 @@ class FilteredVocabulary:
         return {**counts, **{key: value for key, value in optional.items() if value}}
 
     def lookups(self) -> Counts:
-        """Return the lookups in train int64 [num_rows] for a vocabulary that is not from an
-        existing set.
+        """Return how often train looks up each row (int64 [num_rows]), for a vocabulary that is not
+        from an existing set.
         """
         out = np.zeros(self.num_rows, dtype=np.int64)
         out[MISSING_ID], out[RARE_ID] = self.missing, self.rare
@@ -186,8 +186,8 @@ def grow(
 
 
 def _skew(vocabulary: Vocabulary) -> float:
-    """Return the ratio of the maximum to the mean number of lookups of eight equal parts of the
-    rows.
+    """Divide the rows into eight equal parts; return the maximum number of lookups per part,
+    divided by the mean.
     """
     loads = np.zeros(vocabulary.num_rows, dtype=np.int64)
     loads[vocabulary.ids] = vocabulary.counts

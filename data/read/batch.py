@@ -31,8 +31,8 @@ class Batch:
     """[b, dense] float32"""
     ids: Ids
     """[b, columns] int32, or int64 for a set with keys, with the fields in the order of
-    ``Manifest.fixed``. For a set with ragged fields, a ``BatchIds`` of this matrix and of the lists
-    of the fields ``Manifest.lists``, sample by sample
+    ``Manifest.fixed``. For a set with ragged fields, a ``BatchIds`` with this matrix and the lists
+    of the fields in ``Manifest.lists``, sample by sample
     """
     batch_size: int
     """Number of rows of the global batch, over all ranks"""
@@ -70,5 +70,5 @@ class Loader(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Restore ``state``, from which the next call of ``epoch`` continues."""
+        """Restore ``state``, from which the next call to ``epoch`` continues."""
         ...

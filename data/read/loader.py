@@ -70,7 +70,7 @@ class RowLoader:
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
-        """Number of the current read; iterators of earlier reads are not valid anymore"""
+        """Number of the current read; iterators of earlier reads are no longer valid"""
         self._is_closed = False
         self._threads = Threads()
 
@@ -237,9 +237,9 @@ class RowLoader:
         return {"split": self._split, "shuffle": self._shuffle, "seed": self._seed}
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """Return the epoch, the row cursor, and all values that determine the rows. The default
-        ``cursor`` is after the last delivered batch. A run that takes batches ahead of training
-        must pass the ``cursor`` of the last batch that it has trained on.
+        """Return the epoch, the row cursor, and all values that determine the rows. By default,
+        ``cursor`` is the position after the last delivered batch. A run that takes batches ahead of
+        training must pass the ``cursor`` of the last batch that it has trained on.
         """
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
         manifest = self._manifest

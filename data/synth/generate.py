@@ -296,8 +296,8 @@ def make_rows(
 def _lists(
     maps: IdMaps, rows: Rows, block: int, first: int, last: int
 ) -> tuple[NDArray[np.int64], "NDArray[Any]"]:
-    """Return the list lengths [rows, lists] and the ids in lists [n] of rows [first, last) of a
-    block, ordered by row.
+    """For rows [first, last) of a block, return the list lengths ([rows, lists]) and the ids in
+    lists ([n]), ordered by row.
     """
     names = maps.ragged
     lengths = np.stack([maps.lengths(rows, name, block)[first:last] for name in names], axis=1)
