@@ -32,7 +32,7 @@ class DeepFmConfig(ModelOptions):
     def spec(self, fields: Fields) -> "DeepFmSpec":
         """Return the model's shapes for these fields.
 
-        Raises ConfigError without a sparse field and another field.
+        Raises ConfigError unless there is a sparse field and at least one other field.
         """
         numbers, dim = len(fields.dense), self.embedding_dim
         count = len(fields.sparse) + numbers

@@ -83,7 +83,7 @@ class TablesFile:
 
 
 def read_tables(path: Path) -> TablesFile:
-    """Read a file; raise ConfigError, naming the table and key, for invalid content."""
+    """Read a file; for invalid content, raise a ConfigError that names the table and the key."""
     try:
         tree = read_json(path, max_bytes=MOST_BYTES)
     except FileNotFoundError as error:

@@ -104,7 +104,7 @@ def measure_in_turns(
     rounds: int = 3,
     steps: int = 6,
 ) -> list[list[float]]:
-    """Return the ms of a step of each plan in each round, [plans][rounds].
+    """Return the step time of each plan in each round, in ms, as [plans][rounds].
 
     The plans of a task alternate, so drift over minutes affects all of them equally. Each round
     uses a different order, because the state of the caches depends on the previous plan. A step's

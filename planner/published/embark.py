@@ -6,8 +6,8 @@ Source: RecSys'24 paper; NVIDIA-Merlin/HugeCTR 2f2016f, ``hugectr/sharding/plann
 placed in order of descending cost on the cheapest rank with enough memory, but two shards of one
 table are never placed on the same rank. Then the table of the most expensive shard is cut in two by
 rows or by columns, depending on which cut gives the lower maximum, and all shards are placed again,
-at most 20 times. The planner returns the best of these plans and of the plan with all tables cut by
-rows over all ranks. Each group of tables is copied to all ranks, exchanges partial sums, or
+at most 20 times. The planner compares these plans with a plan that cuts all tables by rows over all
+ranks, and returns the best. Each group of tables is copied to all ranks, exchanges partial sums, or
 exchanges distinct rows.
 
 Differences: Two branches of the source choose the wrong cut if only one cut is possible; here they
