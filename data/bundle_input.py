@@ -1,4 +1,4 @@
-"""Write the raw row format and the vocabularies of a set for an exported bundle.
+"""Write a set's raw row format and vocabularies for an exported bundle.
 
 ``sbpflow.serving.encoder`` reads the format and the vocabularies.
 """

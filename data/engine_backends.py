@@ -332,7 +332,7 @@ ENGINES: Mapping[str, type[Backend]] = {
 
 
 def _worker_environment(workers: int) -> dict[str, str]:
-    """Return the environment of one of ``workers`` processes that share this machine."""
+    """Return the environment of each process if ``workers`` processes share this machine."""
     threads = str(max(1, (os.cpu_count() or 1) // workers))
     return {_THREADS: threads, "OMP_NUM_THREADS": threads, **KEEP_FREED_MEMORY}
 

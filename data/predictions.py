@@ -105,7 +105,7 @@ class Scoring:
         engine: EngineOptions | None = None,
         workers: int | None = None,
     ) -> None:
-        """Encode raw rows with the run's ids to a folder; continue if an earlier call was
+        """Encode raw rows with the run's ids into a folder; resume an earlier call that was
         interrupted.
         """
         if self.is_set:
@@ -142,7 +142,7 @@ class Scoring:
         return find_inputs([input_path(text) for text in self._inputs], log=False)
 
     def manifest(self) -> Manifest:
-        """Return the set of the rows to score."""
+        """Return the manifest of the set whose rows are to be scored."""
         manifest = load_manifest(self.rows)
         if not manifest.splits[self.split]:
             names = ", ".join(name for name, rows in manifest.splits.items() if rows)

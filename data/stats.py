@@ -1,4 +1,4 @@
-"""Compute statistics of the lookups of each table in train, for planners and caches.
+"""Compute statistics of each table's lookups in train, for planners and caches.
 
 The 17 frequency bins are DreamShard's table features (tools/gen_dlrm_data.py at 73128ed): rows are
 grouped by their number of lookups in one batch of 65,536 samples. ``top_mass`` shows how much a
@@ -31,7 +31,7 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FieldStats:
-    """The statistics of the lookups of one table in train. Masses and ratios are fractions of the
+    """The statistics of one table's lookups in train. Masses and ratios are fractions of the
     lookups.
 
     For a field with keys, ``rows`` is 0.
@@ -70,9 +70,10 @@ def field_stats(
     batch: NDArray[np.int64],
     batch_samples: int,
 ) -> FieldStats:
-    """Compute the statistics of one table from its ``counts`` int64, a result of ``count_lookups``.
+    """Compute the statistics of one table from its ``counts`` (int64), a result of
+    ``count_lookups``.
 
-    ``batch`` [touched rows] int64 contains the ascending lookup counts of the rows that one batch
+    ``batch`` (int64 [touched rows]) contains the ascending lookup counts of the rows that one batch
     touches.
     """
     rising = np.sort(counts)

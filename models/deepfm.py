@@ -20,7 +20,7 @@ from sbpflow.run.model.spec import Fields, ParameterSpec, embedding_output
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepFmConfig(ModelOptions):
-    """Configures DeepFM; ``hidden: []`` gives a factorization machine without an MLP."""
+    """Configures DeepFM; ``hidden: []`` means a factorization machine without an MLP."""
 
     name: Literal["deepfm"] = "deepfm"
     embedding_dim: EmbeddingDim = 16

@@ -3,8 +3,8 @@
 In frequency order, the first half of a table would receive 95-99 % of all lookups. A random order
 is also unbalanced if one id is hot (missing, rare, or the top value). After the permutation, as few
 swaps as possible therefore balance the loads of the halves, quarters and eighths of the rows. If
-one id receives more than half of the lookups, no order is balanced, and the half with this id gets
-the least frequent values.
+one id receives more than half of the lookups, no order is balanced, and the half with this id
+contains the least frequent values.
 """
 
 from abc import ABC, abstractmethod
@@ -143,9 +143,9 @@ def capacity_of(num_keys: int) -> int:
 class IdTable(ABC):
     """An open-addressing hash table that maps keys to ids, and unknown keys to RARE_ID.
 
-    An empty slot contains key 0 and RARE_ID, so that an unknown key 0 gives the correct result.
-    Keys with many lookups (``counts``) are inserted first, so that most lookups succeed at the
-    first probe.
+    An empty slot contains key 0 and RARE_ID, so that looking up an unknown key 0 returns the
+    correct id. Keys with many lookups (``counts``) are inserted first, so that most lookups succeed
+    at the first probe.
     """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
@@ -176,7 +176,9 @@ class IdTable(ABC):
 
     @abstractmethod
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the ids in ``slots``, and whether each slot contains its key of ``keys``."""
+        """Return the ids in ``slots``, and whether each slot contains the corresponding key of
+        ``keys``.
+        """
 
     @abstractmethod
     def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:

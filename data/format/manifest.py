@@ -72,7 +72,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Bayes:
-    """The best possible AUC and logloss of each split of a generated set.
+    """The best possible AUC and logloss for each split of a generated set.
 
     ``auc`` and ``logloss`` are those of ``split``, the first of test, val, and train that has rows.
     """
@@ -228,7 +228,7 @@ class Manifest:
 
     @cached_property
     def splits(self) -> Mapping[str, int]:
-        """Return the number of rows of train, val and test."""
+        """Return the number of rows in train, val, and test."""
         return {name: sum(shard.rows for shard in self.shards(name)) for name in SPLITS}
 
     @property
@@ -374,8 +374,9 @@ def load_manifest(
 
 
 def check_unchanged(manifest: Manifest) -> None:
-    """Raise DataError unless the folder still contains the set of ``manifest``. Shards are opened
-    by name, so without this check, rows of another set that has replaced this set could be read.
+    """Raise DataError unless the folder still contains the set that ``manifest`` describes. Shards
+    are opened by name, so without this check, rows could be read from a set that has replaced this
+    one.
     """
     file = manifest.path / MANIFEST
     try:

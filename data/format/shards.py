@@ -19,7 +19,7 @@ _WORD = "<i4"
 
 
 def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = None) -> Shard:
-    """Write int32 ``words`` [rows, words] as ``folder/name``, and the parts next to this file.
+    """Write ``words`` (int32 [rows, words]) as ``folder/name``, and the parts next to this file.
 
     Readers never see an incomplete file. ``parts`` maps part names (``data.format.parts``) to
     arrays.
@@ -47,8 +47,8 @@ class SplitRows(MappedRows):
     """Reads the words of one split across its shards. Row numbers count from the split's first row.
 
     Maps are copy-on-write, so writing to a view changes later reads of this object but not the
-    file. Raises DataError if the set of ``manifest`` has been replaced. The first ``limit`` shards
-    (by default, ``max_maps()``) are mapped; other shards are read on request.
+    file. Raises DataError if the set that ``manifest`` describes has been replaced. The first
+    ``limit`` shards (by default, ``max_maps()``) are mapped; other shards are read on request.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
@@ -97,7 +97,7 @@ class RowFiles:
         self.num_words = manifest.num_words
 
     def read(self, start: int, stop: int) -> Words:
-        """Return rows [start, stop) as a new int32 array [stop - start, words]."""
+        """Return rows [start, stop) as a new array (int32 [stop - start, words])."""
         shape = (self.num_words,)
         pieces = [
             read_array(self._manifest.file(shard.file), _WORD, (shard.rows, *shape), a, b)

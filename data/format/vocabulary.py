@@ -55,7 +55,7 @@ class Vocabulary:
         return kind(self.keys, self.ids, self.counts)
 
     def strings(self, places: slice | NDArray[np.int64] = slice(None)) -> list[str] | None:
-        """Return the original strings at the positions ``places`` in key order, or None if strings
+        """Return the original strings at ``places`` (positions in key order), or None if strings
         are not stored.
         """
         if self.string_ends is None or self.string_bytes is None:
@@ -166,7 +166,7 @@ def verify_vocabulary(manifest: Manifest, name: str) -> None:
 
 
 def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:
-    """Yield blocks of consecutive values of the named arrays of a vocabulary."""
+    """Yield a vocabulary's named arrays in blocks of consecutive values."""
     files = {key: (folder / part["file"], dtype) for key, part, dtype, _ in array_files(entry)}
     total = entry["values"]
     for start in range(0, total, _BLOCK):

@@ -121,9 +121,7 @@ def like_options(manifest: Manifest) -> PrepareOptions:
 
 
 def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
-    """Return ``options`` with all options that affect ids and values replaced by those of
-    ``manifest``.
-    """
+    """Return ``options`` with all options that affect ids and values taken from ``manifest``."""
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(

@@ -153,7 +153,7 @@ def build_vocabularies(
 
 @dataclass(frozen=True, slots=True)
 class _Parent:
-    """The location of a field's vocabulary in the set of ``like``, from which workers open it."""
+    """Where to find a field's vocabulary in the ``like`` set, so that workers can open it."""
 
     folder: Path
     num_rows: int
@@ -201,7 +201,7 @@ def _count(
 ) -> dict[str, tuple[int, int]]:
     """Count the values in the train rows of each group, and merge the counts by ranges of keys.
 
-    Return the number of ranges and the number of padding ids of each vocabulary.
+    Return, by vocabulary, the number of ranges and the number of padding ids.
     """
     _check_present(staged, folder)
     folder.mkdir(exist_ok=True)

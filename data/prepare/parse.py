@@ -121,7 +121,7 @@ def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
 
 
 def _dense_fits(text: bytes, schema: Schema) -> bool:
-    """Return whether no dense cell contains blanks or tabs that Polars would wrongly accept. The
+    """Return True unless a dense cell contains blanks or tabs that Polars would wrongly accept. The
     cells are read as text only in the rare case that the piece contains a blank, or a tab that is
     not a separator.
     """

@@ -42,8 +42,8 @@ class FilteredVocabulary:
     rare: int
     rare_values: int
     collisions: int
-    """Number of keys that several strings in train share; all but one of these strings get the rare
-    id
+    """Number of keys that several strings in train share; all but one of these strings are mapped
+    to the rare id
     """
     grown: dict[str, int]
     """Numbers of added values, and of the spare ids used for them; empty without ``--grow``"""
@@ -152,8 +152,8 @@ def _new(
 def grow(
     parent: Vocabulary, counted: FieldCounts, min_count: int, seed: int
 ) -> tuple[Vocabulary, dict[str, int]]:
-    """Add values with at least ``min_count`` lookups to a vocabulary; the values get spare ids
-    first, and then new rows.
+    """Add values with at least ``min_count`` lookups to a vocabulary; the values are assigned spare
+    ids first, and then new rows.
 
     Existing ids do not change. New ids are assigned by a seeded permutation. The lookups in
     ``counted`` are added to the counts.

@@ -35,7 +35,7 @@ class Batch:
     of the fields in ``Manifest.lists``, sample by sample
     """
     batch_size: int
-    """Number of rows of the global batch, over all ranks"""
+    """Number of rows in the global batch, over all ranks"""
     step: int
     """Number of the batch's step within the epoch"""
     cursor: Cursor
@@ -46,8 +46,8 @@ class Batch:
     weights: Tensor | None = None
     """[b] float32 with mean 1 over train, or None for a set without sample weights"""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """The non-feature columns of the set: ``group``, ``time`` and ``row_key`` [b] int64 (a uint64
-    group is stored as its bits), and ``labels`` [b, additional labels] float32
+    """The non-feature columns of the set: ``group``, ``time``, and ``row_key`` (int64 [b]; a uint64
+    group is stored as its bits), and ``labels`` (float32 [b, additional labels])
     """
 
 
@@ -56,7 +56,7 @@ class Loader(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps of a whole epoch, which is the same on all ranks."""
+        """Return the number of steps in a whole epoch, which is the same on all ranks."""
         ...
 
     def epoch(self, epoch: int) -> Iterator[Batch]:

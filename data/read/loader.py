@@ -76,7 +76,7 @@ class RowLoader:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps of a whole epoch, which is the same on all ranks."""
+        """Return the number of steps in a whole epoch, which is the same on all ranks."""
         return self._num_steps(0)
 
     @property
@@ -251,8 +251,8 @@ class RowLoader:
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state``. Raises DataError if the state was saved with other rows or
-        another split, seed, or shuffle.
+        """Continue from ``state``. Raises DataError if the state was saved with different rows or a
+        different split, seed, or shuffle.
         """
         self._check_open("load_state_dict")
         wanted = self._identity()
@@ -324,7 +324,7 @@ def open_loader(
     """Open one split for one rank.
 
     ``batch_size`` is the global batch size. With ``tail="keep"``, a short last batch is delivered,
-    in which some ranks may get no rows. With ``tail="drop"``, a short last batch is dropped, and
+    in which some ranks may have no rows. With ``tail="drop"``, a short last batch is dropped, and
     its number of rows is logged. ``crosses`` are computed from the set's columns, and come after
     these columns in ``Batch.ids``. The order of rows is the same for both backends; ``auto``
     selects DALI if it is installed. At most ``max_maps`` files of each kind are mapped into memory;

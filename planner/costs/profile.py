@@ -86,7 +86,9 @@ class Link:
 
 
 def partners(world_size: int) -> float:
-    """Return how many latencies a collective costs: one per partner, growing slowly above 8."""
+    """Return the latency of a collective relative to one partner; above 8 partners, it grows
+    slowly.
+    """
     rounds = max(world_size - 1, 0)
     return rounds if rounds < 8 else 8 + math.log2(rounds / 8)
 

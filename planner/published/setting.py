@@ -87,8 +87,8 @@ class Setting:
 
     @cached_property
     def room_bytes(self) -> Floats:
-        """Return the bytes [ranks] that the fixed memory of a plan with whole tables leaves for
-        tables.
+        """Return the bytes [ranks] that remain for tables, after the fixed memory of a plan with
+        whole tables.
         """
         home = sum(
             (self.problem.options[t][n].home for t, n in enumerate(self.whole_option)),

@@ -3,7 +3,7 @@
 The method is ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes
 tables from the slowest rank and another rank, a whole group of tables, or random tables. A swap
 exchanges two tables between ranks. A worse plan is accepted if the difference is below a threshold
-that decreases to 0. The same seed and number of insertions give the same plan. A final descent
+that decreases to 0. The same seed and number of insertions lead to the same plan. A final descent
 moves single tables until no move helps.
 """
 
