@@ -28,7 +28,9 @@ _THREADS = "POLARS_MAX_THREADS"
 
 
 class Backend(Protocol):
-    """Runs submitted calls; an exception in ``lost`` means that the worker of a call has died."""
+    """Runs submitted calls; an exception in ``lost`` means that the worker running a call has
+    died.
+    """
 
     lost: tuple[type[BaseException], ...]
     shares_memory: ClassVar[bool]
@@ -80,7 +82,7 @@ class _Pool:
 
 
 class Threads(_Pool):
-    """Runs calls in threads of this process."""
+    """Runs calls in threads in this process."""
 
     shares_memory: ClassVar[bool] = True
     can_lose: ClassVar[bool] = False
@@ -97,7 +99,7 @@ class Threads(_Pool):
 
 
 class ProcessLostError(Exception):
-    """The process of a call died, or the engine was closed."""
+    """The process running a call died, or the engine was closed."""
 
 
 class Processes(_Pool):

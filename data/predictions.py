@@ -50,7 +50,7 @@ class Scoring:
     ``inputs`` are files of raw rows, or the folder of one prepared set, whose ``split`` is scored.
     ``like`` is the run's set, which has the vocabularies. ``output`` is a file, for which only rank
     0 calls ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raises ConfigError
-    for a missing local input, a prepared set whose ids may have another meaning, or an unknown
+    for a missing local input, a prepared set whose ids may have a different meaning, or an unknown
     suffix.
     """
 
@@ -203,7 +203,7 @@ def scored_rows(
 
 
 def check_ids(manifest: Manifest, like: Manifest) -> None:
-    """Raise ConfigError if ids of the set ``manifest`` may have another meaning in the set
+    """Raise ConfigError if ids in the set ``manifest`` may have a different meaning in the set
     ``like``.
 
     Ids have the same meaning if the vocabularies are equal, or if the vocabulary of ``like`` grew

@@ -1,10 +1,10 @@
 """Assign ids to values by a seeded permutation that balances the load over contiguous rows.
 
 In frequency order, the first half of a table would receive 95-99 % of all lookups. A random order
-is also unbalanced if one id is hot (missing, rare, or the top value). After the permutation, as few
-swaps as possible therefore balance the loads of the halves, quarters and eighths of the rows. If
-one id receives more than half of the lookups, no order is balanced, and the half with this id
-contains the least frequent values.
+is also unbalanced if one id is hot (missing, rare, or the top value). Therefore, after the
+permutation, the loads of the halves, quarters, and eighths of the rows are balanced with as few
+swaps as possible. If one id receives more than half of the lookups, no order is balanced, and the
+half with this id contains the least frequent values.
 """
 
 from abc import ABC, abstractmethod

@@ -60,7 +60,7 @@ class Loader(Protocol):
         ...
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Yield the batches of the epoch, or the remaining batches after a restored state."""
+        """Yield the batches of the epoch or, after a state was restored, the remaining batches."""
         ...
 
     def state_dict(self, cursor: Cursor | None = None) -> State:

@@ -83,7 +83,8 @@ class RowLoader:
     def num_dropped_rows(self) -> int:
         """Return the number of rows at the end of the epoch that ``tail="drop"`` drops.
 
-        After a restored state with another batch size, steps start at the cursor instead of row 0.
+        If the restored state has a different batch size, steps start at the cursor instead of at
+        row 0.
         """
         left = self._rows.num_rows - self._cursor
         return {"drop": left % self._batch_size, "keep": 0}[self._tail]
@@ -279,7 +280,7 @@ class RowLoader:
         self._read += 1
 
     def close(self) -> None:
-        """End the reader threads and release the maps. A closed loader cannot be used anymore."""
+        """End the reader threads and release the maps. A closed loader can no longer be used."""
         self._is_closed = True
         self._read += 1
         self._threads.close()
