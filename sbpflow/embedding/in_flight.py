@@ -42,7 +42,7 @@ class EmbeddingsInFlight:
         return [tensor for lookup in lookups for tensor in lookup.tensors()]
 
     def new_like(self) -> "EmbeddingsInFlight":
-        """Return a batch with lookups of the same sizes, uninitialized."""
+        """Return a batch whose lookups have the same sizes but uninitialized values."""
         groups = [
             replace(part, lookups=[lookup.new_like() for lookup in part.lookups])
             for part in self.groups

@@ -111,7 +111,7 @@ class KeyExchange:
         return self._replaced(columns, lists, all_rows), changes
 
     def release(self) -> None:
-        """Finish the oldest announced batch, which has been trained."""
+        """Finish the oldest announced batch, whose update is complete."""
         for field in self.fields:
             if field.part is not None:
                 field.part.release()
@@ -123,8 +123,8 @@ class KeyExchange:
                 field.part.roll_back()
 
     def totals(self) -> Array:
-        """Return the counts [fields, ranks, ``NAMES``], summed over trained batches; every rank
-        must call this method.
+        """Return the counts ([fields, ranks, ``NAMES``]), summed over all completed batches; every
+        rank must call this method.
         """
         own = np.zeros((len(self.fields), len(self.NAMES)), np.int64)
         for index, field in enumerate(self.fields):

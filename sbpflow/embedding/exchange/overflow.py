@@ -53,7 +53,7 @@ class PaddedGroups:
 
     def send_again(self, parts: list[GroupInFlight], groups: Sequence[int]) -> None:
         """Repeat the id exchange of these groups without fixed-size buffers, and replace their
-        parts.
+        entries in ``parts``.
         """
         limited = self._limited(parts)
         for index in groups:

@@ -143,7 +143,8 @@ class RowGroup(Group[RowsInFlight]):
         return [(self._stack, self._store)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
-        """Return how many rows are requested from each rank [ranks], then by each rank [ranks].
+        """Return the number of rows requested from each rank, then the number requested by each
+        rank.
 
         The second part is missing unless the ranks sent their counts. Return ``None`` with
         fixed-size buffers.

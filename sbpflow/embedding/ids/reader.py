@@ -35,7 +35,7 @@ class IdCheck:
         self.error = self.error or error
 
     def count(self, features: Tensor, bad: Tensor, num_features: int) -> None:
-        """Record that ``bad`` [n] int64 ids of each of ``features`` [n] were replaced."""
+        """Record that ``bad[i]`` (int64) ids of feature ``features[i]`` were replaced."""
         if self.replaced is None:
             self.replaced = bad.new_zeros(num_features)
         self.replaced.index_add_(0, features, bad)

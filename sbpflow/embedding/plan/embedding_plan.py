@@ -148,7 +148,7 @@ class EmbeddingPlan:
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of a lookup, without id transfers, in the order in which they start.
+        """Return the transfers of a lookup, except id transfers, in the order in which they start.
 
         The flags and early vectors belong to the next batch, and the late gradients to the previous
         batch.

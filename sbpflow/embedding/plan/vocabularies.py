@@ -121,7 +121,7 @@ def aligned(
 
 
 def _split_twice(table: TableConfig, key: str, hosts: int, width: int) -> tuple[Split, Split]:
-    """Return the splits of rows over hosts and over the ranks of each host, at bucket boundaries.
+    """Return how rows are split over hosts, and over the ranks on each host, at bucket boundaries.
 
     A layout has the same second split on all hosts, so all buckets must have the same number of
     rows, and all hosts the same number of buckets. Raise ConfigError if this is not possible.

@@ -130,7 +130,7 @@ def _as_float32(bits: int, dropped: int) -> float:
 
 @compiled
 def widen(weights: Array, addresses: Array, out: Array, dropped: int) -> None:
-    """Convert half-precision rows (int16 bits) to ``out`` [n, width] float32.
+    """Convert half-precision rows (int16 bits) to float32, and write them to ``out`` [n, width].
 
     ``dropped`` is 16 for bfloat16 and 13 for float16.
     """
@@ -147,7 +147,7 @@ def pool(
     """Widen rows as ``widen`` does, and sum each bag, in order, into ``out`` [bags, width] float32.
 
     Bag b consists of addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` contains the weights
-    of the rows, [n] float32, or is [0] if there are none.
+    of the rows (float32 [n]), or is empty if there are none.
     """
     out[:] = 0
     for b in range(ends.size - 1):
