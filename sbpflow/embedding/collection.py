@@ -321,7 +321,7 @@ class EmbeddingCollection:
             name = group.plan.output.name
             grad = batch.outputs[name].grad
             if grad is None:
-                raise RuntimeError(f"output {name}: has no gradient; call backward() first")
+                raise RuntimeError(f"output {name} has no gradient; call backward() first")
             group.send_grads(part, self._assembly[name].gradient_of(index, grad))
         batch.outputs = {}
 
@@ -389,7 +389,7 @@ class EmbeddingCollection:
         return torch.stack([group.gradient_squares() for group in self._groups]).sum()
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Before ``update``, multiply the collected gradients by ``factor`` (a 0-d tensor)."""
+        """Multiply the collected gradients by ``factor`` (0-d); call this before ``update``."""
         for group in self._groups:
             group.scale_gradients(factor)
 
@@ -420,7 +420,7 @@ class EmbeddingCollection:
         batch, self._last = self._last, None
         if batch is None:
             raise RuntimeError(
-                "apply_gradients: no batch to train; call forward(training=True) first"
+                "apply_gradients: no batch to train on; call forward(training=True) first"
             )
         self.send_grads(batch)
         self.receive_grads(batch)
@@ -428,9 +428,7 @@ class EmbeddingCollection:
 
     @property
     def out_of_range(self) -> Tensor:
-        """Return how many ids of each feature (int64 [features]) clamp or hash has replaced on this
-        rank so far.
-        """
+        """Return how many ids clamp or hash has replaced on this rank, as int64 [features]."""
         self._stream.join()
         return self._reader.out_of_range
 

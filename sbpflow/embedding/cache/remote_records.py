@@ -145,8 +145,8 @@ class Servers:
                 f"found {limit}; use a name that every rank's machine resolves, or an IP address"
             )
         return ServerLostError(
-            f"{self.name(index)} does not answer {limit}; {self.advice(index)}; the time is a "
-            "share of parallel.timeout_s"
+            f"{self.name(index)} does not answer {limit}; {self.advice(index)}; the time limit "
+            "is a fraction of parallel.timeout_s"
         )
 
     def _confirm(self, sock: socket.socket, index: int, expected: int = 0) -> None:

@@ -155,7 +155,7 @@ class EmbeddingServer:
                 return _UNKNOWN
             if (block := session.blocks.get(key)) is not None:
                 if block[:2] != (p.num_rows, p.record_bytes):
-                    return f"store {p.store} of rank {p.rank} already exists with another size"
+                    return f"store {p.store} of rank {p.rank} already exists with a different size"
                 return ""
             needed = session.num_bytes + p.num_rows * p.record_bytes
             if needed > self._memory_bytes:

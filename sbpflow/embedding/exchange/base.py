@@ -240,8 +240,8 @@ class Group(ABC, Generic[BatchT]):
         self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
-        """Sum the gradients of each row, and return the sum of the squares of the results (0-d
-        float64).
+        """Return the sum of squares of the collected gradients (0-d float64), which are first
+        summed per row.
 
         The results of all ranks can be summed, because replicated rows are counted only on the
         first rank.

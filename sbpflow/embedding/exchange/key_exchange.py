@@ -90,8 +90,8 @@ class KeyExchange:
         if self._timed and batch.training and batch.time == NO_TIME and ids.num_samples:
             names = [f.plan.name for f in self.fields if has_idle_time(f.plan.growth)]
             raise DataError(
-                f"field {names[0]}: evict.idle_time: the batch has no event time; pass event_time, "
-                "or use evict.idle_samples"
+                f"field {names[0]}: evict.idle_time needs an event time, but the batch has none; "
+                "pass event_time, or use evict.idle_samples"
             )
         # torch transposes in cache-sized blocks. ``clone()`` always copies; ``contiguous()`` would
         # return a view of a single column, and the columns are overwritten later.

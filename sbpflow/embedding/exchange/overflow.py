@@ -63,7 +63,7 @@ class PaddedGroups:
         """Return a line for each group, with its tables and its buffer size."""
         return [
             f"rows of {', '.join(table.name for table in group.plan.stacks[0].tables)} are sent "
-            f"in buffers of {group.capacity.share:g} of the maximum size"
+            f"in buffers of {group.capacity.share:g} times the maximum size"
             for group in self._groups.values()
             if group.capacity is not None
         ]

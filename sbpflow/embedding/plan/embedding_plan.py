@@ -257,7 +257,7 @@ def plan_embeddings(
     _check_arguments(dtype, row_dtype, backend, out_of_range)
     for table in tables:
         if table.name not in layouts:
-            raise ConfigError(f"table {table.name}: has no layout; add one, such as S(0)")
+            raise ConfigError(f"table {table.name} has no layout; add one, such as S(0)")
         comm_dtype = layouts[table.name].comm_dtype
         if comm_dtype not in (None, dtype, *HALF_DTYPES):
             raise ConfigError(

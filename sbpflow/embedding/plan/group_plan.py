@@ -186,7 +186,7 @@ def exchange_of(
         fits = exchange.name == name and exchange.accepts(layout, world_size)
         if fits and exchange.dense_allreduce == dense_allreduce:
             return exchange
-    raise ConfigError(f"exchange {name!r}: does not support {layout} on {world_size} ranks")
+    raise ConfigError(f"exchange {name!r} does not support {layout} on {world_size} ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,7 @@ class GroupPlan:
         """Raise SbpError if a step cannot accumulate gradients over ``num_batches`` batches."""
         if num_batches > 1 and self.late_gradients:
             raise SbpError(
-                f"step: {num_batches} batches, but {self.name} sends late gradients, which need "
+                f"a step has {num_batches} batches, but {self.name} sends late gradients, which need "
                 "one batch per step; use train.late_gradients: false"
             )
 

@@ -75,7 +75,7 @@ class TableBatch:
         return {rank: tuple(by_rank[rank]) for rank in sorted(by_rank) if by_rank[rank]}
 
     def held(self, table: TableConfig) -> Mapping[int, tuple[int, int]]:
-        """For each rank that stores part of a table, return the number of (rows, columns) in that
+        """For each rank that stores part of a table, return the numbers of rows and columns in that
         part.
         """
         return self._held.get(table.name, {})

@@ -97,7 +97,7 @@ def _check_constants(
     known = [field.name for field in fields(kind) if field.name != "name"]
     if unknown := [key for key in constants if key not in known]:
         raise ConfigError(
-            f"sparse optimizer {name}: has no {', '.join(unknown)}; use {', '.join(known)}"
+            f"sparse optimizer {name} has no {', '.join(unknown)}; use {', '.join(known)}"
         )
 
 

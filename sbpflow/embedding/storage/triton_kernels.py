@@ -26,8 +26,8 @@ def _sum_rows(
     grads, source, scale, first, count, column, width,
     HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Return the sums of ``count`` rows, in order, from sorted position ``first`` on (float32
-    [BLOCK, COLUMNS]).
+    """Return the sum of ``count`` rows, added in order from sorted position ``first`` on, as
+    float32 [BLOCK, COLUMNS].
     """
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     longest = tl.max(count, 0)
@@ -51,7 +51,7 @@ def lookup(
     HAS_OFFSETS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the weighted sum of the rows in each bag to ``out`` (float32 [bags, width])."""
+    """Write the weighted sum of each bag's rows in ``table`` to ``out`` (float32 [bags, width])."""
     bag = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLUMNS)
     inside = bag < bags
