@@ -28,7 +28,7 @@ class EmbeddingsInFlight:
         self.groups = groups
         self.counts = counts
         self.check = check
-        self.changes = changes  # rows of growing fields that get new keys in this batch
+        self.changes = changes  # rows of growing fields that are assigned to new keys in this batch
         self.ids_exchanged = self.received = False
         self.most_requested: AsyncScalarRead | None = None  # result of ``PaddedGroups.ask``
         self.outputs: dict[str, Tensor] = {}

@@ -27,7 +27,7 @@ class RowTransfer:
         self._channel = channel
 
     def start_counts(self, step: ExchangeStep, counts: Tensor) -> Pending:
-        """Start sending ``counts[r]`` to each rank r of the group; ``counts`` is [ranks] int64.
+        """Start sending ``counts[r]`` to each rank r of the group; ``counts`` is int64 [ranks].
 
         ``wait()`` returns the received counts in the same order.
         """

@@ -150,7 +150,7 @@ class TwoLevelGroup(RowGroup):
 
 def _in_flight(batch: RowsInFlight) -> TwoLevelInFlight:
     if not isinstance(batch, TwoLevelInFlight):
-        raise TypeError(f"got {type(batch).__name__}; use a batch of start_id_exchange")
+        raise TypeError(f"got {type(batch).__name__}; use a batch returned by start_id_exchange")
     return batch
 
 

@@ -28,7 +28,7 @@ class IdCheck:
 
     error: DataError | None = None  # The error for the first bad id.
     flagged: list[AsyncScalarRead] = field(default_factory=list[AsyncScalarRead])  # CUDA only.
-    replaced: Tensor | None = None  # Set by the policies clamp and hash, [features] int64.
+    replaced: Tensor | None = None  # Set by the policies clamp and hash, int64 [features].
 
     def fail(self, error: DataError) -> None:
         """Keep ``error`` unless an earlier error was kept."""

@@ -15,7 +15,7 @@ class FeatureLookup:
     sample.
 
     ``feature`` is the index of the feature in the plan. Fixed-length ids are in ``columns`` of the
-    id matrix of the batch; ragged ids are in list ``place`` of every sample.
+    batch's id matrix; ragged ids are in list ``place`` of every sample.
     """
 
     table: TableConfig

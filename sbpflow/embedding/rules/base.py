@@ -49,7 +49,7 @@ class RowBlock:
     weights: Tensor  # In the compute dtype, [touched, width]; changed in place.
     # State of all slots; use ``take`` and ``put`` for the state of this block's rows.
     state: dict[str, Tensor]
-    rows: Tensor  # Slots of the rows in ``state``, [touched] int64.
+    rows: Tensor  # Slots of the rows in ``state``, int64 [touched].
     grads: Tensor  # Summed over the batch, [touched, width].
     numbers: StepNumbers
     squares: Tensor | None = None  # [touched], see ``mean_squares``

@@ -13,7 +13,7 @@ from sbpflow.embedding.storage.sorted_segments import SortedSegments
 class Lookup:
     """Addresses, the bags they form, and their weights; sorted and deduplicated once, on demand.
 
-    ``addresses`` is [n] int32 or int64. ``offsets`` is [bags + 1] int64, or ``None`` if every bag
+    ``addresses`` is int32 or int64 [n]. ``offsets`` is int64 [bags + 1], or ``None`` if every bag
     has one address. ``weights`` is [n], or ``None`` if all weights are 1. On CUDA, deduplication
     makes the host wait for the number of unique rows unless ``num_unique`` is set. Addresses are
     local row numbers, which determine the order in which rows are sorted and summed, and how they
@@ -94,7 +94,7 @@ class Lookup:
         return self.offsets.numel() - 1
 
     def explicit_offsets(self) -> Tensor:
-        """Return offsets [bags + 1] int64, even with one address per bag."""
+        """Return offsets (int64 [bags + 1]), even if every bag has one address."""
         if self.offsets is not None:
             return self.offsets
         return torch.arange(self.addresses.numel() + 1, device=self.addresses.device)

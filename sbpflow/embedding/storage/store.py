@@ -184,7 +184,7 @@ class InitialValues(Protocol):
         ...
 
     def put(self, rows: Array, slots: Array, tensors: Mapping[str, Tensor]) -> None:
-        """Set ``tensors[name][slots]`` to the values of ``rows``, for host tensors."""
+        """Set ``tensors[name][slots]`` to the values of ``rows``; tensors must be on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,7 @@ def threshold_of(p: float) -> int:
 
 
 def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
-    """Return 53 random bits, as int64, for each element of the part ``held`` of a tensor of
+    """Return 53 random bits, as int64, for each element in the part ``held`` of a tensor with
     ``shape``.
     """
     number = torch.zeros((1,) * len(shape), dtype=torch.int64, device=key.device)

@@ -56,7 +56,7 @@ def gather(
 def _bad_id(ids: Tensor, start: tuple[int, ...], num_rows: int) -> str:
     """Return a message about the first out-of-range id, or "" if there is none.
 
-    ``start`` is the position of the first of these ids in the full tensor of ids.
+    ``start`` is where these ids begin in the full tensor of ids.
     """
     if ids.is_meta or not ids.numel():
         return ""
