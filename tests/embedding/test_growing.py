@@ -175,7 +175,7 @@ def test_event_times_of_all_ranks_decide(ranks, alone, tmp_path, size):
 
 def test_batches_without_event_time_are_refused(ranks):
     case = replace(CASE, growth=TIMED, timed=False)
-    assert "field f: evict.idle_time: the batch has no event time" in ranks(1, refused, case)[0]
+    assert "field f: evict.idle_time needs an event time" in ranks(1, refused, case)[0]
 
 
 def refused(world, case):
@@ -381,7 +381,7 @@ def test_resumed_cached_tables_grow(ranks, alone, tmp_path, shares):
         ),
         (
             {"deep": Spec("S(0)", "reduce", sizes=(4, MIN_ROWS - 4))},
-            "table wide.f: splits its rows differently from table deep.f",
+            "table wide.f splits its rows differently from table deep.f",
         ),
     ],
 )  # fmt: skip

@@ -134,5 +134,5 @@ def described(world, config):
 def test_tables_with_buffers_are_logged(rehearsed_ranks):
     of_two = rehearsed_ranks(2, described, config_of("unique", 0.5))
     assert of_two[0]
-    assert all("in buffers of 0.5 of the maximum" in line for line in of_two[0])
+    assert all("in buffers of 0.5 times the maximum" in line for line in of_two[0])
     assert rehearsed_ranks(1, described, config_of("unique", 0.5)) == [[]]

@@ -214,7 +214,7 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
 
 @compiled
 def add_squares(grads: Array, squares: Array) -> None:
-    """Write the sum of squares of each row of ``grads`` to ``squares`` [n], adding columns in
+    """For each row of ``grads``, write the sum of squares to ``squares`` [n], adding columns in
     order.
     """
     for j in range(grads.shape[0]):
