@@ -1,4 +1,4 @@
-"""Produces the text of ``sbpflow checkpoint ls | verify | diff | prune | compact``.
+"""Produces the output of ``sbpflow checkpoint ls | verify | diff | prune | compact``.
 
 The commands read, rewrite, and remove checkpoints without loading them into a job.
 """
@@ -98,8 +98,8 @@ def verify_text(path: AnyPath) -> tuple[str, bool]:
 def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint | None, str]:
     """Read every byte of a checkpoint and of those it depends on.
 
-    Return the checkpoint, if it can be opened, and what is damaged, or "". ``faults`` contains the
-    results so far, so that nothing is read twice.
+    Return the checkpoint (None if it cannot be opened), and what is damaged ("" if nothing is).
+    ``faults`` contains the results so far, so that nothing is read twice.
     """
     checkpoint, fault = None, ""
     try:
@@ -234,7 +234,7 @@ def _prune(paths: Sequence[AnyPath], keep: int, *, dry_run: bool) -> list[str]:
 
 
 def compact(path: AnyPath) -> str:
-    """Replace the delta at ``path`` by a full checkpoint; return a line that says so.
+    """Replace the delta at ``path`` with a full checkpoint; return a line that says so.
 
     ``path`` may be a folder, whose newest checkpoint is used. Raise CheckpointError if another
     delta continues the checkpoint.

@@ -69,7 +69,7 @@ def row_blocks(saved: SavedTensor, num_blocks: int) -> list[slice]:
 def write_full(folder: AnyPath, index: Index, tensors: Mapping[str, NewTensor]) -> int:
     """Write a full checkpoint to ``folder``, replacing any existing one; return its size in bytes.
 
-    Step, run, and documents are those of ``index``.
+    The step, run, and documents are taken from ``index``.
     """
     nonce = uuid.uuid4().hex[:8]
     partial = partial_folder(folder, index.step, nonce)

@@ -100,7 +100,7 @@ class Saver:
         """Save the current state in the background in training; every rank must call this method.
 
         If the previous save has not ended, wait for it first. The saving thread calls ``done`` when
-        the checkpoint is complete. If a save fails, the next call of ``check``, ``start``, or
+        the checkpoint is complete. If a save fails, the next call to ``check``, ``start``, or
         ``wait`` raises its error.
         """
         self.wait()

@@ -90,7 +90,7 @@ class Snapshot:
                 spans.setdefault(id(rows.store), (part.values.store, []))[1].append(span)
                 continue
             if part.name not in places:
-                # ``StoredRows`` that get here hold keys, which do not change and need no copy.
+                # Any ``StoredRows`` here hold keys, which do not change and need no copy.
                 if not isinstance(part.values, StoredRows):
                     part = replace(part, values=part.values.detach().clone())
                 self._rest.append(part)

@@ -3,7 +3,7 @@
 Before a row that is not yet written changes for the first time, its old value is logged. Two
 threads use the log. The training thread appends rows to segments right before it updates them,
 which also brings the rows into the CPU cache for the update. The writing thread copies a range of
-rows without a lock, so rows of the copy may be half updated. The writing thread then replaces these
+rows without a lock, so some copied rows may be half updated. The writing thread then replaces these
 rows with their old values from the log, which contains them by then. (If the store moves rows in
 the meantime, ``RowStore.read`` still finds them.) The writing thread also empties segments into
 slabs, sorted by range, and spills rows to a file when the slabs are full. If it does not empty
@@ -94,7 +94,7 @@ class RowLog:
         self._full: list[_Segment] = []  # the last segment may have room
         self._free: list[_Segment] = []
         self._num_segments = 0
-        # A job may have many small stores, so these get small segments.
+        # A job may have many small stores, so small stores use small segments.
         self._segment_rows = min(SEGMENT_ROWS, max(num_rows // 16, min(PIECE_ROWS, num_rows)))
         self._max_segments = max(MIN_SEGMENTS, int(SEGMENT_SHARE * num_rows) // SEGMENT_ROWS)
         self._closed = False

@@ -251,7 +251,7 @@ def _sample(
     addresses: "Addresses",
     growing: "Growing",
 ) -> dict[str, Any]:
-    """Return sample rows and the scores that the run's model gives them."""
+    """Return sample rows and their scores from the run's model."""
     from sbpflow.data import open_loader
     from sbpflow.data.sample_rows import encode_sample, sample_rows
     from sbpflow.run.export.export import sample_ids, sample_of

@@ -113,7 +113,7 @@ def _predict(argv: Sequence[str]) -> int:
 def _predict_as_tasks(
     args: argparse.Namespace, checkpoint: "Checkpoint", config: "Config", scoring: "Scoring"
 ) -> None:
-    """Encode raw rows, and score blocks as an engine's tasks; each worker loads the model."""
+    """Encode raw rows, and score blocks as tasks of the engine; each worker loads the model."""
     from sbpflow.data.engine import Home, engine_options, open_engine
     from sbpflow.run.saved.saved_model import weights_text
     from sbpflow.runtime.ranks.rendezvous import world_size_of_environment
@@ -262,7 +262,7 @@ def open_rows(
     joined: Callable[[int], None] | None = None,
     blocks: "ScoreBlocks | None" = None,
 ) -> "tuple[Job, RowLoader]":
-    """Load a saved model and encode the rows to score, as one rank of the environment.
+    """Load a saved model and encode the rows to score, as one of the ranks that were started.
 
     ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once all
     ranks have joined. Everything that this function opens is registered with ``opened``, which the

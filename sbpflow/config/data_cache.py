@@ -12,7 +12,7 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCache:
-    """Configures the cache of each host for the files of sets at URLs."""
+    """Configures each host's cache for the files of sets at URLs."""
 
     dir: Annotated[
         Path | None,

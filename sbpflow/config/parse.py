@@ -57,7 +57,7 @@ class Aliases:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """Maps the user's ``name`` to the possible dataclasses of a group, by name."""
+    """Marks a group whose key ``name`` selects one of the dataclasses ``kinds(name)``."""
 
     kinds: Callable[[object], Mapping[str, type[Any]]]
 
@@ -263,7 +263,7 @@ def _parse_tagged(
 def _parse_literal(
     value: object, choices: tuple[str, ...], key: str, also: tuple[str, ...] = ()
 ) -> str:
-    """Return a choice; error messages also list the values ``also``, which are not strings."""
+    """Return a choice; error messages also list ``also``, the legal values that are not strings."""
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if text in choices:
         return text

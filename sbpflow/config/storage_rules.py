@@ -17,7 +17,7 @@ _EXAMPLES = 'for example 10% or "4 GB"'
 
 
 def num_bytes_of(key: str, text: str, example: str) -> int:
-    """Return the bytes of a size with a unit; raise ConfigError with ``key`` for other text."""
+    """Convert a size with a unit to bytes; raise ConfigError with ``key`` for other text."""
     match = _CACHE.fullmatch(text.strip())
     if match is None or match[2] == "%":
         units = ", ".join(_UNITS)

@@ -175,7 +175,9 @@ def _fit(
 
 
 def _check_hosts(key: str, grid: Placement, world_size: int, hosts: Hosts | None) -> None:
-    """Check that a grid of hosts and ranks contains all ranks, and that each row is on one host."""
+    """Check that a grid of hosts and ranks contains all ranks, and that each of its rows is on one
+    host.
+    """
     host_of = {rank: number for number, host in enumerate(hosts or ()) for rank in host}
     shown = [list(host) for host in hosts or ()]
     if grid.size != world_size:
