@@ -64,9 +64,7 @@ class ModelCounts:
 
     @staticmethod
     def size(num_columns: int) -> int:
-        """Return the number of cells that the counts of a model with ``num_columns`` columns
-        need.
-        """
+        """Return the number of cells for the counts of a model with ``num_columns`` columns."""
         histograms = sum(len(bounds) + 2 for bounds, _ in HISTOGRAMS.values())
         return 1 + len(STATUSES) + len(COUNTERS) + histograms + 2 * num_columns
 

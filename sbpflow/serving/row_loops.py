@@ -19,10 +19,10 @@ def gather_rows(
     addresses: Array,
     out: Array,
 ) -> bool:
-    """Write the rows of ``ids`` [n, ids] to ``out`` [n, columns, dim]; return False if an id is not
-    a row of its table. ``first`` and ``limits`` are the first row and the number of rows of each
-    column's table. ``slots``, ``starts``, and ``addresses`` describe the changed rows of a store;
-    ``slots`` is empty if no row has changed.
+    """Write the rows of ``ids`` ([n, all columns]) to ``out`` ([n, columns, dim]); return False if
+    an id is not a row of its table. ``first`` and ``limits`` are the first row and the number of
+    rows of each column's table. ``slots``, ``starts``, and ``addresses`` describe the changed rows
+    of a store; ``slots`` is empty if no row has changed.
     """
     num_rows, dim = base.shape
     for row in range(ids.shape[0]):

@@ -124,7 +124,7 @@ class _Rows:
 
 
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
-    """Return the id column of each of the fields ``names``, which ``train.slices`` lists.
+    """Return the id column of each field in ``names``, which ``train.slices`` lists.
 
     Raises ConfigError, listing the valid fields, if a name is not a field with one id per row.
     """
@@ -153,7 +153,7 @@ def score_split(
 ) -> Evaluation | None:
     """Score the split; return the result on rank 0, and ``None`` on other ranks.
 
-    The result includes GAUC if batches contain ``columns["group"]`` [local batch] int64.
+    The result includes GAUC if batches contain ``columns["group"]`` (int64 [local batch]).
     """
     options = options or ScoreOptions()
     rows = _Rows(boxing, options)
@@ -173,7 +173,7 @@ def _first(batches: Iterable[Batch], max_rows: int | None) -> Iterator[Batch]:
 
 
 def gather_rows(part: Tensor, sizes: tuple[int, ...], boxing: Boxing) -> Tensor | None:
-    """Gather the rows [sizes[rank], columns] of all ranks into [sum(sizes), columns] on rank 0."""
+    """Gather the rows of all ranks, [sizes[rank], columns] each, on rank 0."""
     world = boxing.world
     device_type = world.device.type
     steps = plan_boxing(

@@ -9,9 +9,9 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 
 logger = logging.getLogger(__name__)
 
-_FULL = 0.9  # with few rows per bucket, the share of rows that get keys stays near this value
+_FULL = 0.9  # with few rows per bucket, the share of rows that have keys stays near this value
 _REFUSED = 0.01
-"""If more than this share of an interval's lookups have refused keys, ``evict.max_rows`` is too
+"""If more than this share of an interval's lookups are for refused keys, ``evict.max_rows`` is too
 low.
 """
 _CHURN = 0.2

@@ -354,8 +354,8 @@ def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Itera
 class _Window:
     """Reads steps ahead, up to the trainer's lookahead, and announces their batches.
 
-    The window can span several epochs. All batches in the window are trained unless an evaluation
-    or a signal stops the run.
+    The window can span several epochs. The run trains on all batches in the window unless an
+    evaluation or a signal stops the run.
     """
 
     def __init__(self, steps: Iterator[Step], trainer: Trainer) -> None:
@@ -363,7 +363,7 @@ class _Window:
         self._queue: deque[Step] = deque()
 
     def next_step(self) -> Step | None:
-        """Return the next step to train, or ``None`` if all steps are trained."""
+        """Return the next step, or ``None`` after the last step."""
         while not self._queue or self._num_behind < self._trainer.lookahead:
             step = next(self._steps, None)
             if step is None:

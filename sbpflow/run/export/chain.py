@@ -163,7 +163,7 @@ def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
 
 
 def _growing(members: Sequence[Checkpoint], last: Exported) -> dict[str, KeyDelta] | None:
-    """Return the changes of growing fields by vocabulary; None if the bundle cannot apply them."""
+    """Return the changes to growing fields by vocabulary; None if the bundle cannot apply them."""
     fields: dict[str, dict[str, int]] = {}
     for table, facts in last.content["tables"].items():
         if (name := vocabulary_of(members[-1], table)) is not None:
@@ -249,7 +249,7 @@ def _changed_rows(members: Sequence[Checkpoint], name: str) -> Tensor:
 
 
 def _changed_values(members: Sequence[Checkpoint], name: str, changed: Tensor) -> Tensor:
-    """Return the latest values [n, dim] of the rows ``changed``, which ``members`` contain."""
+    """Return the latest values of the rows ``changed`` in the deltas ``members`` ([n, dim])."""
     saved = members[-1].saved(name)
     values = torch.empty(len(changed), *saved.shape[1:], dtype=saved.dtype)
     for member in members:

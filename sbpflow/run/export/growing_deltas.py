@@ -96,7 +96,7 @@ def key_delta(
 
 
 def values_of(checkpoint: Checkpoint, name: str, rows: Tensor) -> Tensor:
-    """Return the rows [n], in any order, of a growing table's tensor: [n, dim]."""
+    """Return these rows of a growing table's tensor ([n, dim]); they may be in any order."""
     saved = checkpoint.saved(name)
     ascending, index = rows.unique(return_inverse=True)
     out = torch.empty(len(ascending), *saved.shape[1:], dtype=saved.dtype)

@@ -38,12 +38,13 @@ class ReadRows(Protocol):
 class PlainModel(nn.Module):
     """Computes logits from the tables and the dense part of a trained model.
 
-    ``forward(ids, dense, bags)`` returns logits [rows]. ``ids`` [rows, columns] int32 or int64 are
-    the columns of all features with a fixed number of ids, in order. ``dense`` is [rows, fields].
-    ``bags`` is {ragged feature: (values [n], lengths [rows])}, with weights [n] as a third entry
-    for weighted features. The model itself computes the columns that a loader would hash.
-    Out-of-range ids are handled as in the run; if the run rejected them, they raise IndexError. For
-    features in ``addresses``, ids are keys, and tables are arranged as in ``GrowingTables``.
+    ``forward(ids, dense, bags)`` returns logits [rows]. ``ids`` (int32 or int64 [rows, columns])
+    contains the columns of all features with a fixed number of ids, in order. ``dense``
+    is [rows, fields]. ``bags`` maps a ragged feature to (values [n], lengths [rows]), or, if it is
+    weighted, to (values [n], lengths [rows], weights [n]). The model itself computes the columns
+    that a loader would hash. Out-of-range ids are handled as in the run; if the run rejected them,
+    they raise IndexError. For features in ``addresses``, ids are keys, and tables are arranged as
+    in ``GrowingTables``.
     """
 
     def __init__(

@@ -209,7 +209,7 @@ def table_of(spec: ModelSpec, table: str) -> TableConfig:
 
 
 def keys_of(checkpoint: Checkpoint, table: TableConfig) -> NDArray[np.int64] | None:
-    """Return the keys [n] of rows 1 to n of a growing table, or None for other tables."""
+    """Return the keys of rows 1 to n of a growing table ([n]), or None for other tables."""
     if table.growth is None:
         return None
     return checkpoint.tensor(f"vocabularies/{vocabulary_name(table.features)}/keys").numpy()

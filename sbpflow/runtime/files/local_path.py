@@ -1,4 +1,4 @@
-"""Converts text to a path of this machine, for configuration keys and command-line options.
+"""Converts text to a path on this machine, for configuration keys and command-line options.
 
 ``Path`` would accept a URL as a folder: ``Path("s3://bucket/set")`` is ``s3:/bucket/set`` below the
 working folder, and files written there are lost when a container ends.

@@ -153,7 +153,7 @@ class RemotePath:
         return f"{value:.6f}" if isinstance(value, float) else value
 
     def stat(self) -> RemoteStat:
-        """Return size and time of the file; the time is 0 if the store does not report it."""
+        """Return the size and modification time of the file; the time is 0 if unknown."""
         info = self.info()
         names = ("LastModified", "last_modified", "mtime", "updated", "created")
         time_of = next((info[name] for name in names if info.get(name)), 0.0)

@@ -38,8 +38,8 @@ def find_topology(
 ) -> Topology:
     """Return the hosts and memory of all ranks, with the same result on every rank.
 
-    Every rank of ``store`` must call this function. Later calls return the same value. Raises
-    AbsentError, naming the missing ranks, if some ranks do not call this function within
+    Every rank connected to ``store`` must call this function. Later calls return the same value.
+    Raises AbsentError, naming the missing ranks, if some ranks do not call this function within
     ``timeout_s``.
     """
     if store is None or size == 1:
