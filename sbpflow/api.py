@@ -276,7 +276,7 @@ def _check_alone() -> None:
 def _check_ranks(ranks: int, own_classes: list[str]) -> None:
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(
-            f"ranks: {ranks!r} must be a whole number of 1 or more; use, for example, ranks=2"
+            f"ranks must be a whole number of 1 or more, got {ranks!r}; for example, ranks=2"
         )
     for name in own_classes:
         if ranks > 1 and name.startswith("__main__:"):

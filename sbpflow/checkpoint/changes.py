@@ -166,7 +166,9 @@ class Changes:
         return changed, start, stop, changed.changed[start:stop] + shift
 
     def patches_of(self, written: Written) -> tuple[Written, list[tuple[str, Patch]]]:
-        """Separate the written parts of ``parts_of`` into ordinary pieces and table patches."""
+        """Separate the parts from ``parts_of``, now written, into ordinary pieces and table
+        patches.
+        """
         pieces = dict(written)
         patches = [
             (name, Patch(place=place, rows=pieces[rows], values=pieces[f"values/{number}"]))

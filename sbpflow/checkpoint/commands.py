@@ -77,7 +77,7 @@ def _describe(checkpoint: Checkpoint) -> str:
         text = f"delta {checkpoint.previous.number} after {checkpoint.before.path.name}, {text}"
     best = best_of(checkpoint)
     if best is not None and best["step"] == checkpoint.step:
-        text += f", best so far: {best.get('metric')} {best['value']:.6g} of val"
+        text += f", best so far: {best.get('metric')} {best['value']:.6g} on val"
     return text
 
 
@@ -143,7 +143,7 @@ def _missing(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 
 def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
-    """Describe how the tensor differs; return "" if it is equal. NaN equals NaN."""
+    """Describe how the tensor differs; return "" if it is equal. NaN counts as equal to NaN."""
     saved, other = left.saved(name), right.saved(name)
     if (saved.shape, saved.dtype) != (other.shape, other.dtype):
         return f"{saved.dtype} {list(saved.shape)} and {other.dtype} {list(other.shape)}"
@@ -186,7 +186,7 @@ def prune(path: AnyPath, keep: int, *, dry_run: bool) -> list[str]:
     is less than 1, or if a run is saving to the folder.
     """
     if keep < 1:
-        raise ConfigError(f"--keep: must be 1 or more, got {keep}; use, for example, --keep 3")
+        raise ConfigError(f"--keep must be 1 or more, got {keep}; for example, --keep 3")
     paths = checkpoints_of(path)
     with held(paths[0].parent):
         return _prune(paths, keep, dry_run=dry_run)

@@ -154,8 +154,8 @@ def publish(folder: AnyPath, partial: AnyPath, index: Index) -> AnyPath:
     """Write the index into ``partial``, whose files must be on disk, and rename it to ``step-N``.
 
     If the process crashes, there is either a complete checkpoint or none. An existing checkpoint of
-    the same step is replaced. In a store, writing the index is enough; leftover files there are
-    then removed.
+    the same step is replaced. In a store, writing the index publishes the checkpoint; leftover
+    files are then removed.
     """
     target = step_folder(folder, index.step)
     try:

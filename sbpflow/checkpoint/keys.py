@@ -51,7 +51,7 @@ class Addresses:
         self._last: tuple[int, Tensor] | None = None  # The block that was read last.
 
     def read(self, keys: slice | None = None) -> Tensor:
-        """Return the addresses of the given range of keys, or by default of all keys."""
+        """Return the addresses of a range of keys or, by default, of all keys."""
         return mix(self._checkpoint.tensor(self._name, keys))
 
     def at(self, numbers: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Restores a checkpoint into a job of any layout: each rank reads the rectangles that it stores.
+"""Restores a checkpoint into a job with any layout: each rank reads the rectangles that it stores.
 
 Conversion to half precision rounds to nearest; widening is exact. If a table has more rows than
 were saved, the additional rows keep their initial values. The rows of keys are saved in the order
-of the keys' addresses, so for any number of ranks, the rows of a rank form one range, which a
-binary search finds.
+of the keys' addresses, so for any number of ranks, each rank's rows form one range, which a binary
+search finds.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Defines an undo log, which reads a store's rows as of one moment while training changes them.
+"""Defines an undo log, for reading a store's rows as of one moment while training changes them.
 
 Before a row that is not yet written changes for the first time, its old value is logged. Two
 threads use the log. The training thread appends rows to segments right before it updates them,
@@ -42,7 +42,9 @@ _CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class _Segment:
-    """Row numbers, and old values by name. The first ``num_rows`` entries are in use."""
+    """Row numbers, and the rows' old values by tensor name. The first ``num_rows`` entries are in
+    use.
+    """
 
     rows: Tensor
     values: dict[str, Tensor]
@@ -57,7 +59,7 @@ class _Segment:
 class RowLog:
     """Preserves the rows of ``store`` as they are at construction.
 
-    ``pending`` [rows] bool, on the CPU, marks the rows that will be read; the log takes ownership
+    ``pending`` (bool [rows], on the CPU) marks the rows that will be read; the log takes ownership
     of it. Rows are read in ranges of ``range_rows``. ``order``, if given, selects the rows and
     their order; only the reading thread uses it. On CUDA, copies run in the stream that is current
     at construction, which is the training stream. The log itself is in host memory.
@@ -164,7 +166,7 @@ class RowLog:
         return _Segment(huge_pages.zeros((count,), torch.int64, _CPU), values)
 
     def read(self, number: int, spill: SpillFile) -> dict[str, Tensor]:
-        """Return the old rows of range ``number``, on the CPU and valid until the next call.
+        """Return the old rows of range ``number``, on the CPU; they are valid until the next call.
 
         Each range must be read exactly once, always by the same thread.
         """

@@ -64,7 +64,8 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         parser.error("use either --checkpoint DIR or --follow RUN")
     if not args.every_seconds >= 0 or args.deltas < 0:
         parser.error(
-            f"--every-seconds {args.every_seconds}, --deltas {args.deltas}: must be 0 or more"
+            "--every-seconds and --deltas must be 0 or more, got "
+            f"{args.every_seconds} and {args.deltas}"
         )
     return args
 

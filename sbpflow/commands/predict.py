@@ -35,7 +35,7 @@ _BLOCK_ROWS = 1_000_000
 
 def predict(argv: Sequence[str]) -> int:
     """Score rows with a trained model; under torchrun, score on several ranks."""
-    gc.disable()  # during startup, each collection would scan all imported objects
+    gc.disable()  # during startup, each garbage collection would scan all imported objects
     try:
         return _predict(argv)
     finally:
@@ -74,7 +74,7 @@ def _predict(argv: Sequence[str]) -> int:
     from sbpflow.training.report import setup_logging
 
     if args.block_rows < 1:
-        parser.error(f"--block-rows: {args.block_rows} must be 1 or more")
+        parser.error(f"--block-rows must be 1 or more, got {args.block_rows}")
     checkpoint, config = saved_run(args)
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
@@ -121,7 +121,7 @@ def _predict_as_tasks(
     engine_name = f"--engine {args.engine}"
     if not scoring.is_folder:
         raise ConfigError(
-            f"{engine_name}: --output {scoring.output} must be a folder, without a suffix; use, "
+            f"{engine_name}: --output must be a folder, without a suffix, got {scoring.output}; "
             f"for example, --output {scoring.output.with_suffix('')}"
         )
     if world_size_of_environment() > 1:
@@ -243,7 +243,7 @@ def write_blocks(
 
 
 def write_scores(job: "Job", loader: "RowLoader", scoring: "Scoring") -> None:
-    """Score the rows and write the file of ``scoring``."""
+    """Score the rows and write the output file of ``scoring``."""
     from sbpflow.run.execution.predict import on_rank_0, predictions
 
     for probabilities, labels in predictions(job.trainer, loader, job.boxing):

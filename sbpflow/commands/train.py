@@ -280,7 +280,7 @@ def _reporters(
     tracker: "Callable[[int], Reporter] | None",
     opened: ExitStack,
 ) -> "Reporter":
-    """Return the run's own reporter, the reporter that compares ranks, and the user's reporter."""
+    """Combine the run's own reporter, the reporter that compares ranks, and the user's reporter."""
     from sbpflow.training.prometheus import PrometheusReporter
     from sbpflow.training.rank_watch import RankWatch
     from sbpflow.training.reporters import Reporters

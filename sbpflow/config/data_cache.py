@@ -30,7 +30,7 @@ class DataCache:
     def __post_init__(self) -> None:
         if self.num_bytes < 1:
             raise ConfigError(
-                f"data.cache.size: {self.size!r} must be above 0; use, for example, size: 500 GB"
+                f"data.cache.size must be above 0, got {self.size!r}; for example, size: 500 GB"
             )
 
     @property

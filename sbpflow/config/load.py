@@ -233,7 +233,7 @@ def _apply_all(
 
     ``import_optimizers`` runs before each override, because an override may set a key that an
     imported optimizer class defines. ``parallel.plan`` and ``parallel.scheme`` both lay out all
-    tables. On the command line, each of them therefore replaces the other from the file, and rank 0
+    tables. On the command line, either one therefore replaces the other in the file, and rank 0
     logs a warning.
     """
     for override in overrides:
@@ -250,7 +250,7 @@ def _apply_all(
         if parallel.get(key) is None or parallel.get(other) is None:
             continue
         if env_int("RANK", 0) == 0:
-            _LOG.warning("parallel.%s replaces parallel.%s of the configuration", key, other)
+            _LOG.warning("parallel.%s replaces parallel.%s from the configuration", key, other)
         parallel[other] = None
 
 

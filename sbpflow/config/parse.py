@@ -80,9 +80,9 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
     """Return an instance of the dataclass ``cls`` from a mapping; nested groups are dataclasses
     too.
 
-    ``choices`` is for fields of ``cls`` whose annotation does not name a class. ``choices`` maps
-    such a field to the possible dataclasses by the value of the key ``name``; the first is the
-    default. Raises ConfigError.
+    For each field of ``cls`` whose annotation does not name a class, ``choices`` contains the
+    possible dataclasses by the value of the key ``name``; the first is the default. Raises
+    ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -99,7 +99,9 @@ class _UnknownKeyError(ConfigError):
         self.key, self.siblings = key, siblings
 
     def message(self, all_keys: list[str]) -> str:
-        """Return a hint with near matches in the same group, else the same key in other groups."""
+        """Return a message with near matches in the same group, or else the same key in other
+        groups.
+        """
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:
             return f"{self.key}: was renamed to {current}; write {_join(group, current)}"

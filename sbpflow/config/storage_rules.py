@@ -85,7 +85,7 @@ class StorageRule:
         number, unit = self._parsed(key)
         if not 0 < number <= (100 if unit == "%" else float("inf")):
             raise ConfigError(
-                f"{key}.cache: {self.cache} must be above 0 and at most 100%; {_EXAMPLES}"
+                f"{key}.cache must be above 0 and at most 100%, got {self.cache}; {_EXAMPLES}"
             )
 
     def _check_servers(self, key: str) -> None:

@@ -139,7 +139,7 @@ def _fit(
     if outside := [rank for rank in placement.ranks if rank >= world_size]:
         table = f" ({name})" if key.startswith("parallel.plan") else ""
         raise ConfigError(
-            f"{key}.ranks{table}: {outside} not in a world of {world_size}; use ranks "
+            f"{key}.ranks{table}: {outside} are not in a world of {world_size}; use ranks "
             f"0..{world_size - 1}, or remove ranks and sizes to use all ranks"
             + (
                 "; a plan is only valid for the number of ranks that it was made for"

@@ -258,8 +258,8 @@ def identity(values: Floats, missing: Mask) -> tuple[Floats, int]:
 
 
 def standardise(values: Floats, missing: Mask, mean: float, std: float) -> tuple[Floats, int]:
-    """Return (x - mean) / std, or 0 for missing values, with the mean and std of the train split,
-    and the number of results clipped to float32.
+    """Return (x - mean) / std, or 0 for missing values, and the number of results clipped to
+    float32. ``mean`` and ``std`` are from the train split.
     """
     out = np.where(missing, 0.0, (values.astype(np.float64) - mean) / std)
     limit = float(np.finfo(np.float32).max)

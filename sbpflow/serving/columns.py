@@ -42,7 +42,7 @@ class Column(NamedTuple):
 
     name: str
     kind: str
-    """dense, hex, integer, string, or list, weights and label"""
+    """dense, hex, integer, string, list, weights, or label"""
     required: bool
 
 

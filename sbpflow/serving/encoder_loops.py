@@ -1,6 +1,6 @@
 """Encodes rows in single passes compiled by numba, where numpy would need dozens of calls.
 ``scorer`` imports this module only if numba is installed. Every loop produces the same results as
-the functions in ``cells``, which also parse rarer text formats that the loops do not.
+the functions in ``cells``, which also parse text that the loops do not support.
 """
 
 from collections.abc import Callable, Mapping, Sequence

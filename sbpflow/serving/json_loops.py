@@ -80,8 +80,8 @@ def rewrite(
     or false.
 
     ``gaps`` joins the texts before each value of a row and before the first value of the next row
-    (empty if there is only one row); ``ends`` ([columns + 1]) contains the end of each text.
-    ``is_text`` ([columns]) is True for cells that cannot be numbers.
+    (the last is empty if there is only one row); ``ends`` ([columns + 1]) contains the end of each
+    text. ``is_text`` ([columns]) is True for cells that cannot be numbers.
     """
     at, size, num_rows, columns = 0, 0, 0, is_text.size
     while True:

@@ -85,7 +85,7 @@ class ModelCounts:
         self.counters[name][0] += number
 
     def values(self, missing: Mapping[str, int], unknown: Mapping[str, int]) -> None:
-        """Add numbers of missing and unknown values by column."""
+        """Add the numbers of missing and of unknown values, by column."""
         for cells, numbers in ((self.missing, missing), (self.unknown, unknown)):
             for column, number in numbers.items():
                 if number:

@@ -37,7 +37,8 @@ class ScoreOptions:
 
     * ``exact_rows``: the maximum number of rows that are gathered to compute exact metrics.
     * ``max_rows``: stop after the batch that reaches this number of rows.
-    * ``slices``: the id columns, {name: column}, whose values' rows are also scored separately.
+    * ``slices``: the id columns ({name: column}) whose most frequent values are also scored
+      separately.
     """
 
     exact_rows: int = 20_000_000
@@ -50,14 +51,14 @@ class _Rows:
     """Collects this rank's rows and the number of rows of each rank.
 
     Beyond ``exact_rows`` rows, a histogram replaces the rows, but rows that GAUC or slices need are
-    kept on the host.
+    kept in host memory.
     """
 
     boxing: Boxing
     options: ScoreOptions
     scores: list[Tensor] = field(default_factory=list[Tensor])  # Logits and labels [rows, 2].
     keys: list[Tensor] = field(default_factory=list[Tensor])  # Group and slices, [rows, columns].
-    # Rows beyond ``exact_rows``, on the host.
+    # With a histogram: the rows that GAUC or slices need, in host memory.
     kept: list[Tensor] = field(default_factory=list[Tensor])
     sizes: list[int] = field(default_factory=list[int])
     total: int = 0

@@ -81,10 +81,10 @@ class GrowthWatch:
             self._once(
                 field,
                 "churn",
-                f"{key}: {evicted:,} keys lost one of the {now.max_rows:,} rows during {lookups:,} "
-                "lookups, so most keys are evicted before their rows are trained; raise "
-                f"{key}.evict.max_rows, admit fewer keys by a higher admit_count, or fix the data "
-                "if its format has changed, which makes old values look new",
+                f"{key}: {evicted:,} keys were evicted from the {now.max_rows:,} rows during "
+                f"{lookups:,} lookups, so most keys are evicted before their rows are trained; "
+                f"raise {key}.evict.max_rows, admit fewer keys with a higher admit_count, or fix "
+                "the data if its format has changed, which makes old values look new",
             )
         elif now.load_factor > _FULL:
             self._once(

@@ -129,7 +129,7 @@ class Pace:
 
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         """Return the samples/s since the last call, and the ms per step: in total, for reading
-        data, waiting for transfers, and for each move.
+        data, for waiting for transfers, and for each move.
 
         ``moves`` contains the seconds of each move. The samples/s are NaN if only the first step
         has run.
@@ -168,7 +168,8 @@ def is_logged(step: int, log_every: int) -> bool:
 def _is_scored(step: int, last: int, train: TrainConfig, watchers: Watchers) -> bool:
     """Return whether ``val`` is scored during the run after ``step``.
 
-    The last step is included if the run looks for the best step, which can be the last one.
+    The last step is included if ``val`` is watched, because the last step can be the best, or if
+    all rows are scored, because the result is then also the final score.
     """
     if not train.eval_every or step < last:
         return bool(train.eval_every) and step % train.eval_every == 0

@@ -150,8 +150,9 @@ def export_next(
 
 
 def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
-    """Return the deltas from the one after the checkpoint with this digest up to ``checkpoint``,
-    oldest first, or [] if no chain of deltas connects the two."""
+    """Return the deltas after the checkpoint with this digest up to ``checkpoint``, oldest first,
+    or [] if no chain of deltas connects the two.
+    """
     members: list[Checkpoint] = []
     member: Checkpoint | None = checkpoint
     while member is not None and member.previous is not None:

@@ -281,7 +281,7 @@ def missing_ids(column: HashedColumn, keyed: Container[str]) -> list[int]:
 
 
 def hashed_ids(parts: Sequence[Tensor], rows: int, missing: Sequence[int]) -> Tensor:
-    """Hash ids [n] of several columns to ids of a ``HashedColumn``, like ``data.read.crosses``.
+    """Hash the ids of several columns to ids of a ``HashedColumn``, like ``data.read.crosses``.
 
     ``data.read.crosses`` uses numpy's unsigned integers, which torch lacks. int64 arithmetic wraps
     identically, but the remainder must account for the sign: a negative number stands for itself
@@ -309,5 +309,5 @@ def id_columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:
 
 
 def _module_name(table: str) -> str:
-    """Return a submodule name. "/" avoids clashes with attributes; torch does not allow "."."""
+    """Return a submodule name: "/" avoids clashes with attributes, and torch forbids "."."""
     return "tables/" + table.replace(".", "/")

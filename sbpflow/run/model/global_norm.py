@@ -184,8 +184,8 @@ def calls_of_norms(
 
 
 def dry_norms(calls: Sequence[tuple[str, int]], carry: GlobalTensor) -> GlobalTensor:
-    """Run the transfers of these norms on the meta device, one after another. ``carry`` [b, 1] ->
-    [b, 1] chains the norms for autograd.
+    """Run the transfers of these norms on the meta device, one after another. ``carry`` ([b, 1])
+    passes through all of them, so that autograd sees one chain.
     """
     everywhere = Layout(carry.layout.placement, (Broadcast(),))
     boxing, rows = carry.boxing, carry.shape[0]

@@ -170,7 +170,7 @@ class TorchPart:
         training: bool,
         seed: int,
     ) -> GlobalTensor:
-        """Compute logits [batch, 1], S(0), from this rank's rows.
+        """Compute logits ([batch, 1] with layout S(0)) from this rank's rows.
 
         In training, torch's random numbers inside the module depend on ``seed`` and the rank. The
         state of torch's generators is restored afterwards.
@@ -193,7 +193,7 @@ class TorchPart:
         return _over_batch(logits.reshape(-1, 1).to(dense.dtype), dense)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """Compute ``row_loss`` for this rank's rows: [batch, 1], S(0)."""
+        """Compute ``row_loss`` for this rank's rows ([batch, 1] with layout S(0))."""
         losses = self._row_loss(logits.part.squeeze(1), labels.part.squeeze(1))
         if losses.shape != (logits.part.shape[0],):
             raise SbpError(

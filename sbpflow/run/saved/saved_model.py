@@ -80,7 +80,7 @@ def weights_text(checkpoint: Checkpoint) -> str:
     text, best = f"weights of step {checkpoint.step} from {checkpoint.path}", best_of(checkpoint)
     if best is None:
         return text
-    score = f"{best.get('metric')} of val, {best['value']:.6g}"
+    score = f"{best.get('metric')} on val, {best['value']:.6g}"
     if best["step"] == checkpoint.step:
         return f"{text}, with the best {score}"
     return f"{text}; step {best['step']} has the best {score}"

@@ -28,7 +28,7 @@ def local_path(given: str | Path) -> Path:
     text = str(given)
     if _URL.match(text):
         raise PathError(
-            f"{text!r} is a URL, but only files and folders of this machine are supported here; "
+            f"{text!r} is a URL, but only files and folders on this machine are supported here; "
             "use a local path such as out/criteo, or mount the store and use the mount path (for "
             "a local folder with such a name, use an absolute path)"
         )

@@ -165,7 +165,7 @@ def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
     """Derive the leader from LOCAL_WORLD_SIZE, assuming consecutive ranks; raise ConfigError if
     this fails.
 
-    Used on systems without abstract Unix sockets.
+    This is used on systems without abstract Unix sockets.
     """
     local = size if all_ranks_here() else env_int("LOCAL_WORLD_SIZE", 0)
     if local < 1 or size % local:

@@ -103,7 +103,7 @@ class Receiving:
     def __init__(self, arena: Arena, ring: Ring, peer: int) -> None:
         self._arena, self._ring, self._peer = arena, ring, peer
         self._number = 0
-        self._abandoned: list[int] = []  # messages that nobody waits for anymore
+        self._abandoned: list[int] = []  # abandoned messages
 
     def next_message(self, target: Tensor, shared: "SharedMemory") -> "Arriving":
         """Return the next message, which ``Arriving.wait`` copies into ``target``."""
