@@ -20,11 +20,11 @@ def gather_rows(
     out: Array,
     start: int,
 ) -> bool:
-    """Write the vectors of ``ids`` [n, ids], one after the other, to row i of ``out`` [n, width],
-    from column ``start`` on; return False if an id is not a row of its table. ``first`` and
-    ``limits`` are the first row and the number of rows of each column's table. ``slots``,
-    ``starts``, and ``addresses`` describe the changed rows of a store; ``slots`` is empty if no row
-    has changed.
+    """Write the vectors of each row of ``ids`` ([n, all columns]), one after the other, to the same
+    row of ``out`` ([n, width]), from column ``start`` on; return False if an id is not a row of its
+    table. ``first`` and ``limits`` are the first row and the number of rows of each column's table.
+    ``slots``, ``starts``, and ``addresses`` describe the changed rows of a store; ``slots`` is
+    empty if no row has changed.
     """
     num_rows, dim = base.shape
     for row in range(ids.shape[0]):

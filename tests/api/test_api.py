@@ -435,7 +435,7 @@ MISTAKES = {
     "no table": ({"data": [1, 2]}, r"^data: a value of type list is not a table; give a pandas"),
     "ranks": (
         {"ranks": 0},
-        r"^ranks: 0 must be a whole number of 1 or more; use, for example, ranks=2$",
+        r"^ranks must be a whole number of 1 or more, got 0; for example, ranks=2$",
     ),
     "group": ({"epochs": 3}, r"^epochs: unknown key; did you mean train\.epochs"),
     "option": ({"prepare": {"min_counts": 2}}, r"^unrecognized arguments: --min-counts 2; usage"),

@@ -78,7 +78,7 @@ def test_explain_prices_shapes_that_a_search_does_not_try(tmp_path, rule, ranks,
         ("{C1: {sbp: B}}", r"plan.yaml: no pattern of the plan matches C2"),
         ("{'*': {sbp: B}, C9: {sbp: B}}", r"parallel.plan .*plan.yaml.C9: matches no table"),
         ("{'*': {sbp: B, comm_dtype: bfloat16}}", r"tables.\*.comm_dtype: bfloat16; .* float32"),
-        ("{'*': {sbp: S(0), ranks: [0, 2]}}", r"\(C1\): \[2\] not in a world of 2"),
+        ("{'*': {sbp: S(0), ranks: [0, 2]}}", r"\(C1\): \[2\] are not in a world of 2"),
         ("{'*': {sbp: S(0), sizes: [10, 4990]}}", "it has 90|sum to 5000"),
     ],
 )  # fmt: skip

@@ -145,7 +145,7 @@ def test_existing_files_of_a_folder_are_replaced_only_on_request(
     with pytest.raises(ConfigError, match="unfinished scores for other rows, weights, or options"):
         predict(changed)
     assert predict([*changed, "--overwrite"]) == 0
-    with pytest.raises(ConfigError, match="--block-rows: 0 must be 1 or more"):
+    with pytest.raises(ConfigError, match="--block-rows must be 1 or more, got 0"):
         predict(words(run, folder / "set", tmp_path / "none", "--block-rows", "0"))
 
 

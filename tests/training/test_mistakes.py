@@ -51,7 +51,7 @@ MISTAKES = {
     ),
     "rank outside": (
         ["parallel.tables.deep.C3={sbp: S(0), ranks: [0, 7]}"],
-        "parallel.tables.deep.C3.ranks: [7] not in a world of 4",
+        "parallel.tables.deep.C3.ranks: [7] are not in a world of 4",
     ),
     "not an override": (["--", "seed"], "'seed': write key=value"),
 }

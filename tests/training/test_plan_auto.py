@@ -263,7 +263,7 @@ def test_programs_without_a_planner_are_reported(synth_set):
         ),
         (
             "tables: {'*': {sbp: S(0), ranks: [1, 2]}}",
-            r"\(wide.*\[2\] not in a world of 2.*made for",
+            r"\(wide.*\[2\] are not in a world of 2.*made for",
         ),
         ("tables: {nothing: {sbp: S(0)}, '*': {sbp: S(0)}}", "matches no table"),
         ("tables: {'*': {sbp: S(9)}}", "is not a table layout"),

@@ -53,7 +53,8 @@ def _pointer(_: _Node, address: _Node, like: _Node) -> _Node:
 
 pointer_to = cast("Callable[[Any, Array], Any]", _pointer)
 """In compiled functions, ``pointer_to(address, like)`` is a pointer to values with the dtype of
-``like``; it is indexed like an array. Tuples of arrays would be compiled for each length.
+``like``; it is indexed like an array. A function that took a tuple of arrays instead would be
+compiled for each length.
 """
 
 
