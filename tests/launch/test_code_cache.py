@@ -12,6 +12,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from sbpflow.runtime.compute.compiler import keep_compiled_privately
 from sbpflow.runtime.files.cache_dir import code_cache, make_private
+from tests.deadlines import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STRANGER = 12345
@@ -66,6 +67,49 @@ def run(tmp_path, monkeypatch):
         return done.stdout, done.stderr
 
     return run
+
+
+TOGETHER = """
+import os, sys, time
+from numba.core import event
+
+class Count(event.Listener):
+    total = 0
+
+    def on_start(self, event):
+        self.total += 1
+
+    def on_end(self, event):
+        pass
+
+count = Count()
+event.register("numba:compile", count)
+here, number = sys.argv[1:]
+import sbpflow.runtime.compute.compiled
+open(os.path.join(here, f"ready-{number}"), "w").close()
+while not all(os.path.exists(os.path.join(here, f"ready-{n}")) for n in range(3)):
+    time.sleep(0.001)
+"""
+
+
+def test_processes_compile_a_function_only_once(tmp_path):
+    """Three processes call the same two functions at the same time."""
+    pytest.importorskip("numba")
+    program = tmp_path / "program.py"
+    program.write_text(f"{TOGETHER}{PROGRAM}\nprint(count.total)\n")
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(tmp_path), str(number)],
+            env={**os.environ, **cache},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(3)
+    ]
+    printed = [output_of(process, 100).split() for process in processes]
+    assert [words[:2] for words in printed] == [["42", "42"]] * 3
+    assert sum(int(words[2]) for words in printed) == 2
 
 
 def planted(folder: Path, mark: Path) -> None:

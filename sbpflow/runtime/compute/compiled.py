@@ -1,17 +1,25 @@
 """Compiles functions with numba. Import this module only if numba is installed."""
 
-from collections.abc import Callable
+import fcntl
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 from numba.core import types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from sbpflow.runtime.files.cache_dir import code_cache
 
 Array = np.ndarray[Any, Any]
 _Node = Any  # part of an expression that numba compiles
+_Dispatcher = Any  # a function that numba compiles at its first call
+_Signature = Any
+_WAIT_S = 60.0  # limit for waiting for another process, which may be stopped
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -37,9 +45,56 @@ def _compiled(function: FunctionT, *, fastmath: bool) -> FunctionT:
         jit = numba.njit(
             cache=folder is not None, nogil=True, error_model="numpy", fastmath=options
         )
-        return cast("FunctionT", jit(function))
+        dispatcher: _Dispatcher = jit(function)
     finally:
         config.CACHE_DIR = default
+    if folder is not None:
+        _compile_in_turn(dispatcher, folder)
+    return cast("FunctionT", dispatcher)
+
+
+def _compile_in_turn(dispatcher: _Dispatcher, folder: Path) -> None:
+    """Make processes that need the same machine code compile it once: while the first process
+    compiles, the others wait, and then load the result from ``folder``.
+
+    Otherwise, every rank of a first run would compile everything, and concurrent writes to numba's
+    index of a function would lose entries.
+    """
+    compile_: Callable[[_Signature], object] = dispatcher.compile
+    source = dispatcher.py_func
+    lock = folder / f"{source.__module__}.{source.__qualname__}.lock"
+
+    def compile_in_turn(signature: _Signature) -> object:
+        if signature in dispatcher.overloads:
+            return compile_(signature)
+        # Compiling a function compiles the functions that it calls, so threads must take numba's
+        # lock first. Processes cannot block each other, because no compiled function is recursive.
+        with global_compiler_lock, _turn(lock):
+            return compile_(signature)
+
+    dispatcher.compile = compile_in_turn
+
+
+@contextmanager
+def _turn(lock: Path) -> Generator[None]:
+    """Hold a lock file; continue without it after the time limit, or if it cannot be locked."""
+    try:
+        file = lock.open("a")
+    except OSError:
+        yield
+        return
+    with file:
+        limit = time.monotonic() + _WAIT_S
+        while time.monotonic() < limit:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:  # the file system has no locks
+                break
+            else:
+                break
+        yield
 
 
 @intrinsic
