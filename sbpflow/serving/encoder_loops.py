@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from sbpflow.runtime.compute.compiled import Array, compiled
 from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.serving.columns import text_of
-from sbpflow.serving.dense_loops import compile_row
+from sbpflow.serving.dense_loops import compile_model
 from sbpflow.serving.encoder import Cells, Encoder, Finished
 from sbpflow.serving.hash_loops import digest
 from sbpflow.serving.json_loops import JsonLines
 from sbpflow.serving.row_loops import gather_rows
 
-__all__ = ["CompiledInput", "compile_row", "digest", "gather_rows"]
+__all__ = ["CompiledInput", "compile_model", "digest", "gather_rows"]
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
 SKIPPED, WHOLE, REAL, HEX, INTEGER, STRING = range(6)
 BUCKET, LOG3, LOG1, SQUARED_LOG, IDENTITY, STANDARDISE = range(6)

@@ -203,8 +203,8 @@ def test_damaged_parquet_gives_a_message_or_a_count(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("file:val=day_9*", "val=day_9* gets none of the files"),
-        ("file:val=*,test=rows*", "test=rows* gets none of the files"),
+        ("file:val=day_9*", "go to val=day_9* ("),
+        ("file:val=*,test=rows*", "go to test=rows* ("),
         ("file:val=rows*", "leave none for train"),
         ("time:0.0001,0.5,0.4999", "train gets none of the 600 rows"),
         ("ratio:0.00001,0.5,0.49999", "train gets none of the 600 rows"),

@@ -142,7 +142,7 @@ def test_existing_files_of_a_folder_are_replaced_only_on_request(
         with pytest.raises(Killed):
             predict(words(run, folder / "set", tmp_path / "other", *BLOCK))
     changed = words(run, folder / "set", tmp_path / "other", "--block-rows", "50")
-    with pytest.raises(ConfigError, match="unfinished scores of other rows, weights, or options"):
+    with pytest.raises(ConfigError, match="unfinished scores for other rows, weights, or options"):
         predict(changed)
     assert predict([*changed, "--overwrite"]) == 0
     with pytest.raises(ConfigError, match="--block-rows: 0 must be 1 or more"):
