@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,26 @@ if not torch.cuda.is_available():
 
 def pytest_configure(config: pytest.Config) -> None:
     """With several workers, compile kernels once for all workers while they collect tests."""
-    several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
-    if several and find_spec("numba"):
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        _import_own_part(config, int(worker["workerid"][2:]), worker["workercount"])
+    elif getattr(config.option, "numprocesses", None) and find_spec("numba"):
         subprocess.Popen([sys.executable, "-m", "tests.warm_up"], cwd=config.rootpath)
+
+
+def _import_own_part(config: pytest.Config, number: int, count: int) -> None:
+    """Import every ``count``-th test file of the given folders before tests are collected.
+
+    In a new checkout, pytest rewrites the assertions of each test file, which is half the work of
+    collecting them; otherwise, every worker would rewrite all files.
+    """
+    folders = [config.invocation_params.dir / arg for arg in config.args]
+    paths = sorted(path for folder in folders for path in folder.rglob("test_*.py"))
+    for path in paths[number::count]:
+        try:
+            import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
+        except (Exception, pytest.skip.Exception):  # noqa: BLE001 -- reported when it is collected
+            pass
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

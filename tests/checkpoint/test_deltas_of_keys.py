@@ -139,9 +139,22 @@ def check_changes(delta: Checkpoint, now: Checkpoint, before: Checkpoint) -> dic
     return {"removed": len(changes.removed), "added": len(added), "kept": len(keys) - len(added)}
 
 
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """Return a function that trains each chain only at its first call."""
+    made: dict[str, Path] = {}
+
+    def result(ranks, name: str) -> Path:
+        if name not in made:
+            made[name] = trained(ranks, name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return result
+
+
 @pytest.mark.parametrize("name", quick(CHAINS, lambda n: n == 0))
-def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, memory, name):
-    folder, numbers, before, totals = trained(ranks, name, memory / name), [], None, {}
+def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, chain, name):
+    folder, numbers, before, totals = chain(ranks, name), [], None, {}
     num_steps = CHAINS[name][1][-1].stop
     for step in range(EVERY, num_steps + 1, EVERY):
         full = open_checkpoint(folder / "full" / f"step-{step}")
@@ -184,23 +197,10 @@ def differences(world: World, folder: Path, case: GrowingCase, step: int) -> lis
     ]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Return a function that trains the chain "rows" only at its first call."""
-    made: list[Path] = []
-
-    def result(ranks) -> Path:
-        if not made:
-            made.append(trained(ranks, "rows", tmp_path_factory.mktemp("whole")))
-        return made[0]
-
-    return result
-
-
 @pytest.fixture
-def folder(ranks, whole, memory) -> Path:
+def folder(ranks, chain, memory) -> Path:
     """Return a copy of a growing model's full checkpoints and deltas at steps 2, 4, ..., 30."""
-    return shutil.copytree(whole(ranks), memory / "copy")
+    return shutil.copytree(chain(ranks, "rows"), memory / "copy")
 
 
 @pytest.mark.parametrize(("size", "deep"), [(1, UNIQUE), (2, COLUMNS), (3, REDUCE)])
