@@ -114,7 +114,9 @@ def _build(
     states, sources = [written(source.path) for source in inputs], inputs
     inputs = list(engine.run(partial(fetch_table, work=work), inputs))
     num_bytes = sum(source.num_bytes for source in inputs)
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
+    with tqdm(
+        total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05, disable=None
+    ) as bar:
         staged = stage_inputs(
             inputs, options, work, engine, lambda size: _advance(bar, _SHARE["parse"] * size)
         )

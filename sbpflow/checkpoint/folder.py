@@ -209,6 +209,8 @@ def needed_by(paths: Iterable[AnyPath]) -> set[AnyPath]:
     """
     needed = set[AnyPath]()
     for path in paths:
+        if path in needed:  # and so are the checkpoints that it depends on
+            continue
         needed.add(path)
         try:
             checkpoint = open_checkpoint(path).before

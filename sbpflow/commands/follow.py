@@ -70,7 +70,7 @@ def _follow(
                 seen, due = newest, time.monotonic() + args.every_seconds
             if written:
                 publish()
-                print(written, flush=True)
+                print(f"{time.strftime('%H:%M:%S')} {written}", flush=True)
         if is_over or (args.parent is not None and os.getppid() != args.parent):
             return
         time.sleep(_LOOK_S)

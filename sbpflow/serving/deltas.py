@@ -101,7 +101,7 @@ def newest_bundle(folder: Path) -> Path:
     if not bundles:
         raise DataError(
             f"{folder}: has neither {BUNDLE_FILE} nor bundles step-N; use the output of `sbpflow "
-            "export`"
+            "export`, or wait for the first export of a run"
         )
     return bundles[-1]
 

@@ -109,6 +109,25 @@ def test_explain_shows_the_limits(run, capsys):
     assert [entry["table"] for entry in growing] == ["wide.C3", "deep.C3", "deep.C7"]
 
 
+def test_explain_forecasts_the_rows_of_keys_in_a_cache(run, capsys):
+    words = ["--config", str(run / "run.yaml"), "--world-size", "2", f"data.path={run / 'first'}"]
+    words += ["model.embedding_dim=8", 'parallel.storage={"deep.C3": {kind: file, cache: 1%}}']
+    assert explain([*words, "--json"]) == 0
+    caches = json.loads(capsys.readouterr().out)["caches"]
+    num_rows: list[int] = []  # of batches 17 to 32: the keys with rows, and the shared row
+    counts = dict[int, int]()
+    keys = RowFiles(load_manifest(run / "first"), "train").keys(0, 32 * BATCH)[:, 0]
+    for batch in keys.reshape(32, BATCH).tolist():
+        for key in batch:
+            counts[key] = counts.get(key, 0) + 1
+        present = {key for key in batch if counts[key] >= 2}
+        num_rows.append(len(present) + (len(present) < len(set(batch))))
+    expected = np.mean(num_rows[16:])
+    assert sum(cache["rows_per_step"]["unique"] for cache in caches) == pytest.approx(expected)
+    with pytest.raises(ConfigError, match=r"cache: 4 slots for the rows of .*deep\.C3 on rank"):
+        explain([*words, 'parallel.storage={"deep.C3": {kind: file, cache: 0.01%}}'])
+
+
 def test_raw_rows_are_scored_by_their_keys(run):
     assert data(["synth", "--format", "tsv", "--rows", "300", "--vocab-scale", "0.001",
                  "--output", str(run / "new.tsv")]) == 0  # fmt: skip
