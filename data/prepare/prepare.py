@@ -261,6 +261,9 @@ def _was_published(options: PrepareOptions, plan: str) -> bool:
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
     """Move the finished set to the output, where an existing set stays in place until then."""
     if (work / "set").exists():
+        for unfinished in (work / "set").rglob("*.partial"):
+            # A worker that died left this file, or one that runs a copy of a task still writes it.
+            unfinished.unlink(missing_ok=True)
         (work / _PUBLISHING).touch()
         if options.output.exists():
             os.replace(options.output, work / "replaced")

@@ -161,6 +161,15 @@ def test_workers_that_prepared_an_earlier_set_use_the_new_one(tables, clean, tmp
     assert folder_bytes(tmp_path / "set") == clean
 
 
+def test_the_partial_file_of_a_late_copy_of_a_task_is_removed(tables, clean, tmp_path, monkeypatch):
+    def verify_while_a_copy_writes(job, *, key):
+        (key[0] / "train-000000.npy.0.partial").touch()
+
+    monkeypatch.setattr("sbpflow.data.prepare.prepare._verify", verify_while_a_copy_writes)
+    prepare(options_of(tables, tmp_path / "set"))
+    assert folder_bytes(tmp_path / "set") == clean
+
+
 def test_encoding_and_growing_run_on_processes(tables, tmp_path):
     prepare(options_of(tables, tmp_path / "old", spare=0.2))
     for words in (["encode"], ["prepare", "--grow", "--split", "time:1,0,0"]):
