@@ -87,8 +87,8 @@ def _load() -> float:
 
 
 def prepare(results: Results, scratch: Path, gigabytes: float, pandas_gigabytes: float) -> None:
-    """Measure the MB of TSV prepared per second and the peak memory; compare with pandas on a
-    smaller file.
+    """Measure how many MB of TSV are prepared per second, and the peak memory; compare the costs
+    with those of pandas on a smaller file.
     """
     big = scratch / "big.tsv"
     rows = int(gigabytes * 1e9 / 243)
@@ -252,7 +252,9 @@ def loader(results: Results, scratch: Path, rows: int) -> None:
 
 
 def _copy_rate(manifest: Manifest) -> float:
-    """Return the M rows/s of copying a batch from the page cache, as a baseline for the loaders."""
+    """Return how many million rows per second are copied from the page cache, as a baseline for the
+    loaders.
+    """
     rows = SplitRows(manifest, "train")
     out = np.empty((BATCH_SIZE, rows.num_words), dtype=np.int32)
     times: list[float] = []

@@ -3,10 +3,9 @@
 
 Needs the extras ray and dask. Every round runs every engine with two workers on a small and on a
 large input. The small input costs about as much as starting the engine, whose processes import
-their packages; the rest of the CPU time of the large input is compared with that of threads. The
-time and the anonymous memory of all processes are summed from /proc, because Ray's daemons are not
-waited for by the command.
-Results go to benchmarks/results/prepare_engines.jsonl.
+their packages; the additional CPU time for the large input is compared with that of threads. The
+CPU times and the anonymous memory of all processes are read from /proc and added up, because the
+command does not wait for Ray's daemons. Results go to benchmarks/results/prepare_engines.jsonl.
 """
 
 import argparse
@@ -79,7 +78,7 @@ def cost_of(command: list[str]) -> Cost:
 
 
 def _processes() -> dict[int, tuple[int, float]]:
-    """Return the parent and the CPU seconds of every process of this machine."""
+    """Return the parent and the CPU seconds of every process on this machine."""
     processes: dict[int, tuple[int, float]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""Defines the fixtures of all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
+"""Defines fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
 import os
 import signal
@@ -81,8 +81,8 @@ def _cpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def ranks(
     request: pytest.FixtureRequest, _cpu_ranks: Callable[..., list[Any]]
 ) -> Callable[..., list[Any]]:
-    """Yield ``ranks(world_size, fn, *args)``, which returns ``fn(world, *args)`` of each rank on
-    CPU and gloo.
+    """Yield ``ranks(world_size, fn, *args)``, which runs ``fn(world, *args)`` on every rank, on CPU
+    and gloo, and returns the ranks' results.
 
     All tests reuse the processes. Checked mode is on only in tests marked ``checked``.
     """
@@ -99,7 +99,7 @@ def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def rehearsed_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., list[Any]]]:
-    """Like ``nccl_ranks``, but without a GPU, with the tensors and rules of ``tests/rehearsal``."""
+    """Like ``nccl_ranks``, but without a GPU: tensors and rules come from ``tests/rehearsal``."""
     from tests.rehearsal.task import perform
 
     for run in _pools(tmp_path_factory, "rehearsed"):

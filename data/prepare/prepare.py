@@ -110,7 +110,7 @@ def _build(
     like: Manifest | None,
     engine: Engine,
 ) -> None:
-    """Build the set in ``work/set`` from results that exist and from new results."""
+    """Build the set in ``work/set`` from existing and new results."""
     states, sources = [written(source.path) for source in inputs], inputs
     inputs = list(engine.run(partial(fetch_table, work=work), inputs))
     num_bytes = sum(source.num_bytes for source in inputs)

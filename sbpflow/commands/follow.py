@@ -78,7 +78,7 @@ def _follow(
 
 @contextmanager
 def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
-    """Return a local folder for exports, and a function to call after each export.
+    """Yield a local folder for exports, and a function to call after each export.
 
     For a URL, the function uploads the exports. Each new process starts with a new bundle.
     """

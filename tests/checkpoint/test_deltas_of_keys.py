@@ -1,4 +1,6 @@
-"""Tests that deltas of growing tables have the content of full checkpoints in any layout."""
+"""Tests that deltas of growing tables contain the same values as full checkpoints, in any
+layout.
+"""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -70,7 +72,7 @@ CHAINS = {
 
 
 def train(world: World, case: GrowingCase, folder: Path, start: int, stage: Stage) -> None:
-    """Train one stage, and save full checkpoints and deltas of the same steps."""
+    """Train one stage, and save full checkpoints and deltas at the same steps."""
     case = replace(case, deep=stage.deep, wide=stage.wide, batches=stage.stop)
     run = Run(world, case, stores=stores_of(lambda key: folder / "rows", world.device))
     facts = {"num_deltas": DELTAS}
@@ -197,7 +199,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def folder(ranks, whole, memory) -> Path:
-    """Return a copy of full checkpoints and deltas of steps 2, 4, ..., 30 of a growing model."""
+    """Return a copy of a growing model's full checkpoints and deltas at steps 2, 4, ..., 30."""
     return shutil.copytree(whole(ranks), memory / "copy")
 
 
@@ -242,7 +244,7 @@ def test_commands_follow_the_chain(folder, capsys):
 
 
 def test_missing_rows_of_new_keys_are_noticed(folder):
-    """An earlier checkpoint, which lacks some keys, replaces the predecessor of a delta."""
+    """Replace a delta's predecessor with an earlier checkpoint, which lacks some keys."""
     delta = open_checkpoint(folder / "deltas" / "step-8")
     delta.before = open_checkpoint(folder / "deltas" / "step-2")
     with pytest.raises(CheckpointError, match=r"tables/deep.f: lacks \d+ values, whose keys"):

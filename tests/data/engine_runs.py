@@ -46,7 +46,7 @@ def options_of(folder: Path, output: Path, engine: str = "threads", **more) -> P
 
 
 def workers(engine: str) -> list[int]:
-    """Return the processes of an engine's workers that this process started."""
+    """Return the engine's worker processes that this process started."""
     listed = subprocess.run(
         ["ps", "-wweo", "pid=,ppid=,args="], check=True, capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Tests that prepare makes the same bytes on every engine, even if workers die or get stuck."""
+"""Tests that prepare writes the same bytes on every engine, even if workers die or hang."""
 
 import gzip
 import os

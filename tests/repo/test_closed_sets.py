@@ -63,8 +63,8 @@ def _chain(block: list[ast.stmt]) -> tuple[str, set[str], int, list[ast.stmt]] |
 
 
 def open_chains(tree: ast.AST, closed: list[frozenset[str]]) -> list[tuple[int, str]]:
-    """Return line and subject of each chain over a closed set that does not raise for other
-    values.
+    """Return the line and the subject of each chain over a closed set that does not raise an error
+    for other values.
     """
     found, seen = [], set()
     for node in ast.walk(tree):

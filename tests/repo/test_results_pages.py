@@ -1,4 +1,6 @@
-"""Tests that pages with results name the records of their numbers and show the recorded values."""
+"""Tests that pages with results name the records behind their numbers and show the recorded
+values.
+"""
 
 import json
 import re

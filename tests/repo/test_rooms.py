@@ -128,7 +128,7 @@ def test_json_and_yaml_files_are_each_read_in_one_place():
 
 
 def test_torch_distributed_has_no_other_name():
-    """With another name, calls of collectives would go unnoticed."""
+    """Under another name, calls to collectives would go unnoticed."""
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -222,9 +222,7 @@ def test_layers_are_counted():
 
 
 def test_the_rooms_have_no_more_layers_and_edges_than_before():
-    """Commit d4baee1 had 10 layers and 56 edges; ``serving``, which is newer, has five more
-    edges.
-    """
+    """Commit d4baee1 had 10 layers and 56 edges; ``serving``, which is newer, adds five edges."""
     edges = import_edges()
     assert len(edges) <= 61, sorted(edges)
     assert len(layers(edges)) <= 10, layers(edges)

@@ -28,7 +28,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".cfg"
 
 
 def tracked() -> list[Path]:
-    """Return the files that git tracks or would add; without git, return all files of the tree."""
+    """Return the files that git tracks or would add; without git, return all files in the tree."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -52,7 +52,7 @@ def name(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Return the packages of all imports of a file, including imports inside functions."""
+    """Return the packages that a file imports, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

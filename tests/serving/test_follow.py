@@ -1,4 +1,4 @@
-"""Tests that bundles with deltas have the values of the run's checkpoints."""
+"""Tests that bundles with deltas contain the same values as the run's checkpoints."""
 
 import os
 import sys
@@ -104,7 +104,7 @@ def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, 
     assert capsys.readouterr().out == ""
     for wrong, text in (
         (["--checkpoint", str(run), *words], "use either --checkpoint DIR or --follow RUN"),
-        ([*words, "--deltas", "-1"], "--deltas -1: must be 0 or more"),
+        ([*words, "--deltas", "-1"], "--deltas must be 0 or more, got 10.0 and -1"),
     ):
         with pytest.raises(ConfigError, match=text):
             export(wrong)

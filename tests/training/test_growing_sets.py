@@ -53,7 +53,7 @@ def make(folder, name, seed, *more, rows=ROWS):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder of a finished run and of two sets; the run was trained on the first."""
+    """Return a folder with two sets and a finished run, which was trained on the first set."""
     folder = tmp_path_factory.mktemp("growing")
     (folder / "run.yaml").write_text(MODEL)
     first = make(folder, "first", 1, "--keys", "C3,C7")
@@ -224,13 +224,15 @@ def test_listed_keys_are_erased_from_the_files(run, tmp_path, capsys):
     (tmp_path / "keys.txt").write_text("4-5\n")
     with pytest.raises(ConfigError, match="field C3: '4-5' is not a value of kind hex"):
         checkpoint(words)
-    # The mistake is found before values are read.
+    # This mistake is found before any values are read.
     with pytest.raises(ConfigError, match="--field C99: does not grow"):
         checkpoint([*words[:3], "C99", *words[4:]])
 
 
 def test_a_fitted_run_continues_with_keys(run, tmp_path):
-    """The run scores rows as before: known values use their rows, and other values the rare row."""
+    """After the conversion to keys, the run scores rows as before: known values use their own rows,
+    and other values use the rare row.
+    """
     fitted = make(tmp_path, "fitted", 1)
     words = ["--config", str(run / "run.yaml"), f"data.path={fitted}", "model.fields={}"]
     assert train.main([*words, f"run.dir={tmp_path / 'run'}"]) == 0
