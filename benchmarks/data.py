@@ -60,7 +60,7 @@ def _run(arguments: list[str]) -> _Cost:
         number, status, used = os.wait4(process.pid, os.WNOHANG)
         if number:
             break
-        own = max(own, _own_bytes(process.pid))
+        own = max(own, own_bytes(process.pid))
         time.sleep(0.05)
     wall_s = time.monotonic() - began
     if status:
@@ -69,7 +69,7 @@ def _run(arguments: list[str]) -> _Cost:
     return _Cost(wall_s, used.ru_utime + used.ru_stime, whole, own / 1e9)
 
 
-def _own_bytes(process: int) -> int:
+def own_bytes(process: int) -> int:
     """Return the memory of a process that is not backed by files, or 0 if the system does not
     report it.
     """

@@ -139,8 +139,6 @@ def encode_all(
             advance(piece.num_rows)
     finally:
         cached_tables.clear()
-    for unfinished in folder.rglob("*.partial"):
-        unfinished.unlink()  # files that workers left when they died
     return records
 
 

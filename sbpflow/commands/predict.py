@@ -142,13 +142,15 @@ def _predict_as_tasks(
         if len(todo) < len(every):
             done = len(every) - len(todo)
             logger.info("%d of %d blocks are already finished", done, len(every))
+        home = Home.of(blocks.mark)
         model = _ModelOnWorker(
             checkpoint.path.absolute(),
             *(scoring.rows.absolute(), scoring.split, scoring.output.absolute(), args.block_rows),
             *(args.model, tuple(args.optimizer), tuple(args.overrides)),
+            home.text,
         )
         engine = opened.enter_context(open_engine(options, args.workers))
-        engine.home = Home.of(blocks.mark)
+        engine.home = home
         for _ in engine.run(partial(_score, model=model), todo):
             pass
         blocks.finish(manifest, every, checkpoint.run, checkpoint.step)
@@ -166,6 +168,10 @@ class _ModelOnWorker:
     model: str | None
     optimizer: tuple[str, ...]
     overrides: tuple[str, ...]
+    plan: str
+    """Identifies the weights and rows, because other weights may be saved to the same path during
+    the life of a cluster's worker
+    """
 
 
 class _Loaded(NamedTuple):
