@@ -47,7 +47,7 @@ def is_remote(address: str) -> bool:
 
 
 def faults(site: Path) -> list[str]:
-    """Return the problems of the site, one line each."""
+    """Return the problems with the site, one line each."""
     found = [] if (site / "searchindex.js").is_file() else ["searchindex.js is missing"]
     for style in sorted(site.rglob("*.css")):
         for address in STYLE_URL.findall(style.read_text(encoding="utf-8")):

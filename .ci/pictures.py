@@ -62,7 +62,7 @@ def draw_grid(
     shape: tuple[int, int] = (SIZE, SIZE),
     values: dict[tuple[int, ...], int] | None = None,
 ) -> None:
-    """Draw a matrix of cells. Several colors share a cell; a cell without colors is empty."""
+    """Draw a matrix of cells. A cell can have several colors; a cell without colors is empty."""
     for row in range(shape[0]):
         for column in range(shape[1]):
             at = (row, column)
@@ -225,7 +225,7 @@ def ids_layout(plan: RunPlan) -> Layout:
 
 
 def transfers(plan: RunPlan) -> list[str]:
-    """List the transfers of the tables in a step with their collectives, without duplicates."""
+    """List the table transfers in a step with their collectives, without duplicates."""
     shown = []
     for step in describe(plan)["steps"]:
         owner, *_, what = step["id"].split("/")

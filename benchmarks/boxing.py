@@ -178,7 +178,7 @@ def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> di
         by_columns = "S(1)@" in str(steps[0].dst)
 
         def backend_reduce_scatter() -> torch.Tensor:
-            """Return a plain call of the collective, which requires packing columns first."""
+            """Call the collective directly, after packing columns if necessary."""
             pieces = torch.cat([c.reshape(-1) for c in part.chunk(size, 1)]) if by_columns else flat
             out = flat.new_empty(flat.numel() // size)
             reduce_scatter_single(out, pieces, group=group)
@@ -217,8 +217,8 @@ def _time_in_turn(
 ) -> dict[str, list[float]]:
     """Return the ms per call on the slowest rank.
 
-    Each repeat runs the variants in another random order, which is the same on all ranks, because
-    each variant leaves the caches and the allocator in a different state.
+    Because each variant leaves the caches and the allocator in a different state, each repeat runs
+    the variants in another random order, which is the same on all ranks.
     """
     for variant in variants.values():
         for _ in range(WARM_UP):

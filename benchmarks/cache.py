@@ -3,8 +3,8 @@
 
     python -m benchmarks.cache fetches    rows fetched per step, against MIN, LRU, LFU, Bagpipe
     python -m benchmarks.cache planning   CPU time of slot planning, and on which thread it runs
-    python -m benchmarks.cache store      training on a storage of limited rate
-    python -m benchmarks.cache limit      a model of four times a limit on memory, on 2 ranks
+    python -m benchmarks.cache store      training on a storage with a limited rate
+    python -m benchmarks.cache limit      a model four times as large as a memory limit, on 2 ranks
     python -m benchmarks.cache servers    training with rows on servers, in network namespaces
     python -m benchmarks.cache matrix     cached tables equal uncached ones, over 1, 2, 4 ranks
 
@@ -59,8 +59,9 @@ def prepared(given: str | None) -> Iterator[Path | None]:
 
 
 def genuine_trace(folder: Path, epochs: int) -> tuple[list[Array], int]:
-    """Return the unique rows of each batch of ``BATCH`` real samples, shuffled as in a run, and the
-    number of rows of all tables."""
+    """Return the unique rows of each batch, and the total number of rows in all tables. A batch has
+    ``BATCH`` real samples, shuffled as in a run.
+    """
     manifest = load_manifest(folder)
     loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
     counts = [field.rows for field in manifest.sparse]
@@ -72,8 +73,9 @@ def genuine_trace(folder: Path, epochs: int) -> tuple[list[Array], int]:
 
 
 def generated_trace(shape: Shape) -> tuple[list[Array], int]:
-    """Return the unique rows of batches whose ids follow Zipf's law, and the number of rows of all
-    tables."""
+    """Return the unique rows of each batch, and the total number of rows in all tables. The ids
+    follow Zipf's law.
+    """
     starts = np.arange(shape.num_tables, dtype=np.int64) * shape.table_rows
     generator = np.random.default_rng(1)
     trace = [

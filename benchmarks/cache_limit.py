@@ -1,8 +1,8 @@
-"""Tests that a model of four times the memory limit trains on 2 ranks with a file store, and fails
-without the store.
+"""Tests that a model four times as large as the memory limit trains on 2 ranks with a file store,
+and fails without the store.
 
 The limit is RLIMIT_DATA, which covers the private memory of a process but not mapped files. Each of
-the two ranks has this limit and stores half of the model: twice the limit.
+the two ranks has this limit and stores half of the model, which is twice the limit.
 """
 
 import json
@@ -58,7 +58,7 @@ def measure(results: Results, disk: Path | None) -> None:
         start = time.perf_counter()
         codes, text = _train(base / "set", base / "cached", f"parallel.storage={storage}")
         if any(codes):
-            raise SystemExit(f"the cached run ended with {codes}:\n{text[-3000:]}")
+            raise SystemExit(f"the cached run ended with exit codes {codes}:\n{text[-3000:]}")
         losses, seconds = _losses(base / "cached"), time.perf_counter() - start
         refused, text = _train(base / "set", base / "device")
         found = re.search(r"[^\n]*[\d.]+ [GM]i?B[^\n]*", text)

@@ -52,7 +52,7 @@ BY_KERNEL = {"torch": tuple(RULES), "numba": tuple(RULES), "fbgemm": ("sgd", "ad
 
 @dataclass(frozen=True)
 class Case:
-    """A job that knows ``lookahead`` batches in advance."""
+    """A training job that announces ``lookahead`` batches in advance."""
 
     size: int
     scheme: str
@@ -186,7 +186,7 @@ def _saver(job: Job, folder: Path) -> Saver:
 
 
 def run_case(world: World, case: Case, folder: Path) -> dict[str, Any]:
-    """Return the names that differ on this rank and the number of evicted rows."""
+    """Return the names of the values that differ on this rank, and the number of evicted rows."""
     cached = CachedStores(folder / "scratch", case.slots)
     kinds: dict[str, StoreFactory] = {"device": device_store, "cached": cached}
     losses: dict[str, list[float]] = {}

@@ -1,8 +1,8 @@
 """Compares how many rows cache policies of equal capacity fetch: MIN, LRU, LFU, Bagpipe, and ours.
 
-A trace is a list of batches, and each batch is an array of unique rows. While a batch is trained,
-all of its rows are cached; the policies differ only in which rows they evict. A row that no earlier
-batch used still has its initial values, so fetching it reads nothing.
+A trace is a list of batches, and each batch is an array of unique rows. During the training step on
+a batch, all of its rows are cached; the policies differ only in which rows they evict. A row that
+no earlier batch used still has its initial values, so fetching it reads nothing.
 """
 
 from collections.abc import Callable, Sequence

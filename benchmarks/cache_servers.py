@@ -1,10 +1,9 @@
-"""Measures training with rows on embedding servers behind links of limited rate.
+"""Measures training with rows on embedding servers behind links with a limited rate.
 
 The trainer and each server run in their own network namespaces, connected to one switch.
 ``systems`` trains on one server with all rows fetched on demand, with an LRU cache, and with
 lookahead, at two rates; all losses must equal those of training with all rows on the device.
-``scaling`` reads rows from one to four servers whose links have a third of the rate of the
-trainer's link.
+``scaling`` reads rows from one to four servers whose links have a third of the trainer's rate.
 """
 
 import subprocess

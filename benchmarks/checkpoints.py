@@ -134,7 +134,7 @@ def saved_bytes(saver: Saver, step: int) -> int:
 
 
 def extrapolated(measured: list[dict[str, float]], gb: float) -> dict[str, float]:
-    """Predict the seconds for a model of ``gb`` from a line through the measured sizes."""
+    """Predict the seconds for a model of ``gb`` GB from a line through the measured sizes."""
     sizes = [run["bytes"] / 1e9 for run in measured]
     values: dict[str, float] = {"gb": gb}
     for name in ("save", "dd_write", "load", "dd_read"):

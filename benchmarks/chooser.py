@@ -1,10 +1,10 @@
 """Tests whether the kernel chosen by measurement is the fastest: ``python -m benchmarks.chooser``.
 
-The storage shapes are random (rows, widths, batch, bags, exchange, rule, skew). For each shape, a
-kernel is measured and chosen as at the first start of a run. Then all kernels are measured again.
-The result is the slowdown of the chosen kernel relative to the fastest one. The program writes
-benchmarks/results/chooser.jsonl, with one line per shape and one line for all shapes. With a
-different number of shapes, it only prints the results.
+The storage shapes are random (rows, widths, batch, bags, exchange, rule, skew). For each shape, the
+kernels are measured and one is chosen, as at the first start of a run. Then all kernels are
+measured again. The result is the slowdown of the chosen kernel relative to the fastest one. The
+program writes benchmarks/results/chooser.jsonl, with one line per shape and one line for all
+shapes. With a different number of shapes, it only prints the results.
 """
 
 import argparse

@@ -22,7 +22,8 @@ HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
 class Shape:
     """The work of a run, with ``rows_per_rank`` samples on each of ``world_size`` ranks.
 
-    ``hotness`` contains the ids per sample of each table; a sample's vectors of a table are summed.
+    ``hotness`` contains the ids per sample of each table; a sample's vectors from a table are
+    summed.
     """
 
     num_tables: int = 26
@@ -52,7 +53,7 @@ class Rows:
 
     labels: Tensor  # [b] float32
     dense: Tensor  # [b, num_dense] float32
-    ids: Tensor  # [b, sum of hotness] int32
+    ids: Tensor  # int32 [b, sum of hotness]
     batch_size: int
 
 
@@ -67,8 +68,8 @@ SHAPES = {
 
 
 def zipf_ids(shape: Shape, count: int, generator: np.random.Generator) -> np.ndarray:
-    """Return [count, sum of hotness] int32 ids with probability proportional to rank^-zipf, spread
-    over the table by a fixed permutation, as in prepared data.
+    """Return ids (int32 [count, sum of hotness]) with probability proportional to rank^-zipf,
+    spread over the table by a fixed permutation, as in prepared data.
     """
     weights = np.arange(1, shape.table_rows + 1, dtype=np.float64) ** -shape.zipf
     edges = np.cumsum(weights)

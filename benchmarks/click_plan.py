@@ -35,7 +35,7 @@ class LawStats:
 def planned_rules(
     shape: Shape, config: Config, fields: Fields, world_size: int, profile: str | None
 ) -> tuple[dict[str, TableRule], float]:
-    """Return the rules of all tables and the predicted step time in ms; all ranks get the same
+    """Return the rules for all tables and the predicted step time in ms; all ranks get the same
     result.
     """
     device = config.parallel.device

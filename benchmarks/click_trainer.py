@@ -114,7 +114,7 @@ class ClickTrainer:
         return [float(loss) for loss in list(self.job.trainer.train_on(batches))]
 
     def dense_alone(self, steps: int) -> None:
-        """Run forward and backward of the dense part on this rank's rows."""
+        """Run the dense part's forward and backward passes on this rank's rows."""
         home = Layout(Placement.line("cpu", self.world.size), (Split(0),))
         part, boxing = self._batches[0], self.job.boxing
 

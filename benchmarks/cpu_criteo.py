@@ -4,9 +4,10 @@
 
 Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports that it is
 skipped. It prepares the rows (split by time 80/10/10, with vocabularies from train), and then
-  auc    trains one epoch per seed, sparse lazy_adam 1e-3 and rowwise_adagrad 0.05, both here and
-         with benchmarks/plain_wdl.py, which shares no model or engine code;
-  drift  compares losses of dp and schemes 1, 2, 3 on --ranks ranks with one process, dropout 0.
+  auc    trains one epoch per seed with each sparse optimizer (lazy_adam 1e-3 and rowwise_adagrad
+         0.05), here and with benchmarks/plain_wdl.py, which shares no model or engine code;
+  drift  compares the losses of dp and of schemes 1, 2, and 3 on --ranks ranks with the losses of
+         one process, without dropout.
 """
 
 import argparse
@@ -27,7 +28,7 @@ Event = dict[str, float]
 
 
 def run(*words: str) -> str:
-    """Run a command of this checkout and return its output; exit the program if it fails."""
+    """Run a command from this checkout and return its output; exit the program if it fails."""
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")

@@ -5,9 +5,9 @@ plain PyTorch.
 
 Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports that it is skipped;
 --data accepts a prepared set (split by time 80/10/10). For each seed, train_wdl.py trains one epoch
-of configs/MODEL.yaml, with and without ``model.autocast: bf16``. For comparison, the program trains
-the same model from benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which does not use
-sbpflow's model or engine code. Both trainings use the same rows in the same order and the same
+with configs/MODEL.yaml, with and without ``model.autocast: bf16``. For comparison, the program
+trains the same model from benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which does not
+use sbpflow's model or engine code. Both trainings use the same rows in the same order and the same
 initial values, because on so few rows the AUC varies by 0.01 between seeds. Only the dropout masks
 differ. --worker runs the plain model.
 """
@@ -54,7 +54,7 @@ def train(model: str, ranks: int, data: Path, folder: Path, *words: str) -> dict
 
 
 def make_plain(model: str, rows: Rows, names: list[str], seed: int) -> nn.Module:
-    """Build the model of configs/MODEL.yaml with the initial values of a run of this seed."""
+    """Build the model in configs/MODEL.yaml with the initial values of a run with this seed."""
     sizes, numbers = rows.sizes[: rows.num_sparse], rows.num_dense
     if model == "wdl":
         net = PlainWideDeep(rows, 16, [400, 400], 0.2)

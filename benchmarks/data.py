@@ -60,7 +60,7 @@ def _run(arguments: list[str]) -> _Cost:
         number, status, used = os.wait4(process.pid, os.WNOHANG)
         if number:
             break
-        own = max(own, _own_bytes(process.pid))
+        own = max(own, own_bytes(process.pid))
         time.sleep(0.05)
     wall_s = time.monotonic() - began
     if status:
@@ -69,7 +69,7 @@ def _run(arguments: list[str]) -> _Cost:
     return _Cost(wall_s, used.ru_utime + used.ru_stime, whole, own / 1e9)
 
 
-def _own_bytes(process: int) -> int:
+def own_bytes(process: int) -> int:
     """Return the memory of a process that is not backed by files, or 0 if the system does not
     report it.
     """
@@ -87,8 +87,8 @@ def _load() -> float:
 
 
 def prepare(results: Results, scratch: Path, gigabytes: float, pandas_gigabytes: float) -> None:
-    """Measure the MB of TSV prepared per second and the peak memory; compare with pandas on a
-    smaller file.
+    """Measure how many MB of TSV are prepared per second, and the peak memory; compare the costs
+    with those of pandas on a smaller file.
     """
     big = scratch / "big.tsv"
     rows = int(gigabytes * 1e9 / 243)
@@ -252,7 +252,9 @@ def loader(results: Results, scratch: Path, rows: int) -> None:
 
 
 def _copy_rate(manifest: Manifest) -> float:
-    """Return the M rows/s of copying a batch from the page cache, as a baseline for the loaders."""
+    """Return how many million rows per second are copied from the page cache, as a baseline for the
+    loaders.
+    """
     rows = SplitRows(manifest, "train")
     out = np.empty((BATCH_SIZE, rows.num_words), dtype=np.int32)
     times: list[float] = []

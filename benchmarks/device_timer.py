@@ -6,7 +6,7 @@ import torch
 
 
 def timed_ms(work: Callable[[], object], *, steps: int, repeats: int = 5) -> dict[str, float]:
-    """Return the median, minimum and maximum ms per call of ``work``, over ``repeats`` repeats of
+    """Return the median, minimum, and maximum ms per call to ``work``, over ``repeats`` repeats of
     ``steps`` calls.
     """
     work()

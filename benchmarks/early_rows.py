@@ -2,15 +2,15 @@
 
     python -m benchmarks.early_rows [--input train.txt]
 
-The program only counts rows of shuffled batches; no rank starts. Every rank requests the distinct
-rows of its samples (the exchange unique). A request is early if no rank used the row in the
-previous batch, and critical otherwise. ``predicted`` is the prediction of ``explain`` from the
-statistics of the set. Hot rows are the most frequent rows of the set; every rank stores them, and
-their gradients are all-reduced in every step, because nearly every batch uses them. Counts are rows
-sent by all ranks together, per batch. ``exposed`` counts the rows whose transfer cannot overlap
-other work: critical rows and gradients. ``deferred`` is ``exposed`` with late gradients: gradients
-of rows that the next batch does not use arrive one batch late, and rows that either of the two
-previous batches used are critical.
+The program only counts the rows of shuffled batches; it does not start any ranks. Every rank
+requests the distinct rows of its samples (the ``unique`` exchange). A request is early if no rank
+used the row in the previous batch, and critical otherwise. ``predicted`` is the prediction of
+``explain`` from the statistics of the set. Hot rows are the most frequent rows in the set; every
+rank stores them, and their gradients are all-reduced in every step, because nearly every batch uses
+them. Counts are rows sent by all ranks together, per batch. ``exposed`` counts the rows whose
+transfer cannot overlap other work: critical rows and gradients. ``deferred`` is ``exposed`` with
+late gradients: gradients of rows that the next batch does not use arrive one batch late, and rows
+that either of the two previous batches used are critical.
 
 Without --input, the program uses the file or prepared set in SBPFLOW_CRITEO_ROWS, or Zipf ids.
 """
@@ -36,7 +36,7 @@ BATCH = 8192
 
 
 def genuine(folder: Path) -> tuple[list[Array], list[Array]]:
-    """Return the global row numbers [batch, fields] of each batch, and each field's counts."""
+    """Return each batch's global row numbers ([batch, fields]), and each field's counts."""
     manifest = load_manifest(folder)
     loader = open_loader(manifest, batch_size=BATCH, shuffle="runs", tail="drop")
     sizes = [field.rows for field in manifest.sparse]
@@ -60,7 +60,9 @@ def _counts(batches: Sequence[Array], starts: Array, sizes: Sequence[int]) -> li
 
 
 def count(batches: Sequence[Array], hot: Array, size: int) -> dict[str, float]:
-    """Return mean rows per batch, sent by all ranks; ``hot`` [rows] bool marks hot rows."""
+    """Return the mean number of rows that all ranks together send per batch; ``hot`` (bool [rows])
+    marks hot rows.
+    """
     names = ("early", "critical", "gradients", "hot", "deferred")
     totals: dict[str, float] = dict.fromkeys(names, 0.0)
     used, used_before = np.zeros(hot.size, bool), np.zeros(hot.size, bool)

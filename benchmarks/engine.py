@@ -49,8 +49,8 @@ SEED = 3
 
 
 def turns(jobs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Run the jobs alternately, and return the ms of each job; three more rounds come first as
-    warm-up.
+    """Run the jobs alternately, and return each job's times in ms, excluding three warm-up
+    rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for repeat in range(repeats + 3):
@@ -115,7 +115,7 @@ STEP = 1  # step number of every update; these optimizers ignore it
 def engine_step(
     collection: EmbeddingCollection, ids: Tensor, batch_size: int, grad: Tensor
 ) -> float:
-    """Run a lookup, and an update with a constant gradient; return the time between them."""
+    """Run a lookup, and an update with a constant gradient; return the clock time between them."""
     (output,) = collection.forward(ids, batch_size, training=True).values()
     middle = time.perf_counter()
     output.grad = grad

@@ -4,7 +4,7 @@
 
 Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS or generates rows. The program
 prepares the rows, trains Wide & Deep on one rank, exports the model in every row format, and
-predicts the test part.
+predicts the test split.
 """
 
 import argparse

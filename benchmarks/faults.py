@@ -4,24 +4,25 @@ uninterrupted run.
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
     python -m benchmarks.faults --kills 8       one of each kind
     python -m benchmarks.faults --storage file --kills 20
-                                tables in files, compared with an uninterrupted run without
+                                tables in files; the uninterrupted run has them on the device
     python -m benchmarks.faults --storage servers --kills 40
-                                tables on embedding servers; half of the kills are of servers
+                                tables on embedding servers; half of the kills hit servers
     python -m benchmarks.faults --deltas 4 --kills 20
                                 each full checkpoint is followed by 4 deltas
     python -m benchmarks.faults --keys --deltas 4 --kills 20
-                                all tables grow, and keys lose their rows
+                                all tables grow, and keys are evicted
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 
-The kinds of kills are SIGKILL of one rank, of all ranks, while a checkpoint is written, while one
-is loaded, while the first rows are read, or at any moment of the start (imports, rendezvous);
-SIGTERM and SIGINT to all ranks, which save and exit. The losses of every step and the final scores
-must be bit-identical to the losses and scores of an uninterrupted run. No complete checkpoint may
-be lost, every rank must exit, and a finished run must leave neither processes nor temporary files.
-Each start uses a different ``train.lookahead`` and, with ``--storage file`` or ``servers``, a
-different cache. With ``--storage servers``, three servers run throughout; each start uses one, two,
-or three of them, and servers are killed while rows are trained, loaded, read, or saved.
+Kills send SIGKILL to one rank during training, or to all ranks during training, while a checkpoint
+is written, while one is loaded, while the first rows are read, or at any moment of the start
+(imports, rendezvous). Some send SIGTERM or SIGINT instead to all ranks, which save and exit. The
+losses of every step and the final scores must be bit-identical to the losses and scores of an
+uninterrupted run. No complete checkpoint may be lost, every rank must exit, and a finished run must
+leave behind neither processes nor temporary files. Each start uses a random ``train.lookahead``
+and, with ``--storage file`` or ``servers``, a random cache size. With ``--storage servers``, three
+servers run throughout; each start uses one, two, or three of them, and servers are killed while
+rows are trained, loaded, read, or saved.
 """
 
 import argparse
@@ -56,10 +57,10 @@ NUM_SERVERS = 3
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16), "servers": (2, 4, 16)}
-# With servers, rows must leave the cache in every step: the train split uses 27% of the rows.
+# With servers, rows must be evicted in every step: the train split uses 27% of the rows.
 SERVER_CACHES = ("10%", "14%", "18%")
 CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches need up to 20%
-# The limits are low, so a key loses its row after two steps without use.
+# The limits are low, so a key's row is freed after two steps without use.
 GROWING = (
     "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
     "evict: {max_rows: 65536, idle_samples: 400}}}"
@@ -85,7 +86,7 @@ class Ranks:
         return all(process.poll() is not None for process in self.processes)
 
     def loading(self) -> bool:
-        """Return whether a rank has opened a file of a complete checkpoint."""
+        """Return whether a rank has opened a file in a complete checkpoint."""
         for process in self.processes:
             for path in Path(f"/proc/{process.pid}/fd").glob("*"):
                 try:
@@ -195,8 +196,8 @@ def steps_done(folder: Path) -> int:
 
 
 def wait(ranks: Ranks, ready: Callable[[], bool], limit_s: float) -> bool:
-    """Wait for a moment; return whether the moment came before the ranks exited. Raise RuntimeError
-    if neither happens within the limit.
+    """Wait until ``ready()`` is true; return False if the ranks exit first. Raise RuntimeError if
+    neither happens within the limit.
     """
     end = time.monotonic() + limit_s
     while not ready():
@@ -221,8 +222,8 @@ class Campaign:
     deltas: int = 0
     keys: bool = False
     servers: ServerProcesses | None = None
-    used: list[int] = field(default_factory=list[int])  # servers of the last start
-    logged: int = 0  # characters of the log before the last start
+    used: list[int] = field(default_factory=list[int])  # servers used since the last start
+    logged: int = 0  # characters in the log before the last start
     killed: Counter[str] = field(default_factory=Counter[str])
     leaving_s: list[float] = field(default_factory=list[float])
 
@@ -293,8 +294,8 @@ class Campaign:
             )
 
     def _came(self, kind: str, ranks: Ranks, before: int, resumptions: int) -> bool:
-        """Wait for a moment of this kind; return whether the moment came while the ranks were
-        running.
+        """Wait for the moment at which a kill of this kind is due; return whether the ranks were
+        still running then.
         """
         if kind == "start":
             time.sleep(self.chance.uniform(0.5, 8.0))
@@ -343,7 +344,7 @@ class Campaign:
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-4000:]}")
 
     def left_over(self) -> list[str]:
-        """List files and processes that a finished run must not leave."""
+        """List files and processes that a finished run must not leave behind."""
         hidden = [path for path in self.folder.rglob("*") if path.name.startswith(".")]
         scratch = list(self.folder.with_name(f"{self.folder.name}-tmp").rglob("*"))
         return [*(str(path) for path in (*hidden, *scratch)), *self._processes()]

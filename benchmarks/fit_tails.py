@@ -43,7 +43,9 @@ def meeting(start: float, stop: float, mass: float, density: float) -> Segment:
 def expected_counts(
     head: list[float], segments: list[Segment], num_rows: float
 ) -> tuple[float, float]:
-    """Return the expected distinct values and singletons in a sample of ``num_rows``."""
+    """Return the expected numbers of distinct values and of singletons in a sample of ``num_rows``
+    rows.
+    """
     lam = num_rows * np.array(head)
     distinct, singles = float((1 - np.exp(-lam)).sum()), float((lam * np.exp(-lam)).sum())
     for segment in segments:

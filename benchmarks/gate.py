@@ -7,7 +7,7 @@ both commits into a temporary folder and runs both with this interpreter. Both c
 inputs (created by the base) and one fresh cache, and thus the same measured kernel times. The names
 for ``--only``:
   vs_torchrec, vs_torchrec_whole, vs_torchrec_link
-            a training step of the model of ``benchmarks.vs_torchrec`` on 2 ranks; with every table
+            a training step of the model in ``benchmarks.vs_torchrec`` on 2 ranks; with every table
             whole; over a link of 1 Gbit/s (needs root, ip and tc)
   demo      the training of ``make demo``
   loader    rows of a shuffled set, read into tensors
@@ -73,7 +73,7 @@ class Measured(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The comparison of one figure of head and base: the medians, and the cost ratio with its
+    """One figure compared between head and base: the medians, and the cost ratio with its
     interval.
     """
 

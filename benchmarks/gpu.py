@@ -106,7 +106,7 @@ def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill all processes of the part's session, including the ranks that it started."""
+    """Kill all processes in the part's session, including the ranks that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -46,7 +46,7 @@ def collective(world: World) -> dict[str, object]:
     out = Boxing(world).run(steps, mine)
     expected = float(sum(range(1, world.size + 1)))
     if out is None or not bool((out == expected).all()):
-        raise RuntimeError(f"an all-reduce over {world.size} ranks gave {out}, not {expected}")
+        raise RuntimeError(f"an all-reduce over {world.size} ranks returned {out}, not {expected}")
     return {"first_all_reduce_s": time.perf_counter() - start}
 
 

@@ -1,9 +1,9 @@
 """Times TorchRec's two loops on the shapes of the DLPerf sweep, on one GPU, in ms per iteration.
 
-The model has 26 tables with d columns and 2 wide tables, trained by FBGEMM's fused Adam, and the
-same MLP, dense Adam, and batches. FBGEMM needs widths that are multiples of 4, so a wide table has
-4 columns, of which only the first is used. The ids are int64 in a KeyedJaggedTensor, created before
-timing.
+The model has 26 tables with d columns and 2 wide tables, trained by FBGEMM's fused Adam; the MLP,
+the dense Adam, and the batches are those of the sweep. FBGEMM needs widths that are multiples of 4,
+so a wide table has 4 columns, of which only the first is used. The ids are int64 in a
+KeyedJaggedTensor, created before timing.
 
     python -m benchmarks.gpu_torchrec [--max-rows N] [key=value ...]
 """

@@ -1,4 +1,4 @@
-"""Writes a Chrome trace of three training steps of the DLPerf shape.
+"""Writes a Chrome trace of three training steps with the DLPerf shape.
 
 python -m benchmarks.gpu_trace [--rows N] [--output FILE] [key=value ...]
 """

@@ -45,7 +45,8 @@ from sbpflow.sbp.sbp import Split
 
 BATCH = 16_384
 NO_COUNTS = np.empty(0, np.int64)
-# Distinct values of Criteo's 26 categorical fields, with the six largest reduced to 400,000.
+# The number of distinct values in each of Criteo's 26 categorical fields; the five largest are
+# reduced to 400,000.
 SIZES = (
     1460, 583, 400_000, 400_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 400_000, 3194, 27, 14_992,
     400_000, 10, 5652, 2173, 4, 400_000, 18, 15, 286_181, 105, 142_572,
@@ -63,10 +64,10 @@ def measure(work: Callable[[], object]) -> float:
 
 
 def batches(count: int, *, drift: bool) -> Iterator[np.ndarray]:
-    """Yield ids [batch, fields].
+    """Yield ids ([batch, fields]).
 
-    With ``drift``, a fifth of the ids of the nine large fields come from a moving window of new
-    ids. Such a batch contains 0.8 new ids per sample; the first batches contain more.
+    With ``drift``, a fifth of the ids in the ten large fields come from a moving window of new ids.
+    Such a batch contains 0.8 new ids per sample; the first batches contain more.
     """
     random = np.random.default_rng(5)
     sizes = np.array(SIZES)

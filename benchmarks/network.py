@@ -84,8 +84,8 @@ def start_ranks(
 ) -> None:
     """Run ``python -m module --worker WORDS`` on every rank; raise SystemExit if a rank fails.
 
-    ``link``, a rate in tc's notation, puts each half of the ranks into a namespace. ``folder`` is
-    the checkout that contains the module; the default is the current folder.
+    If ``link`` is a rate in tc's notation, each half of the ranks runs in a namespace of its own.
+    ``folder`` is the checkout that contains the module; the default is the current folder.
     """
     if link is None:
         code = _run_ranks(module, world_size, words, "127.0.0.1", [[]], {}, folder)

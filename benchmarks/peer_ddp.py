@@ -68,7 +68,7 @@ class DdpPeer:
 
 
 class OneProcess(DdpPeer):
-    """Trains on the batches of all ranks in the process of rank 0, with a thread per rank."""
+    """Trains on the batches of all ranks in rank 0's process, with a thread per rank."""
 
     def __init__(self, shape: Shape, world_size: int, *, seed: int, bound: float) -> None:
         of_ranks = [make_batches(shape, rank, world_size) for rank in range(world_size)]

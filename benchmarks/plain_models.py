@@ -1,7 +1,7 @@
 """The models in plain PyTorch, in one process, for comparison. sbpflow is used only for initial
 values and parameter names. The models follow the papers and the public code listed in
 docs/models.md. Tables are nn.Embedding, and normalization and dropout come from torch.
-``forward(dense, ids)`` returns logits [rows].
+``forward(dense, ids)`` returns logits of shape [rows].
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def named_linear(name: str, linear: nn.Linear) -> dict[str, tuple[Tensor, float]
 
 @torch.no_grad()
 def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) -> None:
-    """Fill the parameters with the initial values of a run of this seed."""
+    """Fill the parameters with the initial values of a run with this seed."""
     for name, (value, bound) in parameters.items():
         if bound:
             width = value.shape[-1]
@@ -61,7 +61,7 @@ def start_as_sbpflow(parameters: Mapping[str, tuple[Tensor, float]], seed: int) 
 
 
 class PlainModel(nn.Module):
-    """Base class of the models: vector tables ``deep`` and, in some models, weight tables ``wide``
+    """Base class for the models: vector tables ``deep`` and, in some models, weight tables ``wide``
     and vectors of dense fields.
     """
 
@@ -110,7 +110,7 @@ class PlainModel(nn.Module):
         return [table(ids[:, n]) for n, table in enumerate(self.deep)]
 
     def with_numbers(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Return [rows, fields, dim], with the dense fields last."""
+        """Return the vectors ([rows, fields, dim]), with the dense fields last."""
         numbers = [dense[:, n : n + 1] * self.numbers[n] for n in range(self.num_dense)]
         return torch.stack([*self.vectors(ids), *numbers], 1)
 

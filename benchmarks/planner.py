@@ -5,7 +5,7 @@
     python -m benchmarks.planner speed [--profile FILE]
     python -m benchmarks.planner calibration [--profile FILE] [--link 1gbit]
 
-``objective`` prices plans of held-out generated tasks and of EMBark's workloads. Planners search
+``objective`` prices plans for held-out generated tasks and for EMBark's workloads. Planners search
 with a cost model fitted to every other sample of a calibration's journal, and a cost model fitted
 to the other samples prices their plans. With ``--profile``, one model does both, which favors
 planners that search with it. For each task, the report lists the best greedy plan, every planner's
@@ -50,7 +50,7 @@ CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # t
 # maximum number of tables for these planners, which otherwise take minutes per task
 SLOW = {"neuroshard": 100, "torchrec": 100}
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
-MEASURED = 4  # number of our best plans, and of random plans, from which the judge takes the best
+MEASURED = 4  # the judge takes the best of this many of our plans, and of this many random plans
 BATCH = 8192
 
 
@@ -155,7 +155,7 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     narrow = problem_of(case.cost, table_wise)
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
-    # Search with the judge's own prices for the best known plan, the reference of gaps and bounds.
+    # Also search with the judge's own prices: gaps and bounds refer to the best known plan.
     own = search(judge.problem, seed=1, given={"auto": ours.assignment})
     limit = bound(judge.problem, own.priced.ms)
     facts: dict[str, object] = {"bound_ms": limit.ms}

@@ -37,7 +37,7 @@ SHIPPED = "fit, shrunk toward the constants"
 def constants(_: Sequence[Record]) -> Floats:
     """Return the prices of ``parallel.scheme: auto``, which do not depend on measurements."""
     link = Link()
-    work = WORK_MS + vector_of({"always": 1e-9})  # a price for the time of a step without tables
+    work = WORK_MS + vector_of({"always": 1e-9})  # the price of a step without tables
     return np.stack([work, transfer_ms(1e-6 / link.gb_per_s, link.latency_ms)])
 
 

@@ -88,7 +88,7 @@ class _Places:
         self.loads = self.problem.key_loads[[key[0] for key in known]]
 
     def priced(self, plans: Ints) -> tuple[Floats, Floats]:
-        """Return (bytes in excess, ms) of plans [N, tables]."""
+        """Return the excess bytes and the ms of each of the plans ([N, tables])."""
         totals = np.repeat(self.problem.base[None], len(plans), axis=0)
         present = np.zeros((len(plans), len(self.loads)), dtype=bool)
         for table, added in enumerate(self.added):

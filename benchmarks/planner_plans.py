@@ -1,6 +1,7 @@
-"""Creates the plans for the planner benchmarks: our plans, ablations, and plans of other planners.
+"""Creates the plans for the planner benchmarks: our plans, ablations, and plans from other
+planners.
 
-The tasks fit a small machine: their tables are held-out tables of the pool with fewer rows and
+The tasks fit a small machine: their tables are held-out tables from the pool with fewer rows and
 fewer ids per sample. All planners use the same profile, and the learned planners are trained on the
 same random tasks, priced by this profile.
 """
@@ -41,7 +42,7 @@ Named = dict[str, tuple[Plan, float]]  # name -> (plan, predicted ms)
 
 
 def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: int) -> Sample:
-    """Return held-out tables of the pool, reduced in size, with their id distributions.
+    """Return held-out tables from the pool, reduced in size, with their id distributions.
     Reproducible.
     """
     random = np.random.default_rng([number, num_tables, 77])

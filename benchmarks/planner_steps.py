@@ -1,4 +1,4 @@
-"""Measures plans of different planners on this machine's ranks.
+"""Measures plans from different planners on ranks on this machine.
 
 On 2 ranks or more, all plans of a task run alternately, and each round gives the difference between
 every plan and our plan. A plan runs until the 95 % interval of its difference is narrower than 3 %
@@ -71,8 +71,8 @@ class Case:
 
 
 def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """Return the cases of (tables, ranks, task number); plan only those that are not in the file
-    ``--plans``.
+    """Return the case for each (tables, ranks, task number) in ``cells``; plan only those that are
+    not in the file ``--plans``.
     """
     path = Path(args.plans) if args.plans else None
     known: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def planned(args: argparse.Namespace, cells: Sequence[tuple[int, int, int]]) -> 
 
 
 def run_steps(args: argparse.Namespace) -> None:
-    """Measure wall-clock times on ``--ranks`` ranks of this machine."""
+    """Measure wall-clock times on ``--ranks`` ranks on this machine."""
     size = args.ranks
     counts = args.tables or STEPS_TABLES
     cells = [(counts[n % len(counts)], size, n) for n in range(args.tasks)]

@@ -1,4 +1,4 @@
-"""Runs one rank of a comparison of plans that take turns. Tasks and their plans are read from a
+"""Runs one rank of a comparison in which plans take turns. Tasks and their plans are read from a
 file, and rank 0 writes the times of every plan. Each round uses a different order, because the
 state of the caches depends on the previous plan. A plan runs until the difference from the first
 plan is significant.
@@ -59,8 +59,8 @@ def work(args: argparse.Namespace) -> None:
 def _rounds(
     boxing: Boxing, trainers: Sequence[Trainer], batches: Sequence[Rows], seconds: float
 ) -> list[list[float]]:
-    """Return the ms per step, [plan][round]. The first plan runs in all rounds; other plans run
-    until they drop out.
+    """Return the ms per step, indexed by [plan][round]. The first plan runs in all rounds; other
+    plans run until they drop out.
     """
     times: list[list[float]] = [[] for _ in trainers]
     stop = time.monotonic() + seconds

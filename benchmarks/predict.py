@@ -1,13 +1,13 @@
-"""Scores many rows on two ranks, in one go and with kills, and compares the files of scores.
+"""Scores many rows on two ranks, without interruption and with kills, and compares the score files.
 
     python -m benchmarks.predict build --folder F [--rows 20000000]
     python -m benchmarks.predict whole --folder F
     python -m benchmarks.predict killed --folder F [--kills 2]
 
-``build`` generates a set, ``F/set``, with ``--rows`` test rows, and trains Wide & Deep on others,
-``F/run``. ``whole`` scores the test rows into ``F/whole`` and records the rows per CPU second and
-the memory of the ranks. ``killed`` does the same with SIGKILLs of all ranks after some finished
-blocks, and compares its files with those of ``whole``.
+``build`` generates a set, ``F/set``, with ``--rows`` test rows, and trains Wide & Deep on other
+rows (the run ``F/run``). ``whole`` scores the test rows into ``F/whole`` and records the rows per
+CPU second and the memory of the ranks. ``killed`` does the same with SIGKILLs of all ranks after
+some finished blocks, and compares its files with those of ``whole``.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Prediction:
         return len(list(self.output.glob("part-*.parquet")))
 
     def _measure(self) -> None:
-        """Note the anonymous memory of all ranks once the first block has been written."""
+        """Record the anonymous memory of all ranks once the first block has been written."""
         ranks = self._ranks()
         if len(ranks) == RANKS and self.num_files():
             try:

@@ -1,10 +1,11 @@
-"""Measures the CPU time of ``prepare`` on each engine: ``python -m benchmarks.prepare_engines``.
+"""Measures CPU time and memory of ``prepare`` on every engine:
+``python -m benchmarks.prepare_engines``.
 
 Needs the extras ray and dask. Every round runs every engine with two workers on a small and on a
 large input. The small input costs about as much as starting the engine, whose processes import
-their packages; the rest of the CPU time of the large input is compared with that of threads. The
-time of all processes is summed from /proc, because Ray's daemons are not waited for by the command.
-Results go to benchmarks/results/prepare_engines.jsonl.
+their packages; the additional CPU time for the large input is compared with that of threads. The
+CPU times and the anonymous memory of all processes are read from /proc and added up, because the
+command does not wait for Ray's daemons. Results go to benchmarks/results/prepare_engines.jsonl.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
+from benchmarks.data import own_bytes
 from benchmarks.record import Results
 from sbpflow.data import load_manifest
 from sbpflow.data.engine_backends import ENGINES
@@ -49,23 +52,33 @@ def write_inputs(scratch: Path, rows: int) -> tuple[Path, Path]:
     return small, large
 
 
-def cpu_seconds(command: list[str]) -> float:
-    """Run a command; return the CPU seconds of the process and of all its descendants."""
+class Cost(NamedTuple):
+    """The CPU time of a process and of all its descendants, and the peak of the sum of their
+    anonymous memory.
+    """
+
+    cpu_s: float
+    memory_gb: float
+
+
+def cost_of(command: list[str]) -> Cost:
+    """Run a command; return its cost."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    family, seconds = {process.pid}, dict[int, float]()
+    family, seconds, memory = {process.pid}, dict[int, float](), 0
     while process.poll() is None:
         processes = _processes()
         while born := {p for p, (parent, _) in processes.items() if parent in family} - family:
             family |= born
         seconds |= {p: cpu for p, (_, cpu) in processes.items() if p in family}
+        memory = max(memory, sum(own_bytes(p) for p in processes.keys() & family))
         time.sleep(_POLL_S)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return sum(seconds.values())
+    return Cost(sum(seconds.values()), memory / 1e9)
 
 
 def _processes() -> dict[int, tuple[int, float]]:
-    """Return the parent and the CPU seconds of every process of this machine."""
+    """Return the parent and the CPU seconds of every process on this machine."""
     processes: dict[int, tuple[int, float]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -88,39 +101,42 @@ def main() -> None:
         scratch = args.scratch or Path(temporary)
         scratch.mkdir(parents=True, exist_ok=True)
         inputs = write_inputs(scratch, args.rows)
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ENGINES}
+        costs: dict[str, list[tuple[Cost, Cost]]] = {name: [] for name in ENGINES}
         contents: set[str] = set()
         for _ in range(args.rounds):
             for engine in ENGINES:
                 small, large = (_prepare(source, scratch / "set", engine) for source in inputs)
-                times[engine].append((small, large))
+                costs[engine].append((small, large))
                 contents.add(load_manifest(scratch / "set").fingerprint)
         assert len(contents) == 1, "the engines made different sets"
-        _record(times, sum(path.stat().st_size for path in inputs[1].iterdir()) / 1e6)
+        _record(costs, sum(path.stat().st_size for path in inputs[1].iterdir()) / 1e6)
 
 
-def _prepare(source: Path, output: Path, engine: str) -> float:
+def _prepare(source: Path, output: Path, engine: str) -> Cost:
     if output.exists():
         shutil.rmtree(output)
     arguments = ["--input", str(source), "--output", str(output), "--engine", engine]
     command = [sys.executable, "-m", "data", "prepare", *arguments, "--workers", str(WORKERS)]
-    return cpu_seconds(command)
+    return cost_of(command)
 
 
-def _record(times: dict[str, list[tuple[float, float]]], megabytes: float) -> None:
+def _record(costs: dict[str, list[tuple[Cost, Cost]]], megabytes: float) -> None:
     results = Results("prepare_engines")
-    work = {name: [large - small for small, large in pairs] for name, pairs in times.items()}
-    for name, pairs in times.items():
+    work = {name: [large.cpu_s - small.cpu_s for small, large in pairs]
+            for name, pairs in costs.items()}  # fmt: skip
+    for name, pairs in costs.items():
         ratios = [own / threads for own, threads in zip(work[name], work["threads"], strict=True)]
         results.add(
             engine=name,
             workers=WORKERS,
             megabytes=megabytes,
-            small_input_cpu_s=statistics.median(small for small, _ in pairs),
-            large_input_cpu_s=statistics.median(large for _, large in pairs),
+            small_input_cpu_s=statistics.median(small.cpu_s for small, _ in pairs),
+            large_input_cpu_s=statistics.median(large.cpu_s for _, large in pairs),
             work_over_threads=statistics.median(ratios),
             least_work_over_threads=min(ratios),
             most_work_over_threads=max(ratios),
+            small_input_memory_gb=statistics.median(small.memory_gb for small, _ in pairs),
+            large_input_memory_gb=statistics.median(large.memory_gb for _, large in pairs),
             load=round(os.getloadavg()[0], 1),
         )
 

@@ -1,7 +1,7 @@
 """Saves under one layout and world size, loads under another, and compares losses and state.
 
-    python -m benchmarks.reshard             every pair of layouts, each optimizer, also rows of
-                                             bfloat16, Wide & Deep and a torch module
+    python -m benchmarks.reshard             every pair of layouts with every optimizer, for Wide
+                                             & Deep, with bfloat16 rows, and with a torch module
     python -m benchmarks.reshard --count 100 a seeded sample
     python -m benchmarks.reshard --folder F  store finished work in F; run it again to continue
 
@@ -225,7 +225,7 @@ def go_on(world: World, folder: Path, case: Case) -> dict[str, float]:
     """Continue from the first checkpoint under the other layout, and compare the result with the
     second checkpoint.
 
-    Returns the largest difference of the losses and of each state tensor on this rank.
+    Returns the largest difference in the losses and in each state tensor on this rank.
     """
     job = make_job(world, case, case.loaded)
     job.restore(open_checkpoint(folder / f"step-{case.before}"))
@@ -258,7 +258,7 @@ def saved_folder(folder: Path, case: Case) -> Path:
 
 
 def bound_of(case: Case) -> float:
-    """Return the largest allowed difference of losses and state."""
+    """Return the largest allowed difference in losses and state."""
     return 0.0 if case.saved == case.loaded else BOUND
 
 

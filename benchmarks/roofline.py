@@ -4,9 +4,9 @@
 
 The worker measures this machine's rates: the fastest matrix product, random row reads with and
 without prefetch, memory bandwidth, deduplication, and messages between the two ranks. These rates
-and the counts of the batches give the limit: the time of a step without Python, waits, or overhead
-per operation. Rates and steps are measured in turns in the same processes, with one thread per
-rank.
+and the counts of the batches determine the limit: the time of a step without Python, waits, or
+overhead per operation. Rates and steps are measured in turns in the same processes, with one thread
+per rank.
 """
 
 import argparse

@@ -86,7 +86,7 @@ def ranked(shape: Shape, world: Placement, gb_per_s: float) -> list[Candidate]:
 
 
 def make_ids(shape: Shape, samples: int, rank: int) -> Tensor:
-    """Return ids [samples, columns] with the skew that the price assumes."""
+    """Return ids ([samples, columns]) with the skew that the price assumes."""
     tables, features = shape
     random = np.random.default_rng(rank)
     columns = [

@@ -30,7 +30,7 @@ class RunningServers(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> "RunningServers":
-        """Return the value of ``to_text``."""
+        """Restore the value from the result of ``to_text``."""
         return cls(**json.loads(text))
 
     def cpu_s(self) -> float:

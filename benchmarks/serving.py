@@ -1,5 +1,5 @@
-"""Measures CPU time per request and latency of the server, and tests it in a long run with deltas
-and faults.
+"""Measures the server's CPU time per request and its latency, and tests the server in a long run
+with deltas and faults.
 
     python -m benchmarks.serving build --folder F [--rows 300000]
     python -m benchmarks.serving cost --folder F [G ..]
@@ -40,8 +40,8 @@ from sbpflow.serving.scorer import load as load_bundle
 
 SIZES = (1, 64, 1024)
 CONNECTIONS = 8
-# Versions differ by far more than this. Rounding differs between batch sizes by more than 1e-6,
-# because the random values of the deltas are larger than trained values.
+# Scores of different versions differ by far more than this. Between batch sizes, rounding changes
+# scores by more than 1e-6, because the random values in the deltas are larger than trained values.
 _TOLERANCE = 1e-5
 _DELTAS = 24  # the default number of deltas per bundle
 EMPTY = """
@@ -261,9 +261,7 @@ def _quantile(latency: np.ndarray, share: float) -> float:
 
 @contextmanager
 def _copy(folder: Path) -> Iterator[Chain]:
-    """Copy the bundle with hard links to its large files, and yield the delta writer of the
-    copy.
-    """
+    """Copy the bundle with hard links to its large files, and yield a delta writer for the copy."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         bundle = Path(scratch) / "step-50"
         bundle.mkdir()
@@ -328,7 +326,9 @@ def soak(folder: Path, seconds: float, every: float, results: Results) -> None:
 
 
 def _memory_over_time(kind: str, workers: list[list[dict[str, float]]]) -> dict[str, float]:
-    """Return the memory of all workers after five deltas, at the end, and the highest later one."""
+    """Return the memory of all workers after five deltas, at its highest after that, and at the
+    end.
+    """
     sums = [round(sum(worker[kind] for worker in each), 1) for each in workers]
     first = min(5, len(sums) - 1)
     later = {"after_5_deltas": sums[first], "highest": max(sums[first:]), "at_end": sums[-1]}

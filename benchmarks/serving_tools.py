@@ -1,4 +1,6 @@
-"""Starts servers for bundles, writes deltas with random values, and reads /proc of the workers."""
+"""Starts servers for bundles, writes deltas with random values, and reads the workers' /proc
+files.
+"""
 
 import contextlib
 import json
@@ -100,7 +102,7 @@ def serving(*words: object, workers: int = 1, **environment: str) -> Iterator[Se
 
 
 class Chain:
-    """Writes deltas of a bundle; ``model`` is the model that servers must have loaded after the
+    """Writes deltas for a bundle; ``model`` is the model that servers must have loaded after the
     last delta.
     """
 

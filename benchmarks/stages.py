@@ -249,7 +249,7 @@ def make_rows(shape: Shape, world: World, number: int) -> Rows:
 
 
 def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
-    """Return ids [samples, columns]; frequent ids are spread over the table."""
+    """Return ids ([samples, columns]); frequent ids are spread over the table."""
     tables, features = shape
     random = np.random.default_rng((rank, number))
     columns = [
@@ -260,7 +260,7 @@ def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
 
 
 def leave_out(loop: Loop) -> None:
-    """Replace transfers on the channels in ``loop.skip`` by zeros."""
+    """Replace transfers on the channels in ``loop.skip`` with zeros."""
     real_start, real_rows, real_update = Boxing.start, RowTransfer.start, loop.tables.update
 
     def start(

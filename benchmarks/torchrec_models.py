@@ -54,7 +54,9 @@ def fields_of(shape: Shape) -> Fields:
 
 
 def make_torchrec(model: str, tables: nn.Module, shape: Shape, seed: int) -> nn.Module:
-    """Return TorchRec's model with these ``tables``; forward(dense, ids) returns logits [b, 1]."""
+    """Return TorchRec's model with these ``tables``; forward(dense, ids) returns logits of shape
+    [b, 1].
+    """
     from torchrec.models.dlrm import DLRM, DLRM_DCN
 
     below, above = [shape.hidden, shape.dim], [shape.hidden, 1]
@@ -74,7 +76,9 @@ def make_torchrec(model: str, tables: nn.Module, shape: Shape, seed: int) -> nn.
 
 
 def _upper_order(weight: Tensor, shape: Shape) -> Tensor:
-    """Reorder [n, dim + pairs] from rows of the lower triangle to rows of the upper triangle."""
+    """Reorder the pair columns of ``weight`` ([n, dim + pairs]) from rows of the lower triangle to
+    rows of the upper triangle.
+    """
     count = shape.num_tables + 1
     place = {pair: n for n, pair in enumerate((i, j) for i in range(count) for j in range(i))}
     upper = [place[j, i] for i in range(count) for j in range(i + 1, count)]
@@ -100,6 +104,8 @@ def _by_its_names(model: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def dense_of_torchrec(made: nn.Module, dense: Tensor, vectors: Tensor) -> Tensor:
-    """Compute logits from embeddings [b, tables, dim] with the dense part of TorchRec's models."""
+    """Compute logits from embeddings ([b, tables, dim]) with the dense part of TorchRec's
+    models.
+    """
     first = made.dense_arch(dense)
     return made.over_arch(made.inter_arch(dense_features=first, sparse_features=vectors))

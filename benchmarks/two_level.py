@@ -1,4 +1,4 @@
-"""Compares the flat and the two-level exchange of unique rows on two hosts of two ranks.
+"""Compares the flat and the two-level exchange of unique rows on two hosts with two ranks each.
 
     python -m benchmarks.two_level [--links 100mbit 1gbit] [--simulate]
 
@@ -45,7 +45,7 @@ def far_rows(shape: Shape, hosts: int, width: int, step: int) -> tuple[float, fl
             flat += sum(map(len, columns))
             of_host.append({(n, int(row)) for n, column in enumerate(columns) for row in column})
         merged += len(set.union(*of_host))
-    # Rows are spread evenly over the hosts by the permutation of the ids.
+    # The permutation of the ids spreads rows evenly over the hosts.
     return flat / hosts * (hosts - 1) / hosts, merged / hosts * (hosts - 1) / hosts
 
 

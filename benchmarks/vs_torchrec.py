@@ -37,7 +37,7 @@ LOSS_TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-3}
 
 
 def work(args: argparse.Namespace) -> None:
-    """Run both systems on one rank in one process: compare the losses, then time the systems
+    """Run both systems in the process of one rank: compare the losses, then time the systems
     alternately.
     """
     from benchmarks.click_trainer import ClickTrainer
@@ -203,7 +203,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
 
 
 def _times_faster(theirs: list[float], ours: list[float]) -> list[float]:
-    """Return (median, min, max) of the ratios of paired runs."""
+    """Return the median, the minimum, and the maximum ratio of paired runs."""
     pairs = sorted(a / b for a, b in zip(theirs, ours, strict=True))
     return [round(statistics.median(pairs), 3), round(pairs[0], 3), round(pairs[-1], 3)]
 

@@ -35,7 +35,7 @@ _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
     *("keep_strings", "keys"),
 )
-"""Options of prepare whose values come from the set of ``--like``, if there is one"""
+"""Options of prepare whose values come from the ``--like`` set, if one is given"""
 _OF_VOCABULARIES = ("min_count", "spare", "keep_strings", "grow")
 """Options of prepare that affect only fields with a vocabulary"""
 
@@ -315,7 +315,9 @@ def _size(num_bytes: float) -> str:
 
 
 def _disk_space(args: argparse.Namespace, number: int) -> str:
-    """Return a note on the needed and the free disk space if the disk is full, or else ""."""
+    """If the disk is full, return a note on the space needed and the space available; otherwise,
+    return "".
+    """
     output: AnyPath | None = getattr(args, "output", None)
     if not isinstance(output, Path) or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""

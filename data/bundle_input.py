@@ -1,4 +1,4 @@
-"""Write the raw row format and the vocabularies of a set for an exported bundle.
+"""Write a set's raw row format and vocabularies for an exported bundle.
 
 ``sbpflow.serving.encoder`` reads the format and the vocabularies.
 """
@@ -23,8 +23,8 @@ from sbpflow.serving.cells import CHECK_BYTES, KEY_BYTES, hash_salt, hashed_key_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedKeys:
-    """The keys of growing fields that share rows; ``read`` returns the keys int64 [num_keys] in the
-    order of their ids, which start at 2.
+    """The keys of growing fields that share rows; ``read`` returns the keys (int64 [num_keys]) in
+    the order of their ids, which start at 2.
 
     A bundle maps these keys to ids like the values of a vocabulary.
     """
@@ -122,9 +122,7 @@ def _field(
 
 
 def _hashes() -> dict[str, Any]:
-    """Return the definitions of the hashes, with samples that other implementations can be tested
-    on.
-    """
+    """Return the definitions of the hashes, with samples for testing other implementations."""
     keys = np.array([0, 7, 2**64 - 1], dtype=np.uint64)
     return {
         "string": {

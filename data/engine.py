@@ -31,8 +31,8 @@ _POLL_S = 1.0
 _MAX_ATTEMPTS = 5
 _SLOW_S = 10.0
 _SLOW_RATIO = 4.0
-"""An idle worker repeats a task that has run for ``_SLOW_S`` seconds and for this many times the
-median duration of a task
+"""An idle worker repeats a task that has run for at least ``_SLOW_S`` seconds and at least this
+many times the median task duration
 """
 _END_S = 60.0
 
@@ -120,7 +120,7 @@ class Engine:
 
 
 class _Run:
-    """The tasks of one call of ``Engine.run``."""
+    """The tasks of one call to ``Engine.run``."""
 
     def __init__(
         self, backend: Backend, options: EngineOptions, home: Home | None, function: Function
@@ -232,7 +232,7 @@ def _call(home: Home | None, function: Function, item: object) -> tuple[object, 
 
 @lru_cache(maxsize=4)
 def _check_home(home: Home) -> None:
-    """Raise ConfigError if this worker has other package versions or does not see the shared
+    """Raise ConfigError if this worker has different package versions or does not see the shared
     file.
     """
     here = os.uname().nodename
@@ -260,7 +260,7 @@ def _check_home(home: Home) -> None:
 def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]:
     """Start an engine, or connect to its cluster. Raises ConfigError on failure.
 
-    At most ``workers`` tasks run at a time; by default, one for each CPU of this machine or of the
+    At most ``workers`` tasks run at a time; by default, one per CPU on this machine or in the
     cluster.
     """
     options.check()
@@ -273,7 +273,7 @@ def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]
 
 def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> None:
     """Add the options that select an engine to a command; ``default`` is the engine that starts no
-    other process.
+    processes.
     """
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="number of concurrent tasks (default: all CPUs)")

@@ -28,7 +28,9 @@ _THREADS = "POLARS_MAX_THREADS"
 
 
 class Backend(Protocol):
-    """Runs submitted calls; an exception in ``lost`` means that the worker of a call has died."""
+    """Runs submitted calls; an exception in ``lost`` means that the worker running a call has
+    died.
+    """
 
     lost: tuple[type[BaseException], ...]
     shares_memory: ClassVar[bool]
@@ -80,7 +82,7 @@ class _Pool:
 
 
 class Threads(_Pool):
-    """Runs calls in threads of this process."""
+    """Runs calls in threads in this process."""
 
     shares_memory: ClassVar[bool] = True
     can_lose: ClassVar[bool] = False
@@ -97,7 +99,7 @@ class Threads(_Pool):
 
 
 class ProcessLostError(Exception):
-    """The process of a call died, or the engine was closed."""
+    """The process running a call died, or the engine was closed."""
 
 
 class Processes(_Pool):
@@ -332,7 +334,7 @@ ENGINES: Mapping[str, type[Backend]] = {
 
 
 def _worker_environment(workers: int) -> dict[str, str]:
-    """Return the environment of one of ``workers`` processes that share this machine."""
+    """Return the environment of each process if ``workers`` processes share this machine."""
     threads = str(max(1, (os.cpu_count() or 1) // workers))
     return {_THREADS: threads, "OMP_NUM_THREADS": threads, **KEEP_FREED_MEMORY}
 

@@ -70,8 +70,8 @@ def prepared_set(
 
 @contextmanager
 def named_rows(folder: Path) -> Generator[None]:
-    """In error messages, replace the paths of files in ``folder`` by the names that the caller uses
-    for the rows.
+    """In error messages, replace the paths of files in ``folder`` with the names that the caller
+    uses for the rows.
     """
     try:
         yield

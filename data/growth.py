@@ -13,11 +13,11 @@ from sbpflow.data.stats import load_stats
 
 
 def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the number of new values and the balance of each row-split table with a grown
-    vocabulary.
+    """For each row-split table with a grown vocabulary, return the number of new values and the
+    load balance.
 
-    ``tables`` comes from ``run.explain.describe``. ``max_over_mean`` is the ratio of the maximum to
-    the mean number of train lookups of the parts; 1 means perfect balance.
+    ``tables`` comes from ``run.explain.describe``. ``max_over_mean`` is the maximum number of train
+    lookups per part, divided by the mean; 1 means perfect balance.
     """
     grown = {entry["name"]: entry["grown"] for entry in manifest.content["fields"]
              if entry.get("grown", {}).get("values")}  # fmt: skip

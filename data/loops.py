@@ -36,10 +36,10 @@ def parse_lines(  # noqa: C901 - a function per kind of cell is three times slow
 ) -> bool:
     """Parse lines of labels, integers and hex values of eight digits into columns.
 
-    Returns False, with undefined outputs, if a cell is invalid or the number of lines or cells is
-    wrong. The shapes are ``kinds`` [columns], ``labels`` [rows], ``integers`` [integer columns,
-    rows], and ``keys`` [hex columns, rows]. ``has_integer`` and ``has_key`` are False for empty
-    cells.
+    If a cell is invalid or the number of lines or cells is wrong, returns False, and the outputs
+    are undefined. The shapes are ``kinds`` [columns], ``labels`` [rows], ``integers`` [integer
+    columns, rows], and ``keys`` [hex columns, rows]. ``has_integer`` and ``has_key`` are False for
+    empty cells.
     """
     at, end, columns = 0, text.size, kinds.size
     for row in range(labels.size):

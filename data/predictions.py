@@ -50,7 +50,7 @@ class Scoring:
     ``inputs`` are files of raw rows, or the folder of one prepared set, whose ``split`` is scored.
     ``like`` is the run's set, which has the vocabularies. ``output`` is a file, for which only rank
     0 calls ``open`` and ``close``, or a folder, which ``score_blocks`` fills. Raises ConfigError
-    for a missing local input, a prepared set whose ids may have another meaning, or an unknown
+    for a missing local input, a prepared set whose ids may have a different meaning, or an unknown
     suffix.
     """
 
@@ -105,7 +105,7 @@ class Scoring:
         engine: EngineOptions | None = None,
         workers: int | None = None,
     ) -> None:
-        """Encode raw rows with the run's ids to a folder; continue if an earlier call was
+        """Encode raw rows with the run's ids into a folder; resume an earlier call that was
         interrupted.
         """
         if self.is_set:
@@ -129,8 +129,8 @@ class Scoring:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def is_small(self, max_rows: int) -> bool:
-        """Return whether the prepared set has at most ``max_rows`` rows to score, or the raw rows
-        are in a small file.
+        """Return True if there are few rows to score: at most ``max_rows`` rows of a prepared set,
+        or small files of raw rows.
         """
         if self.is_set:
             return self.manifest().splits[self.split] <= max_rows
@@ -142,7 +142,7 @@ class Scoring:
         return find_inputs([input_path(text) for text in self._inputs], log=False)
 
     def manifest(self) -> Manifest:
-        """Return the set of the rows to score."""
+        """Return the manifest of the set whose rows are to be scored."""
         manifest = load_manifest(self.rows)
         if not manifest.splits[self.split]:
             names = ", ".join(name for name, rows in manifest.splits.items() if rows)
@@ -203,7 +203,7 @@ def scored_rows(
 
 
 def check_ids(manifest: Manifest, like: Manifest) -> None:
-    """Raise ConfigError if ids of the set ``manifest`` may have another meaning in the set
+    """Raise ConfigError if ids in the set ``manifest`` may have a different meaning in the set
     ``like``.
 
     Ids have the same meaning if the vocabularies are equal, or if the vocabulary of ``like`` grew

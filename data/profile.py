@@ -70,7 +70,9 @@ class FeatureProfile:
     psi: dict[str, float] = field(default_factory=dict)
     """Population stability index of val and test against train"""
     auc: float | None = None
-    """AUC on val and test of the label rate in train of each row's value; None if undefined"""
+    """AUC on val and test if each row's score is the train label rate of its value; None if
+    undefined
+    """
     is_constant: bool = False
     """True if all values in train are equal"""
 
@@ -164,7 +166,7 @@ class _Feature:
         low, high = self._range
         quantiles = np.clip(values_of_order(keys), low, high).tolist()
         std = max(square - mean * mean, 0.0) ** 0.5
-        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # else, only rounding errors
+        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # 0 if only rounding error
         summary = {"mean": mean, "std": std, "min": low}
         names = (f"p{round(100 * part)}" for part in QUANTILES)
         return {**summary, **dict(zip(names, quantiles, strict=True)), "max": high}

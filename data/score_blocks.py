@@ -1,6 +1,6 @@
 """Write scores to a folder, with one Parquet file per block of rows, so that a killed run can be
 resumed. A block is finished once its record exists, which contains the size and CRC32 of the
-block's file. The folder's mark identifies the rows and weights, so that blocks of another
+block's file. The folder's mark identifies the rows and weights, so that blocks from a different
 prediction are never reused. At the end, the index is written, and then the records, the mark, and
 the encoded rows are removed.
 """
@@ -69,7 +69,7 @@ class ScoreBlocks:
         elif mark is not None and mark != plan:
             if not overwrite:
                 raise ConfigError(
-                    f"--output {folder}: contains unfinished scores of other rows, weights, or "
+                    f"--output {folder}: contains unfinished scores for other rows, weights, or "
                     "options; use another folder, or --overwrite to replace them"
                 )
             shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Compute statistics of the lookups of each table in train, for planners and caches.
+"""Compute statistics of each table's lookups in train, for planners and caches.
 
 The 17 frequency bins are DreamShard's table features (tools/gen_dlrm_data.py at 73128ed): rows are
 grouped by their number of lookups in one batch of 65,536 samples. ``top_mass`` shows how much a
@@ -31,7 +31,7 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class FieldStats:
-    """The statistics of the lookups of one table in train. Masses and ratios are fractions of the
+    """The statistics of one table's lookups in train. Masses and ratios are fractions of the
     lookups.
 
     For a field with keys, ``rows`` is 0.
@@ -70,9 +70,10 @@ def field_stats(
     batch: NDArray[np.int64],
     batch_samples: int,
 ) -> FieldStats:
-    """Compute the statistics of one table from its ``counts`` int64, a result of ``count_lookups``.
+    """Compute the statistics of one table from its ``counts`` (int64), a result of
+    ``count_lookups``.
 
-    ``batch`` [touched rows] int64 contains the ascending lookup counts of the rows that one batch
+    ``batch`` (int64 [touched rows]) contains the ascending lookup counts of the rows that one batch
     touches.
     """
     rising = np.sort(counts)
@@ -103,7 +104,7 @@ def _bin_edges() -> NDArray[np.int64]:
 
 
 def batch_counts(manifest: Manifest) -> tuple[int, dict[str, NDArray[np.int64]]]:
-    """Return the number of samples of a batch from the middle of train, and the batch's lookup
+    """Return the number of samples in a batch from the middle of train, and the batch's lookup
     counts by field.
 
     The lookup counts of a field are those of all rows that the batch touches, in ascending order.
@@ -252,8 +253,8 @@ def out_of_range(
 def compute_stats(
     manifest: Manifest, known: Mapping[str, Callable[[], NDArray[np.int64]]] | None = None
 ) -> list[FieldStats]:
-    """Compute the statistics of every table. A function in ``known`` returns the lookups of a table
-    that are already counted.
+    """Compute the statistics of every table. ``known`` contains tables whose lookups are already
+    counted, each with a function that returns its counts.
 
     The functions in ``known`` are called one at a time, because the counts of all tables may not
     fit in memory.

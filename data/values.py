@@ -34,7 +34,7 @@ def values_and_rows(
     given: pl.Series | None,
     saved_keys: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Return the values [n] of ``field`` that have their own rows, and these rows int32 [n].
+    """Return the values [n] of ``field`` that have their own rows, and these rows (int32 [n]).
 
     The values are the distinct values of ``given``, or all values in the order of the vocabulary.
     Strings must be given unless the set stores them, because a vocabulary has only hashes of
@@ -164,8 +164,7 @@ def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> tor
 def values_with_keys(
     fitted: Manifest, keyed: Manifest
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return the ids, keys, and counts in train of all values, for each field that has keys in
-    ``keyed``.
+    """For each field with keys in ``keyed``, return the ids, keys, and train counts of all values.
 
     The fields must have vocabularies in ``fitted``. The missing value comes first, without a count.
     """

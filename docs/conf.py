@@ -17,7 +17,7 @@ release = version = sbpflow.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["pictures"]
+exclude_patterns = ["pictures", "static"]
 language = "en"
 highlight_language = "none"  # for blocks without a language
 
@@ -31,6 +31,8 @@ python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["narrow.css"]
 html_title = "sbpflow"
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False

@@ -108,7 +108,8 @@ class DcnV2Config(ModelOptions):
 class DcnV2Spec(LayeredSpec):
     """The ``ModelSpec`` of DCN-V2 for given data fields.
 
-    ``bottom`` and ``vectors`` are None if dense fields do not use the bottom MLP or vectors.
+    ``bottom`` is None unless dense fields use the bottom MLP, and ``vectors`` is None unless they
+    use vectors.
     """
 
     bottom: MlpShape | None

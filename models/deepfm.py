@@ -20,7 +20,7 @@ from sbpflow.run.model.spec import Fields, ParameterSpec, embedding_output
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepFmConfig(ModelOptions):
-    """Configures DeepFM; ``hidden: []`` gives a factorization machine without an MLP."""
+    """Configures DeepFM; ``hidden: []`` means a factorization machine without an MLP."""
 
     name: Literal["deepfm"] = "deepfm"
     embedding_dim: EmbeddingDim = 16
@@ -32,7 +32,7 @@ class DeepFmConfig(ModelOptions):
     def spec(self, fields: Fields) -> "DeepFmSpec":
         """Return the model's shapes for these fields.
 
-        Raises ConfigError without a sparse field and another field.
+        Raises ConfigError unless there is a sparse field and at least one other field.
         """
         numbers, dim = len(fields.dense), self.embedding_dim
         count = len(fields.sparse) + numbers

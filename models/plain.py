@@ -98,7 +98,7 @@ class PlainFunctions:
 
 
 class Model(Protocol):
-    """What ``PlainModel`` needs of a ``ModelSpec``."""
+    """The members of ``ModelSpec`` that ``PlainModel`` uses."""
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]: ...

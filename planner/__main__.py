@@ -12,7 +12,7 @@ from sbpflow.runtime.processes.launch import ArgumentParser, dispatch, run_main
 
 
 def calibrate(argv: Sequence[str]) -> int:
-    """Measure the ranks of this machine and write the profile that planners use to price plans."""
+    """Measure ranks on this machine, and write the profile that planners use to price plans."""
     parser = ArgumentParser(
         prog="sbpflow calibrate",
         description="Measure the engine on this machine and write a profile of its costs.",

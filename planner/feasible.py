@@ -20,8 +20,8 @@ CACHES = (0.5, 0.25, 0.1)  # shares of the rows on the device
 def choose(cost: TaskCost, *, seed: int = 0) -> Plan:
     """Return the cheapest plan that the search finds; the result depends only on the arguments.
 
-    Raises PlanError if no plan fits, with the fullest rank and the smallest changes that would
-    help.
+    Raises PlanError if no plan fits; the message names the fullest rank and the smallest changes
+    that would help.
     """
     return checked(make_plan("auto", cost, seed=seed), cost).plan
 

@@ -2,7 +2,7 @@
 and statistics.
 
 The task (tables, features, optimizers, dense part) is read from a draft plan of the run, so users
-need not describe it a second time. Every rank calls ``plan_tables`` and gets the same plan: one
+need not describe it a second time. Every rank calls ``plan_tables`` and obtains the same plan: one
 process per machine searches, the search is deterministic, and the ranks compare their plans before
 the run starts.
 """

@@ -251,7 +251,9 @@ def _times(path: Path, count: int) -> list[float]:
 
 
 def measure(argv: Sequence[str]) -> str:
-    """Run as one of the ranks that ``plan --measure`` starts, and write the ms of each plan."""
+    """Run as one of the ranks that ``plan --measure`` starts, and write each plan's median step
+    time in ms.
+    """
     parser = ArgumentParser(
         prog="sbpflow measure", description="Time the plans one after another, as one rank."
     )

@@ -93,7 +93,7 @@ def make_plan(
     name: PlannerName, cost: TaskCost, *, seed: int = 0, insertions: int | None = None
 ) -> Planned:
     """Create a plan for the task of ``cost``; if none fits, return the plan that exceeds the memory
-    least.
+    limit the least.
     """
     start = time.perf_counter()
     problem = problem_of(cost)

@@ -7,7 +7,7 @@
 ``batch_size`` is global. Three keys are optional: ``optimizer`` (default: rowwise_adagrad),
 ``device_gb`` (default: no limit), and ``dense`` (default: predict only the time of the tables).
 ``"dense": {"parameters": 500000, "macs_per_sample": 500000, "elements_per_sample": 4000}``
-describes the dense part. ``macs_per_sample`` is the number of multiply-adds of a forward pass; the
+describes the dense part. ``macs_per_sample`` is the number of multiply-adds in a forward pass; the
 default is the number of parameters. ``elements_per_sample`` is the sum of the layers' inputs and
 outputs; the default assumes layers of width 256.
 
@@ -83,7 +83,7 @@ class TablesFile:
 
 
 def read_tables(path: Path) -> TablesFile:
-    """Read a file; raise ConfigError, naming the table and key, for invalid content."""
+    """Read a file; for invalid content, raise a ConfigError that names the table and the key."""
     try:
         tree = read_json(path, max_bytes=MOST_BYTES)
     except FileNotFoundError as error:

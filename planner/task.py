@@ -128,7 +128,7 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
 class DenseWork:
     """The work of a model's dense part, which is the same for all plans of a task.
 
-    ``macs_per_sample`` is the number of multiply-adds of a forward pass. ``elements_per_sample``
+    ``macs_per_sample`` is the number of multiply-adds in a forward pass. ``elements_per_sample``
     counts the numbers that the layers read and write, which is more per multiply-add for narrow
     layers than for wide ones.
     """

@@ -152,7 +152,7 @@ class Run:
     def evaluate(
         self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
     ) -> dict[str, float | int | None]:
-        """Return the metrics of labeled rows, as in the evaluation of a split; ``data`` is as in
+        """Return metrics for labeled rows, as in the evaluation of a split; ``data`` is as in
         ``predict``.
         """
         with self._open(data, split, max_bad_fraction) as rows:
@@ -171,7 +171,7 @@ class Run:
     def embeddings(
         self, table: str, *, values: object = None
     ) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """Return the values [n] of a column and their embedding vectors [n, columns] in ``table``.
+        """Return a column's values ([n]) and their embedding vectors in ``table`` ([n, columns]).
 
         By default, all values that have their own rows are returned; pass ``values`` to get only
         those. For a column of strings, ``values`` is required unless the set was prepared with
@@ -276,7 +276,7 @@ def _check_alone() -> None:
 def _check_ranks(ranks: int, own_classes: list[str]) -> None:
     if type(ranks) is not int or ranks < 1:
         raise ConfigError(
-            f"ranks: {ranks!r} must be a whole number of 1 or more; use, for example, ranks=2"
+            f"ranks must be a whole number of 1 or more, got {ranks!r}; for example, ranks=2"
         )
     for name in own_classes:
         if ranks > 1 and name.startswith("__main__:"):

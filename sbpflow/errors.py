@@ -69,8 +69,8 @@ class AbsentError(RuntimeError):
 
 
 class ServerLostError(AbsentError):
-    """An embedding server died, does not answer, or serves another launch. The message names the
-    server.
+    """An embedding server has died, does not respond, or serves another launch. The message names
+    the server.
     """
 
 

@@ -1,4 +1,4 @@
-"""Defines the fixtures of all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
+"""Defines fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,26 @@ if not torch.cuda.is_available():
 
 def pytest_configure(config: pytest.Config) -> None:
     """With several workers, compile kernels once for all workers while they collect tests."""
-    several = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
-    if several and find_spec("numba"):
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        _import_own_part(config, int(worker["workerid"][2:]), worker["workercount"])
+    elif getattr(config.option, "numprocesses", None) and find_spec("numba"):
         subprocess.Popen([sys.executable, "-m", "tests.warm_up"], cwd=config.rootpath)
+
+
+def _import_own_part(config: pytest.Config, number: int, count: int) -> None:
+    """Import every ``count``-th test file of the given folders before tests are collected.
+
+    In a new checkout, pytest rewrites the assertions of each test file, which is half the work of
+    collecting them; otherwise, every worker would rewrite all files.
+    """
+    folders = [config.invocation_params.dir / arg for arg in config.args]
+    paths = sorted(path for folder in folders for path in folder.rglob("test_*.py"))
+    for path in paths[number::count]:
+        try:
+            import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
+        except (Exception, pytest.skip.Exception):  # noqa: BLE001 -- reported when it is collected
+            pass
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -81,8 +99,8 @@ def _cpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def ranks(
     request: pytest.FixtureRequest, _cpu_ranks: Callable[..., list[Any]]
 ) -> Callable[..., list[Any]]:
-    """Yield ``ranks(world_size, fn, *args)``, which returns ``fn(world, *args)`` of each rank on
-    CPU and gloo.
+    """Yield ``ranks(world_size, fn, *args)``, which runs ``fn(world, *args)`` on every rank, on CPU
+    and gloo, and returns the ranks' results.
 
     All tests reuse the processes. Checked mode is on only in tests marked ``checked``.
     """
@@ -99,7 +117,7 @@ def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def rehearsed_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., list[Any]]]:
-    """Like ``nccl_ranks``, but without a GPU, with the tensors and rules of ``tests/rehearsal``."""
+    """Like ``nccl_ranks``, but without a GPU: tensors and rules come from ``tests/rehearsal``."""
     from tests.rehearsal.task import perform
 
     for run in _pools(tmp_path_factory, "rehearsed"):

@@ -1,6 +1,4 @@
-"""Defines time limits that adapt to the load: the clock slows down in proportion to the missing
-CPU.
-"""
+"""Defines time limits that adapt to the load: the busier the machine, the slower the clock."""
 
 import os
 import subprocess
@@ -12,7 +10,7 @@ from typing import Any
 class Deadline:
     """Counts seconds as on an idle machine. Call ``over`` often, because it samples the load.
 
-    The time since the last sample is multiplied by the share of a core that a process could use.
+    The time between two samples is divided by the load per core (the higher of the two samples).
     """
 
     def __init__(self, seconds: float) -> None:

@@ -2,7 +2,7 @@
 
 The recorder is a dispatch mode below ``torch.distributed``. The mode sees every collective that
 reaches a process group, whoever calls it, and counts the bytes that this rank sends to other ranks.
-The recorder also sees messages in shared memory and all-to-alls that consist of messages.
+The recorder also sees messages in shared memory, and all-to-alls made of point-to-point messages.
 """
 
 import math

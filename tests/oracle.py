@@ -102,7 +102,7 @@ COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def reduction(layout: Layout):
-    """Return the reduction along the P axes, "sum" if there are no P axes."""
+    """Return the reduction along the P axes, or "sum" if there are none."""
     return next((sbp.op for sbp in layout.nd_sbp if isinstance(sbp, Partial)), "sum")
 
 
@@ -116,7 +116,7 @@ def neutral(op, dtype):
 
 
 def joined(parts, layout: Layout, shape, dtype):
-    """Combine the parts of all ranks to the full value; B copies must be equal."""
+    """Combine the parts of all ranks into the full value; B copies must be equal."""
     op = reduction(layout)
     total = torch.full(shape, neutral(op, dtype), dtype=dtype)
     seen = {}

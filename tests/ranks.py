@@ -38,7 +38,7 @@ PRELOAD = [
 ]
 """Modules that the fork server imports once for all ranks, skipping missing packages"""
 TIMEOUT_S = 1200.0  # wall-clock limit for a collective
-TASK_TIMEOUT_S = 120.0  # limit for one call of ``fn``
+TASK_TIMEOUT_S = 120.0  # limit for one call to ``fn``
 GRACE_S = 3.0  # limit for the other ranks after a rank has failed
 
 

@@ -42,7 +42,9 @@ def rows_crc32(dtype: str, shapes: Sequence[tuple[int, ...]], crc32s: Sequence[i
 
 
 def joined_crc32(crc32s: Words, sizes: NDArray[np.int64]) -> int:
-    """Compute the crc32 of concatenated parts from their crc32 uint32 [n] and byte sizes [n]."""
+    """Compute the crc32 of concatenated parts from their crc32 values (uint32 [n]) and their sizes
+    in bytes ([n]).
+    """
     following = sizes[::-1].cumsum()[::-1] - sizes
     return int(np.bitwise_xor.reduce(_times(_power(following), crc32s), initial=0))
 

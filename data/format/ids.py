@@ -1,10 +1,10 @@
 """Assign ids to values by a seeded permutation that balances the load over contiguous rows.
 
 In frequency order, the first half of a table would receive 95-99 % of all lookups. A random order
-is also unbalanced if one id is hot (missing, rare, or the top value). After the permutation, as few
-swaps as possible therefore balance the loads of the halves, quarters and eighths of the rows. If
-one id receives more than half of the lookups, no order is balanced, and the half with this id gets
-the least frequent values.
+is also unbalanced if one id is hot (missing, rare, or the top value). Therefore, after the
+permutation, the loads of the halves, quarters, and eighths of the rows are balanced with as few
+swaps as possible. If one id receives more than half of the lookups, no order is balanced, and the
+half with this id contains the least frequent values.
 """
 
 from abc import ABC, abstractmethod
@@ -42,10 +42,10 @@ _HOT = 16
 def assign_ids(
     counts: Counts, reserved: tuple[int, int], seed: int, name: str
 ) -> NDArray[np.int32]:
-    """Return ids, from 2 on, of values with ``counts`` [n] lookups.
+    """Return ids, starting at 2, for n values with ``counts`` ([n]) lookups.
 
-    ``reserved`` contains the numbers of lookups of ids 0 (missing) and 1 (rare). The result depends
-    only on the arguments.
+    ``reserved`` contains the lookup counts of ids 0 (missing) and 1 (rare). The result depends only
+    on the arguments.
     """
     key = [seed, *name.encode()]
     order = np.random.Generator(np.random.PCG64(key)).permutation(len(counts))
@@ -112,7 +112,7 @@ class Ids(Protocol):
     """Maps the keys of a column to ids, which are rows of its table."""
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Return the ids [n] of ``keys`` [n]."""
+        """Return the ids ([n]) of ``keys`` ([n])."""
         ...
 
 
@@ -125,15 +125,15 @@ class HashedIds:
         self._num_rows, self._salt = num_rows, hash_salt(seed, name)
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Return ids int32 [n] for ``keys`` [n]."""
+        """Return the ids (int32 [n]) of ``keys`` ([n])."""
         return hashed_key_ids(keys, self._num_rows, self._salt)
 
 
 def capacity_of(num_keys: int) -> int:
     """Return the number of slots of an ``IdTable``.
 
-    Small tables have a power of two of slots with room to spare, so that collisions are rare. Large
-    tables have only 1.5 slots per key.
+    For small tables, the number is a power of two with room to spare, so that collisions are rare.
+    Large tables have only 1.5 slots per key.
     """
     if num_keys > _LARGE:
         return num_keys + num_keys // 2
@@ -143,9 +143,9 @@ def capacity_of(num_keys: int) -> int:
 class IdTable(ABC):
     """An open-addressing hash table that maps keys to ids, and unknown keys to RARE_ID.
 
-    An empty slot contains key 0 and RARE_ID, so that an unknown key 0 gives the correct result.
-    Keys with many lookups (``counts``) are inserted first, so that most lookups succeed at the
-    first probe.
+    An empty slot contains key 0 and RARE_ID, so that looking up an unknown key 0 returns the
+    correct id. Keys with many lookups (``counts``) are inserted first, so that most lookups succeed
+    at the first probe.
     """
 
     def __init__(self, keys: Keys, ids: NDArray[np.int32], counts: Counts) -> None:
@@ -176,7 +176,9 @@ class IdTable(ABC):
 
     @abstractmethod
     def _at(self, slots: Slots, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the ids in ``slots``, and whether each slot contains its key of ``keys``."""
+        """Return the ids in ``slots``, and whether each slot contains the corresponding key of
+        ``keys``.
+        """
 
     @abstractmethod
     def _by_loop(self, loops: ModuleType, keys: Keys, ids: NDArray[np.int32]) -> None:
@@ -198,7 +200,7 @@ class IdTable(ABC):
         return slots
 
     def lookup(self, keys: Keys) -> NDArray[np.int32]:
-        """Return the ids int32 [n] of ``keys`` [n]."""
+        """Return the ids (int32 [n]) of ``keys`` ([n])."""
         if (loops := find_loops(len(keys), _MIN_COMPILED_KEYS)) is not None:
             ids = np.empty(len(keys), dtype=np.int32)
             self._by_loop(loops, keys, ids)

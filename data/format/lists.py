@@ -44,7 +44,9 @@ class SplitPart(MappedRows):
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """The locations of the ids of runs of rows. A run that crosses shards has several entries."""
+    """Where the ids of each run of rows are stored; a run that crosses shards has several
+    entries.
+    """
 
     rows: tuple[Places, Places]
     """The first rows and the lengths of the requested runs"""
@@ -82,7 +84,7 @@ class SplitLists:
         self._mapped_starts = MappedItems(mapped_of(self._starts))
 
     def find(self, firsts: Places, lengths: Places) -> Extents:
-        """Return the locations of the ids in the given runs of rows."""
+        """Return where the ids of the given runs of rows are stored."""
         pieces, counts = self._within_maps(firsts, lengths)
         maps, local = self.lengths.maps_of(pieces)
         ends = np.empty((2, len(pieces)), dtype=np.int64)
@@ -116,8 +118,8 @@ class SplitLists:
         values: "NDArray[Any]",
         weights: NDArray[np.float32] | None,
     ) -> None:
-        """Copy the lengths [rows, lists], the ids [n] and, if the set contains weights, the weights
-        [n] of the requested runs to the given arrays.
+        """Copy data of the requested runs to the given arrays: the lengths ([rows, lists]), the ids
+        ([n]), and, if the set contains weights, the weights ([n]).
 
         ``values``, which receives the ids, is int32, or int64 if the set contains keys.
         """

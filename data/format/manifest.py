@@ -72,10 +72,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Bayes:
-    """The best possible AUC and logloss of each split of a generated set.
+    """The best possible AUC and logloss for each split of a generated set.
 
-    ``auc`` and ``logloss`` are those of ``split``, the first split with rows among test, val and
-    train.
+    ``auc`` and ``logloss`` are those of ``split``, the first of test, val, and train that has rows.
     """
 
     split: str
@@ -103,8 +102,8 @@ class Manifest:
     path: Path
     content: Mapping[str, Any]
     cache: "ShardCache | None" = dataclasses.field(default=None, compare=False, repr=False)
-    """Downloads the files of a set at a URL to ``path``, a folder of the cache on this host; not
-    used for a local set
+    """Downloads the files of a set at a URL to ``path``, a cache folder on this host; None for a
+    local set
     """
 
     @property
@@ -150,12 +149,12 @@ class Manifest:
 
     @property
     def fixed(self) -> tuple[Field, ...]:
-        """Return the fields with a fixed number of ids or keys, in the order of a batch."""
+        """Return the fields with a fixed number of ids or keys, in the order used in batches."""
         return tuple(field for field in self.fields if not field.ragged)
 
     @property
     def lists(self) -> tuple[Field, ...]:
-        """Return the ragged fields in the order of the lists of a row."""
+        """Return the ragged fields in the order of a row's lists."""
         return tuple(field for field in self.fields if field.ragged)
 
     @property
@@ -229,7 +228,7 @@ class Manifest:
 
     @cached_property
     def splits(self) -> Mapping[str, int]:
-        """Return the number of rows of train, val and test."""
+        """Return the number of rows in train, val, and test."""
         return {name: sum(shard.rows for shard in self.shards(name)) for name in SPLITS}
 
     @property
@@ -375,8 +374,9 @@ def load_manifest(
 
 
 def check_unchanged(manifest: Manifest) -> None:
-    """Raise DataError unless the folder still contains the set of ``manifest``. Shards are opened
-    by name, so without this check, rows of another set that has replaced this set could be read.
+    """Raise DataError unless the folder still contains the set that ``manifest`` describes. Shards
+    are opened by name, so without this check, rows could be read from a set that has replaced this
+    one.
     """
     file = manifest.path / MANIFEST
     try:

@@ -38,7 +38,9 @@ _BAYES_KEYS = {"auc", "logloss", "ctr"}
 
 
 def check_content(file: Path, content: Mapping[str, Any]) -> None:
-    """Raise DataError for the first invalid value, naming its key, the value and the rule."""
+    """Raise DataError for the first invalid value; the message names its key, the value, and the
+    rule.
+    """
     check = _Check(file)
     names = [check.name(f"dense[{i}]", e) for i, e in check.entries(content, "dense")]
     fields = check.entries(content, "fields")
@@ -135,8 +137,8 @@ class _Check:
         return names
 
     def columns(self, content: Mapping[str, Any]) -> None:
-        """Check the entries on all rows: whether they have labels, the ranges of values and the
-        type of list lengths.
+        """Check the entries that describe all rows: whether rows have labels, the ranges of values,
+        and the type of list lengths.
         """
         labelled = content.get("labelled", True)
         self.need(isinstance(labelled, bool), "labelled", labelled, "true or false")

@@ -1,4 +1,4 @@
-"""Read ranges or arbitrary runs of the rows of an array that is stored in several files.
+"""Read ranges or arbitrary runs of rows from an array that is stored in several files.
 
 By default, Linux limits a process to 65,530 maps (``vm.max_map_count``). Therefore, if a split has
 very many files, only the first files are mapped, and rows of the others are read on request. A

@@ -1,7 +1,8 @@
 """Define the parts of a shard other than its words: keys, lists of ids, and non-feature columns.
 
-The shard's own file contains ``words`` [rows, 1 + dense + fixed ids] int32. Each part is a separate
-file, which exists only if the set has such columns. Row i of a part belongs to row i of the words.
+The shard's own file contains ``words`` (int32 [rows, 1 + dense + fixed ids]). Each part is a
+separate file, which exists only if the set has such columns. Row i of a part belongs to row i of
+the words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,8 @@ LENGTH_TYPES = ("|u1", "<u2")
 COUNTED_PARTS = ("values", "value_weights", "row_key_bytes")
 """Parts whose length does not depend on the number of rows"""
 PLACES_IN_SHARD = ("starts", "row_key_ends")
-"""Parts that contain offsets from the start of their shard, so that equal rows differ between
-shards
+"""Parts that contain offsets from the start of their shard, so that the values for equal rows
+differ between shards
 """
 
 
@@ -74,8 +75,7 @@ def part_types(
 ) -> dict[str, PartType]:
     """Return every part of a set's shards, by name.
 
-    ``num_keys`` is the number of columns of keys. ``keys_in_lists`` means that some lists contain
-    keys.
+    ``num_keys`` is the number of key columns. ``keys_in_lists`` means that some lists contain keys.
     """
     types: dict[str, PartType] = {}
     if num_keys:

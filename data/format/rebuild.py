@@ -1,4 +1,4 @@
-"""Derive the command that made a set from its manifest, also for sets in earlier formats."""
+"""From a set's manifest, in this or an earlier format, derive the command that made the set."""
 
 import shlex
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ def how_to_rebuild(folder: Path, content: Mapping[str, Any]) -> str:
     """Return the ``sbpflow prepare`` or ``synth`` command that made the set in ``folder``.
 
     Names that are not in the manifest (the input folder, a schema file) become placeholders in
-    capitals. Even an invalid manifest gives a command.
+    capitals. A command is returned even for an invalid manifest.
     """
     try:
         words = _synth(content) if content.get("source") == "synth" else _prepare(content)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def open_remote(url: RemotePath, key: str, options: "DataCache | None" = None) -> Manifest:
-    """Return the manifest of the set at ``url``; the manifest's ``path`` is a folder of the cache.
+    """Return the manifest of the set at ``url``; the manifest's ``path`` is a folder in the cache.
 
     Raises DataError if the manifest cannot be read or is invalid.
     """

@@ -14,7 +14,7 @@ from sbpflow.errors import ConfigError
 Kind = Literal["hex", "string", "integer"]
 Beyond = Literal["error", "first", "last"]
 TimeKind = str
-"""``date``, ``integer``, or a date format with directives of strptime, such as ``%d/%m/%Y``"""
+"""``date``, ``integer``, or a date format for strptime, such as ``%d/%m/%Y``"""
 Compare = Literal["in", ">", ">=", "<", "<="]
 
 MISSING_ID = 0
@@ -28,9 +28,7 @@ CSV_SEPARATORS = (",", ";")
 """Separators of CSV files, whose cells may need quotes"""
 
 FIELD_NAME = re.compile(r"(?=.{1,100}$)\w[^\x00-\x1f\x7f/\\*?\[\]=,\"'`]*")
-"""The pattern of field names, which become parts of file names and options, and which patterns
-match
-"""
+"""The allowed form of field names, which are used in file names, options, and patterns"""
 NAME_RULE = (
     "must start with a letter, digit or '_', must not contain any of / \\ * ? [ ] = , \" ' `, and "
     "may have up to 100 characters"
@@ -55,7 +53,7 @@ class Field:
     hot: int = 1
     """Number of ids per row of data; for a ragged field, the maximum"""
     ragged: bool = False
-    """True if rows have 0 to ``hot`` ids, which are stored as lists instead of columns of the
+    """True if rows have 0 to ``hot`` ids, which are stored in lists instead of in columns of the
     words
     """
     weighted: bool = False
@@ -152,7 +150,7 @@ class DenseColumn:
     clip: tuple[float, float] | None = None
     """Lower and upper limit; values outside the limits are clipped and counted"""
     buckets: int = 0
-    """Number of quantile buckets if the column becomes an id field, else 0"""
+    """Number of quantile buckets if the column becomes an id field; otherwise 0"""
     indicator: bool = False
     """True to add a dense column ``NAME_missing`` that is 1 where the value is missing"""
     decimal: str = "."
@@ -223,7 +221,7 @@ class Schema:
 
     @property
     def _exclusive(self) -> tuple[str, ...]:
-        """Return the columns of all uses that must not share a column."""
+        """Return the columns that must not have more than one use."""
         weights = (column.weights for column in self.many if column.weights)
         weight = (self.weight,) if self.weight else ()
         return (self.label, *self.features, *weight, *self.labels, *weights)
@@ -240,7 +238,7 @@ class Schema:
         return tuple(column for column in columns if column.buckets)
 
     def kind(self, name: str) -> Kind:
-        """Return the kind of values of sparse column ``name``."""
+        """Return the kind of values in sparse column ``name``."""
         return self.kinds[self.sparse.index(name)]
 
     def vocabulary(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Keep copies of files of sets at URLs on this host, within a size limit, for all ranks and runs.
+"""Cache the files of sets at URLs on this host, within a size limit, for all ranks and runs.
 
 ``DIR/FINGERPRINT/`` contains the manifest and some files of a set. A file appears there only when
 it is complete and its checksum is verified. File locks, which are released when their process ends,
@@ -202,7 +202,7 @@ class ShardCache:
         """Remove files to make room; return how many bytes are still lacking, and whether downloads
         in progress occupy some of the room.
 
-        Downloads begin and end under the lock of the room, so the two results are consistent.
+        Downloads begin and end under the same lock, so the two results are consistent.
         """
         waits = False
         with hold(self._room, wait=True):
@@ -255,8 +255,8 @@ def _each(
 
 
 def _files_in(folder: Path) -> Iterable[tuple[float, int, Path]]:
-    """Yield the time of last use, the size, and the path of each file and reservation of all
-    sets.
+    """For each file and reservation of all sets, yield the time of last use, the size, and the
+    path.
     """
     for pattern in ("*/**/*.npy", f"*/**/*.npy{_RESERVED}"):
         for path in folder.glob(pattern):

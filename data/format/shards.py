@@ -1,6 +1,4 @@
-"""Write shards atomically, and read ranges or single rows of them, mapped into memory if
-possible.
-"""
+"""Write shards atomically, and read single rows or ranges of rows, mapped if possible."""
 
 import bisect
 from itertools import accumulate
@@ -21,7 +19,7 @@ _WORD = "<i4"
 
 
 def write_shard(folder: Path, name: str, words: Words, parts: Parts | None = None) -> Shard:
-    """Write int32 ``words`` [rows, words] as ``folder/name``, and the parts next to this file.
+    """Write ``words`` (int32 [rows, words]) as ``folder/name``, and the parts next to this file.
 
     Readers never see an incomplete file. ``parts`` maps part names (``data.format.parts``) to
     arrays.
@@ -49,8 +47,8 @@ class SplitRows(MappedRows):
     """Reads the words of one split across its shards. Row numbers count from the split's first row.
 
     Maps are copy-on-write, so writing to a view changes later reads of this object but not the
-    file. Raises DataError if the set of ``manifest`` has been replaced. The first ``limit`` shards
-    (by default, ``max_maps()``) are mapped; other shards are read on request.
+    file. Raises DataError if the set that ``manifest`` describes has been replaced. The first
+    ``limit`` shards (by default, ``max_maps()``) are mapped; other shards are read on request.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
@@ -99,7 +97,7 @@ class RowFiles:
         self.num_words = manifest.num_words
 
     def read(self, start: int, stop: int) -> Words:
-        """Return rows [start, stop) as a new int32 array [stop - start, words]."""
+        """Return rows [start, stop) as a new array (int32 [stop - start, words])."""
         shape = (self.num_words,)
         pieces = [
             read_array(self._manifest.file(shard.file), _WORD, (shard.rows, *shape), a, b)
@@ -110,8 +108,8 @@ class RowFiles:
         return np.concatenate([np.empty((0, self.num_words), dtype=np.int32), *pieces])
 
     def lists(self, start: int, stop: int) -> tuple["NDArray[Any]", "NDArray[Any]"]:
-        """Return the list lengths [stop - start, lists] and the ids in lists [n] of rows [start,
-        stop).
+        """For rows [start, stop), return the list lengths ([stop - start, lists]) and the ids in
+        lists ([n]).
         """
         types, path_of = self._manifest.part_types, self._manifest.file
         none = np.empty((0, len(self._manifest.lists)), dtype=types["lengths"].dtype)
@@ -128,8 +126,9 @@ class RowFiles:
         return np.concatenate(lengths), np.concatenate(values)
 
     def keys(self, start: int, stop: int) -> NDArray[np.int64] | None:
-        """Return the keys [stop - start, columns] of rows [start, stop), or None if no field has
-        keys."""
+        """Return the keys ([stop - start, columns]) of rows [start, stop), or None if no field has
+        keys.
+        """
         return self.part("keys", start, stop) if "keys" in self._manifest.part_types else None
 
     def part(self, name: str, start: int, stop: int) -> "NDArray[Any]":

@@ -1,4 +1,4 @@
-"""Verify the checksum of every file of a set, and the range of every value."""
+"""Verify the checksum of every file in a set, and the range of every value."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

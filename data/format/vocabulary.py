@@ -55,7 +55,7 @@ class Vocabulary:
         return kind(self.keys, self.ids, self.counts)
 
     def strings(self, places: slice | NDArray[np.int64] = slice(None)) -> list[str] | None:
-        """Return the original strings at the positions ``places`` in key order, or None if strings
+        """Return the original strings at ``places`` (positions in key order), or None if strings
         are not stored.
         """
         if self.string_ends is None or self.string_bytes is None:
@@ -115,7 +115,7 @@ def open_vocabularies(manifest: Manifest) -> dict[str, Vocabulary]:
 
 
 def vocabulary_files(manifest: Manifest) -> list[str]:
-    """Return the names of the files with vocabularies."""
+    """Return the names of the vocabulary files."""
     content = manifest.content.get("vocabulary") or {"fields": {}}
     return [
         part["file"] for entry in content["fields"].values() for _, part, *_ in array_files(entry)
@@ -129,8 +129,8 @@ def fetch_vocabularies(manifest: Manifest) -> None:
 
 
 def read_vocabulary(folder: Path, name: str, num_rows: int, entry: Mapping[str, Any]) -> Vocabulary:
-    """Open the vocabulary that ``entry`` of the manifest describes in the set in ``folder``; map
-    large arrays.
+    """Open a vocabulary of the set in ``folder``, given its manifest ``entry``; large arrays are
+    mapped.
     """
     arrays = {
         key: open_array(folder / part["file"], dtype, shape)
@@ -166,7 +166,7 @@ def verify_vocabulary(manifest: Manifest, name: str) -> None:
 
 
 def blocks(folder: Path, entry: Mapping[str, Any], *arrays: str) -> Iterator[list[NDArray[Any]]]:
-    """Yield blocks of consecutive values of the named arrays of a vocabulary."""
+    """Yield a vocabulary's named arrays in blocks of consecutive values."""
     files = {key: (folder / part["file"], dtype) for key, part, dtype, _ in array_files(entry)}
     total = entry["values"]
     for start in range(0, total, _BLOCK):

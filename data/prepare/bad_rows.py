@@ -81,7 +81,7 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
 
 
 def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
-    """Raise DataError if the label rule of the schema gives all rows the same label."""
+    """Raise DataError if all rows have the same label under the schema's label rule."""
     total = sum(piece.num_rows for piece in staged)
     positives = sum(piece.num_positives for piece in staged)
     if schema.label_rule is not None and positives in (0, total):
@@ -117,7 +117,7 @@ def bad_lines(staged: Sequence[StagedPiece], shown: int = 5) -> list[str]:
 
 
 def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]:
-    """Return advice about the schema that follows from the first bad lines, if any."""
+    """Return advice about the schema, derived from the first bad lines."""
     schema = options.schema
     examples = [example for piece in staged for example in piece.bad.examples]
     text = next((line for _, reason, line, _ in examples if _WRONG_NUMBER in reason), None)
@@ -172,7 +172,7 @@ _MIN_WORDS = 3
 
 def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
     """Return the column of a bad line's cell, and the rule in ``_FIXES`` that the cell breaks; both
-    are "" without such a rule.
+    are "" if there is no such rule.
     """
     _, reason, _, _ = example
     rule = next((rule for rule in _FIXES if f" {rule}" in reason), "")
@@ -196,8 +196,8 @@ def _columns_of_words(
 
 
 def _rule_for(cells: Sequence[str]) -> str:
-    """Return a label rule that gives ``cells`` both labels; for numbers, the rule is a comparison
-    with a number in the middle.
+    """Return a label rule under which ``cells`` have both labels; for numbers, the rule is a
+    comparison with a middle value.
     """
     numbers = {float(cell): cell for cell in cells if re.fullmatch(NUMBER, cell)}
     if not numbers or not re.fullmatch(NUMBER, cells[0]):

@@ -89,8 +89,8 @@ def _range(name: str, records: Sequence[Record]) -> dict[str, list[float]]:
 def _with_rare(
     entry: dict[str, Any], records: Sequence[Record], staged: Sequence[StagedPiece]
 ) -> dict[str, Any]:
-    """Add to a field's entry the numbers of lookups of the rare id and of dropped values in all
-    splits.
+    """Add to a field's entry the number of lookups of the rare id and the number of dropped values,
+    over all splits.
     """
     if entry["name"] in records[0]["rare"] and not entry.get("hashed"):
         entry = {**entry, "rare": sum(record["rare"][entry["name"]] for record in records)}
@@ -121,9 +121,7 @@ def like_options(manifest: Manifest) -> PrepareOptions:
 
 
 def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
-    """Return ``options`` with all options that affect ids and values replaced by those of
-    ``manifest``.
-    """
+    """Return ``options`` with all options that affect ids and values taken from ``manifest``."""
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(

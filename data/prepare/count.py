@@ -153,7 +153,7 @@ def build_vocabularies(
 
 @dataclass(frozen=True, slots=True)
 class _Parent:
-    """The location of a field's vocabulary in the set of ``like``, from which workers open it."""
+    """Where to find a field's vocabulary in the ``like`` set, so that workers can open it."""
 
     folder: Path
     num_rows: int
@@ -201,7 +201,7 @@ def _count(
 ) -> dict[str, tuple[int, int]]:
     """Count the values in the train rows of each group, and merge the counts by ranges of keys.
 
-    Return the number of ranges and the number of padding ids of each vocabulary.
+    Return, by vocabulary, the number of ranges and the number of padding ids.
     """
     _check_present(staged, folder)
     folder.mkdir(exist_ok=True)
@@ -252,8 +252,8 @@ def _check_present(staged: Sequence[StagedPiece], folder: Path) -> None:
 
 
 def _padding(group: Group, options: PrepareOptions) -> dict[str, int]:
-    """Return, by vocabulary, the number of missing ids with which the group's rows are padded in
-    fields with a fixed number of ids.
+    """Return, by vocabulary, how many missing ids pad the group's rows in fields with a fixed
+    number of ids.
     """
     padding: dict[str, int] = {}
     for column in (column for column in options.schema.many if column.fixed):

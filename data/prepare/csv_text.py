@@ -117,7 +117,7 @@ def _sort_out(
     text: bytes, num_columns: int, schema: Schema, bad: BadLines
 ) -> tuple[bytes, list[int], int]:
     """Return the concatenated good records, the line number at which each of them starts, and the
-    number of all records.
+    total number of records.
     """
     good: list[str] = []
     numbers: list[int] = []

@@ -90,7 +90,7 @@ def decompress_errors(path: object, suffix: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # bz2 errors have none
+        if isinstance(error, OSError) and error.errno is not None:  # bz2 errors have no errno
             raise
         raise DataError(
             f"{path}: the {FORMAT_NAMES[suffix]} file is truncated or damaged ({error}); get a "

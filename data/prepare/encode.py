@@ -50,7 +50,7 @@ class FieldIds:
     def lookup(
         self, keys: Keys, missing: NDArray[np.bool_] | None, checks: NDArray[np.uint32] | None
     ) -> NDArray[np.int32]:
-        """Return the ids int32 [n] of ``keys`` uint64 [n], or MISSING_ID where ``missing`` is
+        """Return the ids (int32 [n]) of ``keys`` (uint64 [n]), with MISSING_ID where ``missing`` is
         True.
         """
         ids = self._table.lookup(keys)
@@ -67,7 +67,7 @@ class RawKeys:
     def lookup(
         self, keys: Keys, missing: NDArray[np.bool_] | None, checks: object
     ) -> NDArray[np.int64]:
-        """Return the bits of ``keys`` [n] as int64, or MISSING_KEY where ``missing`` is True."""
+        """Return the bits of ``keys`` as int64 [n], with MISSING_KEY where ``missing`` is True."""
         bits = keys.astype(np.uint64).view(np.int64)
         if missing is not None:
             np.copyto(bits, np.int64(MISSING_KEY), where=missing)
@@ -139,8 +139,6 @@ def encode_all(
             advance(piece.num_rows)
     finally:
         cached_tables.clear()
-    for unfinished in folder.rglob("*.partial"):
-        unfinished.unlink()  # files that workers left when they died
     return records
 
 
@@ -204,7 +202,7 @@ class _PieceEncoder:
         self.parts: Parts = {**keys, **self._list_parts(), **self._side_parts()}
 
     def splits(self, start: int, total: int) -> NDArray[np.uint8]:
-        """Return each row's split, uint8 [rows].
+        """Return each row's split (uint8 [rows]).
 
         This piece comes after ``start`` of the ``total`` rows.
         """
@@ -352,8 +350,8 @@ class _PieceEncoder:
 def _matrix(
     values: pl.DataFrame, ids: "NDArray[Any]", num_rows: int, width: int
 ) -> "list[NDArray[Any]]":
-    """Return ``width`` columns [num_rows] of the ids or keys of a list column with a fixed number
-    of ids. Shorter lists are padded with the missing id or key.
+    """Return the ids or keys of a list column with a fixed number of ids, as ``width`` columns
+    ([num_rows] each). Shorter lists are padded with the missing id or key.
     """
     rows = values["row"].to_numpy()
     lengths = np.bincount(rows, minlength=num_rows)

@@ -40,7 +40,7 @@ class ColumnFacts:
     mark: str = ""
     """Separator of the values in a text cell of a list column"""
     longest: int = 0
-    """Number of values of the longest list"""
+    """Number of values in the longest list"""
     decimal: str = "."
     """Decimal separator of numbers in text"""
     forms: tuple[str, ...] = ()

@@ -30,7 +30,7 @@ class Moments:
     count: int
     mean: float
     std: float
-    """Standard deviation, or 1 if all values are equal, so that a standardized column is then 0
+    """Standard deviation, or 1 if all values are equal, so that a standardized column is 0
     everywhere
     """
 
@@ -64,7 +64,7 @@ class ExactSum:
         self._count += len(values)
 
     def merge(self, other: "ExactSum") -> None:
-        """Add the values of another sum."""
+        """Add the values in another sum."""
         self._count += other._count
         self._first += other._first
         self._second += other._second
@@ -161,7 +161,7 @@ def clipped(values: Values, column: DenseColumn) -> Values:
 
 class Fit:
     """Fits the constants of all columns. Parts of the rows can be added to separate objects and
-    merged. If a column needs quantiles, all values must be added twice, with a call of ``seek`` in
+    merged. If a column needs quantiles, all values must be added twice, with a call to ``seek`` in
     between.
     """
 

@@ -24,7 +24,7 @@ def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
 
 
 def with_string_keys(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
-    """Replace string columns by their keys, and add columns ``NAME__check`` with 32 more bits of
+    """Replace string columns with their keys, and add columns ``NAME__check`` with 32 more bits of
     the hash.
     """
     columns: list[pl.Series] = []

@@ -19,7 +19,7 @@ class ListValues(NamedTuple):
     """The values of a list column, and flags that mark the rows with each kind of fault."""
 
     values: pl.DataFrame
-    """Columns: ``row`` uint32 and ``key``; ``check`` and ``text`` for strings; ``weight`` for
+    """Columns: ``row`` (uint32) and ``key``; ``check`` and ``text`` for strings; ``weight`` for
     weighted lists
     """
     misfits: pl.Series

@@ -35,7 +35,7 @@ class PrepareOptions:
     hash_sizes: tuple[tuple[str, int], ...] = ()
     """Number of table rows of each hashed field, which has no vocabulary"""
     keys: tuple[str, ...] = ()
-    """Fields for which rows contain 64-bit keys instead of ids of a vocabulary"""
+    """Fields for which rows contain 64-bit keys instead of vocabulary ids"""
     seed: int = 7
     piece_bytes: int = 32 << 20
     """Bytes of text per piece, which ``sized_for`` doubles, up to 128 MiB, until there are at most
@@ -44,7 +44,7 @@ class PrepareOptions:
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int | None = 2
-    """Maximum number of concurrent tasks, by default one for each CPU of the engine"""
+    """Maximum number of concurrent tasks; by default, one per CPU that the engine can use"""
     engine: EngineOptions = field(default_factory=EngineOptions)
     """Where tasks run; this does not affect the set"""
     like: InputPath | None = None
@@ -66,7 +66,7 @@ class PrepareOptions:
 
     @property
     def numbers(self) -> tuple[DenseColumn, ...]:
-        """Return every dense column of the input. Columns without a transform get the default
+        """Return every dense column of the input. Columns without a transform use the default
         transform.
         """
         columns = (self.schema.dense_column(name) for name in self.schema.dense)
@@ -95,7 +95,7 @@ class PrepareOptions:
         return self.keep_strings and (self.like is None or self.grow)
 
     def kind(self, field_name: str) -> Kind | None:
-        """Return the kind of the values of a field, or None for a cross or a bucketed column."""
+        """Return the kind of values in a field, or None for a cross or a bucketed column."""
         names = self.schema.sparse
         return self.schema.kind(field_name) if field_name in names else None
 

@@ -121,7 +121,7 @@ def _shape_fits(text: bytes, num_lines: int, schema: Schema) -> bool:
 
 
 def _dense_fits(text: bytes, schema: Schema) -> bool:
-    """Return whether no dense cell contains blanks or tabs that Polars would wrongly accept. The
+    """Return True unless a dense cell contains blanks or tabs that Polars would wrongly accept. The
     cells are read as text only in the rare case that the piece contains a blank, or a tab that is
     not a separator.
     """
@@ -181,8 +181,8 @@ def _sort_out(lines: list[bytes], schema: Schema) -> tuple[bytes, BadLines]:
 
 
 def _fault(line: bytes, schema: Schema) -> tuple[str, str] | None:
-    """Return why a line is bad, and its bad cell, or "" if no single cell is bad; return None for a
-    good line.
+    """Return None for a good line, or else the reason that the line is bad and its bad cell ("" if
+    no single cell is bad).
 
     The check of a single line is strict but slow.
     """

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import polars as pl
 
 BLANK = "blank line"
-"""The reason of skipped blank lines, which do not count as bad lines because no row is lost"""
+"""The reason for skipping blank lines, which do not count as bad lines because no row is lost"""
 _SHOWN_CHARS = 80
 _SHOWN_LINES = 5
 
@@ -16,7 +16,9 @@ class BadLines:
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[tuple[int, str, str, str]] = field(default_factory=list)
-    """Number, reason, text and bad cell of the first few bad lines; the cell may be unknown ("")"""
+    """Line number, reason, text, and bad cell of the first few bad lines; the cell may be unknown
+    ("")
+    """
 
     @property
     def total(self) -> int:
@@ -46,9 +48,9 @@ class Piece:
     num_lines: int
     bad: BadLines
     lists: dict[str, pl.DataFrame] = field(default_factory=dict)
-    """Frames by list column with columns ``row`` uint32, ``key`` (null for an empty element), and,
-    if needed, ``check`` and ``weight``. In ``frame``, the column of the same name contains the
-    number of values of each row.
+    """Frames by list column with columns ``row`` (uint32), ``key`` (null for an empty element),
+    and, if needed, ``check`` and ``weight``. In ``frame``, the column of the same name contains the
+    number of values in each row.
     """
     cut: dict[str, int] = field(default_factory=dict)
     """Number of values dropped because a row had more than the maximum, by list column"""

@@ -110,11 +110,13 @@ def _build(
     like: Manifest | None,
     engine: Engine,
 ) -> None:
-    """Build the set in ``work/set`` from results that exist and from new results."""
+    """Build the set in ``work/set`` from existing and new results."""
     states, sources = [written(source.path) for source in inputs], inputs
     inputs = list(engine.run(partial(fetch_table, work=work), inputs))
     num_bytes = sum(source.num_bytes for source in inputs)
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05) as bar:
+    with tqdm(
+        total=num_bytes, unit="B", unit_scale=True, desc="parse", smoothing=0.05, disable=None
+    ) as bar:
         staged = stage_inputs(
             inputs, options, work, engine, lambda size: _advance(bar, _SHARE["parse"] * size)
         )
@@ -219,7 +221,7 @@ def _finish(
     try:
         jobs = [(split, at) for split in SPLITS for at in range(len(manifest.shards(split)))]
         jobs += [("", name) for name in vocabulary_names(manifest)]
-        for _ in engine.run(partial(_verify, folder=folder), jobs):
+        for _ in engine.run(partial(_verify, key=(folder, manifest.fingerprint)), jobs):
             pass
     except DataError as error:
         raise DamagedWork(str(error)) from error
@@ -230,12 +232,18 @@ def _finish(
         write_manifest(folder, {**content, "stats": stats})
 
 
-_cached_manifest = Cached(load_manifest)
+def _manifest(key: tuple[Path, str]) -> Manifest:
+    return load_manifest(key[0])
 
 
-def _verify(job: tuple[str, Any], *, folder: Path) -> None:
-    """Verify the shard (split, index) or the vocabulary ("", name) of the set in ``folder``."""
-    (split, which), manifest = job, _cached_manifest(folder)
+_cached_manifest = Cached(_manifest)
+
+
+def _verify(job: tuple[str, Any], *, key: tuple[Path, str]) -> None:
+    """Verify the shard (split, index) or the vocabulary ("", name) of the set with the folder and
+    fingerprint ``key``. A cluster's worker may have cached an earlier set in this folder.
+    """
+    (split, which), manifest = job, _cached_manifest(key)
     if split:
         verify_shard(manifest, manifest.shards(split)[which])
     else:
@@ -255,6 +263,9 @@ def _was_published(options: PrepareOptions, plan: str) -> bool:
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
     """Move the finished set to the output, where an existing set stays in place until then."""
     if (work / "set").exists():
+        for unfinished in (work / "set").rglob("*.partial"):
+            # A worker that died left this file, or one that runs a copy of a task still writes it.
+            unfinished.unlink(missing_ok=True)
         (work / _PUBLISHING).touch()
         if options.output.exists():
             os.replace(options.output, work / "replaced")

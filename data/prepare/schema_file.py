@@ -41,8 +41,8 @@ def read_schema(source: Path | Mapping[str, Any]) -> Schema:
     """Read a schema from a YAML file or a mapping; docs/data.md documents the keys.
 
     ``columns`` lists the columns in file order (by default: label, dense, sparse, and other
-    columns); columns without a use are skipped. Raises ConfigError for an invalid value, naming its
-    key, the value, and the rule.
+    columns); columns without a use are skipped. Raises ConfigError for an invalid value; the
+    message names its key, the value, and the rule.
     """
     key, raw = "schema", cast("object", source)
     if isinstance(source, Path):
@@ -298,7 +298,7 @@ def _is_float32(value: object) -> bool:
 
 
 def schema_from(content: Mapping[str, Any]) -> Schema:
-    """Return the schema in a manifest, where ``asdict`` has written it."""
+    """Return the schema that ``asdict`` has written to a manifest."""
     raw = dict(content)
     many = tuple(ListColumn(**entry) for entry in raw.pop("many", ()))
     numbers = tuple(

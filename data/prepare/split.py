@@ -56,7 +56,7 @@ class SplitRule:
             raise ConfigError(f"--split: {self.times[0]} is after {self.times[1]}; swap them")
 
     def of_times(self, times: NDArray[np.int64], kind: str) -> NDArray[np.uint8]:
-        """Return the splits, uint8 [n] (0 train, 1 val, 2 test), of ``times`` int64 [n]."""
+        """Return the splits of ``times`` (int64 [n]) as uint8 [n]: 0 train, 1 val, 2 test."""
         return np.searchsorted(self._moments(kind), times, side="right").astype(np.uint8)
 
     def _moments(self, kind: str) -> tuple[int, int]:
@@ -71,13 +71,13 @@ class SplitRule:
         return round(num_rows * train), round(num_rows * (train + val))
 
     def check_files(self, names: Sequence[str]) -> None:
-        """Raise ConfigError if a pattern gets no file, or if no file remains for train."""
+        """Raise ConfigError if no file goes to a pattern, or if no file remains for train."""
         used = {self._pattern_of(name) for name in names}
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
                     if (split, pattern) not in used]:  # fmt: skip
             raise ConfigError(
-                f"--split: {idle[0]} gets none of the files {', '.join(names[:8])} (the first "
-                f"matching pattern gets a file); write {_EXAMPLES}"
+                f"--split: none of the files {', '.join(names[:8])} go to {idle[0]} (each file "
+                f"goes to the first pattern that matches it); write {_EXAMPLES}"
             )
         if self.patterns and None not in used:
             raise ConfigError(
@@ -85,8 +85,8 @@ class SplitRule:
             )
 
     def check_train(self, num_rows: int, num_train: int | None = None) -> None:
-        """Raise ConfigError if train gets none of ``num_rows`` rows. ``num_train`` is needed unless
-        the split is by ``time``.
+        """Raise ConfigError if none of ``num_rows`` rows are in train. ``num_train`` is needed
+        unless the split is by ``time``.
         """
         if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
             raise ConfigError(
@@ -95,8 +95,8 @@ class SplitRule:
             )
 
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
-        """Return the splits of the rows of a piece, uint8 [num_rows]: 0 train, 1 val, 2 test. In a
-        split by ``time``, which is decided later, all rows are 0.
+        """Return the split of each of a piece's rows (uint8 [num_rows]): 0 train, 1 val, 2 test. In
+        a split by ``time``, which is decided later, all rows are 0.
         """
         if self.kind == "ratio":
             draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num_rows) / 2.0**64

@@ -52,8 +52,8 @@ def stage_inputs(
     engine: Engine,
     advance: Advance,
 ) -> tuple[StagedPiece, ...]:
-    """Stage all pieces as tasks on the engine. Raises an error for too many bad lines or an empty
-    train split.
+    """Stage all pieces as tasks on the engine. Raises DataError for too many bad lines, and
+    ConfigError for an empty train split.
     """
     for name in ("stage", "encoded"):
         (work / name).mkdir(exist_ok=True)

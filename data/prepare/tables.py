@@ -23,7 +23,7 @@ def _scan(path: Path) -> pl.LazyFrame:
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of rows of a file, read from its footer. Raises DataError if the file is
+    """Return the number of rows in a file, as stated in its footer. Raises DataError if the file is
     damaged.
     """
     try:

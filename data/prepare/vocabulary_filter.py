@@ -42,8 +42,8 @@ class FilteredVocabulary:
     rare: int
     rare_values: int
     collisions: int
-    """Number of keys that several strings in train share; all but one of these strings get the rare
-    id
+    """Number of keys that several strings in train share; all but one of these strings are mapped
+    to the rare id
     """
     grown: dict[str, int]
     """Numbers of added values, and of the spare ids used for them; empty without ``--grow``"""
@@ -64,8 +64,8 @@ class FilteredVocabulary:
         return {**counts, **{key: value for key, value in optional.items() if value}}
 
     def lookups(self) -> Counts:
-        """Return the lookups in train int64 [num_rows] for a vocabulary that is not from an
-        existing set.
+        """Return how often train looks up each row (int64 [num_rows]), for a vocabulary that is not
+        from an existing set.
         """
         out = np.zeros(self.num_rows, dtype=np.int64)
         out[MISSING_ID], out[RARE_ID] = self.missing, self.rare
@@ -152,8 +152,8 @@ def _new(
 def grow(
     parent: Vocabulary, counted: FieldCounts, min_count: int, seed: int
 ) -> tuple[Vocabulary, dict[str, int]]:
-    """Add values with at least ``min_count`` lookups to a vocabulary; the values get spare ids
-    first, and then new rows.
+    """Add values with at least ``min_count`` lookups to a vocabulary; the values are assigned spare
+    ids first, and then new rows.
 
     Existing ids do not change. New ids are assigned by a seeded permutation. The lookups in
     ``counted`` are added to the counts.
@@ -186,8 +186,8 @@ def grow(
 
 
 def _skew(vocabulary: Vocabulary) -> float:
-    """Return the ratio of the maximum to the mean number of lookups of eight equal parts of the
-    rows.
+    """Divide the rows into eight equal parts; return the maximum number of lookups per part,
+    divided by the mean.
     """
     loads = np.zeros(vocabulary.num_rows, dtype=np.int64)
     loads[vocabulary.ids] = vocabulary.counts

@@ -43,8 +43,8 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
-    """Return the record of a result, or None if the result is unfinished, so that its record is
-    missing or invalid.
+    """Return the record of a result, or None if the record is missing or invalid: the result is
+    then unfinished.
     """
     try:
         raw = read_json(path)

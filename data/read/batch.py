@@ -31,11 +31,11 @@ class Batch:
     """[b, dense] float32"""
     ids: Ids
     """[b, columns] int32, or int64 for a set with keys, with the fields in the order of
-    ``Manifest.fixed``. For a set with ragged fields, a ``BatchIds`` of this matrix and of the lists
-    of the fields ``Manifest.lists``, sample by sample
+    ``Manifest.fixed``. For a set with ragged fields, a ``BatchIds`` with this matrix and the lists
+    of the fields in ``Manifest.lists``, sample by sample
     """
     batch_size: int
-    """Number of rows of the global batch, over all ranks"""
+    """Number of rows in the global batch, over all ranks"""
     step: int
     """Number of the batch's step within the epoch"""
     cursor: Cursor
@@ -46,8 +46,8 @@ class Batch:
     weights: Tensor | None = None
     """[b] float32 with mean 1 over train, or None for a set without sample weights"""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """The non-feature columns of the set: ``group``, ``time`` and ``row_key`` [b] int64 (a uint64
-    group is stored as its bits), and ``labels`` [b, additional labels] float32
+    """The non-feature columns of the set: ``group``, ``time``, and ``row_key`` (int64 [b]; a uint64
+    group is stored as its bits), and ``labels`` (float32 [b, additional labels])
     """
 
 
@@ -56,11 +56,11 @@ class Loader(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps of a whole epoch, which is the same on all ranks."""
+        """Return the number of steps in a whole epoch, which is the same on all ranks."""
         ...
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Yield the batches of the epoch, or the remaining batches after a restored state."""
+        """Yield the batches of the epoch or, after a state was restored, the remaining batches."""
         ...
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
@@ -70,5 +70,5 @@ class Loader(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Restore ``state``, from which the next call of ``epoch`` continues."""
+        """Restore ``state``, from which the next call to ``epoch`` continues."""
         ...

@@ -39,7 +39,7 @@ that take as long as copying 1 or 2 MB.
 
 
 class Block(NamedTuple):
-    """The ``words`` [n] of consecutive batches. ``sizes`` contains the number of rows of each
+    """The ``words`` [n] of consecutive batches. ``sizes`` contains the number of rows in each
     batch.
     """
 
@@ -108,8 +108,8 @@ class BlockReader:
 
     @property
     def max_rows(self) -> int:
-        """Return the maximum number of rows of a block with several batches, or 0 if lists allow
-        only one batch per block.
+        """Return the maximum number of rows in a block of several batches, or 0 if lists allow only
+        one batch per block.
         """
         return 0 if self._lists else BLOCK_BYTES // (4 * self._row_words)
 
@@ -180,7 +180,7 @@ class BlockReader:
         self._crosses.fill(ids[:, : self._num_stored], ids[:, self._num_stored :])
 
     def split(self, words: Tensor, sizes: tuple[int, ...]) -> list[BatchColumns]:
-        """Return the columns of each batch in a block [n] int32, as views."""
+        """Return the columns of each batch in a block (int32 [n]), as views."""
         whole = self._split(words, sum(sizes))
         return [whole] if len(sizes) == 1 else _batches(whole, sizes)
 

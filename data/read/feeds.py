@@ -161,8 +161,8 @@ def dali_feed(
     sizes: deque[tuple[int, ...]] = deque()
     """The batch sizes of the blocks that are in the DALI pipeline"""
     source = [blocks]
-    """The iterator of blocks, which is removed at the end, because it would otherwise live until
-    the garbage collection of the reference cycle of DALI's operators and ``next_block``
+    """The iterator of blocks, which is removed at the end, because a reference cycle between DALI's
+    operators and ``next_block`` would otherwise keep it alive until garbage collection
     """
     del blocks
 

@@ -70,20 +70,21 @@ class RowLoader:
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
-        """Number of the current read; iterators of earlier reads are not valid anymore"""
+        """Number of the current read; iterators of earlier reads are no longer valid"""
         self._is_closed = False
         self._threads = Threads()
 
     @property
     def num_steps(self) -> int:
-        """Return the number of steps of a whole epoch, which is the same on all ranks."""
+        """Return the number of steps in a whole epoch, which is the same on all ranks."""
         return self._num_steps(0)
 
     @property
     def num_dropped_rows(self) -> int:
         """Return the number of rows at the end of the epoch that ``tail="drop"`` drops.
 
-        After a restored state with another batch size, steps start at the cursor instead of row 0.
+        If the restored state has a different batch size, steps start at the cursor instead of at
+        row 0.
         """
         left = self._rows.num_rows - self._cursor
         return {"drop": left % self._batch_size, "keep": 0}[self._tail]
@@ -237,9 +238,9 @@ class RowLoader:
         return {"split": self._split, "shuffle": self._shuffle, "seed": self._seed}
 
     def state_dict(self, cursor: Cursor | None = None) -> State:
-        """Return the epoch, the row cursor, and all values that determine the rows. The default
-        ``cursor`` is after the last delivered batch. A run that takes batches ahead of training
-        must pass the ``cursor`` of the last batch that it has trained on.
+        """Return the epoch, the row cursor, and all values that determine the rows. By default,
+        ``cursor`` is the position after the last delivered batch. A run that takes batches ahead of
+        training must pass the ``cursor`` of the last batch that it has trained on.
         """
         epoch, row = (self._epoch, self._cursor) if cursor is None else cursor
         manifest = self._manifest
@@ -251,8 +252,8 @@ class RowLoader:
         return self.state_dict(batch.cursor)
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Continue from ``state``. Raises DataError if the state was saved with other rows or
-        another split, seed, or shuffle.
+        """Continue from ``state``. Raises DataError if the state was saved with different rows or a
+        different split, seed, or shuffle.
         """
         self._check_open("load_state_dict")
         wanted = self._identity()
@@ -279,7 +280,7 @@ class RowLoader:
         self._read += 1
 
     def close(self) -> None:
-        """End the reader threads and release the maps. A closed loader cannot be used anymore."""
+        """End the reader threads and release the maps. A closed loader can no longer be used."""
         self._is_closed = True
         self._read += 1
         self._threads.close()
@@ -324,7 +325,7 @@ def open_loader(
     """Open one split for one rank.
 
     ``batch_size`` is the global batch size. With ``tail="keep"``, a short last batch is delivered,
-    in which some ranks may get no rows. With ``tail="drop"``, a short last batch is dropped, and
+    in which some ranks may have no rows. With ``tail="drop"``, a short last batch is dropped, and
     its number of rows is logged. ``crosses`` are computed from the set's columns, and come after
     these columns in ``Batch.ids``. The order of rows is the same for both backends; ``auto``
     selects DALI if it is installed. At most ``max_maps`` files of each kind are mapped into memory;

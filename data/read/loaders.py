@@ -22,7 +22,7 @@ def open_loaders(
     crosses: Sequence[HashedColumn] = (),
 ) -> dict[str, RowLoader]:
     """Return the loaders by split. Only ``train`` is shuffled or may drop its tail. Raises
-    ConfigError if train has no labels or gives no batch.
+    ConfigError if train has no labels or has too few rows for a batch.
     """
     if not manifest.labelled:
         raise ConfigError(

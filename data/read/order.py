@@ -2,8 +2,8 @@
 
 World size, rank, batch size and backend do not affect the order, so a row cursor is the complete
 state of a read. Shuffling permutes runs of consecutive rows over the whole split. All runs have the
-same length, which depends on the kind of shuffling. The order is computed on request by
-``data.read.permutation``, instead of stored.
+same length, which depends on the kind of shuffling. The order is not stored;
+``data.read.permutation`` computes it on request.
 """
 
 from collections.abc import Sequence
@@ -69,9 +69,7 @@ class RowOrder:
         return before if position < first + rows else (position - rows) // self._run_rows + 1
 
     def runs_of(self, ranges: Sequence[tuple[int, int]]) -> Runs:
-        """Return the runs of the rows at all of these ranges of positions, one range after
-        another.
-        """
+        """Return the runs of the rows at several ranges of positions, one range after another."""
         joined = [ranges[0]]
         for start, stop in ranges[1:]:
             if start == joined[-1][1]:

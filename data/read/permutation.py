@@ -33,7 +33,9 @@ class Permutation:
         self._keys = np.random.SeedSequence(key).generate_state(rounds, np.uint64)
 
     def __call__(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the images [n] of indices [n] in range(size). Indices may repeat."""
+        """Return the images ([n]) of ``index`` ([n]), whose values are in range(size) and may
+        repeat.
+        """
         image = self._rounds(index.astype(np.uint64))
         # Fewer than 2 * side positions of the square are outside of range(size), so only a few
         # indices need another pass.

@@ -190,8 +190,8 @@ class _Refinement:
         self._order, self._edges, self._before = _deal(mass, child.masses())
 
     def __call__(self, ranks: Ranks, draw: Floats) -> Ranks:
-        """Return ranks of the generated column for rows whose ranks of C11 are ``ranks``, given
-        random numbers ``draw``.
+        """Return ranks of the generated column for rows whose C11 ranks are ``ranks``, given random
+        numbers ``draw``.
         """
         owner = self._parent(ranks)
         low, high = self._before[owner], self._before[owner + 1]

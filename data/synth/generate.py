@@ -70,7 +70,7 @@ class IdMaps:
             self._ids[name] = assign_ids(counts, reserved, options.seed, name)
 
     def num_rows(self, name: str) -> int:
-        """Return the number of rows of a field's table."""
+        """Return the number of rows in a field's table."""
         return len(self._ids[name]) + NUM_RESERVED_IDS
 
     def hot_of(self, name: str) -> Hot:
@@ -85,8 +85,8 @@ class IdMaps:
         return tuple(name for name in self.names if len({*self.hot_of(name)}) > 1)
 
     def lengths(self, rows: Rows, name: str, block: int) -> NDArray[np.int64]:
-        """Return the number of ids of a ragged field in each row of a block, which depends only on
-        the row number.
+        """Return the number of ids that each row of a block has in a ragged field; it depends only
+        on the row number.
         """
         least, most = self.hot_of(name)
         numbers = np.arange(BLOCK_ROWS, dtype=np.uint64) + np.uint64(block * BLOCK_ROWS)
@@ -296,8 +296,8 @@ def make_rows(
 def _lists(
     maps: IdMaps, rows: Rows, block: int, first: int, last: int
 ) -> tuple[NDArray[np.int64], "NDArray[Any]"]:
-    """Return the list lengths [rows, lists] and the ids in lists [n] of rows [first, last) of a
-    block, ordered by row.
+    """For rows [first, last) of a block, return the list lengths ([rows, lists]) and the ids in
+    lists ([n]), ordered by row.
     """
     names = maps.ragged
     lengths = np.stack([maps.lengths(rows, name, block)[first:last] for name in names], axis=1)

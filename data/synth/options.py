@@ -18,8 +18,8 @@ MLPERF_HOT = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 
 """Ids per row of C1..C26 in MLPerf DLRMv2 (facebookresearch/dlrm, torchrec_dlrm README)"""
 
 Hot = tuple[int, int]
-"""Minimum and maximum number of ids per row; if the two are equal, ids are stored in words, else in
-lists
+"""Minimum and maximum number of ids per row; if the two are equal, ids are stored in words;
+otherwise, in lists
 """
 
 

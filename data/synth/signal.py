@@ -16,9 +16,7 @@ ID_TERMS = ("C2", "C5", "C7", "C10", "C13", "C14", "C17", "C18", "C24", "C26")
 CROSS_TERMS = (("C1", "C2"),)
 DENSE_TERMS = {"I5": -1.0, "I6": -1.0, "I7": 1.0, "I11": 1.0, "I13": -1.0}
 MISSING_TERMS = {"I1": -1.0, "I5": -1.0, "I6": -1.0, "C3": 1.0}
-"""Weights of columns; their signs are those of the effects on the click rate, measured on real
-rows
-"""
+"""Weights of columns, with the signs of their effects on the click rate of real rows"""
 SHARES = {"ids": 0.55, "crosses": 0.15, "dense": 0.25, "missing": 0.05}
 """Shares of the logit's variance by kind of term; the terms of a kind have equal shares"""
 PRODUCT_TERMS = (("C2", "C14"), ("C5", "C18"), ("C10", "C17"))
@@ -141,9 +139,9 @@ def _mean_and_std(name: str, blocks: list[Rows]) -> tuple[float, float]:
 
 
 def _weights(raw: Floats, products: float) -> Floats:
-    """Return weights of the terms that give each kind its share of the variance.
+    """Return weights of the terms, so that each kind has its share of the variance.
 
-    Products get their share of the total variance, and the other kinds divide the rest.
+    Products have their share of the total variance, and the other kinds divide the rest.
     """
     sizes = {
         "ids": len(ID_TERMS),
@@ -161,8 +159,8 @@ def _weights(raw: Floats, products: float) -> Floats:
 
 
 def _calibrate(logits: Floats, ctr: float, auc: float) -> tuple[float, float]:
-    """Return the offset and scale, found by bisection, that give the requested click rate and best
-    AUC.
+    """Return the offset and scale, found by bisection, that produce the requested click rate and
+    best AUC.
     """
     counts, edges = np.histogram(logits, bins=_BINS)
     middles = (edges[1:] + edges[:-1]) / 2

@@ -95,7 +95,7 @@ class Tail:
         return np.minimum(places, self.size - 1, out=places)
 
     def _fill(self, places: Ranks, tail: NDArray[np.int64], mass: Floats) -> None:
-        """In ``places``, replace the numbers of segments at the indices ``tail`` by ranks."""
+        """At the indices ``tail`` of ``places``, replace segment numbers with ranks."""
         which = np.minimum(places[tail], len(self.bounds) - 1)
         for index, segment in enumerate(self.segments, start=len(self.head)):
             chosen = np.flatnonzero(which == index)

@@ -41,7 +41,7 @@ MOST_SAMPLES = 100_000
 class Settings:
     """Limits on the duration and the size of a calibration.
 
-    ``seconds`` limits the whole calibration. ``most_rows`` is the maximum number of rows of a
+    ``seconds`` limits the whole calibration. ``most_rows`` is the maximum number of rows in a
     table. Each plan runs ``steps`` steps in each of ``rounds`` rounds.
     """
 
@@ -131,7 +131,7 @@ class Journal:
 
 
 def calibrate(boxing: Boxing, settings: Settings, journal_path: Path) -> Profile | None:
-    """Measure plans of random tasks, and return a fitted profile on rank 0, else None."""
+    """Measure plans of random tasks; return a fitted profile on rank 0, and None on other ranks."""
     world, start = boxing.world, time.monotonic()
     facts = _facts(boxing, settings)
     journal = Journal(journal_path, facts) if world.rank == 0 else None

@@ -68,8 +68,8 @@ class Rows:
 
 
 def drawing() -> str:
-    """Return a digest of the sampling method; with another method, a number gives another
-    sample.
+    """Return a digest of the sampling method; a different method generates a different sample for
+    the same number.
     """
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 

@@ -88,7 +88,7 @@ def fit(
 
 
 def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Floats:
-    """Return [2, F] ms per count of a rank's work and of its transfers.
+    """Return the ms per count of a rank's work and of its transfers, [2, F].
 
     Which ranks are busiest depends on the prices, so the fit is repeated with the busiest ranks of
     the previous fit. An infinite ``shrinkage`` keeps the ratios of the constants.

@@ -104,12 +104,12 @@ def measure_in_turns(
     rounds: int = 3,
     steps: int = 6,
 ) -> list[list[float]]:
-    """Return the ms of a step of each plan in each round, [plans][rounds].
+    """Return the step time of each plan in each round, in ms, as [plans][rounds].
 
     The plans of a task alternate, so drift over minutes affects all of them equally. Each round
     uses a different order, because the state of the caches depends on the previous plan. A step's
     time is that of the slowest rank, and a round's time is the lower quartile of its steps. Every
-    rank must call this function, and all get the same result.
+    rank must call this function; all ranks return the same result.
     """
     batches = draw_batches(sample, boxing.world.rank, 2, boxing.world.device)
     turns = [_Turn(boxing, sample, plan, batches) for plan in plans]

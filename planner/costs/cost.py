@@ -35,8 +35,8 @@ class Prediction:
 
 
 class TaskCost:
-    """Prices the plans of a task with a profile. ``prices`` [F, 3] has the ms of work, the ms of
-    transfers, and the bytes per count.
+    """Prices the plans of a task with a profile. ``prices`` [F, 3] contains, per count, the ms of
+    work, the ms of transfers, and the bytes.
     """
 
     def __init__(self, profile: Profile, task: Task) -> None:

@@ -39,7 +39,7 @@ class IdStats(IdCurve):
 
 def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample: float) -> IdStats:
     """Compute statistics from groups of equally frequent rows: the ``rows[i]`` rows of group i
-    together get lookups in proportion to ``mass[i]``.
+    together receive lookups in proportion to ``mass[i]``.
 
     ``mass`` does not need to sum to 1. ``curve_of`` computes the number of rows that a batch
     touches.
@@ -84,8 +84,8 @@ def _fractions(values: Sequence[float] | Floats) -> tuple[float, ...]:
 
 
 def _up_to(edges: Floats, means: Floats) -> Floats:
-    """Return [means, edges + 1] Poisson probabilities of values up to each edge; the last column is
-    1.
+    """Return the Poisson probabilities of values up to each edge, [means, edges + 1]; the last
+    column is 1.
     """
     k = torch.from_numpy(np.maximum(edges, 0.0) + 1.0)
     at_most = torch.special.gammaincc(k[None, :], torch.from_numpy(means)[:, None]).numpy()
@@ -94,8 +94,8 @@ def _up_to(edges: Floats, means: Floats) -> Floats:
 
 
 def zipf_mandelbrot(num_rows: int, s: float, q: float, ids_per_sample: float) -> IdStats:
-    """Compute statistics of a table whose row k (1 to ``num_rows``) gets lookups in proportion to
-    (k + q) ** -s.
+    """Compute statistics of a table whose row k (1 to ``num_rows``) receives lookups in proportion
+    to (k + q) ** -s.
     """
     edges = np.unique(np.geomspace(1, num_rows + 1, 120).astype(np.int64))
     rows = np.diff(edges).astype(np.float64)

@@ -50,7 +50,7 @@ class Link:
     between_call_ms: Price = 0.0
 
     def byte_ms(self, world_size: int) -> float:
-        """Return the ms per byte if a rank sends evenly to all others, using both kinds of link at
+        """Return the ms per byte if a rank sends evenly to all others, over both kinds of links at
         once.
         """
         near, far = self._shares(world_size)
@@ -86,7 +86,9 @@ class Link:
 
 
 def partners(world_size: int) -> float:
-    """Return how many latencies a collective costs: one per partner, growing slowly above 8."""
+    """Return the latency of a collective relative to one partner; above 8 partners, it grows
+    slowly.
+    """
     rounds = max(world_size - 1, 0)
     return rounds if rounds < 8 else 8 + math.log2(rounds / 8)
 
@@ -114,7 +116,7 @@ class Profile:
         return next(device for device, backend in BACKENDS.items() if backend == self.backend)
 
     def prices(self, world_size: int) -> Floats:
-        """Return [F, 2] ms per count of a rank's work and of its transfers.
+        """Return the ms per count of a rank's work and of its transfers, [F, 2].
 
         Raises ConfigError for several ranks if the profile was measured on one rank, because such a
         profile has no transfer times.
@@ -181,8 +183,8 @@ def load(path: Path) -> Profile:
 
 
 def _from_tree(tree: Mapping[str, Any]) -> Profile:
-    """Build a profile from a JSON tree; raise ConfigError, naming the key, if the tree is
-    invalid.
+    """Build a profile from a JSON tree; if it is invalid, raise ConfigError with the name of the
+    key.
     """
     if tree.get("format") != FORMAT:
         raise ConfigError(f"format is {brief(tree.get('format'))}; this version reads {FORMAT}")

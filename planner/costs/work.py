@@ -30,8 +30,8 @@ class ShapeCost:
 
 
 def base_work(task: Task) -> Floats:
-    """Return the counts [F] of every rank without tables: the rank's samples, dense part, and
-    ids.
+    """Return the counts [F] that every rank has before tables are added: its samples, dense part,
+    and ids.
     """
     samples = task.batch_size / task.world_size
     ids = sum(

@@ -5,16 +5,16 @@ Source: RecSys'24 paper; NVIDIA-Merlin/HugeCTR 2f2016f, ``hugectr/sharding/plann
 ``generate_plan.py``. A rank's cost is a weighted sum of its shards' lookups and traffic. Shards are
 placed in order of descending cost on the cheapest rank with enough memory, but two shards of one
 table are never placed on the same rank. Then the table of the most expensive shard is cut in two by
-rows or by columns, depending on which cut gives the lower maximum, and all shards are placed again,
-at most 20 times. The planner returns the best of these plans and of the plan with all tables cut by
-rows over all ranks. Each group of tables is copied to all ranks, exchanges partial sums, or
-exchanges distinct rows.
+rows or by columns, depending on which cut leads to the lower maximum, and all shards are placed
+again, at most 20 times. The planner compares these plans with a plan that cuts all tables by rows
+over all ranks, and returns the best. Each group of tables is copied to all ranks, exchanges partial
+sums, or exchanges distinct rows.
 
 Differences: Two branches of the source choose the wrong cut if only one cut is possible; here they
 are fixed. The weights, which are chosen by hand in the source, come from this machine's prices. The
 two thresholds that select the copied and the distinct-row tables, also chosen by hand in the
-source, are chosen by price from a grid of nine points, which gives better plans than the defaults.
-Tables with both row and column parts are placed on a grid of ranks.
+source, are chosen by price from a grid of nine points, which leads to better plans than the
+defaults. Tables with both row and column parts are placed on a grid of ranks.
 """
 
 from itertools import product

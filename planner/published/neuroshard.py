@@ -97,7 +97,7 @@ class NeuroShard:
             return _Beam(self, setting).run()
 
     def compute_of(self, parts: "_Parts", sets: Sequence[Sequence[int]]) -> Floats:
-        """Return [sets] ms of the compute of each set of parts."""
+        """Return the compute time of each set of parts, in ms, [sets]."""
         longest = max(1, *map(len, sets))
         features = torch.zeros(len(sets), longest, len(WITHOUT_SIZE))
         present = torch.zeros(len(sets), longest)

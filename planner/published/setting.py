@@ -59,7 +59,9 @@ class Setting:
 
     @cached_property
     def whole_option(self) -> tuple[int, ...]:
-        """Return each table's option for a whole table on one rank; raise PlanError without one."""
+        """Return each table's option that stores the table whole on one rank; raise PlanError if it
+        has none.
+        """
         numbers: list[int] = []
         for name, options in zip(self.problem.names, self.problem.options, strict=True):
             number = option_number(options, self._whole_shape)
@@ -85,8 +87,8 @@ class Setting:
 
     @cached_property
     def room_bytes(self) -> Floats:
-        """Return the bytes [ranks] that the fixed memory of a plan with whole tables leaves for
-        tables.
+        """Return the bytes [ranks] that remain for tables, after the fixed memory of a plan with
+        whole tables.
         """
         home = sum(
             (self.problem.options[t][n].home for t, n in enumerate(self.whole_option)),

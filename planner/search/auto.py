@@ -1,7 +1,7 @@
 """Runs the whole search: seeds, local search from the best seeds, and a final descent.
 
 By the model's prices, the result is at least as good as every seed, and moving a single table would
-not improve it. The same problem, seed, and number of insertions give the same plan, because no
+not improve it. The same problem, seed, and number of insertions lead to the same plan, because no
 budget counts seconds.
 """
 

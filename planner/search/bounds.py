@@ -27,7 +27,8 @@ MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A bound in ``ms``; ``gap`` is how much ``plan_ms``, the plan's time, exceeds it (a fraction).
+    """A bound in ``ms``; ``gap`` is the fraction by which ``plan_ms``, the plan's time, exceeds the
+    bound.
 
     ``options`` contains the options of each table that can occur in a faster plan, starting with
     the option that reaches the bound.
@@ -66,8 +67,8 @@ class _Dual:
     ``homes`` [n] is the ms that an option adds to every rank, ``spread`` [2, n] the ms of work and
     of transfers that its shards add to the mean rank, and ``heaviest`` [2, n] the most that they
     add to one rank. Options with which one rank would take ``most_ms`` or more are omitted, unless
-    all options of a table are such. Before any table is placed, a rank may be up to ``uneven_ms``
-    below the mean.
+    this is true of all options of a table. Before any table is placed, a rank may be up to
+    ``uneven_ms`` below the mean.
     """
 
     def __init__(self, problem: Problem, most_ms: float, uneven_ms: Floats) -> None:

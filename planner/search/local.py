@@ -1,9 +1,9 @@
 """Implements local search: remove some tables, reinsert each optimally, repeat.
 
-The method is ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes
-tables from the slowest rank and another rank, a whole group of tables, or random tables. A swap
+The method is ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes a
+whole group of tables, random tables, or tables from the slowest rank and a random rank. A swap
 exchanges two tables between ranks. A worse plan is accepted if the difference is below a threshold
-that decreases to 0. The same seed and number of insertions give the same plan. A final descent
+that decreases to 0. The same seed and number of insertions lead to the same plan. A final descent
 moves single tables until no move helps.
 """
 
@@ -148,7 +148,7 @@ class LocalSearch:
         return keys[int(self.random.integers(len(keys)))]
 
     def _chosen(self, state: State) -> list[int]:
-        """Choose the tables to remove: from a slowest rank and another rank, or from anywhere."""
+        """Choose the tables to remove: from a slowest rank and a random rank, or from all ranks."""
         most = min(LARGEST_RUIN, max(4, self.problem.num_tables // 3))
         count = min(int(self.random.integers(1, most + 1)), self.problem.num_tables)
         if self.random.random() < 0.3:

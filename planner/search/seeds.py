@@ -71,7 +71,7 @@ def homogeneous(
 def partly_copied(
     problem: Problem, weights: Floats, rests: Sequence[Hashable]
 ) -> Iterator[tuple[str, Assignment]]:
-    """Yield plans that copy the smallest tables and give the same shape to all other tables."""
+    """Yield plans that copy the smallest tables and use the same shape for all other tables."""
     copied = {
         option.shape for options in problem.options for option in options if not option.num_shards
     }

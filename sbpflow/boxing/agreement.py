@@ -76,6 +76,6 @@ def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
     out = boxing.run(steps, part, CHANNEL)
     if out is None:
         raise RuntimeError(
-            f"{id}: rank {world.rank} did not get a result from a collective of all ranks"
+            f"{id}: rank {world.rank} did not receive a result from a collective of all ranks"
         )
     return out

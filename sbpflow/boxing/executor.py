@@ -101,8 +101,8 @@ class Boxing:
             request, plan = next((a, b) for a, b in pairs_of if a != b)
             raise SbpError(
                 f"the dense part requests {_describe(request)}, but the plan of this run expects "
-                f"{_describe(plan)} at this point; make the same conversions in every forward, "
-                "whatever the values of the tensors"
+                f"{_describe(plan)} at this point; make the same conversions in every forward "
+                "pass, regardless of tensor values"
             )
 
     def steps_of(

@@ -8,11 +8,11 @@ numbers of axes:
 * Source ranks that differ only along P axes store different terms: all are sent, and the receiver
   adds them up.
 * Destination ranks that differ only along P axes store terms of the result: exactly one of them
-  gets each source term, and the others fill in the neutral element. All copies along B axes make
-  the same choice.
-* If source and destination reduce differently, as in P -> P(max), one rank must get all terms of a
-  box in order to add them up. A single step cannot do both reductions, so ``plan`` uses several
-  steps; the transfers computed here only show whether anything must be sent.
+  receives each source term, and the others fill in the neutral element. All copies along B axes
+  make the same choice.
+* If source and destination reduce differently, as in P -> P(max), one rank must receive all terms
+  of a box in order to add them up. A single step cannot do both reductions, so ``plan`` uses
+  several steps; the transfers computed here only show whether anything must be sent.
 
 Data that is already in place counts as a transfer from a rank to itself, at no cost. All functions
 are pure arithmetic.
@@ -193,8 +193,8 @@ class _Role(Enum):
 
 def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
     """Group the ranks by box; in a source layout, also by term."""
-    # All terms of a source are sent, so each needs a cell. Of a destination's P coordinates, only
-    # one receives, so they share a cell.
+    # All terms of a source are sent, so each needs a cell. In a destination, only one of the P
+    # coordinates receives data, so they share a cell.
     together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
     cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:

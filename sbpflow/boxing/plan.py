@@ -94,9 +94,10 @@ def last_linear_layout(
     """Return a layout without P(max) or P(min) from which ``dst`` can be made without
     communication.
 
-    The result is ``src`` itself if possible, else the cheapest layout to reach on the placement of
-    ``dst`` with S or B in place of P(max). The backward of the conversion goes through this layout:
-    each element of ``dst`` is then either neutral or a copy of an element on the same rank.
+    The result is ``src`` itself if possible. Otherwise, it is the layout on the placement of
+    ``dst``, with S or B in place of P(max), that is cheapest to reach. The backward of the
+    conversion goes through this layout: each element of ``dst`` is then either neutral or a copy of
+    an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src

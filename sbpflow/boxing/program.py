@@ -50,8 +50,8 @@ class Program:
     """``pack`` builds the send buffer from the part; ``unpack`` builds the result from received
     data.
 
-    * ``group`` is None if nothing is exchanged; ``unpack`` then gets the part itself instead of a
-      buffer of ``receive_shape``.
+    * ``group`` is None if nothing is exchanged; ``unpack`` then receives the part itself instead of
+      a buffer of ``receive_shape``.
     * ``keeps_received`` means that the receive buffer becomes the result, so it must be a new
       tensor instead of a borrowed buffer.
     * ``sizes`` are the numbers of elements that an all-to-all receives from and sends to each rank
@@ -60,8 +60,8 @@ class Program:
     * ``stays`` and ``add_own`` are set if the exchange leaves out the piece that this rank would
       send to itself. ``stays`` then copies that piece. If the piece is a term of a sum,
       ``add_own``, (part, received) -> result, replaces ``unpack``.
-    * ``in_pairs`` is the number of this rank if all-to-alls are sent as messages between pairs of
-      ranks, else None.
+    * ``in_pairs`` is this rank's number if all-to-alls are sent as messages between pairs of ranks,
+      else None.
     """
 
     step: BoxingStep

@@ -1,1 +1,1 @@
-"""Saves and loads checkpoints: bytes and JSON by logical tensor name, for any number of ranks."""
+"""Saves and loads checkpoints, which do not depend on the number of ranks."""

@@ -45,9 +45,9 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # short at first: small checkpoints ta
 class TensorSpec:
     """A logical tensor without its values; the same on all ranks.
 
-    With ``by_key``, the number of rows is known only once all ranks have reported their numbers of
-    rows. The rows of each range of columns are then saved in rank order. ``keys`` names the tensor
-    with the keys of a growing table.
+    With ``by_key``, the total number of rows is known only once every rank has reported its own
+    number. The rows of each range of columns are then saved in rank order. ``keys`` names the
+    tensor with the keys of a growing table.
     """
 
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class TensorSpec:
 
 
 def _stacked(place: Place, ends: dict[int, int]) -> Place:
-    """Shift a rectangle down to the end of the earlier rectangles with the same columns."""
+    """Shift a rectangle down so that it follows the earlier rectangles with the same columns."""
     start = ends.get(place.col_start, 0)
     stop = ends[place.col_start] = start + place.num_rows
     return replace(place, row_start=start, row_stop=stop)
@@ -85,7 +85,7 @@ def _stacked(place: Place, ends: dict[int, int]) -> Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Writes the checkpoint of ``step`` in ``folder`` as one of ``size`` ranks.
+    """Writes the checkpoint of ``step`` to ``folder`` as one of ``size`` ranks.
 
     The hexadecimal ``nonce`` is unique among all attempts in the folder. For a delta, ``previous``
     is the checkpoint that it continues; only rank 0 knows its digest. ``may_publish`` raises
@@ -151,10 +151,8 @@ class Attempt:
         return self._target, digest
 
     def _complete(self) -> tuple[str, str]:
-        """On rank 0, write the index from all reports; return the reason for a failure, and the
-        digest.
-
-        One of the two is "".
+        """On rank 0, write the index from all reports; return an error message and the digest, one
+        of which is "".
         """
         keys = [self._key(rank) for rank in range(self.size)]
         if missing := self._await(keys, self.deadline_s):

@@ -2,8 +2,7 @@
 
 For every rectangle of a table that a rank writes, a delta contains the numbers and values of the
 changed rows. The rectangles tile the table, so a reader notices if one is missing. Rows of growing
-tables are numbered in the order of the addresses of their keys; the row of a new key counts as
-changed.
+tables are numbered in the order of their keys' addresses; the row of a new key counts as changed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +28,7 @@ Written = Sequence[tuple[str, Piece]]
 
 
 class ChangedRows(SelectedRows):
-    """The rows ``changed`` of a store: [n] int64, ascending, on the CPU."""
+    """The changed rows of a store; ``changed`` is int64 [n], ascending, on the CPU."""
 
     def __init__(self, store: RowStore, changed: Tensor) -> None:
         super().__init__(store, changed.numel())
@@ -47,7 +46,7 @@ class ChangedRows(SelectedRows):
         return first, end
 
     def among(self, trained: TrainedRows) -> TrainedRows:
-        """Return the changed rows among the rows of keys ``trained``."""
+        """Return the rows of ``trained`` that have changed."""
         marks = np.zeros(self.store.num_rows, np.bool)
         marks[self.changed] = True
         return trained.among(marks)
@@ -94,7 +93,7 @@ def _marker(marks: Tensor) -> RowListener:
 
 
 class _Table(NamedTuple):
-    """Where a tensor of a table is: its store, its name in the store, and its shard."""
+    """The location of a table's tensor: its store, its name in the store, and its shard."""
 
     store: RowStore
     key: str
@@ -117,7 +116,7 @@ class Changes:
         self._patches: list[tuple[str, Place, str]] = []
 
     def parts_of(self, parts: Sequence[Part]) -> list[Part]:
-        """Replace the parts of tables by their changed rows. ``patches_of`` later turns them into
+        """Replace parts of tables with their changed rows, which ``patches_of`` later turns into
         patches.
         """
         result: list[Part] = []
@@ -167,7 +166,9 @@ class Changes:
         return changed, start, stop, changed.changed[start:stop] + shift
 
     def patches_of(self, written: Written) -> tuple[Written, list[tuple[str, Patch]]]:
-        """Separate the written parts of ``parts_of`` into ordinary pieces and table patches."""
+        """Separate the parts from ``parts_of``, now written, into ordinary pieces and table
+        patches.
+        """
         pieces = dict(written)
         patches = [
             (name, Patch(place=place, rows=pieces[rows], values=pieces[f"values/{number}"]))

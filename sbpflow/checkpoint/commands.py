@@ -1,4 +1,4 @@
-"""Produces the text of ``sbpflow checkpoint ls | verify | diff | prune | compact``.
+"""Produces the output of ``sbpflow checkpoint ls | verify | diff | prune | compact``.
 
 The commands read, rewrite, and remove checkpoints without loading them into a job.
 """
@@ -77,7 +77,7 @@ def _describe(checkpoint: Checkpoint) -> str:
         text = f"delta {checkpoint.previous.number} after {checkpoint.before.path.name}, {text}"
     best = best_of(checkpoint)
     if best is not None and best["step"] == checkpoint.step:
-        text += f", best so far: {best.get('metric')} {best['value']:.6g} of val"
+        text += f", best so far: {best.get('metric')} {best['value']:.6g} on val"
     return text
 
 
@@ -98,8 +98,8 @@ def verify_text(path: AnyPath) -> tuple[str, bool]:
 def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint | None, str]:
     """Read every byte of a checkpoint and of those it depends on.
 
-    Return the checkpoint, if it can be opened, and what is damaged, or "". ``faults`` contains the
-    results so far, so that nothing is read twice.
+    Return the checkpoint (None if it cannot be opened), and what is damaged ("" if nothing is).
+    ``faults`` contains the results so far, so that nothing is read twice.
     """
     checkpoint, fault = None, ""
     try:
@@ -143,7 +143,7 @@ def _missing(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 
 def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
-    """Describe how the tensor differs; return "" if it is equal. NaN equals NaN."""
+    """Describe how the tensor differs; return "" if it is equal. NaN counts as equal to NaN."""
     saved, other = left.saved(name), right.saved(name)
     if (saved.shape, saved.dtype) != (other.shape, other.dtype):
         return f"{saved.dtype} {list(saved.shape)} and {other.dtype} {list(other.shape)}"
@@ -186,7 +186,7 @@ def prune(path: AnyPath, keep: int, *, dry_run: bool) -> list[str]:
     is less than 1, or if a run is saving to the folder.
     """
     if keep < 1:
-        raise ConfigError(f"--keep: must be 1 or more, got {keep}; use, for example, --keep 3")
+        raise ConfigError(f"--keep must be 1 or more, got {keep}; for example, --keep 3")
     paths = checkpoints_of(path)
     with held(paths[0].parent):
         return _prune(paths, keep, dry_run=dry_run)
@@ -234,7 +234,7 @@ def _prune(paths: Sequence[AnyPath], keep: int, *, dry_run: bool) -> list[str]:
 
 
 def compact(path: AnyPath) -> str:
-    """Replace the delta at ``path`` by a full checkpoint; return a line that says so.
+    """Replace the delta at ``path`` with a full checkpoint; return a line that says so.
 
     ``path`` may be a folder, whose newest checkpoint is used. Raise CheckpointError if another
     delta continues the checkpoint.

@@ -154,8 +154,8 @@ def publish(folder: AnyPath, partial: AnyPath, index: Index) -> AnyPath:
     """Write the index into ``partial``, whose files must be on disk, and rename it to ``step-N``.
 
     If the process crashes, there is either a complete checkpoint or none. An existing checkpoint of
-    the same step is replaced. In a store, writing the index is enough; leftover files there are
-    then removed.
+    the same step is replaced. In a store, writing the index publishes the checkpoint; leftover
+    files are then removed.
     """
     target = step_folder(folder, index.step)
     try:
@@ -190,8 +190,7 @@ def _publish_objects(target: RemotePath, index: Index) -> None:
 
 
 def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, except the ``newest`` newest ones and that of
-    ``and_step``.
+    """Remove checkpoints up to ``step``, except the newest ``newest`` and the one of ``and_step``.
 
     Checkpoints that the kept ones depend on are also kept. Deltas are removed before the
     checkpoints that they continue.
@@ -210,6 +209,8 @@ def needed_by(paths: Iterable[AnyPath]) -> set[AnyPath]:
     """
     needed = set[AnyPath]()
     for path in paths:
+        if path in needed:  # and so are the checkpoints that it depends on
+            continue
         needed.add(path)
         try:
             checkpoint = open_checkpoint(path).before
@@ -227,7 +228,7 @@ def step_of(path: AnyPath) -> int:
 
 
 def remove_checkpoint(path: AnyPath) -> None:
-    """Remove a checkpoint without leaving a part of it at ``path`` after a crash.
+    """Remove a checkpoint; after a crash, ``path`` holds either all of it or nothing.
 
     The folder is renamed first; in a store, the index is removed first.
     """

@@ -1,8 +1,8 @@
 """Finds and reads the rows of growing tables by key, even through a chain of deltas.
 
-The rows of a growing table are saved in the order of the addresses of their keys, so the number of
-a row may change from one checkpoint to the next. A delta contains all keys but only the changed
-rows; all other rows are found by key in the previous checkpoint.
+The rows of a growing table are saved in the order of their keys' addresses, so the number of a row
+may change from one checkpoint to the next. A delta contains all keys but only the changed rows; all
+other rows are found by key in the previous checkpoint.
 """
 
 from bisect import bisect_left
@@ -30,10 +30,10 @@ _ROWS = 4 * _BLOCK_KEYS
 class KeyChanges:
     """The difference between a growing table and its state in an earlier checkpoint of the chain.
 
-    ``rows`` [n] int64, ascending, are the rows of the later checkpoint whose keys are new or whose
+    ``rows`` (int64 [n], ascending) are the rows of the later checkpoint whose keys are new or whose
     values may have changed; row 0 is the shared row, and row i + 1 belongs to key i of
-    ``SavedTensor.keys``. ``is_added`` [n] bool marks the rows of new keys. ``removed``, int64,
-    contains the keys that have lost their rows.
+    ``SavedTensor.keys``. ``is_added`` (bool [n]) marks the rows of new keys. ``removed`` (int64)
+    contains the keys whose rows were removed.
     """
 
     rows: Tensor
@@ -42,7 +42,7 @@ class KeyChanges:
 
 
 class Addresses:
-    """The ascending addresses of the keys in tensor ``name``. A search reads only a few blocks."""
+    """The addresses of the keys in tensor ``name``, ascending. A search reads only a few blocks."""
 
     def __init__(self, checkpoint: "Checkpoint", name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
@@ -51,11 +51,11 @@ class Addresses:
         self._last: tuple[int, Tensor] | None = None  # The block that was read last.
 
     def read(self, keys: slice | None = None) -> Tensor:
-        """Return the addresses of some keys, or of all."""
+        """Return the addresses of a range of keys or, by default, of all keys."""
         return mix(self._checkpoint.tensor(self._name, keys))
 
     def at(self, numbers: Tensor) -> Tensor:
-        """Return the addresses of the keys with these numbers, which must ascend."""
+        """Return the addresses of the keys with these numbers, which must be ascending."""
         if not numbers.numel():
             return numbers
         first = int(numbers[0])
@@ -66,7 +66,7 @@ class Addresses:
         return slice(self._below(first_address(first)), self._below(first_address(last)))
 
     def find(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the key numbers of ascending addresses [n], and whether each exists, [n] bool."""
+        """Return the key number of each address (ascending), and whether the address exists."""
         if not addresses.numel():
             return addresses, addresses.bool()
         start, stop = self._below(int(addresses[0])), self._below(int(addresses[-1]) + 1)
@@ -97,7 +97,7 @@ class Addresses:
 
 
 def key_changes(members: Sequence["Checkpoint"], table: str) -> KeyChanges:
-    """Return what consecutive deltas, oldest first, have changed in a growing table.
+    """Return the changes that consecutive deltas, oldest first, make to a growing table.
 
     The changes are relative to the checkpoint that the first delta continues.
     """
@@ -130,7 +130,7 @@ def read_by_key(delta: "Checkpoint", name: str, place: Place, target: Tensor) ->
 def read_rows(
     checkpoint: "Checkpoint", name: str, rows: Tensor, columns: Place, target: Tensor
 ) -> None:
-    """Read the ``columns`` of ascending ``rows`` [n] of a growing table into ``target[:n]``."""
+    """Read ``columns`` of a growing table's ``rows`` ([n], ascending) into ``target[:n]``."""
     keys = checkpoint.saved(name).keys
     if keys is None:
         raise CheckpointError(f"{checkpoint.path}: {name} is not a growing table")
@@ -140,7 +140,7 @@ def read_rows(
 
 
 class _Rows(NamedTuple):
-    """Rows [n] of a checkpoint, and their indices [n] in the result.
+    """Rows to read from a checkpoint ([n]), and their indices in the result ([n]).
 
     ``addresses`` are the addresses of the rows' keys, which are in tensor ``keys``. The shared row
     has no key.

@@ -1,9 +1,9 @@
 """Reads a checkpoint: whole tensors or rectangles of them. Every block is verified before use.
 
-Reading converts to the requested dtype, and needs the memory of one block in addition to the
-result. A delta is read through its chain of predecessors: the values of the full checkpoint are
-overwritten with the changed rows of each delta, in order. Keys identify the rows of growing tables.
-A checkpoint contains only JSON and bytes; nothing in it is imported or executed.
+Reading converts to the requested dtype, and needs memory for one block in addition to the result. A
+delta is read through its chain of predecessors: the values of the full checkpoint are overwritten
+with the changed rows of each delta, in order. Keys identify the rows of growing tables. A
+checkpoint contains only JSON and bytes; nothing in it is imported or executed.
 """
 
 import os
@@ -208,16 +208,14 @@ class Checkpoint:
         return self._addresses[name]
 
     def changed_rows(self, name: str) -> Tensor:
-        """Return the numbers of the rows that a delta contains of a table's tensor: [n] int64,
-        ascending.
-        """
+        """Return the rows of a table's tensor that a delta contains, as ascending int64 [n]."""
         rows = [self._rows_of(name, patch) for patch in self.saved(name).patches]
         return torch.cat(rows).unique() if rows else torch.empty(0, dtype=torch.int64)
 
     def changes(
         self, name: str, within: Place | None = None
     ) -> Iterator[tuple[Tensor, slice, Tensor]]:
-        """Yield the changes in a delta: row numbers [n] int64, columns, and values [n, columns].
+        """Yield a delta's changes: row numbers (int64 [n]), columns, and values ([n, columns]).
 
         Blocks are yielded in the order of the patches; ``within`` restricts rows and columns.
         """
@@ -241,7 +239,7 @@ class Checkpoint:
                 yield rows[low : changed.row_stop], columns, block[:, own]
 
     def _rows_of(self, name: str, patch: Patch) -> Tensor:
-        """Return the row numbers of a patch; those of the last table stay in memory."""
+        """Return the row numbers of a patch, which stay in memory while the same table is read."""
         piece = patch.rows
         if piece not in self._rows:
             if len(self._rows) >= _KEPT_ROWS:
@@ -295,10 +293,8 @@ class Checkpoint:
     def _values(
         self, name: str, piece: Piece, dtype: torch.dtype, wanted: Place
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index of the first element in the piece, elements) of the blocks with ``wanted``
-        rows.
-
-        Blocks are yielded in order; each is valid only until the next one is read.
+        """Yield (index of the first element in the piece, elements) for each block with ``wanted``
+        rows. Blocks are yielded in order; each is valid only until the next one is read.
         """
         width, at = piece.place.num_columns, piece.place
         size = at.num_elements * dtype.itemsize
@@ -360,9 +356,9 @@ class _Blocks:
 def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) -> None:
     """Copy the elements of a block that belong to ``place`` into ``target``.
 
-    ``values`` are the elements of the piece at ``at``, starting with element ``first``. A block may
-    start and end within a row, so it consists of up to three rectangles: the end of a row, full
-    rows, and the start of a row.
+    ``at`` is the place of the piece, and ``values`` are its elements from number ``first`` on. A
+    block may start and end within a row, so it consists of up to three rectangles: the end of a
+    row, full rows, and the start of a row.
     """
     width = at.num_columns
     row, column = divmod(first, width)

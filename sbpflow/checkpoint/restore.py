@@ -1,9 +1,9 @@
-"""Restores a checkpoint into a job of any layout: each rank reads the rectangles that it stores.
+"""Restores a checkpoint into a job with any layout: each rank reads the rectangles that it stores.
 
 Conversion to half precision rounds to nearest; widening is exact. If a table has more rows than
 were saved, the additional rows keep their initial values. The rows of keys are saved in the order
-of the keys' addresses, so for any number of ranks, the rows of a rank form one range, which a
-binary search finds.
+of the keys' addresses, so for any number of ranks, each rank's rows form one range, which a binary
+search finds.
 """
 
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ def restore(checkpoint: Checkpoint, state: Mapping[str, LogicalTensor]) -> None:
     """Fill this rank's rectangles of ``state``. Call ``check_fits`` first. This function does not
     communicate.
 
-    Raise CheckpointError at a damaged block, when part of the state may already be overwritten.
+    Raise CheckpointError at a damaged block; by then, part of the state may have been overwritten.
     """
     with torch.no_grad():
         growing: dict[str, _Growing] = {}
@@ -107,7 +107,7 @@ class _Growing:
     def __init__(self, checkpoint: Checkpoint, field: "FieldKeys") -> None:
         self._checkpoint, self._name = checkpoint, f"vocabularies/{field.plan.name}"
         addresses = self._addresses("keys")
-        # The range of saved keys in the buckets of each owner, and the rows that these keys get.
+        # The range of saved keys in the buckets of each owner, and the rows assigned to these keys.
         self._parts: list[tuple[slice, int]] = []
         if (live := field.live) is not None:
             self._parts = [
@@ -189,7 +189,7 @@ def _fill(checkpoint: Checkpoint, name: str, saved: Place, rectangle: Rectangle)
 
 
 def _write(checkpoint: Checkpoint, name: str, place: Place, values: StoredRows) -> None:
-    """Read the rows from the checkpoint and write them to the store, a block or so at a time."""
+    """Read the rows from the checkpoint and write them to the store, about one block at a time."""
     row_bytes = max(1, values[:1].numel() * values.itemsize)
     start = place.row_start
     for part in values.split(max(1, BLOCK_BYTES * checkpoint.chain_length // row_bytes)):

@@ -25,7 +25,7 @@ class NewTensor:
 
 
 def unchanged(checkpoint: Checkpoint, name: str) -> NewTensor:
-    """Return a tensor of a checkpoint as it is."""
+    """Return a tensor of a checkpoint without changes."""
     saved = checkpoint.tensors[name]
     blocks = row_blocks(saved, checkpoint.chain_length)
     return NewTensor(saved, lambda: (checkpoint.tensor(name, rows) for rows in blocks))
@@ -69,7 +69,7 @@ def row_blocks(saved: SavedTensor, num_blocks: int) -> list[slice]:
 def write_full(folder: AnyPath, index: Index, tensors: Mapping[str, NewTensor]) -> int:
     """Write a full checkpoint to ``folder``, replacing any existing one; return its size in bytes.
 
-    Step, run, and documents are those of ``index``.
+    The step, run, and documents are taken from ``index``.
     """
     nonce = uuid.uuid4().hex[:8]
     partial = partial_folder(folder, index.step, nonce)

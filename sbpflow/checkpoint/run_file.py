@@ -80,7 +80,7 @@ def _to_text(facts: RunFacts) -> str:
 def _from_text(text: str) -> RunFacts:
     """Parse the text of version 1 or 2, which must be exactly what that version would write.
 
-    Files of version 1 consist of the content only, without format and checksum.
+    Files of version 1 consist of the content only, without a format or checksum.
     """
     tree = object_of(parse_json(text), "the file")
     is_first = "format" not in tree and "status" in tree

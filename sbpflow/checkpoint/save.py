@@ -97,10 +97,11 @@ class Saver:
     def start(
         self, step: int, documents: Mapping[str, Any], done: Callable[[], None] | None = None
     ) -> None:
-        """Save the current state in the background in training; every rank must call this method.
+        """Save the current state in the background during training; every rank must call this
+        method.
 
         If the previous save has not ended, wait for it first. The saving thread calls ``done`` when
-        the checkpoint is complete. If a save fails, the next call of ``check``, ``start``, or
+        the checkpoint is complete. If a save fails, the next call to ``check``, ``start``, or
         ``wait`` raises its error.
         """
         self.wait()
@@ -225,7 +226,7 @@ def _patches(
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority to get a tenth of a core that it shares with training.
+    """Lower this thread's priority, so that it uses a tenth of a core that it shares with training.
 
     Only Linux has a nice value per thread.
     """

@@ -19,8 +19,8 @@ MIN_SHARED = 2**16
 def share_out(held: Sequence[Places]) -> list[dict[str, list[Place]]]:
     """Return the places that each rank writes, by name, given the places that each rank has.
 
-    Large copies are split by rows. A small copy is written by the one of its ranks that has the
-    least to write so far. The result contains no empty places.
+    Large copies are split by rows. A small copy is written by whichever of its ranks has the least
+    to write so far. The result contains no empty places.
     """
     load = [0] * len(held)
     shares: list[dict[str, list[Place]]] = [{} for _ in held]

@@ -49,7 +49,7 @@ class Slabs:
         return (self._touched - self._num_free) / self.num_slabs
 
     def place(self, rows: Ints) -> Ints | None:
-        """Allocate places [n] for these rows, which must ascend.
+        """Allocate places ([n]) for these rows, which must be ascending.
 
         If there is not enough room for all of them, return ``None`` and change nothing.
         """

@@ -23,8 +23,8 @@ from sbpflow.embedding.storage.store import WEIGHTS, RowStore
 from sbpflow.runtime.files.remote_path import AnyPath
 
 RANGE_BYTES = BLOCK_BYTES  # A tensor is copied and written in ranges of this many bytes.
-# After each range, the writing thread pauses for ``REST`` times as long as the range took, to slow
-# training down less. During a pause, it empties segments of the log every ``_REST_S`` seconds.
+# After each range, the writing thread pauses for ``REST`` times as long as the range took, so that
+# training slows down less. In a pause, it empties segments of the log every ``_REST_S`` seconds.
 REST = 2.0
 _REST_S = 0.01
 
@@ -90,7 +90,7 @@ class Snapshot:
                 spans.setdefault(id(rows.store), (part.values.store, []))[1].append(span)
                 continue
             if part.name not in places:
-                # ``StoredRows`` that get here hold keys, which do not change and need no copy.
+                # Any ``StoredRows`` here hold keys, which do not change and need no copy.
                 if not isinstance(part.values, StoredRows):
                     part = replace(part, values=part.values.detach().clone())
                 self._rest.append(part)

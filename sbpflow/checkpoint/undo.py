@@ -1,9 +1,9 @@
-"""Defines an undo log, which reads a store's rows as of one moment while training changes them.
+"""Defines an undo log, for reading a store's rows as of one moment while training changes them.
 
 Before a row that is not yet written changes for the first time, its old value is logged. Two
 threads use the log. The training thread appends rows to segments right before it updates them,
 which also brings the rows into the CPU cache for the update. The writing thread copies a range of
-rows without a lock, so rows of the copy may be half updated. The writing thread then replaces these
+rows without a lock, so some copied rows may be half updated. The writing thread then replaces these
 rows with their old values from the log, which contains them by then. (If the store moves rows in
 the meantime, ``RowStore.read`` still finds them.) The writing thread also empties segments into
 slabs, sorted by range, and spills rows to a file when the slabs are full. If it does not empty
@@ -42,7 +42,9 @@ _CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class _Segment:
-    """Row numbers, and old values by name. The first ``num_rows`` entries are in use."""
+    """Row numbers, and the rows' old values by tensor name. The first ``num_rows`` entries are in
+    use.
+    """
 
     rows: Tensor
     values: dict[str, Tensor]
@@ -57,7 +59,7 @@ class _Segment:
 class RowLog:
     """Preserves the rows of ``store`` as they are at construction.
 
-    ``pending`` [rows] bool, on the CPU, marks the rows that will be read; the log takes ownership
+    ``pending`` (bool [rows], on the CPU) marks the rows that will be read; the log takes ownership
     of it. Rows are read in ranges of ``range_rows``. ``order``, if given, selects the rows and
     their order; only the reading thread uses it. On CUDA, copies run in the stream that is current
     at construction, which is the training stream. The log itself is in host memory.
@@ -94,7 +96,7 @@ class RowLog:
         self._full: list[_Segment] = []  # the last segment may have room
         self._free: list[_Segment] = []
         self._num_segments = 0
-        # A job may have many small stores, so these get small segments.
+        # A job may have many small stores, so small stores use small segments.
         self._segment_rows = min(SEGMENT_ROWS, max(num_rows // 16, min(PIECE_ROWS, num_rows)))
         self._max_segments = max(MIN_SEGMENTS, int(SEGMENT_SHARE * num_rows) // SEGMENT_ROWS)
         self._closed = False
@@ -164,7 +166,7 @@ class RowLog:
         return _Segment(huge_pages.zeros((count,), torch.int64, _CPU), values)
 
     def read(self, number: int, spill: SpillFile) -> dict[str, Tensor]:
-        """Return the old rows of range ``number``, on the CPU and valid until the next call.
+        """Return the old rows of range ``number``, on the CPU; they are valid until the next call.
 
         Each range must be read exactly once, always by the same thread.
         """

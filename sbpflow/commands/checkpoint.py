@@ -33,7 +33,7 @@ def checkpoint(argv: Sequence[str]) -> int:
     erase.add_argument("path", type=any_path, help=path_help)
     erase.add_argument("--field", required=True, help="a growing field")
     erase.add_argument("--keys", type=local_path, required=True, metavar="FILE",
-                       help="text file with a value of the field per line")  # fmt: skip
+                       help="text file with one value of the field per line")  # fmt: skip
     to_keys = commands.add_parser("to-keys", help="turn fitted fields into growing tables")
     to_keys.add_argument("path", type=any_path, help=path_help)
     to_keys.add_argument("--data", type=any_path, required=True, metavar="SET",

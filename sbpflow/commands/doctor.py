@@ -13,7 +13,7 @@ def doctor(argv: Sequence[str]) -> int:
     from sbpflow.runtime.compute import doctor
 
     def data_checks(folder: Path) -> "Sequence[Finding]":
-        # Imported late: this module imports torch, and the torch installation may be broken.
+        # Imported late, because ``machine_checks`` imports torch, whose installation may be broken.
         from sbpflow.run.execution.machine_checks import checks
 
         return checks(folder)

@@ -57,7 +57,7 @@ def _index_of(text: str, count: int, key: str) -> int:
     if match is None or int(match[2]) != count or int(match[1]) >= count:
         raise ConfigError(
             f"--index: {text!r} is not K/{count} with K below {count}, for the {count} addresses "
-            f"of {key}.addresses; use, for example, 0/{count}"
+            f"in {key}.addresses; use, for example, 0/{count}"
         )
     return int(match[1])
 

@@ -64,7 +64,8 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         parser.error("use either --checkpoint DIR or --follow RUN")
     if not args.every_seconds >= 0 or args.deltas < 0:
         parser.error(
-            f"--every-seconds {args.every_seconds}, --deltas {args.deltas}: must be 0 or more"
+            "--every-seconds and --deltas must be 0 or more, got "
+            f"{args.every_seconds} and {args.deltas}"
         )
     return args
 
@@ -251,7 +252,7 @@ def _sample(
     addresses: "Addresses",
     growing: "Growing",
 ) -> dict[str, Any]:
-    """Return sample rows and the scores that the run's model gives them."""
+    """Return sample rows and their scores from the run's model."""
     from sbpflow.data import open_loader
     from sbpflow.data.sample_rows import encode_sample, sample_rows
     from sbpflow.run.export.export import sample_ids, sample_of

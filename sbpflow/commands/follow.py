@@ -70,7 +70,7 @@ def _follow(
                 seen, due = newest, time.monotonic() + args.every_seconds
             if written:
                 publish()
-                print(written, flush=True)
+                print(f"{time.strftime('%H:%M:%S')} {written}", flush=True)
         if is_over or (args.parent is not None and os.getppid() != args.parent):
             return
         time.sleep(_LOOK_S)
@@ -78,7 +78,7 @@ def _follow(
 
 @contextmanager
 def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
-    """Return a local folder for exports, and a function to call after each export.
+    """Yield a local folder for exports, and a function to call after each export.
 
     For a URL, the function uploads the exports. Each new process starts with a new bundle.
     """

@@ -35,7 +35,7 @@ _BLOCK_ROWS = 1_000_000
 
 def predict(argv: Sequence[str]) -> int:
     """Score rows with a trained model; under torchrun, score on several ranks."""
-    gc.disable()  # during startup, each collection would scan all imported objects
+    gc.disable()  # during startup, each garbage collection would scan all imported objects
     try:
         return _predict(argv)
     finally:
@@ -74,7 +74,7 @@ def _predict(argv: Sequence[str]) -> int:
     from sbpflow.training.report import setup_logging
 
     if args.block_rows < 1:
-        parser.error(f"--block-rows: {args.block_rows} must be 1 or more")
+        parser.error(f"--block-rows must be 1 or more, got {args.block_rows}")
     checkpoint, config = saved_run(args)
     like = load_manifest(data_folder(checkpoint.path), cache=config.data.cache)
     scoring = Scoring(args.input, args.output, args.split, like, overwrite=args.overwrite)
@@ -113,7 +113,7 @@ def _predict(argv: Sequence[str]) -> int:
 def _predict_as_tasks(
     args: argparse.Namespace, checkpoint: "Checkpoint", config: "Config", scoring: "Scoring"
 ) -> None:
-    """Encode raw rows, and score blocks as an engine's tasks; each worker loads the model."""
+    """Encode raw rows, and score blocks as tasks of the engine; each worker loads the model."""
     from sbpflow.data.engine import Home, engine_options, open_engine
     from sbpflow.run.saved.saved_model import weights_text
     from sbpflow.runtime.ranks.rendezvous import world_size_of_environment
@@ -121,7 +121,7 @@ def _predict_as_tasks(
     engine_name = f"--engine {args.engine}"
     if not scoring.is_folder:
         raise ConfigError(
-            f"{engine_name}: --output {scoring.output} must be a folder, without a suffix; use, "
+            f"{engine_name}: --output must be a folder, without a suffix, got {scoring.output}; "
             f"for example, --output {scoring.output.with_suffix('')}"
         )
     if world_size_of_environment() > 1:
@@ -142,13 +142,15 @@ def _predict_as_tasks(
         if len(todo) < len(every):
             done = len(every) - len(todo)
             logger.info("%d of %d blocks are already finished", done, len(every))
+        home = Home.of(blocks.mark)
         model = _ModelOnWorker(
             checkpoint.path.absolute(),
             *(scoring.rows.absolute(), scoring.split, scoring.output.absolute(), args.block_rows),
             *(args.model, tuple(args.optimizer), tuple(args.overrides)),
+            home.text,
         )
         engine = opened.enter_context(open_engine(options, args.workers))
-        engine.home = Home.of(blocks.mark)
+        engine.home = home
         for _ in engine.run(partial(_score, model=model), todo):
             pass
         blocks.finish(manifest, every, checkpoint.run, checkpoint.step)
@@ -166,6 +168,10 @@ class _ModelOnWorker:
     model: str | None
     optimizer: tuple[str, ...]
     overrides: tuple[str, ...]
+    plan: str
+    """Identifies the weights and rows, because other weights may be saved to the same path during
+    the life of a cluster's worker
+    """
 
 
 class _Loaded(NamedTuple):
@@ -243,7 +249,7 @@ def write_blocks(
 
 
 def write_scores(job: "Job", loader: "RowLoader", scoring: "Scoring") -> None:
-    """Score the rows and write the file of ``scoring``."""
+    """Score the rows and write the output file of ``scoring``."""
     from sbpflow.run.execution.predict import on_rank_0, predictions
 
     for probabilities, labels in predictions(job.trainer, loader, job.boxing):
@@ -262,7 +268,7 @@ def open_rows(
     joined: Callable[[int], None] | None = None,
     blocks: "ScoreBlocks | None" = None,
 ) -> "tuple[Job, RowLoader]":
-    """Load a saved model and encode the rows to score, as one rank of the environment.
+    """Load a saved model and encode the rows to score, as one of the ranks that were started.
 
     ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once all
     ranks have joined. Everything that this function opens is registered with ``opened``, which the

@@ -16,7 +16,7 @@ def report(argv: Sequence[str]) -> int:
         "runs", nargs="+", type=local_path, metavar="RUN", help="run folder (its run.dir)"
     )
     parser.add_argument(
-        "--output", type=local_path, help="the file (default: report.html of the first RUN)"
+        "--output", type=local_path, help="output file (default: report.html in the first RUN)"
     )
     args = parser.parse_args(argv)
 

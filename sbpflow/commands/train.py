@@ -29,7 +29,7 @@ _DESCRIPTION = "Train a model on a prepared set."
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train on ``-n`` ranks of this machine, or in this process as a single rank."""
+    """Train on ``-n`` ranks on this machine, or in this process as a single rank."""
     parser = config_parser("sbpflow train", _DESCRIPTION)
     ranks_help = "number of processes to start on this machine (default: one, or torchrun's)"
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help=ranks_help)
@@ -280,7 +280,7 @@ def _reporters(
     tracker: "Callable[[int], Reporter] | None",
     opened: ExitStack,
 ) -> "Reporter":
-    """Return the run's own reporter, the reporter that compares ranks, and the user's reporter."""
+    """Combine the run's own reporter, the reporter that compares ranks, and the user's reporter."""
     from sbpflow.training.prometheus import PrometheusReporter
     from sbpflow.training.rank_watch import RankWatch
     from sbpflow.training.reporters import Reporters

@@ -102,7 +102,7 @@ def writable_folder(key: str, folder: Path, example: str) -> Path:
 
 
 def data_path(config: Config) -> AnyPath:
-    """Return ``data.path``; raise ConfigError if it is missing, or not a folder or a URL."""
+    """Return ``data.path``; raise ConfigError if it is missing or is neither a folder nor a URL."""
     path = config.data.path
     if path is None:
         raise ConfigError(f"data.path: not given; use data.path=DIR; {HOW_TO_MAKE_DATA}")

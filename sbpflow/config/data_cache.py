@@ -12,7 +12,7 @@ from sbpflow.runtime.fields.keys import Key
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCache:
-    """Configures the cache of each host for the files of sets at URLs."""
+    """Configures each host's cache for the files of sets at URLs."""
 
     dir: Annotated[
         Path | None,
@@ -30,7 +30,7 @@ class DataCache:
     def __post_init__(self) -> None:
         if self.num_bytes < 1:
             raise ConfigError(
-                f"data.cache.size: {self.size!r} must be above 0; use, for example, size: 500 GB"
+                f"data.cache.size must be above 0, got {self.size!r}; for example, size: 500 GB"
             )
 
     @property

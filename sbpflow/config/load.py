@@ -50,7 +50,7 @@ def load_config(
 def config_of(
     tree: Mapping[str, Any], overrides: Sequence[str] = (), *, models: Mapping[str, type[Any]]
 ) -> Config:
-    """Return the config of a mapping with the structure of a YAML file; see ``load_config``.
+    """Build the config from a mapping structured like a YAML file; see ``load_config``.
 
     Values may also be paths, tuples, and configuration dataclasses.
     """
@@ -157,8 +157,8 @@ def config_facts(
     """Return dotted keys and their values as one-line YAML, for comparing ranks.
 
     Only keys that affect one of ``affecting`` (by default, all keys) are returned. Each entry of a
-    group of patterns (``parallel.tables``, ``model.tables``, ...) gets a key. The order of the
-    patterns also gets a key, because it decides which of two matching patterns applies.
+    group of patterns (``parallel.tables``, ``model.tables``, ...) has its own key. The order of the
+    patterns also has a key, because it decides which of two matching patterns applies.
     """
     facts = {key: text for key, text, affects in _flat("", config) if affects in affecting}
     for group, name in (
@@ -233,7 +233,7 @@ def _apply_all(
 
     ``import_optimizers`` runs before each override, because an override may set a key that an
     imported optimizer class defines. ``parallel.plan`` and ``parallel.scheme`` both lay out all
-    tables. On the command line, each of them therefore replaces the other from the file, and rank 0
+    tables. On the command line, either one therefore replaces the other in the file, and rank 0
     logs a warning.
     """
     for override in overrides:
@@ -250,7 +250,7 @@ def _apply_all(
         if parallel.get(key) is None or parallel.get(other) is None:
             continue
         if env_int("RANK", 0) == 0:
-            _LOG.warning("parallel.%s replaces parallel.%s of the configuration", key, other)
+            _LOG.warning("parallel.%s replaces parallel.%s from the configuration", key, other)
         parallel[other] = None
 
 

@@ -93,12 +93,12 @@ class TableRules(Protocol):
 
     @property
     def fields(self) -> Mapping[str, FieldRule]:
-        """Return rules by pattern of field names."""
+        """Return rules by field name pattern."""
         ...
 
     @property
     def tables(self) -> Mapping[str, TableShape]:
-        """Return shapes by pattern of table names, which are OUTPUT.FIELD or OUTPUT.TABLE."""
+        """Return shapes by table name pattern; table names are OUTPUT.FIELD or OUTPUT.TABLE."""
         ...
 
 
@@ -171,9 +171,7 @@ def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
 
 
 def check_matches(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a pattern that matches none of ``names``, which are names of a
-    ``kind``.
-    """
+    """Raise ConfigError for a pattern that matches no ``kind`` (such as "table") in ``names``."""
     known = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):

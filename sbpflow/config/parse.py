@@ -57,7 +57,7 @@ class Aliases:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """Maps the user's ``name`` to the possible dataclasses of a group, by name."""
+    """Marks a group whose key ``name`` selects one of the dataclasses ``kinds(name)``."""
 
     kinds: Callable[[object], Mapping[str, type[Any]]]
 
@@ -80,9 +80,9 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
     """Return an instance of the dataclass ``cls`` from a mapping; nested groups are dataclasses
     too.
 
-    ``choices`` is for fields of ``cls`` whose annotation does not name a class. ``choices`` maps
-    such a field to the possible dataclasses by the value of the key ``name``; the first is the
-    default. Raises ConfigError.
+    For each field of ``cls`` whose annotation does not name a class, ``choices`` contains the
+    possible dataclasses by the value of the key ``name``; the first is the default. Raises
+    ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -99,7 +99,9 @@ class _UnknownKeyError(ConfigError):
         self.key, self.siblings = key, siblings
 
     def message(self, all_keys: list[str]) -> str:
-        """Return a hint with near matches in the same group, else the same key in other groups."""
+        """Return a message with near matches in the same group, or else the same key in other
+        groups.
+        """
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:
             return f"{self.key}: was renamed to {current}; write {_join(group, current)}"
@@ -263,7 +265,7 @@ def _parse_tagged(
 def _parse_literal(
     value: object, choices: tuple[str, ...], key: str, also: tuple[str, ...] = ()
 ) -> str:
-    """Return a choice; error messages also list the values ``also``, which are not strings."""
+    """Return a choice; error messages also list ``also``, the legal values that are not strings."""
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if text in choices:
         return text

@@ -17,7 +17,7 @@ _EXAMPLES = 'for example 10% or "4 GB"'
 
 
 def num_bytes_of(key: str, text: str, example: str) -> int:
-    """Return the bytes of a size with a unit; raise ConfigError with ``key`` for other text."""
+    """Convert a size with a unit to bytes; raise ConfigError with ``key`` for other text."""
     match = _CACHE.fullmatch(text.strip())
     if match is None or match[2] == "%":
         units = ", ".join(_UNITS)
@@ -85,7 +85,7 @@ class StorageRule:
         number, unit = self._parsed(key)
         if not 0 < number <= (100 if unit == "%" else float("inf")):
             raise ConfigError(
-                f"{key}.cache: {self.cache} must be above 0 and at most 100%; {_EXAMPLES}"
+                f"{key}.cache must be above 0 and at most 100%, got {self.cache}; {_EXAMPLES}"
             )
 
     def _check_servers(self, key: str) -> None:

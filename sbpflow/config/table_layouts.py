@@ -139,7 +139,7 @@ def _fit(
     if outside := [rank for rank in placement.ranks if rank >= world_size]:
         table = f" ({name})" if key.startswith("parallel.plan") else ""
         raise ConfigError(
-            f"{key}.ranks{table}: {outside} not in a world of {world_size}; use ranks "
+            f"{key}.ranks{table}: {outside} are not in a world of {world_size}; use ranks "
             f"0..{world_size - 1}, or remove ranks and sizes to use all ranks"
             + (
                 "; a plan is only valid for the number of ranks that it was made for"
@@ -175,7 +175,9 @@ def _fit(
 
 
 def _check_hosts(key: str, grid: Placement, world_size: int, hosts: Hosts | None) -> None:
-    """Check that a grid of hosts and ranks contains all ranks, and that each row is on one host."""
+    """Check that a grid of hosts and ranks contains all ranks, and that each of its rows is on one
+    host.
+    """
     host_of = {rank: number for number, host in enumerate(hosts or ()) for rank in host}
     shown = [list(host) for host in hosts or ()]
     if grid.size != world_size:

@@ -141,7 +141,7 @@ class TableRule:
     def placement(
         self, key: str, device_type: str, world_size: int, hosts: Hosts | None = None
     ) -> Placement:
-        """Return the ranks (by default, all ranks) with as many axes as the sbp.
+        """Return the ranks (by default, all ranks), arranged in as many axes as the sbp has.
 
         ``hosts`` contains the ranks of each host; by default, all ranks share a host.
         """
@@ -370,7 +370,7 @@ Schemes = Mapping[Scheme, Mapping[str, TableRule]]
 
 
 def rule_of(given: TableLayout) -> TableRule:
-    """Return the rule that gives a table this layout.
+    """Return the rule that produces this layout.
 
     ``rule_of`` is the inverse of ``resolve_table_layouts``.
     """

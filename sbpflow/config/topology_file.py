@@ -43,7 +43,7 @@ class _Description:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks; raise ConfigError if the keys of hosts do not agree."""
+        """Return the number of ranks; raise ConfigError if the keys do not determine the hosts."""
         each = self.ranks_per_host
         if isinstance(self.hosts, int) and self.hosts > 0 and each is not None:
             return self.hosts * each

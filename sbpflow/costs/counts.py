@@ -49,7 +49,7 @@ FEATURES = (
     "update_elements",
     "step_rows",  # Rows that the optimizer changes.
     "step_elements",
-    "step_passes",  # ``step_elements`` times the number of optimizer states, or once.
+    "step_passes",  # ``step_elements`` times the number of optimizer states (at least 1).
     # ``copied_bytes`` counts the bytes copied into and out of transfer buffers, and
     # ``square_bytes`` counts the bytes of squared gradients summed over ranks that share rows.
     "copied_bytes",
@@ -86,8 +86,8 @@ Cut = tuple[float, int]  # (row parts, column parts)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The facts about a table and a step from which an exchange computes counts; only the cut is
-    passed separately.
+    """The facts about a table and a step from which an exchange computes counts. Only the cut (the
+    numbers of row and column parts) is passed separately.
 
     The global batch has ``lookups`` ids, of which ``touched`` are distinct. A single rank needs
     ``wanted`` distinct ids, and all ranks of a host together need ``host_wanted`` (the same as
@@ -107,7 +107,7 @@ class Facts:
     touched: float
     wanted: float
     host_wanted: float
-    sent_ids: float  # ids sent to owners, without those already sent for another table
+    sent_ids: float  # ids sent to owners, except those already sent for another table
     item: float = 4.0
     row_item: float = 4.0
     vector_item: float = 4.0
@@ -125,7 +125,7 @@ class Facts:
 
     @property
     def local_lookups(self) -> float:
-        """Return the number of lookups of one rank's samples."""
+        """Return the number of lookups for one rank's samples."""
         return self.lookups / self.world_size
 
     def stored(self, rows: float, width: float) -> float:

@@ -74,7 +74,7 @@ def _logarithms(values: tuple[float, ...]) -> Floats:
 def curve_of(
     rows: Sequence[float] | Floats, mass: Sequence[float] | Floats, draws: Sequence[float] = _DRAWS
 ) -> IdCurve:
-    """Return the curve of a table with groups of rows; the rows of a group are equally frequent.
+    """Return the curve of a table whose rows form groups; the rows in a group are equally frequent.
 
     Group i contains ``rows[i]`` rows, whose total frequency is proportional to ``mass[i]``. Lookups
     are assumed to be independent, so n lookups touch a row of frequency p with probability 1 -
@@ -109,7 +109,7 @@ def click_curve(num_rows: int, exponent: float = CLICKS) -> IdCurve:
 class IdFrequencies:
     """The id statistics of one field.
 
-    Each of the ``bins`` is (rows, lookups); rows of the same bin are assumed to be equally
+    Each of the ``bins`` is (rows, lookups); rows in the same bin are assumed to be equally
     frequent. ``per_sample`` is the mean number of ids per sample.
     """
 

@@ -28,7 +28,7 @@ _SPREAD = vector_of(
 )
 _HOST, _NETWORK = vector_of({"host_bytes": 1.0}), vector_of({"network_bytes": 1.0})
 SENT = _SPREAD + _HOST + _NETWORK
-"""The bytes that a rank sends per unit of each count, [F]."""
+"""The bytes that a rank sends per unit of each count ([F])."""
 WORK_NS = vector_of(
     {
         "home_sort": INDEX_NS + SUM_NS,
@@ -56,7 +56,7 @@ CALLS = {  # calls per unit of each feature
 }
 _GROUPS = [name for name in CALLS if name not in ("num_squares", "num_id_calls")]
 WORK_MS = 1e-6 * WORK_NS + vector_of({**dict.fromkeys(_GROUPS, GROUP_MS), "num_stacks": STACK_MS})
-"""The milliseconds of a rank's work, without transfers, per unit of each count, [F]."""
+"""The milliseconds of work (excluding transfers) on a rank per unit of each count ([F])."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Price:
 def transfer_ms(
     byte_ms: float, call_ms: float, hop_byte_ms: tuple[float, float] | None = None
 ) -> Floats:
-    """Return the milliseconds of a rank's transfers per unit of each count, [F].
+    """Return the milliseconds of transfers on a rank per unit of each count ([F]).
 
     ``byte_ms`` is the price of a byte sent evenly to all other ranks. ``hop_byte_ms`` contains the
     prices of a byte in the two hops of an exchange (within a host, between hosts); by default, both

@@ -42,7 +42,7 @@ class Assembly:
         return joined if self._in_order else joined.index_select(1, self._to_output)
 
     def gradient_of(self, index: int, grad: Tensor) -> Tensor:
-        """Return the gradient of the part of group ``index``, given the gradient of the output."""
+        """Given the gradient of the output, return the gradient for the part of group ``index``."""
         group = self._groups[index]
         if self._sum:
             return grad if group.pooled else grad.repeat(1, len(group.uses))

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingCollection:
-    """This rank's part of the embedding tables of a model."""
+    """This rank's part of a model's embedding tables."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class EmbeddingCollection:
         ``kernel`` is a request, or a mapping from table to kernel if the kernels have already been
         chosen. On CUDA, ``row_buffer_fraction`` makes training batches send rows in fixed-size
         buffers, whose size is this fraction of the maximum. ``stores`` creates the row store of
-        each stack. Without ``compiled``, ids are read without numba, which takes 0.5 s to load.
+        each stack. If ``compiled`` is false, ids are read without numba, which takes 0.5 s to load.
         """
         self.plan, self._world = plan, (world := boxing.world)
         self._num_begun = 0  # number of training batches so far
@@ -122,8 +122,8 @@ class EmbeddingCollection:
         ``ids`` may have any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
         DataError for malformed ids. Out-of-range ids of a training batch raise DataError later,
         before any row changes: in ``lookup`` or, on CUDA, in the next ``update``. For growing
-        tables, ``begins_step`` is False for a batch accumulated with the previous one (keys of both
-        keep their rows), and ``event_time`` is the latest time of this rank's samples.
+        tables, ``begins_step`` is False for a batch accumulated with the previous one (keys in
+        either batch keep their rows), and ``event_time`` is the latest time of this rank's samples.
         """
         check = IdCheck() if training else None
         with self._stream.section(ids):
@@ -321,7 +321,7 @@ class EmbeddingCollection:
             name = group.plan.output.name
             grad = batch.outputs[name].grad
             if grad is None:
-                raise RuntimeError(f"output {name}: has no gradient; call backward() first")
+                raise RuntimeError(f"output {name} has no gradient; call backward() first")
             group.send_grads(part, self._assembly[name].gradient_of(index, grad))
         batch.outputs = {}
 
@@ -381,15 +381,15 @@ class EmbeddingCollection:
         return any(store.listeners for _, store in self._stores())
 
     def gradient_squares(self) -> Tensor:
-        """Return the squared norm of the collected gradients, which are first summed per row: 0-d
-        float64.
+        """Return the squared norm (0-d float64) of the collected gradients, which are first summed
+        per row.
 
         The results of all ranks can be summed: in any layout, every row is counted exactly once.
         """
         return torch.stack([group.gradient_squares() for group in self._groups]).sum()
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the collected gradients by ``factor``, a 0-d tensor, before ``update``."""
+        """Multiply the collected gradients by ``factor`` (0-d); call this before ``update``."""
         for group in self._groups:
             group.scale_gradients(factor)
 
@@ -420,7 +420,7 @@ class EmbeddingCollection:
         batch, self._last = self._last, None
         if batch is None:
             raise RuntimeError(
-                "apply_gradients: no batch to train; call forward(training=True) first"
+                "apply_gradients: no batch to train on; call forward(training=True) first"
             )
         self.send_grads(batch)
         self.receive_grads(batch)
@@ -428,7 +428,7 @@ class EmbeddingCollection:
 
     @property
     def out_of_range(self) -> Tensor:
-        """Return how many ids clamp or hash has replaced on this rank so far: [features] int64."""
+        """Return how many ids clamp or hash has replaced on this rank, as int64 [features]."""
         self._stream.join()
         return self._reader.out_of_range
 

@@ -1,4 +1,4 @@
-"""Gives rows to the keys of growing tables, and initial values to the rows of new keys."""
+"""Assigns rows to the keys of growing tables, and initializes the rows of new keys."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,9 +37,9 @@ class Growing(KeyExchange):
     ) -> None:
         """Apply the row changes of a training batch, right before it is looked up.
 
-        Rows that get new keys are reset to initial values. No batch with a pending update uses the
-        former values of these rows, because a key that a step uses keeps its row until the step
-        ends.
+        Rows that are assigned to new keys are reset to initial values. No batch with a pending
+        update uses the former values of these rows, because a key that a step uses keeps its row
+        until the step ends.
         """
         self._num_read += 1
         new = {
@@ -86,7 +86,7 @@ class Growing(KeyExchange):
         store.write(joined, values)
 
     def erase(self, name: str, keys: Tensor) -> int:
-        """Remove keys [n] int64 of a field, as if they had never occurred.
+        """Remove ``keys`` (int64 [n]) from a field, as if they had never occurred.
 
         Return how many of the keys owned by this rank had rows. Every rank must call this method
         with the same keys, while no batch is in flight. Later checkpoints do not contain the

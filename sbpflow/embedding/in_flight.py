@@ -28,7 +28,7 @@ class EmbeddingsInFlight:
         self.groups = groups
         self.counts = counts
         self.check = check
-        self.changes = changes  # rows of growing fields that get new keys in this batch
+        self.changes = changes  # rows of growing fields that are assigned to new keys in this batch
         self.ids_exchanged = self.received = False
         self.most_requested: AsyncScalarRead | None = None  # result of ``PaddedGroups.ask``
         self.outputs: dict[str, Tensor] = {}
@@ -42,7 +42,7 @@ class EmbeddingsInFlight:
         return [tensor for lookup in lookups for tensor in lookup.tensors()]
 
     def new_like(self) -> "EmbeddingsInFlight":
-        """Return a batch with lookups of the same sizes, uninitialized."""
+        """Return a batch whose lookups have the same sizes but uninitialized values."""
         groups = [
             replace(part, lookups=[lookup.new_like() for lookup in part.lookups])
             for part in self.groups

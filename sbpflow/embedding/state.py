@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # this module needs numba
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Rows [start, stop) of a tensor in a store that has no views; read and written on demand.
+    """Rows [start, stop) of a tensor in a store without views; they are read and written on demand.
 
     With ``is_column``, a tensor with one value per row is a column [rows, 1] of a logical tensor.
     """
@@ -88,9 +88,9 @@ class StoredRows:
 
 
 Values = Tensor | StoredRows
-# The tensors of a growing field. ``clock`` contains the number of trained batches and the number of
-# samples after each of the last batches, and ``times`` the latest event times; only the first owner
-# has these two. ``totals`` contains a row of ``vocabulary.Totals`` for each owner.
+# The tensors of a growing field. ``clock`` contains the number of completed batches and the number
+# of samples after each of the last batches, and ``times`` the latest event times; only the first
+# owner has these two. ``totals`` contains a row of ``vocabulary.Totals`` for each owner.
 KEY_TENSORS = {
     "keys": torch.int64,
     "last_uses": torch.int32,
@@ -201,7 +201,7 @@ def logical_state(
     """Return the collection's state by name, with the same names on all ranks.
 
     With ``row_state: per_shard``, the state of rowwise Adagrad is [rows, column shards]. For a
-    growing table, the state contains the rows as of the last trained batch.
+    growing table, the state contains the rows as of the last completed batch.
     """
     stored_by_table = {shard.shard.table.name: shard for shard in stored}
     by_table = {name: field for field in fields for name in field.plan.tables}
@@ -286,9 +286,7 @@ def _keys_of(field: "FieldKeys") -> list[LogicalTensor]:
 def _rectangle(
     held: StoredShard, values: Values, columns: tuple[int, int] | None = None
 ) -> Rectangle:
-    """Return the rectangle of ``values``, which has all rows of a shard, and by default its
-    columns.
-    """
+    """Return the rectangle of ``values``: all rows of a shard and, by default, all its columns."""
     shard = held.shard
     col_start, col_stop = columns or (shard.col_start, shard.col_stop)
     return Rectangle(

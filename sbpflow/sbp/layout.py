@@ -1,4 +1,5 @@
-"""Defines layouts: the ranks of a logical tensor (placement) and one sbp per placement axis.
+"""Defines layouts. A layout consists of a placement (the ranks that store a logical tensor) and one
+sbp per placement axis.
 
 Only this module computes the shapes and slices of parts.
 """

@@ -1,8 +1,8 @@
 """Defines Split, Broadcast, and Partial, the ways to distribute a tensor along a placement axis.
 
-This module knows nothing of ranks, devices, or communication. The terms and the rule for balanced
-splits follow OneFlow (oneflow/core/job/sbp_parallel.proto, oneflow/core/common/balanced_splitter.h
-at 25c8978).
+This module knows nothing about ranks, devices, or communication. The terms and the rule for
+balanced splits follow OneFlow (oneflow/core/job/sbp_parallel.proto,
+oneflow/core/common/balanced_splitter.h at 25c8978).
 """
 
 import operator
@@ -168,7 +168,7 @@ def balanced_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 
 def dual(sbp: Sbp) -> Sbp:
-    """Return the sbp of the gradient of a tensor with ``sbp`` (S for S, P for B, and B for P)."""
+    """Return the sbp of a gradient, given its tensor's ``sbp``: S for S, P for B, and B for P."""
     if isinstance(sbp, Broadcast):
         return Partial()
     if isinstance(sbp, Partial):

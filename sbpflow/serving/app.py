@@ -213,7 +213,7 @@ class App:
         except ValueError as error:
             raise BodyError(str(error)) from error
         check_rows(len(encoded.ids), self._limits.rows)
-        if self.is_alone() or (model.single is not None and len(encoded.ids) == 1):
+        if self.is_alone() or (model.program is not None and len(encoded.ids) == 1):
             # the batcher would add two passes of the event loop, without any other rows to join
             scores = model.score_encoded(encoded)
         else:

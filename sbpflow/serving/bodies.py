@@ -102,14 +102,14 @@ class JsonRows:
     max_rows: int
 
     def encode(self, model: Model) -> Encoded:
-        """Encode the rows; raise BodyError for other JSON, and for anything else."""
+        """Encode the rows; raise BodyError if the body is not JSON or does not contain rows."""
         text = self.body
         if (start := _ROWS.match(text)) and (text := text.rstrip()).endswith(b"}"):
             text = text[start.end() : -1]
         return model.encode_json(text) or model.encode(self.parsed())
 
     def parsed(self) -> Any:
-        """Return the rows as a list of dicts, or as columns; raise BodyError for anything else."""
+        """Return the rows as a list of dicts, or as columns; raise BodyError for any other body."""
         return _read_json(self.body, self.max_rows)
 
 

@@ -152,7 +152,7 @@ def string_key(text: str) -> tuple[int, int]:
 
 
 def pair_keys(a: Words, b: Words, both_hex: bool) -> Words:
-    """Return the 64-bit keys of pairs of keys [n]. The pair keys of two hex columns never
+    """Return a 64-bit key for each pair of keys ([n]). The pair keys of two hex columns never
     collide.
     """
     if both_hex:
@@ -168,7 +168,7 @@ def hash_salt(seed: int, name: str) -> int:
 
 
 def hashed_key_ids(keys: NDArray[Any], num_rows: int, salt: int) -> NDArray[np.int32]:
-    """Hash keys [n] to ids 2 to ``num_rows - 1`` with MurmurHash3's finalizer and a modulo."""
+    """Hash keys to ids from 2 to ``num_rows - 1`` with MurmurHash3's finalizer and a modulo."""
     mixed = keys.astype(np.uint64) ^ np.uint64(salt)
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         mixed ^= mixed >> np.uint64(33)
@@ -188,7 +188,7 @@ def mixed_bits(state: Words) -> Words:
 def hashed_ids(
     parts: Sequence[NDArray[Any]], rows: int, missing: Sequence[int] | None = None
 ) -> NDArray[np.int32]:
-    """Hash the ids of several columns to ids int32 [n] below ``rows``: 2 + hash % (rows - 2). The
+    """Hash the ids of several columns to ids below ``rows`` (int32 [n]): 2 + hash % (rows - 2). The
     id is 0 (missing) where any part equals its entry in ``missing`` (by default, 0). The hash
     depends on the order of the parts.
     """
@@ -253,13 +253,13 @@ def squared_log(values: Floats, missing: Mask) -> tuple[Floats, int]:
 
 
 def identity(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return the values unchanged, or 0 for missing values, and the number 0 of clipped values."""
+    """Return the values unchanged, or 0 for missing values, and 0, because no value is clipped."""
     return np.where(missing, 0.0, values).astype(np.float32), 0
 
 
 def standardise(values: Floats, missing: Mask, mean: float, std: float) -> tuple[Floats, int]:
-    """Return (x - mean) / std, or 0 for missing values, with the mean and std of the train split,
-    and the number of results clipped to float32.
+    """Return (x - mean) / std, or 0 for missing values, and the number of results clipped to
+    float32. ``mean`` and ``std`` are from the train split.
     """
     out = np.where(missing, 0.0, (values.astype(np.float64) - mean) / std)
     limit = float(np.finfo(np.float32).max)

@@ -42,7 +42,7 @@ class Column(NamedTuple):
 
     name: str
     kind: str
-    """dense, hex, integer, string, or list, weights and label"""
+    """dense, hex, integer, string, list, weights, or label"""
     required: bool
 
 
@@ -120,8 +120,8 @@ class RawRows:
 
 
 def text_of(rows: str | bytes | Sequence[str | bytes], header: bool) -> str:
-    """Return text or a list of lines as one string; raise RowError if it is not UTF-8. The number
-    of a row does not count the ``header``, if there is one.
+    """Return text or a list of lines as one string; raise RowError if it is not UTF-8. The error's
+    row number does not count the ``header``, if there is one.
     """
     if isinstance(rows, str):
         return rows
@@ -187,7 +187,7 @@ def _cells(column: Any) -> Any:
         return column.to_pylist()
     if not hasattr(column, "to_list"):
         return list(column)
-    # pandas columns have no ``null_count``; their arrays mark missing values by NaN
+    # pandas columns have no ``null_count``; their arrays mark missing values with NaN
     count = getattr(column, "null_count", int)
     if str(column.dtype).lower().startswith(_NUMBERS) and not count():
         array = column.to_numpy()

@@ -4,11 +4,11 @@ changed.
 A folder of exports contains bundles ``step-N``, the newest of which is served. The deltas of a
 bundle are the folders ``deltas/000001``, ``deltas/000002``, ... in the bundle's folder. A delta
 consists of two files:
-* ``values.safetensors``: the changed rows ``tables/T/rows`` int64 [n], ascending; the values of
+* ``values.safetensors``: the changed rows, ``tables/T/rows`` (int64 [n], ascending); the values of
   these rows under the names that the table has in ``model.safetensors`` (``tables/T``, or
   ``tables/T/int8``, ``/scale`` and ``/low``); all dense weights, ``dense/P``; and for growing
-  fields, ``vocabulary/V/keys`` and ``/ids`` int64 [n], where id 1 means that the key no longer has
-  a row.
+  fields, ``vocabulary/V/keys`` and ``/ids`` (int64 [n] each), where id 1 means that the key no
+  longer has a row.
 * ``delta.json``: the delta's number, run, step and time; the digests of the bundle, of the
   predecessor and of the values file; and for each vocabulary, the number of keys with new ids
   (``vocabulary``) and of removed keys (``removed``).
@@ -73,10 +73,10 @@ class DeltaHead:
 class Delta:
     """A delta whose files were read and verified.
 
-    ``tables`` contains, for each table, the changed rows int64 [n] and their values by suffix:
+    ``tables`` contains, for each table, the changed rows (int64 [n]) and their values by suffix:
     ``""``, or ``/int8``, ``/scale`` and ``/low``. ``dense`` contains all dense weights by name.
-    ``vocabulary`` contains keys and ids int64 [n] of growing fields. The tensors are views of a
-    memory map.
+    ``vocabulary`` contains the keys and ids of growing fields (int64 [n] each). The tensors are
+    views of a memory map.
     """
 
     head: DeltaHead
@@ -101,7 +101,7 @@ def newest_bundle(folder: Path) -> Path:
     if not bundles:
         raise DataError(
             f"{folder}: has neither {BUNDLE_FILE} nor bundles step-N; use the output of `sbpflow "
-            "export`"
+            "export`, or wait for the first export of a run"
         )
     return bundles[-1]
 
@@ -261,8 +261,9 @@ def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
         rows, others = Tensors(path), Tensors(path)
     except (OSError, BundleError) as error:
         raise DataError(f"{path}: cannot be read ({error}); load the newest bundle") from error
-    # A server reads changed rows from the file for as long as it uses the delta. The second mapping
-    # ends with the version, so that the pages of its other values do not stay in memory.
+    # A server reads changed rows from the file for as long as it uses the delta. All other values
+    # have their own mapping, which is released with their version, so that their pages do not stay
+    # in memory.
     return {name: (rows if _is_values(name) else others).tensor(name) for name in rows.entries}
 
 

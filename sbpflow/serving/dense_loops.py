@@ -1,13 +1,13 @@
-"""Scores a single row in one compiled call. After a pause, when the CPU's caches are cold, the
-dozens of torch calls for one row take several times as long as the arithmetic. Only
-``encoder_loops`` imports this module, which needs numba.
+"""Scores a few rows in one compiled call. After a pause, when the CPU's caches are cold, the dozens
+of torch calls for a few rows take several times as long as the arithmetic. Only ``encoder_loops``
+imports this module, which needs numba.
 
-The dense part is compiled into a program over one array of float32 values. Models with operations
-that are not in ``_COMPILERS`` are scored with torch.
+The dense part is compiled into a program over one array of float32 values per row. Models with
+operations that are not in ``_COMPILERS``, and larger requests, are scored with torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,56 +16,95 @@ from sbpflow.runtime.compute.compiled import Array, compiled, compiled_fast
 from sbpflow.serving.lookups import Gather, Segment
 
 LINEAR, RELU, SIGMOID, ADD, SUB, MUL, SUM, MEAN, COPY = range(9)
-_Span = tuple[int, int]  # start and size of a value in the array
+_MOST_PRODUCTS = 4_000_000  # From here on, torch's faster products outweigh its slower calls.
+_Span = tuple[int, int]  # the columns of a value: start and size
 _Step = tuple[int, int, int, int, int, int, int]
 
 
 @compiled_fast  # may reorder the terms of a sum, which allows vector instructions
-def multiply(weights: Array, x: Array, out: Array) -> None:
-    """Write the product of ``weights`` [outputs, inputs] and ``x`` [inputs] to ``out``."""
-    for k in range(out.size):
-        total = np.float32(0)
-        for term in range(x.size):
-            total += weights[k, term] * x[term]
-        out[k] = total
+def multiply(weights: Array, x: Array, a: int, start: int) -> None:
+    """In each row of ``x`` [n, values], multiply ``weights`` [outputs, inputs] by the values from
+    column ``a`` on, and write the product from column ``start`` on.
+
+    Two rows and four outputs at a time: each value that is read takes part in several products.
+    """
+    zero = np.float32(0)
+    outputs, inputs = weights.shape
+    blocks = outputs // 4 * 4
+    pairs = x.shape[0] // 2 * 2
+    for k in range(0, blocks, 4):
+        w0, w1, w2, w3 = weights[k], weights[k + 1], weights[k + 2], weights[k + 3]
+        for row in range(0, pairs, 2):
+            left, right = x[row, a : a + inputs], x[row + 1, a : a + inputs]
+            l0, l1, l2, l3 = zero, zero, zero, zero
+            r0, r1, r2, r3 = zero, zero, zero, zero
+            for term in range(inputs):
+                u, v = left[term], right[term]
+                l0 += w0[term] * u
+                l1 += w1[term] * u
+                l2 += w2[term] * u
+                l3 += w3[term] * u
+                r0 += w0[term] * v
+                r1 += w1[term] * v
+                r2 += w2[term] * v
+                r3 += w3[term] * v
+            at = start + k
+            x[row, at], x[row, at + 1], x[row, at + 2], x[row, at + 3] = l0, l1, l2, l3
+            x[row + 1, at], x[row + 1, at + 1], x[row + 1, at + 2], x[row + 1, at + 3] = (
+                r0, r1, r2, r3,
+            )  # fmt: skip
+    for row in range(x.shape[0]):
+        values = x[row, a : a + inputs]
+        for k in range(blocks if row < pairs else 0, outputs):
+            own, total = weights[k], zero
+            for term in range(inputs):
+                total += own[term] * values[term]
+            x[row, start + k] = total
+
+
+@compiled
+def _run_step(operation: int, x: Array, start: int, a: int, b: int, size: int, terms: int) -> None:
+    """Run one step, other than LINEAR, for the values ``x`` of a row."""
+    out, left = x[start : start + size], x[a : a + size]
+    if operation == RELU:
+        out[:] = np.maximum(left, np.float32(0))
+    elif operation == SIGMOID:
+        out[:] = np.float32(1) / (np.float32(1) + np.exp(-left))
+    elif operation == COPY:
+        out[:] = left
+    elif operation == ADD:
+        out[:] = left + x[b : b + size]
+    elif operation == SUB:
+        out[:] = left - x[b : b + size]
+    elif operation == MUL:
+        out[:] = left * x[b : b + size]
+    else:
+        out[:] = np.float32(0)
+        for term in range(terms):
+            out += x[a + term * size : a + (term + 1) * size]
+        if operation == MEAN:
+            out /= np.float32(terms)
 
 
 @compiled
 def run_steps(steps: Array, weights: Array, x: Array) -> None:
-    """Run ``steps`` [n, 7], each of which is (operation, output, a, b, size, terms, bias). Output,
-    a, and b are positions in ``x``, except that b of LINEAR, like bias, is a position in
-    ``weights``.
+    """Run ``steps`` [n, 7] for each row of ``x`` [n, values]. A step is (operation, output, a, b,
+    size, terms, bias). Output, a, and b are columns of ``x``, except that b of LINEAR, like bias,
+    is a position in ``weights``.
     """
     for number in range(steps.shape[0]):
         operation, start, a, b, size, terms, bias = steps[number]
-        out, left = x[start : start + size], x[a : a + size]
         if operation == LINEAR:
-            matrix = weights[b : b + size * terms].reshape(size, terms)
-            multiply(matrix, x[a : a + terms], out)
+            multiply(weights[b : b + size * terms].reshape(size, terms), x, a, start)
             if bias >= 0:
-                out += weights[bias : bias + size]
-        elif operation == RELU:
-            out[:] = np.maximum(left, np.float32(0))
-        elif operation == SIGMOID:
-            out[:] = np.float32(1) / (np.float32(1) + np.exp(-left))
-        elif operation == COPY:
-            out[:] = left
-        elif operation == ADD:
-            out[:] = left + x[b : b + size]
-        elif operation == SUB:
-            out[:] = left - x[b : b + size]
-        elif operation == MUL:
-            out[:] = left * x[b : b + size]
+                x[:, start : start + size] += weights[bias : bias + size]
         else:
-            out[:] = np.float32(0)
-            for term in range(terms):
-                out += x[a + term * size : a + (term + 1) * size]
-            if operation == MEAN:
-                out /= np.float32(terms)
+            for row in range(x.shape[0]):
+                _run_step(operation, x[row], start, a, b, size, terms)
 
 
-class SingleRow:
-    """A program that computes the logit of one row of a model, made by ``compile_row``."""
+class CompiledModel:
+    """A program that computes the logits of a few rows of a model, made by ``compile_model``."""
 
     def __init__(
         self, spans: Sequence[_Span], dense: _Span, output: int, size: int, steps: Array,
@@ -73,28 +112,32 @@ class SingleRow:
     ) -> None:  # fmt: skip
         self._spans, self._dense, self._output, self._size = spans, dense, output, size
         self._steps, self._names, self._weights = steps, names, weights
+        products = int((steps[:, 4] * steps[:, 5])[steps[:, 0] == LINEAR].sum())
+        self.max_rows = max(_MOST_PRODUCTS // max(products, 1), 1)
+        """More rows are scored faster by torch."""
 
-    def with_weights(self, weights: Mapping[str, Any]) -> "SingleRow":
+    def with_weights(self, weights: Mapping[str, Any]) -> "CompiledModel":
         """Return the same program with other weights, given as tensors by name."""
         flat = _flat([weights[name] for name in self._names])
         rest = self._output, self._size, self._steps, self._names
-        return SingleRow(self._spans, self._dense, *rest, flat)
+        return CompiledModel(self._spans, self._dense, *rest, flat)
 
-    def logit(
+    def logits(
         self, gathers: Sequence[Gather], stores: Sequence[Any], ids: Array, dense: Array
-    ) -> float | None:
-        """Return the logit of a row with ``ids`` [1, columns] and ``dense`` [1, values].
+    ) -> Array | None:
+        """Return the logits (float32 [n]) of rows with ``ids`` [n, columns] and ``dense``
+        [n, values].
 
         Returns None if an id is not a row of its table, or if the store must convert its rows.
         """
-        x = np.empty(self._size, dtype=np.float32)
-        for gather, store, (start, size) in zip(gathers, stores, self._spans, strict=True):
-            if not gather.read(store, ids, x[start : start + size].reshape(1, -1, store.dim)):
+        x = np.empty((len(ids), self._size), dtype=np.float32)
+        for gather, store, (start, _) in zip(gathers, stores, self._spans, strict=True):
+            if not gather.read(store, ids, x, start):
                 return None
         start, size = self._dense
-        x[start : start + size] = dense[0]
+        x[:, start : start + size] = dense
         run_steps(self._steps, self._weights, x)
-        return float(x[self._output])
+        return x[:, self._output]
 
 
 class _Unsupported(Exception):
@@ -130,6 +173,8 @@ class _Program:
         return self.weights[argument["ref"]]
 
     def concatenated(self, parts: Sequence[_Span]) -> _Span:
+        if all(a + size == b for (a, size), (b, _) in pairwise(parts)):
+            return parts[0][0], sum(size for _, size in parts)
         out = self.take(sum(size for _, size in parts))
         ends = accumulate(size for _, size in parts)
         for (start, size), end in zip(parts, ends, strict=True):
@@ -191,14 +236,14 @@ _COMPILERS: dict[str, _Compiler] = {
 }
 
 
-def compile_row(
+def compile_model(
     content: Mapping[str, Any],
     segments: Mapping[str, Sequence[Segment]],
     gathers: Sequence[Gather],
     dims: Sequence[int],
     num_dense: int,
     weights: Mapping[str, Any],
-) -> SingleRow | None:
+) -> CompiledModel | None:
     """Return the program of a model of float32 values, or None if a program cannot express the
     model.
 
@@ -237,7 +282,7 @@ def compile_row(
         return None
     steps = np.array(program.steps, dtype=np.int64)
     flat = _flat([weights[name] for name in names])
-    return SingleRow(spans, dense, start, program.size, steps, names, flat)
+    return CompiledModel(spans, dense, start, program.size, steps, names, flat)
 
 
 def _output(

@@ -38,12 +38,12 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Encoded rows: ``ids`` int32 [n, columns], ``dense`` float32 [n, values], and lists.
+    """Encoded rows: ``ids`` (int32 [n, columns]), ``dense`` (float32 [n, values]), and lists.
 
-    ``bags`` maps ragged fields to (values int32, lengths int32 [n]), or to (values, lengths,
-    weights float32) if they have weights. ``missing`` and ``unknown`` count missing values and
-    values without an id, by column. ``keys`` maps a column of ``ids`` to the keys int64 [n] of the
-    column's field, for growing fields that crosses hash.
+    ``bags`` maps each ragged field to (values, lengths [n]), both int32, or, if it has weights, to
+    (values, lengths, weights), where weights are float32. ``missing`` and ``unknown`` count missing
+    values and values without an id, by column. For growing fields that crosses hash, ``keys`` maps
+    a column of ``ids`` to the keys of the column's field (int64 [n]).
     """
 
     ids: NDArray[np.int32]
@@ -55,10 +55,10 @@ class Encoded:
 
 
 class Cells(NamedTuple):
-    """The parsed cells of rows: ``numbers`` float64 [rows, dense], where NaN means missing, and
-    keys.
+    """The parsed cells of rows: numbers and keys.
 
-    ``keys`` uint64, ``checks`` uint32, and ``missing`` bool have shape [rows, categories].
+    ``numbers`` is float64 [rows, dense], where NaN means missing. ``keys`` (uint64), ``checks``
+    (uint32), and ``missing`` (bool) have shape [rows, categories].
     """
 
     numbers: Array
@@ -68,9 +68,7 @@ class Cells(NamedTuple):
 
     @staticmethod
     def empty(num_rows: int, num_dense: int, num_keys: int) -> "Cells":
-        """Return cells of zeros, with numbers [num_rows, num_dense] and keys [num_rows,
-        num_keys].
-        """
+        """Return cells of zeros: [num_rows, num_dense] numbers and [num_rows, num_keys] keys."""
         shape = (num_rows, num_keys)
         return Cells(
             np.zeros((num_rows, num_dense)),
@@ -81,9 +79,11 @@ class Cells(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """``dense`` float32 [rows, values]; ``absences``, the number of missing values of each dense
-    field; ``counts`` [2, fields], the numbers of missing and of unknown values of each field of
-    single values or pairs.
+    """The dense values of rows, and counts of missing and unknown values.
+
+    ``dense`` is float32 [rows, values]. ``absences`` counts the missing values of each dense field.
+    ``counts`` ([2, fields]) counts the missing and the unknown values of each field of single
+    values or pairs.
     """
 
     dense: NDArray[np.float32]
@@ -117,7 +117,7 @@ class Vocabularies:
         return np.array([starts, sizes, checks], dtype=np.int64)
 
     def look_up(self, places: Array, cells: Cells) -> NDArray[np.int32]:
-        """Return the ids int32 [rows, fields] of the cells' keys; ``places`` is the result of
+        """Return the ids of the cells' keys (int32 [rows, fields]); ``places`` is the result of
         ``places_of`` for the fields' vocabularies.
         """
         start, capacity, first_check = places
@@ -131,7 +131,7 @@ class Vocabularies:
         return ids
 
     def add_new(self, name: str, ids: Array, keys: Array, checks: Array) -> None:
-        """Overwrite the ids [n] of those keys [n] whose entries were added by ``with_entries``."""
+        """Overwrite the ids of those keys whose entries were added by ``with_entries``."""
         if name not in self.added or not len(self.added[name][0]):
             return
         new_keys, new_ids, new_checks = self.added[name]
@@ -336,7 +336,7 @@ class Encoder:
         return Finished(values, mask.sum(0), self._counts(ids))
 
     def _counts(self, ids: NDArray[np.int32]) -> Array:
-        """Return the numbers [2, fields] of missing and of unknown values, for single values and
+        """Return the numbers of missing and of unknown values ([2, fields]), for single values and
         pairs.
         """
         own = ids[:, self._keyed_columns]
@@ -375,7 +375,7 @@ class Encoder:
         }
 
     def ids_of(self, entry: Entry, cells: Cells) -> NDArray[np.int32]:
-        """Return the ids int32 [n] of one field, whose keys are in column 0 of ``cells``."""
+        """Return the ids of one field (int32 [n]), whose keys are in column 0 of ``cells``."""
         if entry["vocabulary"]:
             places = self.vocabularies.places_of([entry["vocabulary"]])
             ids = self.vocabularies.look_up(places, cells)[:, 0]
@@ -396,7 +396,7 @@ def _list_cells(entry: Entry, columns: Mapping[str, Any]) -> tuple[Lists, Cells]
 
 
 def _signed_keys(cells: Cells, number: int) -> NDArray[np.int64]:
-    """Return the keys [n] of field ``number`` as signed integers, as in a prepared set."""
+    """Return the keys of field ``number`` as signed integers ([n]), as in a prepared set."""
     keys = cells.keys[:, number].view(np.int64)
     return np.where(cells.missing[:, number], np.int64(MISSING_KEY), keys)
 

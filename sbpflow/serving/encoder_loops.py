@@ -1,6 +1,6 @@
 """Encodes rows in single passes compiled by numba, where numpy would need dozens of calls.
-``scorer`` imports this module only if numba is installed. Every loop gives the same results as the
-functions in ``cells``, which also parse the forms of text that the loops do not.
+``scorer`` imports this module only if numba is installed. Every loop produces the same results as
+the functions in ``cells``, which also parse text that the loops do not support.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from sbpflow.runtime.compute.compiled import Array, compiled
 from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.serving.columns import text_of
-from sbpflow.serving.dense_loops import compile_row
+from sbpflow.serving.dense_loops import compile_model
 from sbpflow.serving.encoder import Cells, Encoder, Finished
 from sbpflow.serving.hash_loops import digest
 from sbpflow.serving.json_loops import JsonLines
 from sbpflow.serving.row_loops import gather_rows
 
-__all__ = ["CompiledInput", "compile_row", "digest", "gather_rows"]
+__all__ = ["CompiledInput", "compile_model", "digest", "gather_rows"]
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
 SKIPPED, WHOLE, REAL, HEX, INTEGER, STRING = range(6)
 BUCKET, LOG3, LOG1, SQUARED_LOG, IDENTITY, STANDARDISE = range(6)
@@ -106,11 +106,11 @@ def parse_text(  # noqa: C901 - a function per kind of cell is three times slowe
     checks: Array,
     missing: Array,
 ) -> bool:
-    """Parse text lines into ``numbers`` [rows, dense] and ``keys``, ``checks``, ``missing`` [rows,
-    n].
+    """Parse text lines into ``numbers`` ([rows, dense]), ``keys``, ``checks``, and ``missing``
+    ([rows, n]).
 
     ``kinds`` and ``targets`` [columns] contain each cell's kind and its column in the outputs.
-    Returns False if a cell has a form that only ``cells`` parses, or if the number of lines or
+    Returns False if a cell has a format that only ``cells`` parses, or if the number of lines or
     cells is wrong.
     """
     at, end, columns = 0, text.size, kinds.size
@@ -372,9 +372,7 @@ class CompiledInput:
         self._dict_kinds, self._dict_targets = self._targets(names)
 
     def parse(self, rows: Any) -> Cells | None:
-        """Return the cells of rows, or None for rows and forms of text that the loops do not
-        parse.
-        """
+        """Return the cells of rows, or None for rows or text that the loops do not parse."""
         if not self._parses or not len(rows):
             return None
         if isinstance(rows, list) and type(rows[0]) is dict:
@@ -444,7 +442,7 @@ class CompiledInput:
         return self._parse_lines(text, num_rows, "\t", self._dict_kinds, self._dict_targets)
 
     def parse_json(self, text: bytes) -> Cells | None:
-        """Return the cells of a JSON list of objects, or None for rarer forms and for errors."""
+        """Return the cells of a JSON list of objects, or None for other JSON or invalid rows."""
         lines = self._json.lines(text, self._targets) if self._parses else None
         if lines is None:
             return None

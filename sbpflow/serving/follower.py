@@ -1,6 +1,6 @@
 """Follows the folder of a served model: applies new deltas, and loads newer bundles.
 
-A new version shares all unchanged values with the current version and replaces it by a single
+A new version shares all unchanged values with the current version and replaces it in a single
 assignment, so no request waits or sees values of two versions. After an error, the server keeps the
 current version, whose age grows in the metrics until a good delta or a newer bundle appears.
 """
@@ -157,7 +157,7 @@ class Follower:
         scores = model.score(model.sample["rows"])
         if not np.isfinite(scores).all():
             raise DataError(
-                f"{delta_folder(bundle, number)}: gives a sample row the score "
+                f"{delta_folder(bundle, number)}: the score of a sample row is "
                 f"{scores[~np.isfinite(scores)][0]}; write a delta with finite values"
             )
         self.count("deltas_applied")

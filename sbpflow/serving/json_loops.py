@@ -1,8 +1,8 @@
-"""Rewrites JSON rows as text lines in one compiled pass, without a Python object per cell. Only
-``encoder_loops`` imports this module, which needs numba.
+"""Rewrites JSON rows as tab-separated lines in one compiled pass, without a Python object per cell.
+Only ``encoder_loops`` imports this module, which needs numba.
 
-The text around the values is taken from the first row, and all rows must have the same, as every
-program writes it. Other JSON is left to Python's parser.
+The text around the values must be the same in all rows as in the first, as it is in the output of
+nearly every program. Other JSON is left to Python's parser.
 """
 
 import re
@@ -75,12 +75,13 @@ def _after_bytes(text: Array, at: int, wanted: Array, start: int, stop: int) -> 
 def rewrite(
     text: Array, gaps: Array, ends: Array, is_text: Array, out: Array
 ) -> tuple[int, int, int]:
-    """Write rows to ``out`` as lines with tabs; return the end of the last value, the size of the
-    lines, and their number, or (-1, 0, 0) for rarer values (escapes, nested values, true, false).
+    """Write rows to ``out`` as tab-separated lines; return the end of the last value, the size of
+    the lines, and their number, or (-1, 0, 0) for other JSON, such as escapes, nested values, true,
+    or false.
 
-    ``gaps`` is the text before each value, and before the first value of the next row, or nothing
-    if there is one row; ``ends`` [columns + 1] are their ends. ``is_text`` [columns] is True for
-    cells that cannot be numbers.
+    ``gaps`` joins the texts before each value of a row and before the first value of the next row
+    (the last is empty if there is only one row); ``ends`` ([columns + 1]) contains the end of each
+    text. ``is_text`` ([columns]) is True for cells that cannot be numbers.
     """
     at, size, num_rows, columns = 0, 0, 0, is_text.size
     while True:
@@ -120,7 +121,7 @@ _ColumnsOf = Callable[[Sequence[str]], tuple[Array, Array]]
 
 
 class TextLines(NamedTuple):
-    """Lines with tabs, and the kinds and targets of their columns."""
+    """Tab-separated lines, and the kinds and targets of their columns."""
 
     text: Array
     num_rows: int
@@ -137,7 +138,7 @@ class _Layout(NamedTuple):
 
 
 class JsonLines:
-    """Rewrites JSON rows as lines. The ``text_kinds`` of cells cannot be numbers. The layout of the
+    """Rewrites JSON rows as lines. Cells of ``text_kinds`` cannot be numbers. The layout of the
     last request is tried first.
     """
 
@@ -146,7 +147,7 @@ class JsonLines:
         self._last: _Layout | None = None
 
     def lines(self, text: bytes, columns_of: _ColumnsOf) -> TextLines | None:
-        """Return the rows of a list of objects, or None for rarer forms and for errors.
+        """Return the rows of a list of objects, or None for other JSON or invalid rows.
 
         ``columns_of(names)`` returns kinds and targets.
         """

@@ -58,14 +58,15 @@ class Gather:
     def __call__(
         self, store: Store, ids: Array, encoded: Encoded, policy: str
     ) -> tuple[Tensor, dict[tuple[str, int], Tensor]]:
-        """Return the vectors [n, ids, dim] of features with a fixed number of ids, and the vectors
-        of ragged features by (feature, first row of the table).
+        """Return the vectors of features with a fixed number of ids ([n, ids, dim]), and the
+        vectors of ragged features by (feature, first row of the table).
         """
         if self._loops is not None and not self.ragged and store.arrays and ids.dtype == np.int32:
             base = store.arrays[0]
-            out = np.empty((len(ids), len(self.columns), base.shape[1]), dtype=base.dtype)
-            if self.read(store, np.ascontiguousarray(ids), out):
-                return torch.from_numpy(out), {}
+            shape = len(ids), len(self.columns), base.shape[1]
+            out = np.empty((len(ids), shape[1] * shape[2]), dtype=base.dtype)
+            if self.read(store, np.ascontiguousarray(ids), out, 0):
+                return torch.from_numpy(out.reshape(shape)), {}
         given = ids[:, self.columns].astype(np.int64)
         rows = _legal(given, self._limit, policy, self._names) + self._first
         if not self.ragged:
@@ -82,15 +83,17 @@ class Gather:
         }
         return first.view(*rows.shape, vectors.shape[-1]), ragged
 
-    def read(self, store: Store, ids: Array, out: Array) -> bool:
-        """Write the vectors of ``ids`` int32 [n, columns] to ``out`` [n, ids, dim] in one compiled
-        call. Returns False if an id is not a row of its table, or if the store must convert its
-        rows.
+    def read(self, store: Store, ids: Array, out: Array, start: int) -> bool:
+        """Write the vectors of each row of ``ids`` (int32 [n, columns]) to ``out`` ([n, width]),
+        from column ``start`` on, in one compiled call. Returns False if an id is not a row of its
+        table, or if the store must convert its rows.
         """
         arrays = store.arrays
         if self._loops is None or arrays is None or ids.dtype != np.int32:
             return False
-        return self._loops.gather_rows(ids, self.columns, self._first, self._limit, *arrays, out)
+        return self._loops.gather_rows(
+            ids, self.columns, self._first, self._limit, *arrays, out, start
+        )
 
 
 def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
@@ -111,7 +114,7 @@ def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
 
 
 def bag_vectors(lookup: Lookup, vectors: Tensor, encoded: Encoded, dtype: torch.dtype) -> Tensor:
-    """Pool the vectors [values, dim] of a ragged feature to one vector per row [n, dim]."""
+    """Pool a ragged feature's vectors ([values, dim]) to one vector per row ([n, dim])."""
     _, lengths, *weights = (torch.from_numpy(part) for part in encoded.bags[lookup.feature])
     if weights:
         vectors = vectors * weights[0].to(dtype).unsqueeze(1)

@@ -64,9 +64,7 @@ class ModelCounts:
 
     @staticmethod
     def size(num_columns: int) -> int:
-        """Return the number of cells that the counts of a model with ``num_columns`` columns
-        need.
-        """
+        """Return the number of cells for the counts of a model with ``num_columns`` columns."""
         histograms = sum(len(bounds) + 2 for bounds, _ in HISTOGRAMS.values())
         return 1 + len(STATUSES) + len(COUNTERS) + histograms + 2 * num_columns
 
@@ -87,7 +85,7 @@ class ModelCounts:
         self.counters[name][0] += number
 
     def values(self, missing: Mapping[str, int], unknown: Mapping[str, int]) -> None:
-        """Add numbers of missing and unknown values by column."""
+        """Add the numbers of missing and of unknown values, by column."""
         for cells, numbers in ((self.missing, missing), (self.unknown, unknown)):
             for column, number in numbers.items():
                 if number:

@@ -4,7 +4,7 @@ numba.
 
 import numpy as np
 
-from sbpflow.runtime.compute.compiled import Array, compiled, pointer_to
+from sbpflow.runtime.compute.compiled import Array, compiled, pointer_to, prefetch
 
 
 @compiled
@@ -18,14 +18,24 @@ def gather_rows(
     starts: Array,
     addresses: Array,
     out: Array,
+    start: int,
 ) -> bool:
-    """Write the rows of ``ids`` [n, ids] to ``out`` [n, columns, dim]; return False if an id is not
-    a row of its table. ``first`` and ``limits`` are the first row and the number of rows of each
-    column's table. ``slots``, ``starts``, and ``addresses`` describe the changed rows of a store;
-    ``slots`` is empty if no row has changed.
+    """Write the vectors of each row of ``ids`` ([n, all columns]), one after the other, to the same
+    row of ``out`` ([n, width]), from column ``start`` on; return False if an id is not a row of its
+    table. ``first`` and ``limits`` are the first row and the number of rows of each column's table.
+    ``slots``, ``starts``, and ``addresses`` describe the changed rows of a store; ``slots`` is
+    empty if no row has changed.
     """
     num_rows, dim = base.shape
     for row in range(ids.shape[0]):
+        if row + 1 < ids.shape[0]:  # Start loading the vectors of the next row, or their slots.
+            for number in range(columns.size):
+                at = np.intp(first[number] + ids[row + 1, columns[number]])
+                if slots.size:
+                    prefetch(slots, at)
+                else:
+                    prefetch(base, at)
+        to = start
         for number in range(columns.size):
             own = np.int64(ids[row, columns[number]])
             if own < 0 or own >= limits[number]:
@@ -35,12 +45,13 @@ def gather_rows(
                 at = np.int64(slots[at])
             if at < num_rows:
                 for k in range(dim):
-                    out[row, number, k] = base[at, k]
+                    out[row, to + k] = base[at, k]
             else:
                 at -= num_rows
                 piece = np.searchsorted(starts, at, side="right") - 1
                 changed = pointer_to(addresses[piece], base)
-                start = (at - starts[piece]) * dim
+                begin = (at - starts[piece]) * dim
                 for k in range(dim):
-                    out[row, number, k] = changed[start + k]
+                    out[row, to + k] = changed[begin + k]
+            to += dim
     return True

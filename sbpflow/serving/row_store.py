@@ -45,8 +45,8 @@ class Tensors:
             )
 
     def array(self, *names: str) -> Array:
-        """Return an array. Several names, which must be adjacent in the file, give one array with
-        the rows of all.
+        """Return an array. For several names, which must be adjacent in the file, the array
+        contains the rows of all.
         """
         entries = [self.entries[name] for name in names]
         first, last = entries[0]["data_offsets"][0], entries[-1]["data_offsets"][1]
@@ -63,8 +63,8 @@ class Tensors:
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize rows [n, dim] float32 to uint8 [n, dim], with a scale [n] and a lowest value [n];
-    the error is at most half of the scale.
+    """Quantize float32 rows to uint8 ([n, dim] each); return the values, and the scale and the
+    minimum of each row ([n] each). The error is at most half of the scale.
     """
     low, high = rows.aminmax(dim=1)
     scale = (high - low) / 255
@@ -78,10 +78,10 @@ class Store:
     changed.
 
     ``base`` is mapped from the bundle. Changed rows are read where they are, in ``pieces``: those
-    of a delta are mapped from its file, so that the workers of a server share them. ``slots``,
-    int32 [rows], has the place of each row: in ``base``, or from ``num_rows`` on, in the pieces.
-    Compiled loops read any number of pieces; without them (``merges``), each change merges all
-    pieces into one.
+    of a delta are mapped from its file, so that the workers of a server share them. ``slots``
+    (int32 [rows]) contains the place of each row: below ``num_rows`` in ``base``, otherwise in the
+    pieces. Compiled loops read any number of pieces; without them (``merges``), each change merges
+    all pieces into one.
     """
 
     def __init__(self, base: Sequence[Tensor], dtype: torch.dtype, *, merges: bool = True) -> None:
@@ -115,7 +115,7 @@ class Store:
         )
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Look up ``rows`` int64 [n]; return [n, dim] of the compute dtype."""
+        """Look up ``rows`` (int64 [n]); return their values ([n, dim]) in the compute dtype."""
         found = [part.index_select(0, rows) for part in self._base]
         if self._slots is not None:
             slots = self._slots.index_select(0, rows)
@@ -127,7 +127,7 @@ class Store:
         return self._values(found)
 
     def _changed(self, at: Tensor) -> tuple[Tensor, ...]:
-        """Return the changed rows at places ``at`` int64 [n] of the pieces."""
+        """Return the changed rows at places ``at`` (int64 [n]) in the pieces."""
         if len(self._pieces) == 1:
             return tuple(part.index_select(0, at) for part in self._pieces[0])
         values = tuple(part.new_empty(len(at), *part.shape[1:]) for part in self._base)
@@ -146,10 +146,10 @@ class Store:
         return (values.float() * scale.unsqueeze(1) + low.unsqueeze(1)).to(self._dtype)
 
     def with_rows(self, *changes: tuple[Tensor, Tensor | tuple[Tensor, ...]]) -> "Store":
-        """Return a store with changes (rows int64 [n], values), where no row occurs twice.
+        """Return a store with ``changes``: pairs of rows (int64 [n], no duplicates) and values.
 
-        Values are [n, dim], or the parts in which the base stores them. They are not copied if they
-        have its dtype.
+        Values are [n, dim], or the parts in which the base stores them. Values that have the base's
+        dtype are not copied.
         """
         new = Store(self._base, self._dtype, merges=self._merges)
         if self._slots is None:

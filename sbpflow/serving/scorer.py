@@ -61,9 +61,9 @@ class Model:
     dense: Dense
     gathers: tuple[Gather, ...]
     segments: Mapping[str, tuple[Segment, ...]]
-    single: Any = None
-    """The ``dense_loops.SingleRow`` of the model, or None if the compiled loops cannot score a
-    single row.
+    program: Any = None
+    """The ``dense_loops.CompiledModel`` that scores a few rows, or None if only torch can score the
+    model.
     """
 
     @property
@@ -99,12 +99,16 @@ class Model:
 
     def score_encoded(self, encoded: Encoded) -> NDArray[np.float32]:
         """Return the probabilities float32 [n] of encoded rows."""
-        if self.single is not None and len(encoded.ids) == 1:
+        logits = None
+        if self.program is not None and len(encoded.ids) <= self.program.max_rows:
             ids = self._with_hashed(encoded)
-            logit = self.single.logit(self.gathers, self.stores, ids, encoded.dense)
-            if logit is not None:
+            logits = self.program.logits(self.gathers, self.stores, ids, encoded.dense)
+            if logits is not None and len(logits) == 1:  # numpy takes 10 us
+                logit = float(logits[0])
                 return np.array([1.0 / (1.0 + math.exp(min(-logit, 700.0)))], dtype=np.float32)
-        negated = np.negative(self.logits(encoded).numpy(), dtype=np.float64)
+        if logits is None:
+            logits = self.logits(encoded).numpy()
+        negated = np.negative(logits, dtype=np.float64)
         # float64 exp overflows beyond 709; from 104 on, the float32 score is 0 anyway
         return np.reciprocal(np.exp(np.minimum(negated, 700.0)) + 1.0).astype(np.float32)
 
@@ -196,7 +200,7 @@ class Model:
             stores=tuple(stores),
             weights=weights,
             dense=self.bind(weights) if dense else self.dense,
-            single=self.single.with_weights(weights) if self.single and dense else self.single,
+            program=self.program.with_weights(weights) if self.program and dense else self.program,
         )
 
     def _known(self, kind: str, name: str, values: Mapping[str, Any]) -> Any:
@@ -291,10 +295,10 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
     if compiled:
         bind = _compiled_part(folder / COMPILED, content) or bind
     gathers, segments = plan_lookups(content, loops)
-    single = None
+    program = None
     if loops is not None and encoder is not None:
         dims = [store.dim for store in stores]
-        single = loops.compile_row(content, segments, gathers, dims, encoder.num_dense, weights)
+        program = loops.compile_model(content, segments, gathers, dims, encoder.num_dense, weights)
     model = Model(
         version=Version(**content["origin"]),
         sample=_read_json(folder / "sample.json"),
@@ -306,7 +310,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
         dense=bind(weights),
         gathers=gathers,
         segments=segments,
-        single=single,
+        program=program,
     )
     if check:
         model.check()

@@ -28,7 +28,7 @@ from sbpflow.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10  # Low priority, so that requests go before the delta thread.
+_NICENESS = 10  # Low priority, so that requests take precedence over the delta thread.
 _SWITCH_S = 0.0005  # How long requests may wait for the delta thread; Python's default is 5 ms.
 _MAX_CONNECTIONS = 1024
 _KEEP_ALIVE_S = 75  # Longer than proxies keep idle connections, so that a proxy closes first.

@@ -34,7 +34,7 @@ class Supervisor:
     def run(self, grace_s: float) -> int:
         """Run until SIGTERM or SIGINT; return the exit code of the command.
 
-        At the end, workers get SIGTERM and finish the requests in flight; a worker that takes
+        At the end, workers receive SIGTERM and finish the requests in flight; a worker that takes
         longer than ``grace_s`` is killed. If a worker fails right after its start, the server stops
         and the exit code is 1.
         """

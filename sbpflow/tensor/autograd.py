@@ -6,7 +6,7 @@ these ranks in the autograd graph, so that they join the collectives of the back
 first derivatives are supported.
 """
 # pyright: reportIncompatibleMethodOverride=false
-# (torch declares forward and backward with any arguments; the classes here name theirs)
+# (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,9 +83,7 @@ def once(name: str, adjoint: Adjoint, gradient: Tensor) -> Tensor:
 
 
 class _Once(torch.autograd.Function):
-    """The graph node of an adjoint if create_graph is set; the backward of this node raises
-    SbpError.
-    """
+    """Runs an adjoint if create_graph is set; the backward pass of this node raises SbpError."""
 
     @staticmethod
     def forward(ctx: Context, gradient: Tensor, adjoint: Adjoint, name: str) -> Tensor:

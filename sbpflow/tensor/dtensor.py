@@ -39,8 +39,8 @@ def from_mesh(mesh: DeviceMesh) -> Placement:
 def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
     """Return ``x``, detached, as a DTensor on ``mesh`` (by default, on a new mesh).
 
-    Data is sent only if torch's chunks differ from the parts of ``x``. Raise SbpError if DTensor
-    would split a dim unequally along two axes.
+    Data is sent only if torch's chunks differ from the parts of ``x``. Raise SbpError if two axes
+    split the same dim and DTensor would split it unequally.
     """
     mesh = mesh or to_mesh(x.layout.placement)
     if from_mesh(mesh) != x.layout.placement:
@@ -72,9 +72,7 @@ def from_dtensor(tensor: DTensor, boxing: Boxing) -> GlobalTensor:
 
 
 def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return ``layout`` with the splits of torch.chunk; a split that is not balanced gets explicit
-    sizes.
-    """
+    """Return ``layout`` with splits as in torch.chunk; unbalanced splits have explicit sizes."""
     lengths = list(shape)
     nd_sbp: list[Sbp] = []
     for axis, sbp in enumerate(layout.nd_sbp):
@@ -102,8 +100,8 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Return the lengths of the pieces of torch.chunk. If there are fewer than ``parts`` pieces,
-    the remaining lengths are 0.
+    """Return the lengths of the pieces into which torch.chunk splits a dim. If there are fewer than
+    ``parts`` pieces, the remaining lengths are 0.
     """
     step = -(-size // parts)
     return tuple(max(0, min(step, size - step * part)) for part in range(parts))

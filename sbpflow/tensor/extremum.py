@@ -7,7 +7,7 @@ conversion to P(max) first converts to such an S or B layout (``boxing.plan.last
 As in other conversions, gradients of copies along B axes are summed. P(min) works like P(max).
 """
 # pyright: reportIncompatibleMethodOverride=false
-# (torch declares forward and backward with any arguments; the classes here name theirs)
+# (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from sbpflow.tensor.autograd import Context, Steps, once, run_part
 
 @dataclass(frozen=True, slots=True)
 class ExtremumWay:
-    """The steps ``forward`` that convert a tensor of ``shape`` from src to dst.
+    """The steps (``forward``) that convert a tensor of ``shape`` from src to dst.
 
     ``incoming`` is the layout of the result's gradient. For a P(max) or P(min) result, ``incoming``
     is None, because each rank stores the gradient of its own term.

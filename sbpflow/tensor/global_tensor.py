@@ -202,8 +202,8 @@ class GlobalTensor:
         """Run the backward pass from a one-element tensor or, given ``gradient``, from any tensor.
 
         The initial gradient has the dual layout: for a B loss, it is 1 on the first coordinate and
-        0 elsewhere, so that the loss counts only once. Leaves, too, get gradients in the duals of
-        their layouts; ``sync_gradients`` converts these gradients to the layouts of the leaves.
+        0 elsewhere, so that the loss counts only once. The gradients of leaves also have dual
+        layouts; ``sync_gradients`` converts these gradients to the layouts of the leaves.
         """
         if gradient is None:
             if any(length != 1 for length in self.shape):
@@ -239,7 +239,7 @@ def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
 
 
 def parameter(part: Tensor, layout: Layout, shape: tuple[int, ...], boxing: Boxing) -> GlobalTensor:
-    """Make a trainable leaf from this rank's part, which is empty [0] outside the placement."""
+    """Make a trainable leaf from this rank's part, which has shape [0] outside the placement."""
     part = part.detach().clone()
     return GlobalTensor(part, layout, tuple(shape), boxing).requires_grad_()
 

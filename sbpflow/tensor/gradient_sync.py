@@ -40,8 +40,8 @@ class LaidOut(Protocol):
 class GradientBucket:
     """A group of gradients that are converted as one flat tensor.
 
-    ``members`` contains the positions of the gradients' leaves in the list of parameters. The
-    position after the last leaf denotes the ``Total``.
+    ``members`` contains the index of each gradient's leaf in the list of parameters. The index
+    after the last leaf denotes the ``Total``.
     """
 
     members: tuple[int, ...]
@@ -51,7 +51,7 @@ class GradientBucket:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan:
-    """The buckets of a ``GradientSync`` of ``num_leaves`` leaves, without any tensors."""
+    """The buckets for the gradients of ``num_leaves`` leaves; a plan contains no tensors."""
 
     num_leaves: int
     buckets: tuple[GradientBucket, ...]
@@ -72,7 +72,7 @@ class Total:
 
     @staticmethod
     def over(world: Placement, dtype: torch.dtype) -> "Total":
-        """Return a ``Total`` over the ranks of ``world``, each of which gets the sum."""
+        """Return a ``Total`` over the ranks of ``world``, each of which receives the sum."""
         return Total(Layout(world, (Broadcast(),)), dtype)
 
 
@@ -105,9 +105,9 @@ class GradientSync:
 
     ``plan`` is the result of ``plan_gradients`` for these parameters. Call ``run`` after each
     backward pass and before the optimizer step, to convert each ``part.grad`` to the layout of its
-    parameter. Clear ``part.grad`` before the next backward pass. Raise SbpError for tensors that
-    cannot have a gradient of their own (results of ops, frozen or integer tensors), for duplicates,
-    and if the plan is for a list of another length.
+    parameter. Clear ``part.grad`` before the next backward pass. Raise SbpError if a tensor cannot
+    have a gradient of its own (the result of an op, or a frozen or integer tensor), if a tensor is
+    listed twice, or if the plan is for a different number of parameters.
     """
 
     def __init__(
@@ -267,8 +267,8 @@ def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list
 def _pattern(parameter: LaidOut) -> object:
     """Return a value that is equal for parameters that may share a bucket.
 
-    A parameter with P or several splits gets a unique value, because no layout describes the
-    concatenation of its flat part with others.
+    A parameter with P or several splits gets a unique value, because no layout describes its flat
+    part concatenated with others.
     """
     layout = parameter.layout
     num_splits = sum(isinstance(sbp, Split) for sbp in layout.nd_sbp)

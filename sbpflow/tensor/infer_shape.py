@@ -16,8 +16,8 @@ def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[in
     """Return the full shape of the tensor whose part on this rank is ``part``; all ranks must call
     this function.
 
-    The shapes of all parts, of at most MAX_DIMS dims, are gathered. Raise SbpError on all ranks if
-    the shapes do not fit ``layout``.
+    This function gathers the shapes of all parts, which may have at most MAX_DIMS dims. Raise
+    SbpError on all ranks if the shapes do not fit ``layout``.
     """
     world = boxing.world
     world.check_ranks(layout)

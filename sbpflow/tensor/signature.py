@@ -1,9 +1,9 @@
 """Defines signatures (which layouts an op accepts and produces) and chooses the cheapest one.
 
-As in einsum, a rule names the dims of each operand by letters. The rule lists 1-D signatures, which
-assign a letter (split along that dim), B, or P to each operand. On n-D placements, each axis uses
-its own signature, so every combination of signatures is a candidate. This module works on layouts
-and shapes, not on tensors.
+As in einsum, a rule labels the dims of each operand with letters. The rule lists 1-D signatures,
+which assign a letter (split along that dim), B, or P to each operand. On n-D placements, each axis
+uses its own signature, so every combination of signatures is a candidate. This module works on
+layouts and shapes, not on tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -94,11 +94,12 @@ def deduce(
 ) -> Choice:
     """Choose the legal signature whose conversions send the fewest bytes.
 
-    Among equally cheap signatures, the one that leaves most operands unconverted is chosen, or else
-    the first one in the rule. Operands are never converted to P. ``out`` requests an output layout.
-    ``dtype`` is the output dtype, by default that of the first operand; P is not legal for dtypes
-    that cannot be added. Raise SbpError if operands have different placements or unsuitable shapes,
-    if ``out`` does not have one entry per axis, or if no legal signature produces ``out``.
+    Among equally cheap signatures, choose the one that converts the fewest operands; if there are
+    several, choose the first in the rule. Operands are never converted to P. ``out`` requests an
+    output layout. ``dtype`` is the output dtype, by default that of the first operand; P is not
+    legal for dtypes that cannot be added. Raise SbpError if operands have different placements or
+    unsuitable shapes, if ``out`` does not have one entry per axis, or if no legal signature
+    produces ``out``.
     """
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)
@@ -144,8 +145,8 @@ def _price(operand: Operand, layout: Layout, backend: str) -> int:
 def _candidates(
     op_rule: Rule, operands: tuple[Operand, ...], placement: Placement
 ) -> Iterator[tuple[tuple[Layout, ...], Layout]]:
-    """Yield the operand layouts and output layout of every combination of one signature per axis
-    that fits the operands' shapes.
+    """For every combination of one signature per axis that fits the operands' shapes, yield the
+    operand layouts and the output layout.
     """
     per_axis = [list(_axis_options(op_rule, operands, axis)) for axis in range(placement.ndim)]
     for combination in product(*per_axis):

@@ -14,7 +14,7 @@ class Batch(Protocol):
     ``weights`` [local batch], whose mean over the data set is 1. The loss of a step is sum(weight *
     row loss) / rows. Dividing by the sum of the weights instead would need a collective before the
     backward pass, and steps with small weights would have as much influence as steps with large
-    weights. ``evict.idle_time`` requires ``columns["time"]`` [local batch] int64.
+    weights. ``evict.idle_time`` requires ``columns["time"]`` (int64 [local batch]).
     """
 
     @property

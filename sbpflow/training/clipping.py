@@ -78,7 +78,7 @@ class Clipper:
         ]
 
     def clip(self) -> Tensor:
-        """Scale the gradients; return the norm before scaling, 0-d float64, on every rank."""
+        """Scale the gradients; return the norm before scaling (0-d float64) on every rank."""
         norm = self._squares().sqrt()
         factor = (self._config.norm / (norm + _EPSILON)).clamp(max=1.0)
         if not norm.is_cuda and float(factor) == 1.0:

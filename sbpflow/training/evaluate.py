@@ -37,7 +37,8 @@ class ScoreOptions:
 
     * ``exact_rows``: the maximum number of rows that are gathered to compute exact metrics.
     * ``max_rows``: stop after the batch that reaches this number of rows.
-    * ``slices``: the id columns, {name: column}, whose values' rows are also scored separately.
+    * ``slices``: the id columns ({name: column}) whose most frequent values are also scored
+      separately.
     """
 
     exact_rows: int = 20_000_000
@@ -50,14 +51,14 @@ class _Rows:
     """Collects this rank's rows and the number of rows of each rank.
 
     Beyond ``exact_rows`` rows, a histogram replaces the rows, but rows that GAUC or slices need are
-    kept on the host.
+    kept in host memory.
     """
 
     boxing: Boxing
     options: ScoreOptions
     scores: list[Tensor] = field(default_factory=list[Tensor])  # Logits and labels [rows, 2].
     keys: list[Tensor] = field(default_factory=list[Tensor])  # Group and slices, [rows, columns].
-    # Rows beyond ``exact_rows``, on the host.
+    # With a histogram: the rows that GAUC or slices need, in host memory.
     kept: list[Tensor] = field(default_factory=list[Tensor])
     sizes: list[int] = field(default_factory=list[int])
     total: int = 0
@@ -124,7 +125,7 @@ class _Rows:
 
 
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
-    """Return the id column of each of the fields ``names``, which ``train.slices`` lists.
+    """Return the id column of each field in ``names``, which ``train.slices`` lists.
 
     Raises ConfigError, listing the valid fields, if a name is not a field with one id per row.
     """
@@ -153,7 +154,7 @@ def score_split(
 ) -> Evaluation | None:
     """Score the split; return the result on rank 0, and ``None`` on other ranks.
 
-    The result includes GAUC if batches contain ``columns["group"]`` [local batch] int64.
+    The result includes GAUC if batches contain ``columns["group"]`` (int64 [local batch]).
     """
     options = options or ScoreOptions()
     rows = _Rows(boxing, options)
@@ -173,7 +174,7 @@ def _first(batches: Iterable[Batch], max_rows: int | None) -> Iterator[Batch]:
 
 
 def gather_rows(part: Tensor, sizes: tuple[int, ...], boxing: Boxing) -> Tensor | None:
-    """Gather the rows [sizes[rank], columns] of all ranks into [sum(sizes), columns] on rank 0."""
+    """Gather the rows of all ranks, [sizes[rank], columns] each, on rank 0."""
     world = boxing.world
     device_type = world.device.type
     steps = plan_boxing(

@@ -1,4 +1,4 @@
-"""Computes GAUC and slices of any number of rows by sending all rows of a group to one rank. The
+"""Computes GAUC and slices for any number of rows by sending all rows of a group to one rank. The
 results are bitwise equal to those computed on rank 0 from all rows, because each group is evaluated
 on one rank and the sum over the groups is exact.
 """
@@ -28,10 +28,10 @@ _CHUNK = 1 << 26
 
 
 class GroupSums:
-    """All rows of the groups of a column that this rank owns."""
+    """All rows of the groups that this rank owns; each value of a column is a group."""
 
     def __init__(self, boxing: Boxing, column: str, keys: Tensor, rows: Tensor) -> None:
-        """Send this rank's ``keys`` int64 [n] and ``rows`` [n, 2] (logits and labels) to the
+        """Send this rank's ``keys`` (int64 [n]) and ``rows`` ([n, 2], logits and labels) to the
         owners.
         """
         self._boxing, self._column = boxing, column
@@ -82,13 +82,13 @@ class GroupSums:
 
 
 def owners(keys: Tensor, num_ranks: int) -> Tensor:
-    """Return the rank [n] that evaluates each key."""
+    """Return the rank that evaluates each key ([n])."""
     return ((keys * _GOLDEN) >> 33).remainder(num_ranks)
 
 
 def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
-    """Send each row of ``rows`` int64 [n, columns] to its ``owner`` [n]; return the rows that this
-    rank owns, on the host.
+    """Send each row of ``rows`` (int64 [n, columns]) to the rank in ``owner`` ([n]); return the
+    rows that this rank owns, in host memory.
     """
     world = boxing.world
     if world.size == 1:

@@ -9,9 +9,9 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 
 logger = logging.getLogger(__name__)
 
-_FULL = 0.9  # with few rows per bucket, the share of rows that get keys stays near this value
+_FULL = 0.9  # with few rows per bucket, the share of rows that have keys stays near this value
 _REFUSED = 0.01
-"""If more than this share of an interval's lookups have refused keys, ``evict.max_rows`` is too
+"""If more than this share of an interval's lookups are for refused keys, ``evict.max_rows`` is too
 low.
 """
 _CHURN = 0.2
@@ -81,10 +81,10 @@ class GrowthWatch:
             self._once(
                 field,
                 "churn",
-                f"{key}: {evicted:,} keys lost one of the {now.max_rows:,} rows during {lookups:,} "
-                "lookups, so most keys are evicted before their rows are trained; raise "
-                f"{key}.evict.max_rows, admit fewer keys by a higher admit_count, or fix the data "
-                "if its format has changed, which makes old values look new",
+                f"{key}: {evicted:,} keys were evicted from the {now.max_rows:,} rows during "
+                f"{lookups:,} lookups, so most keys are evicted before their rows are trained; "
+                f"raise {key}.evict.max_rows, admit fewer keys with a higher admit_count, or fix "
+                "the data if its format has changed, which makes old values look new",
             )
         elif now.load_factor > _FULL:
             self._once(

@@ -133,7 +133,7 @@ class LossWatch:
 
 
 def out_of_range_note(embeddings: EmbeddingCollection, boxing: Boxing) -> str:
-    """Return the out-of-range ids per field, counted over all ranks, as text; every rank must call
+    """Return the number of out-of-range ids per field over all ranks, as text; every rank must call
     this function.
     """
     policy = embeddings.plan.out_of_range

@@ -1,4 +1,4 @@
-"""Computes metrics from a histogram and sums when there are too many predictions to gather.
+"""Computes metrics from a histogram and from sums, for too many predictions to gather.
 
 Each rank counts its rows in bins of equal width over the predicted probability p. The counts are
 integers and add up exactly, so the AUC and its error bound do not depend on the order of rows or
@@ -51,7 +51,7 @@ class ScoreHistogram:
         self.sums[0] += torch.logaddexp(margins, torch.zeros_like(margins)).sum()
 
     def over_ranks(self, boxing: Boxing) -> None:
-        """Replace counts and sums by their totals over all ranks, with two all-reduces."""
+        """Replace counts and sums with their totals over all ranks, using two all-reduces."""
         self.counts = combine_parts(boxing, self.counts, Partial(), "evaluate/fwd/counts")
         self.sums = combine_parts(boxing, self.sums, Partial(), "evaluate/fwd/sums")
 

@@ -129,7 +129,7 @@ class Pace:
 
     def interval(self, moves: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         """Return the samples/s since the last call, and the ms per step: in total, for reading
-        data, waiting for transfers, and for each move.
+        data, for waiting for transfers, and for each move.
 
         ``moves`` contains the seconds of each move. The samples/s are NaN if only the first step
         has run.
@@ -168,7 +168,8 @@ def is_logged(step: int, log_every: int) -> bool:
 def _is_scored(step: int, last: int, train: TrainConfig, watchers: Watchers) -> bool:
     """Return whether ``val`` is scored during the run after ``step``.
 
-    The last step is included if the run looks for the best step, which can be the last one.
+    The last step is included if ``val`` is watched, because the last step can be the best, or if
+    all rows are scored, because the result is then also the final score.
     """
     if not train.eval_every or step < last:
         return bool(train.eval_every) and step % train.eval_every == 0
@@ -354,8 +355,8 @@ def _read_steps(loader: Loader, epochs: Iterable[int], accumulate: int) -> Itera
 class _Window:
     """Reads steps ahead, up to the trainer's lookahead, and announces their batches.
 
-    The window can span several epochs. All batches in the window are trained unless an evaluation
-    or a signal stops the run.
+    The window can span several epochs. The run trains on all batches in the window unless an
+    evaluation or a signal stops the run.
     """
 
     def __init__(self, steps: Iterator[Step], trainer: Trainer) -> None:
@@ -363,7 +364,7 @@ class _Window:
         self._queue: deque[Step] = deque()
 
     def next_step(self) -> Step | None:
-        """Return the next step to train, or ``None`` if all steps are trained."""
+        """Return the next step, or ``None`` after the last step."""
         while not self._queue or self._num_behind < self._trainer.lookahead:
             step = next(self._steps, None)
             if step is None:

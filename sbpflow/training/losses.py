@@ -14,7 +14,7 @@ PLAIN = LossConfig()
 def row_losses(
     model: DensePart, logits: GlobalTensor, labels: GlobalTensor, config: LossConfig
 ) -> GlobalTensor:
-    """Return the configured row losses [batch, 1] of logits and labels (0 or 1) [batch, 1]."""
+    """Return the configured loss of each row, given logits and 0/1 labels ([batch, 1] each)."""
     weight, smoothing, gamma = config.positive_weight, config.label_smoothing, config.focal_gamma
     targets = ops.smooth_labels(labels, smoothing) if smoothing else labels
     losses = model.row_losses(logits, targets)

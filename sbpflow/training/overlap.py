@@ -71,7 +71,7 @@ class OverlapWatch:
         elif num_steps < MIN_RUN_STEPS:
             self._why_not = f"on; measured only in runs of {MIN_RUN_STEPS} steps or more"
         self._readings: dict[bool, list[Reading]] = {True: [], False: []}
-        self._num_steps = 0  # of this process, which may have resumed a run
+        self._num_steps = 0  # steps of this process, which may have resumed a run
 
     @contextmanager
     def step(self) -> Generator[None]:

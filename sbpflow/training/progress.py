@@ -84,5 +84,5 @@ class Progress:
 
 
 def _rate(samples_per_s: float) -> list[str]:
-    """Return the rate as a list of one text, or an empty list if no step was timed."""
+    """Return the formatted rate in a list, which is empty if no step was timed."""
     return [f"{samples_per_s:,.0f} samples/s"] if math.isfinite(samples_per_s) else []

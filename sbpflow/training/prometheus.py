@@ -72,7 +72,7 @@ class PrometheusReporter:
         lines = _gauge("train_step", step, "Number of trained steps.")
         lines += _gauge("train_loss", loss, "Loss of the last step.")
         if math.isfinite(samples_per_s):
-            text = "Trained rows per second of all ranks."
+            text = "Training rows per second over all ranks."
             lines += _gauge("train_samples_per_second", samples_per_s, text)
         lines += _gauge("train_report_seconds", time.time(), "Unix time of this report.")
         lines += head("train_value", "gauge", "Other values of a step event in metrics.jsonl.")

@@ -197,7 +197,7 @@ class Report:
         return self._metrics.length
 
     def keep(self, name: str, text: str) -> None:
-        """On rank 0, write ``text`` into the file ``name`` of the run folder."""
+        """On rank 0, write ``text`` to the file ``name`` in the run folder."""
         if self._rank == 0:
             (self._folder / name).write_text(text, encoding="ascii")
 
@@ -262,8 +262,9 @@ class Report:
     ) -> None:
         """Write the ``final`` event and log the end summary, with ``notes`` by title.
 
-        * ``best_step``: the step of the weights that ``val`` and ``test`` score, if the run keeps
-          its best weights; ``last`` is (val, test) of the last step if another step is the best.
+        * ``best_step``: the step whose weights have the scores ``val`` and ``test``, if the run
+          keeps its best weights; ``last`` is (val, test) of the last step if another step is the
+          best.
         * ``peak_memory_bytes``: one value per rank.
         """
         values: dict[str, Value] = {

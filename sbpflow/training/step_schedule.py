@@ -1,9 +1,9 @@
 """Defines the order of a training step's moves, which determines which transfers overlap
 computation.
 
-A step trains one batch, or several accumulated batches, and updates the parameters once. Every
-batch goes through the same moves, from its ids to its row gradients; a schedule orders these moves.
-Moves that depend only on ids run K batches ahead, where K is the lookahead of the run;
+A step trains on one batch, or on several accumulated batches, and updates the parameters once.
+Every batch goes through the same moves, from its ids to its row gradients; a schedule orders these
+moves. Moves that depend only on ids run K batches ahead, where K is the lookahead of the run;
 ``StepSchedule.distance`` returns how far ahead a move runs. ``print(OVERLAPPED)`` shows the
 transfers in flight during each move.
 """
@@ -68,7 +68,7 @@ CLIP = Move("clip", "dense gradients scaled to a norm")
 CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
 # A schedule contains the following moves only with early rows. The first two moves prepare the
-# batch after the trained batch, so they need the ids of two batches.
+# batch after the current batch, so they need the ids of two batches.
 MARK_EARLY = Move("mark_early", "rows with final values found", starts=(FLAGS,))
 SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
 SEND_LATE = Move("send_late", "last batch's late gradients", starts=(LATE_GRADIENTS,))
@@ -152,7 +152,7 @@ class StepSchedule:
     A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
     ``wait_at_once``, the schedule waits for each transfer right after starting it. Moves of
     ``OF_IDS`` may come before or after ``LOOKUP``; they prepare the batch that is ``distance``
-    batches after the trained batch. A batch's three moves of ``OF_IDS`` may start in one step and
+    batches after the current batch. A batch's three moves of ``OF_IDS`` may start in one step and
     end in the next. Raises ValueError if a move would use a result before it exists.
     """
 
@@ -207,7 +207,7 @@ class StepSchedule:
         return (*OF_IDS, *(move for move in moves if move not in OF_IDS))
 
     def distance(self, move: Move, lookahead: int) -> int:
-        """Return the distance, in batches, from the trained batch to the batch of ``move``."""
+        """Return the distance, in batches, from the current batch to the batch of ``move``."""
         if move in OF_THE_NEXT:
             return 1
         return lookahead - self._cycle(move) if move in OF_IDS and lookahead else 0
@@ -225,7 +225,7 @@ class StepSchedule:
         """Make the moves of one step over ``batches``; ``window`` contains the announced batches
         after ``batches``.
 
-        Moves of ``OF_IDS`` are made for the trained batch and up to ``lookahead`` batches after it.
+        Moves of ``OF_IDS`` are made for the current batch and up to ``lookahead`` batches after it.
         ``of_batch`` and ``of_step`` map move names to functions that make the moves;
         ``watch(name)`` wraps each move. No move is made twice for a batch. A batch that was
         announced late first catches up on its overdue moves, so that the transfers on each channel
@@ -322,9 +322,7 @@ def _order_of_step(
 
 
 def _of(distance: int, name: str) -> str:
-    """Return ``name`` with a label for the distance from the trained batch, such as "next
-    batch".
-    """
+    """Return ``name`` labeled with the distance from the current batch, such as "next batch"."""
     if distance == 0:
         return name
     return f"next {name}" if distance == 1 else f"{name} +{distance}"
@@ -378,7 +376,7 @@ SERIAL = StepSchedule(
 def with_early_moves(schedule: StepSchedule, *, late: bool) -> StepSchedule:
     """Return ``schedule`` with the moves of early rows and, if ``late``, of late gradients.
 
-    Early rows and late gradients are sent after the vectors of the trained batch have arrived, so
+    Early rows and late gradients are sent after the vectors of the current batch have arrived, so
     that the vectors are not delayed. Late gradients are sent before early rows, because the update
     of this step waits for the gradients.
     """

@@ -117,7 +117,7 @@ class Watchers:
 
     @staticmethod
     def of(config: TrainConfig, best: Metric | None = None) -> "Watchers":
-        """Return the watchers that ``config``, the section ``train``, enables. The metric ``best``
+        """Return the watchers that the ``train`` section ``config`` enables. The metric ``best``
         selects the best weights.
         """
         return Watchers(
@@ -160,7 +160,7 @@ class Watchers:
         if not watchers:
             return
         metrics: list[Metric] = [watcher.metric for watcher in watchers.values()]
-        # Ranks other than 0 contribute zeros, so the sum gives every rank the values of rank 0.
+        # Ranks other than 0 contribute zeros, so every rank receives rank 0's values.
         mine = [_value(evaluation, metric) if boxing.world.rank == 0 else 0.0 for metric in metrics]
         part = torch.tensor(mine, dtype=torch.float64, device=boxing.world.device)
         values = combine_parts(boxing, part, Partial(), "evaluate/fwd/watched").tolist()

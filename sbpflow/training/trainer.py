@@ -2,8 +2,8 @@
 
 This module implements the moves of a step; a ``StepSchedule`` defines their order, which determines
 which transfers overlap computation. The order does not affect results, because every move reads
-fully updated values. Batches can be announced before they are trained; their ids are then exchanged
-during earlier steps. The loss is reduced together with the dense gradients.
+fully updated values. Batches can be announced before the step that trains on them; their ids are
+then exchanged during earlier steps. The loss is reduced together with the dense gradients.
 """
 
 from collections import deque
@@ -63,7 +63,7 @@ class _BatchInFlight(BatchInFlight):
     batch: Batch
     share: float = 1.0  # This batch's fraction of the step's rows.
     number: int = 0  # Number of the batch within the step.
-    begins_step: bool = True  # False if the previously announced batch is of the same step.
+    begins_step: bool = True  # False if the previously announced batch belongs to the same step.
     embeddings: EmbeddingsInFlight | None = None
     vectors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     loss: GlobalTensor | None = None
@@ -171,7 +171,7 @@ class Trainer:
         return self._embeddings.growth_counts()
 
     def announce(self, batch: Batch, *, begins_step: bool = True) -> None:
-        """Announce a batch that will be trained later; every rank must announce the same batches.
+        """Announce a batch for a later step; every rank must announce the same batches.
 
         Each step exchanges the ids of the next ``lookahead`` announced batches. This call sends
         nothing. A batch without rows is ignored. With growing tables, pass ``begins_step=False``
@@ -186,7 +186,7 @@ class Trainer:
     def step(self, batches: Batch | list[Batch]) -> Tensor:
         """Make one optimizer step on one batch, or on several batches as if they were one.
 
-        Returns the mean loss over the rows of all batches, 0-d, on every rank. The gradient is also
+        Returns the mean loss over the rows of all batches (0-d) on every rank. The gradient is also
         the mean over these rows. Announced batches must be passed in announcement order, before any
         other batches. Batches without rows are skipped. Raises SbpError, without any effect, if no
         batch has rows, an argument is not a batch, or a batch differs from the announced batch.
@@ -257,7 +257,7 @@ class Trainer:
 
     @property
     def num_announced(self) -> int:
-        """Return the number of batches that are announced but not yet trained."""
+        """Return the number of announced batches that no step has used yet."""
         return len(self._window)
 
     def _check_usable(self, call: str) -> None:
@@ -432,7 +432,7 @@ class Trainer:
                     group["lr"] = base * factor
 
     def predict(self, batch: Batch) -> Tensor:
-        """Return the logits [local batch] of this rank's rows."""
+        """Return the logits of this rank's rows ([local batch])."""
         [(_, logits)] = self.predict_all([batch])
         return logits
 

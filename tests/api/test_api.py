@@ -67,7 +67,7 @@ def fit(folder: Path, data: object = None, **more: object) -> Run:
 
 
 def events(folder: Path) -> list[dict]:
-    """Return the events of a run without times and speeds."""
+    """Return a run's events, without times and speeds."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     measured = ("time", "samples_per_s", "eta_s", "peak_memory_bytes")
     return [
@@ -100,9 +100,8 @@ def children() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def temporary(run, tmp_path, monkeypatch):
-    """Yield a folder for temporary files that no other process uses.
-
-    ``run`` is requested first, because importing parts of torch sets environment variables.
+    """Use a folder for temporary files that no other process uses. The parameter ``run`` runs a job
+    first, because importing parts of torch sets environment variables.
     """
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -436,7 +435,7 @@ MISTAKES = {
     "no table": ({"data": [1, 2]}, r"^data: a value of type list is not a table; give a pandas"),
     "ranks": (
         {"ranks": 0},
-        r"^ranks: 0 must be a whole number of 1 or more; use, for example, ranks=2$",
+        r"^ranks must be a whole number of 1 or more, got 0; for example, ranks=2$",
     ),
     "group": ({"epochs": 3}, r"^epochs: unknown key; did you mean train\.epochs"),
     "option": ({"prepare": {"min_counts": 2}}, r"^unrecognized arguments: --min-counts 2; usage"),

@@ -1,4 +1,4 @@
-"""Tests that errors of the Python API name its arguments, not options of the command line."""
+"""Tests that errors from the Python API name its arguments, not command-line options."""
 
 import pytest
 

@@ -78,8 +78,8 @@ class Kernel:
         self.manager, self.client = start_new_kernel(cwd=str(folder))
 
     def run(self, code: str, *, interrupt_after: str = "") -> tuple[str, list[dict]]:
-        """Run a cell; with ``interrupt``, interrupt the kernel once the run in that folder has
-        logged a step.
+        """Run a cell; interrupt the kernel once the run in the folder ``interrupt_after``, if any,
+        has logged a step.
         """
         outputs: list[dict] = []
         if interrupt_after:

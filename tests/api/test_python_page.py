@@ -1,4 +1,4 @@
-"""Tests that the program of docs/python.md runs on the table of the tutorial."""
+"""Tests that the program in docs/python.md runs on the tutorial's table."""
 
 import json
 import re

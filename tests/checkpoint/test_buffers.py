@@ -1,4 +1,6 @@
-"""Tests that running statistics of batch norms are saved and restored on other world sizes."""
+"""Tests that the running statistics of batch norms can be restored on a different number of
+ranks.
+"""
 
 from pathlib import Path
 

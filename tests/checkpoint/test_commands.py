@@ -89,7 +89,7 @@ def test_prune_keeps_valid_checkpoints_and_never_counts_damaged_ones(folder, cap
     assert names(folder) == ["step-8", "step-5", "step-3"]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["skipped,", "skipped,", "kept", "removed"]
-    with pytest.raises(ConfigError, match="--keep: must be 1 or more, got 0"):
+    with pytest.raises(ConfigError, match="--keep must be 1 or more, got 0"):
         checkpoint(["prune", str(folder), "--keep", "0"])
 
 

@@ -1,4 +1,4 @@
-"""Tests that a chain of deltas has the content of full checkpoints in any layout."""
+"""Tests that a chain of deltas contains the same values as full checkpoints, in any layout."""
 
 import shutil
 from pathlib import Path
@@ -15,7 +15,7 @@ from sbpflow.errors import CheckpointError
 from sbpflow.runtime.ranks.world import World
 
 STEPS, DELTAS = 8, 3
-NUMBERS = [None, 1, 2, 3, None, 1, 2, 3]  # delta numbers of steps 1 to 8; None: full
+NUMBERS = [None, 1, 2, 3, None, 1, 2, 3]  # delta numbers at steps 1 to 8; None: full
 CASES = [
     Case(Lying(1, "3"), Lying(2, "mixed"), "lazy_adam"),
     Case(Lying(2, "mixed"), Lying(1, "dp"), "rowwise_adagrad"),
@@ -29,7 +29,7 @@ def saved_in(folder: Path, case: Case) -> Path:
 
 
 def save_both(world: World, folder: Path):
-    """Save full checkpoints and deltas of the same steps; the deltas are written while training
+    """Save full checkpoints and deltas at the same steps; the deltas are written while training
     continues.
     """
     for case in CASES:

@@ -1,4 +1,6 @@
-"""Tests that deltas of growing tables have the content of full checkpoints in any layout."""
+"""Tests that deltas of growing tables contain the same values as full checkpoints, in any
+layout.
+"""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -70,7 +72,7 @@ CHAINS = {
 
 
 def train(world: World, case: GrowingCase, folder: Path, start: int, stage: Stage) -> None:
-    """Train one stage, and save full checkpoints and deltas of the same steps."""
+    """Train one stage, and save full checkpoints and deltas at the same steps."""
     case = replace(case, deep=stage.deep, wide=stage.wide, batches=stage.stop)
     run = Run(world, case, stores=stores_of(lambda key: folder / "rows", world.device))
     facts = {"num_deltas": DELTAS}
@@ -137,9 +139,22 @@ def check_changes(delta: Checkpoint, now: Checkpoint, before: Checkpoint) -> dic
     return {"removed": len(changes.removed), "added": len(added), "kept": len(keys) - len(added)}
 
 
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """Return a function that trains each chain only at its first call."""
+    made: dict[str, Path] = {}
+
+    def result(ranks, name: str) -> Path:
+        if name not in made:
+            made[name] = trained(ranks, name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return result
+
+
 @pytest.mark.parametrize("name", quick(CHAINS, lambda n: n == 0))
-def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, memory, name):
-    folder, numbers, before, totals = trained(ranks, name, memory / name), [], None, {}
+def test_a_chain_of_deltas_has_the_content_of_full_checkpoints(ranks, chain, name):
+    folder, numbers, before, totals = chain(ranks, name), [], None, {}
     num_steps = CHAINS[name][1][-1].stop
     for step in range(EVERY, num_steps + 1, EVERY):
         full = open_checkpoint(folder / "full" / f"step-{step}")
@@ -182,23 +197,10 @@ def differences(world: World, folder: Path, case: GrowingCase, step: int) -> lis
     ]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Return a function that trains the chain "rows" only at its first call."""
-    made: list[Path] = []
-
-    def result(ranks) -> Path:
-        if not made:
-            made.append(trained(ranks, "rows", tmp_path_factory.mktemp("whole")))
-        return made[0]
-
-    return result
-
-
 @pytest.fixture
-def folder(ranks, whole, memory) -> Path:
-    """Return a copy of full checkpoints and deltas of steps 2, 4, ..., 30 of a growing model."""
-    return shutil.copytree(whole(ranks), memory / "copy")
+def folder(ranks, chain, memory) -> Path:
+    """Return a copy of a growing model's full checkpoints and deltas at steps 2, 4, ..., 30."""
+    return shutil.copytree(chain(ranks, "rows"), memory / "copy")
 
 
 @pytest.mark.parametrize(("size", "deep"), [(1, UNIQUE), (2, COLUMNS), (3, REDUCE)])
@@ -242,7 +244,7 @@ def test_commands_follow_the_chain(folder, capsys):
 
 
 def test_missing_rows_of_new_keys_are_noticed(folder):
-    """An earlier checkpoint, which lacks some keys, replaces the predecessor of a delta."""
+    """Replace a delta's predecessor with an earlier checkpoint, which lacks some keys."""
     delta = open_checkpoint(folder / "deltas" / "step-8")
     delta.before = open_checkpoint(folder / "deltas" / "step-2")
     with pytest.raises(CheckpointError, match=r"tables/deep.f: lacks \d+ values, whose keys"):

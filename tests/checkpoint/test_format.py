@@ -1,5 +1,5 @@
-"""Tests that any rectangle can be read from the pieces of several ranks, and that any damage is an
-error.
+"""Tests that any rectangle can be read from the pieces of several ranks, and that any damage causes
+an error.
 """
 
 import json
@@ -69,7 +69,7 @@ def wanted():
 
 
 def save(folder, step=3, run="r1", documents=None):
-    """Save a checkpoint of two ranks."""
+    """Save a checkpoint from two ranks."""
     partial = partial_folder(folder, step, "ab")
     partial.mkdir(parents=True)
     full = wanted()
@@ -287,7 +287,7 @@ def test_the_newest_good_checkpoint_is_found(tmp_path, caplog):
     remove_checkpoint(tmp_path / "step-10")
     save(tmp_path, step=9, run="r3")
     assert [checkpoint.run for checkpoint in good_checkpoints(tmp_path)] == ["r3", "r1"]
-    # This is what a kill during the replacement leaves.
+    # A kill during the replacement would leave these folders.
     (tmp_path / "step-2").rename(tmp_path / ".replaced-step-2")
     assert tidy(tmp_path) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-9"]

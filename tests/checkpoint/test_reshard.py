@@ -1,6 +1,6 @@
 """Tests that state saved under one layout gives the same results when resumed under another.
 
-The tests use a seeded sample; ``benchmarks/reshard.py`` runs the full matrix.
+The tests run a seeded sample of the cases; ``benchmarks/reshard.py`` runs the full matrix.
 """
 
 import torch

@@ -64,8 +64,8 @@ def grow(world: World, folder: Path):
 
 
 def job_of_one_step(world, config):
-    """Return a job on the grown data set that has trained one step, with all tensors of its
-    embeddings set back to their initial values.
+    """Return a job that has trained one step on the grown data set, with all of its embedding
+    tensors reset to their initial values.
     """
     job = job_of(world, config, GROWN)
     state = job.embeddings.state().items()

@@ -1,5 +1,5 @@
-"""Tests with every kernel that a save writes the state as of its start although training changes
-it.
+"""Tests, for every kernel, that a save writes the state as of its start, although training changes
+the state meanwhile.
 """
 
 import errno
@@ -109,7 +109,9 @@ def test_changing_rows_are_saved_as_they_were(kernel, tight, tmp_path, monkeypat
 
 @pytest.mark.parametrize("fixed_size", [False, True])
 def test_a_small_table_has_a_small_log(fixed_size, tmp_path):
-    """Storages of fixed size report some rows repeatedly; repetitions need no additional room."""
+    """Storages of fixed size report some rows repeatedly; the log needs room for each row only
+    once.
+    """
     storage = TorchStorage(
         30, 256, dim=256, optimizer=RULE, dtype=torch.float32, device=CPU, fixed_size=fixed_size
     )
@@ -141,9 +143,7 @@ TIGHT = {"SLAB_SHARE": 0.0, "MIN_SLAB_ROWS": 1, "MIN_SEGMENTS": 1, "SEGMENT_ROWS
 
 @contextmanager
 def tight_memory(tight: bool = True):
-    """Limit the memory, so that after a few rows training waits until the writer has processed
-    them.
-    """
+    """Limit the memory, so that training waits for the writer after every few rows."""
     usual = {name: getattr(undo, name) for name in TIGHT}, module.RANGE_BYTES, slabs.SLAB_BITS
     if tight:
         for name, value in TIGHT.items():
@@ -334,7 +334,7 @@ def test_spill_files_have_no_name_and_are_checked(tmp_path):
     file = spill.SpillFile(tmp_path)
     first = file.append([memoryview(b"some"), memoryview(b" rows")])
     second = file.append([memoryview(b"others")])
-    assert not list(tmp_path.iterdir())  # an unnamed file, so a killed process leaves none
+    assert not list(tmp_path.iterdir())  # the file has no name, so it ends with its process
     assert [bytes(file.read(one)) for one in (second, first)] == [b"others", b"some rows"]
     os.pwrite(file._file, b"S", first.offset)
     with pytest.raises(CheckpointError, match="spilled rows: the disk did not return the bytes"):

@@ -24,7 +24,7 @@ SCALARS = {
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of ``kind`` path, text, number, flag, choice, list or group.
+    """A configuration key; ``kind`` is path, text, number, flag, choice, list, or group.
 
     ``needs`` contains the overrides that the key depends on.
     """

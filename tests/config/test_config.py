@@ -49,7 +49,7 @@ def test_shipped_configs_survive_a_dump(path, tmp_path):
 def test_a_plan_on_the_command_line_replaces_the_scheme_in_the_file(path, caplog):
     parallel = load_config(path, ["parallel.plan=auto"], models=MODELS).parallel
     assert (parallel.plan, parallel.scheme) == ("auto", None)
-    assert caplog.messages == ["parallel.plan replaces parallel.scheme of the configuration"]
+    assert caplog.messages == ["parallel.plan replaces parallel.scheme from the configuration"]
 
 
 @pytest.mark.parametrize(("word", "scheme"), [("column", "1"), ("row", "2"), ("row_dedup", "3")])
@@ -61,7 +61,7 @@ def test_a_scheme_has_a_name_and_a_number(load, word, scheme):
 def test_a_scheme_on_the_command_line_replaces_the_plan_in_the_file(load, caplog):
     parallel = load("parallel: {plan: plan.yaml}", "parallel.scheme=3").parallel
     assert (parallel.plan, parallel.scheme) == (None, "3")
-    assert caplog.messages == ["parallel.scheme replaces parallel.plan of the configuration"]
+    assert caplog.messages == ["parallel.scheme replaces parallel.plan from the configuration"]
 
 
 @pytest.mark.parametrize(

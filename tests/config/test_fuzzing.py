@@ -1,5 +1,5 @@
-"""Tests that any value of any key quickly gives a configuration or a ConfigError, never another
-error.
+"""Tests that any value for any key quickly results in a configuration or a ConfigError, never in
+another error.
 """
 
 import random

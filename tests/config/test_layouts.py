@@ -103,7 +103,7 @@ MISFITS = [
     (
         "{scheme: 1, tables: {deep.C1: {sbp: S(0), ranks: [0, 2]}}}",
         2,
-        ["deep.C1.ranks: [2] not in a world of 2", "0..1"],
+        ["deep.C1.ranks: [2] are not in a world of 2", "0..1"],
     ),
     (
         "{scheme: 1, tables: {deep.C1: {sbp: S(0), sizes: [30, 30]}}}",
@@ -234,7 +234,7 @@ def test_the_message_for_a_missing_rank_says_what_to_remove(resolve):
         resolve(rule, 1)
     message = str(caught.value)
     assert "deep.C1.ranks: [1]" in message
-    assert "not in a world of 1; use ranks 0..0, or remove ranks and sizes" in message
+    assert "are not in a world of 1; use ranks 0..0, or remove ranks and sizes" in message
     removed = "{scheme: dp, tables: {deep.C1: {sbp: S(0)}}}"
     for size in (1, 2, 3):
         assert resolve(removed, size)["deep.C1"].layout.placement.size == size

@@ -20,7 +20,7 @@ MODEL = {"wide": {"columns": ["C1"], "crosses": []}, "hidden": [8, 8]}
 
 
 def planned(tmp_path: Path, tree: dict):
-    """Return the plan of the settings on 4 ranks."""
+    """Return the plan for these settings on 4 ranks."""
     (tmp_path / "a.yaml").write_text(yaml.safe_dump({"model": MODEL, **tree}))
     config = load_config(tmp_path / "a.yaml", models=MODELS)
     return plan_run(config, FIELDS, world_size=4, device_type="cpu")[1]

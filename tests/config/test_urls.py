@@ -77,7 +77,7 @@ class ParserMade(Exception):
 
 
 def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
+    """Return the parser for the command's arguments."""
     parsers: list[argparse.ArgumentParser] = []
 
     def capture(self: argparse.ArgumentParser, *_: object) -> None:
@@ -109,7 +109,9 @@ def name_of(action: argparse.Action) -> str:
 
 
 def words_before(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]:
-    """Return words for the required options and the positional arguments before this one."""
+    """Return command-line words for the required options, and for the positional arguments before
+    this argument.
+    """
     names = [other.dest for other in parser._actions if not other.option_strings]
     words = ["x"] * names.index(action.dest) if action.dest in names else []
     for other in parser._actions:
@@ -190,7 +192,7 @@ def test_every_key_that_takes_a_path_refuses_a_url(url, tmp_path, monkeypatch):
 
 
 def test_a_path_from_python_is_also_rejected(tmp_path, monkeypatch):
-    """``Path`` has already replaced the double slash of a URL by a single slash."""
+    """``Path`` has already replaced the double slash in a URL with a single slash."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, DataError), match="is a URL"):
         load_manifest(Path("s3://bucket/set"))

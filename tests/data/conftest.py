@@ -52,7 +52,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def row_set(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Manifest]:
-    """Return ``row_set(n)``: the set of ``make_set`` with n train rows, made once per session."""
+    """Return ``row_set``; ``row_set(n)`` is the set that ``make_set`` makes with n train rows, once
+    per session.
+    """
     sets: dict[int, Manifest] = {}
 
     def get(num_rows: int) -> Manifest:

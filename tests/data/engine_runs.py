@@ -4,7 +4,9 @@ import logging
 import os
 import signal
 import subprocess
-import time
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from sbpflow.data.engine import Engine, EngineOptions
@@ -14,7 +16,10 @@ from sbpflow.data.prepare.split import parse_split
 from tests.data.tables import SCHEMA, table, write_csv
 
 FILES, ROWS = 5, 60
-PHASES = ("_stage", "_count_group", "merge_range", "_build", "_fit_group", "_encode", "_verify")
+PHASES = (
+    *("fetch_table", "_stage", "_count_group", "merge_range"),
+    *("_build", "_fit_group", "_encode", "_verify"),
+)
 
 
 def write_tables(folder: Path) -> Path:
@@ -41,7 +46,7 @@ def options_of(folder: Path, output: Path, engine: str = "threads", **more) -> P
 
 
 def workers(engine: str) -> list[int]:
-    """Return the processes of an engine's workers that this process started."""
+    """Return the engine's worker processes that this process started."""
     listed = subprocess.run(
         ["ps", "-wweo", "pid=,ppid=,args="], check=True, capture_output=True, text=True
     )
@@ -57,26 +62,36 @@ def workers(engine: str) -> list[int]:
     return [int(pid) for pid, _, *args in lines if args and name in args[0] and is_ours(int(pid))]
 
 
-def kill_in_every_phase(engine: str, monkeypatch) -> list[str]:
-    """Kill a worker in each phase, after its first result; return the list of killed phases."""
-    real, killed = Engine.run, []
+def kill_in_every_phase(monkeypatch, folder: Path) -> Callable[[], list[str]]:
+    """Let a worker of each phase die in its task; return a function that lists these phases.
+
+    A dying worker leaves a file with the name of its phase in ``folder``.
+    """
+    real = Engine.run
 
     def run(self, function, items):
-        name = function.func.__name__
-        for result in real(self, function, items):
-            if name not in killed and name in PHASES:
-                deadline = time.monotonic() + 2
-                while not (victims := workers(engine)) and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                if victims:
-                    os.kill(victims[-1], signal.SIGKILL)
-                    killed.append(name)
-            yield result
+        flag = folder / function.func.__name__
+        return real(self, partial(dies_in_its_task, function=function, flag=flag), items)
 
     monkeypatch.setattr(Engine, "run", run)
-    # Several groups and ranges, so that these phases have several tasks.
-    monkeypatch.setattr("sbpflow.data.prepare.count._GROUP_ROWS", (40, 40))
-    return killed
+    return lambda: [name for name in PHASES if (folder / name).exists()]
+
+
+def dies_in_its_task(item: object, *, function: Callable[[object], object], flag: Path) -> object:
+    """Run a task. The first task kills its process before it completes its first file, whose
+    partial file remains, or, if the task writes no files, before it returns its result.
+    """
+    try:
+        flag.touch(exist_ok=False)
+    except FileExistsError:
+        return function(item)
+    sys.addaudithook(lambda event, _: die() if event == "os.rename" else None)
+    function(item)
+    return die()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def deaths(caplog) -> int:

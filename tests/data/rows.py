@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def genuine_rows() -> Path:
-    """Return the path of real Criteo rows outside the checkout, or skip the test."""
+    """Return the path to real Criteo rows outside the checkout, or skip the test."""
     default = ROOT.parent / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
     path = Path(os.environ.get("SBPFLOW_CRITEO_ROWS", default))
     if not path.exists():
@@ -63,12 +63,12 @@ def all_words(manifest, split):
 
 
 def floats(manifest, split):
-    """Return label and dense values of a split."""
+    """Return the labels and dense values of a split."""
     return all_words(manifest, split)[:, : 1 + len(manifest.dense)].view(np.float32)
 
 
 def ids(manifest, split):
-    """Return ids of a split by field name, for fields with one id per row."""
+    """Return a split's ids by field name, for the fields with one id per row."""
     words = all_words(manifest, split)[:, 1 + len(manifest.dense) :]
     return {field.name: words[:, k] for k, field in enumerate(manifest.fields)}
 
@@ -80,7 +80,9 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def counts_of(rows: list[list[str]], name: str) -> Counter:
-    """Count each value of a column, or pair of a cross, except empty values."""
+    """Count how often each value of a column, or each pair of a cross, occurs; skip empty
+    values.
+    """
     places = [CRITEO.columns.index(part) for part in name.split("x")]
     cells = (tuple(row[place] for place in places) for row in rows)
     return Counter(cell for cell in cells if all(cell))

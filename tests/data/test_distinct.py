@@ -1,4 +1,4 @@
-"""Tests that counts do not depend on groups and ranges, and that nearly full hash tables find the
+"""Tests that counts do not depend on groups or ranges, and that nearly full hash tables find the
 same ids.
 """
 
@@ -17,8 +17,8 @@ from sbpflow.data.prepare.workspace import DamagedWork
 
 
 def counted(folder, groups, most, monkeypatch):
-    """Count values by field in groups of frames, merge them in ranges of about ``most`` values, and
-    return the counts and the numbers of ranges.
+    """Count values by field in groups of frames, and merge the counts in ranges of about ``most``
+    values. Return the counts and the numbers of ranges.
     """
     monkeypatch.setattr("sbpflow.data.prepare.distinct.RANGE_VALUES", most)
     monkeypatch.setattr("sbpflow.data.prepare.distinct._SAMPLED", 16)

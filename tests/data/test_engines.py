@@ -1,17 +1,22 @@
-"""Tests that prepare makes the same bytes on every engine, even if workers die or get stuck."""
+"""Tests that prepare writes the same bytes on every engine, even if workers die or hang."""
 
+import gzip
 import os
 import signal
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from multiprocessing import connection
+from pathlib import Path
 
 import pytest
 
 from sbpflow.data.__main__ import main
 from sbpflow.data.engine import Engine, EngineOptions, Home, open_engine
+from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.prepare import prepare
 from sbpflow.data.prepare.split import parse_split
 from sbpflow.errors import ConfigError, DataError
@@ -23,7 +28,7 @@ from tests.data.engine_runs import (
     options_of,
     write_tables,
 )
-from tests.data.rows import folder_bytes
+from tests.data.rows import folder_bytes, genuine_rows
 
 
 @pytest.fixture(scope="module")
@@ -36,30 +41,68 @@ def clean(tables, tmp_path_factory):
     return folder_bytes(prepare(options_of(tables, tmp_path_factory.mktemp("clean") / "set")).path)
 
 
+@pytest.fixture(scope="module")
+def criteo():
+    """Return options to prepare genuine rows in a temporary folder, and the bytes of the set."""
+    with tempfile.TemporaryDirectory() as folder:
+        with gzip.open(genuine_rows()) as file:
+            lines = file.readlines()
+        (Path(folder) / "rows").mkdir()
+        for day in range(4):
+            part = lines[day * len(lines) // 4 : (day + 1) * len(lines) // 4]
+            (Path(folder) / "rows" / f"day_{day}").write_bytes(b"".join(part))
+        options = PrepareOptions(
+            inputs=(Path(folder) / "rows",),
+            output=Path(folder) / "threads",
+            transform="standardise",
+            piece_bytes=1 << 22,
+        )
+        yield options, folder_bytes(prepare(options).path)
+
+
+@pytest.fixture
+def phases(tmp_path_factory, monkeypatch):
+    """Let a worker of each phase die in its task; return a function that lists these phases."""
+    return kill_in_every_phase(monkeypatch, tmp_path_factory.mktemp("killed"))
+
+
+def check_kills(engine, phases, caplog):
+    assert phases() == list(PHASES)
+    if engine != "dask":  # Dask's scheduler repeats tasks without a message
+        assert deaths(caplog) >= len(PHASES)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", ["processes", "ray", "dask"])
 def test_a_worker_killed_in_every_phase_does_not_change_the_set(
-    tables, clean, tmp_path, monkeypatch, caplog
+    tables, clean, tmp_path, phases, monkeypatch, caplog, engine
 ):
-    killed = kill_in_every_phase("processes", monkeypatch)
-    prepare(options_of(tables, tmp_path / "set", "processes"))
-    assert killed == list(PHASES)
-    assert deaths(caplog) > 0
+    needs(engine)
+    # Several groups and ranges, so that these phases have several tasks.
+    monkeypatch.setattr("sbpflow.data.prepare.count._GROUP_ROWS", (40, 40))
+    prepare(options_of(tables, tmp_path / "set", engine))
+    check_kills(engine, phases, caplog)
     assert folder_bytes(tmp_path / "set") == clean
     assert os.listdir(tmp_path) == ["set"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ray", "dask"])
-def test_a_worker_of_a_cluster_killed_in_every_phase_does_not_change_the_set(
-    tables, clean, tmp_path, monkeypatch, engine
+@pytest.mark.parametrize("engine", ["processes", "ray", "dask"])
+def test_a_worker_killed_in_every_phase_does_not_change_a_set_of_genuine_rows(
+    criteo, phases, monkeypatch, caplog, engine
 ):
-    pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
-    killed = kill_in_every_phase(engine, monkeypatch)
-    prepare(options_of(tables, tmp_path / "set", engine))
-    assert len(killed) >= 5
-    assert {"_stage", "_count_group", "_encode"} <= set(killed)
-    assert folder_bytes(tmp_path / "set") == clean
-    assert os.listdir(tmp_path) == ["set"]
+    needs(engine)
+    options, expected = criteo
+    monkeypatch.setattr("sbpflow.data.prepare.count._GROUP_ROWS", (1 << 13, 1 << 14))
+    output, started = options.output.with_name(engine), EngineOptions(engine, wait_s=120)
+    prepare(replace(options, output=output, engine=started))
+    check_kills(engine, phases, caplog)
+    assert folder_bytes(output) == expected
+
+
+def needs(engine):
+    if engine != "processes":
+        pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
 
 
 def surroundings(item):
@@ -70,7 +113,7 @@ def surroundings(item):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ray", "dask"])
 def test_workers_started_here_share_the_cpus_and_keep_freed_memory(engine):
-    pytest.importorskip({"ray": "ray", "dask": "distributed"}[engine])
+    needs(engine)
     number = os.cpu_count()
     with open_engine(EngineOptions(engine, wait_s=120), number) as started:
         found = set(started.run(surroundings, range(4)))
@@ -107,6 +150,23 @@ def test_a_killed_driver_continues_on_another_engine(tables, clean, tmp_path, mo
     runs[:] = ["resumed"]
     prepare(options_of(tables, tmp_path / "set", "processes", workers=2))
     assert "_count_group" not in runs
+    assert folder_bytes(tmp_path / "set") == clean
+
+
+def test_workers_that_prepared_an_earlier_set_use_the_new_one(tables, clean, tmp_path, monkeypatch):
+    """The workers of a Dask cluster outlive the command; here, the threads keep their caches."""
+    monkeypatch.setattr("sbpflow.data.engine.Cached.clear", lambda self: None)
+    prepare(options_of(tables, tmp_path / "set", seed=8))
+    prepare(options_of(tables, tmp_path / "set", overwrite=True))
+    assert folder_bytes(tmp_path / "set") == clean
+
+
+def test_the_partial_file_of_a_late_copy_of_a_task_is_removed(tables, clean, tmp_path, monkeypatch):
+    def verify_while_a_copy_writes(job, *, key):
+        (key[0] / "train-000000.npy.0.partial").touch()
+
+    monkeypatch.setattr("sbpflow.data.prepare.prepare._verify", verify_while_a_copy_writes)
+    prepare(options_of(tables, tmp_path / "set"))
     assert folder_bytes(tmp_path / "set") == clean
 
 
@@ -224,6 +284,19 @@ def test_processes_return_errors_and_check_their_home(tmp_path):
         engine.home = Home((("sbpflow", "0.0.1"), *home.versions[1:]), home.mark, home.text)
         with pytest.raises(ConfigError, match=r"has sbpflow .*, but this process has 0\.0\.1"):
             list(engine.run(str, [1]))
+
+
+def test_a_process_that_dies_while_it_is_idle_is_replaced(caplog):
+    with open_engine(EngineOptions("processes", wait_s=120), 1) as engine:
+        (first,) = engine.run(process_of, [1])
+        os.kill(first, signal.SIGKILL)
+        (second,) = engine.run(process_of, [1])
+    assert second != first
+    assert deaths(caplog) == 1
+
+
+def process_of(item):
+    return os.getpid()
 
 
 def dies_in_the_middle_of_its_result(item, dead):

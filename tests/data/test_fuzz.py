@@ -33,7 +33,7 @@ def mutated(rng, text, edits):
 
 
 def parsed(line):
-    """Return (label, integers, keys) of a good line, with None for empty cells; None for a bad
+    """Return (label, integers, keys) for a good line, with None for empty cells, or None for a bad
     line.
     """
     try:

@@ -139,7 +139,7 @@ def test_statistics_notice_a_shard_that_is_truncated_while_it_is_read(tmp_path):
 
 
 def slowed(function):
-    """Return ``function`` with a delay of 5 ms."""
+    """Return ``function``, delayed by 5 ms."""
 
     def later(*arguments):
         time.sleep(0.005)

@@ -21,7 +21,7 @@ def rows_of(batch):
 
 
 def global_steps(manifest, world_size, *, state=None, epoch=0, **options):
-    """Return each step's rows of all ranks, in rank order; also check batch_size."""
+    """Return the rows of all ranks at each step, in rank order; also check batch_size."""
     loaders = [
         open_loader(manifest, rank=rank, world_size=world_size, backend="memmap", **options)
         for rank in range(world_size)
@@ -81,8 +81,8 @@ def test_backends_yield_identical_batches(row_set, shuffle):
 def test_batches_do_not_depend_on_how_many_are_read_at_once(
     row_set, monkeypatch, world, backend, shuffle
 ):
-    """Read batches one by one, a few at once, and a whole epoch at once, across shards and with a
-    short batch.
+    """Read batches one by one, several at once, and a whole epoch at once. Some batches span two
+    shards, and the last batch is short.
     """
     options = {"batch_size": 300, "rank": world - 1, "world_size": world, "shuffle": shuffle}
     reads = []

@@ -23,7 +23,7 @@ from tests.data.test_read_lists import check
 from tests.quick import quick
 
 MAPS = 40
-"""Maps per loader; the limit of the process is four times as many."""
+"""Maximum number of maps per loader; the process's limit is four times as high."""
 
 
 FEW = (("rows", "dali"),)

@@ -102,7 +102,9 @@ FIELDS, ROWS_PER_TABLE = 8, 500
 
 
 def _clicks(num_rows):
-    """Return ids [rows, fields] of stacked tables, with low ids frequent, and matching clicks."""
+    """Return ids ([rows, fields]) into stacked tables, with low ids more frequent, and matching
+    clicks.
+    """
     rng = np.random.default_rng(0)
     ids = (ROWS_PER_TABLE * rng.random((num_rows, FIELDS)) ** 3).astype(np.int64)
     ids += np.arange(FIELDS) * ROWS_PER_TABLE

@@ -30,7 +30,7 @@ group: {user: integer}
 
 
 def rows(**changes):
-    """Return rows in time order; users of val and test are new, and ``late`` drifts."""
+    """Return rows in time order; the users in val and test are new, and ``late`` drifts."""
     rng = np.random.default_rng(5)
     label = rng.random(NUM_ROWS) < 0.3
     old = np.arange(NUM_ROWS) < NUM_TRAIN

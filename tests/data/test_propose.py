@@ -1,4 +1,4 @@
-"""Tests proposed schemas of tables with column names, and prepare without a schema."""
+"""Tests schemas proposed for tables with column names, and prepare without a schema."""
 
 import csv
 import random
@@ -104,8 +104,9 @@ def test_prepare_without_a_schema_proposes_one_and_auto_accepts_it(tmp_path, cap
 
 
 def proposed(tmp_path, **columns):
-    """Return the lines of a proposal for text with these columns, by their first word, and the
-    whole proposal."""
+    """Propose a schema for text with these columns; return its lines by their first word, and the
+    whole proposal.
+    """
     lines = [",".join(columns), *map(",".join, zip(*columns.values(), strict=True))]
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
     text = propose([tmp_path / "t.csv"]).text

@@ -36,8 +36,8 @@ UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12
 
 @cache
 def sample():
-    """Return ranks, integers, and missing masks of NUM_ROWS generated rows with Criteo's own
-    vocabulary.
+    """Generate NUM_ROWS rows with Criteo's own vocabulary; return their ranks, integers, and masks
+    of missing values.
     """
     columns = Columns(7, 1.0, {}, 0.0)
     blocks = [columns.block(index) for index in range(3)]
@@ -53,7 +53,7 @@ def sample():
 
 
 def share_bound(share):
-    """Return four standard errors of a share among NUM_ROWS rows."""
+    """Return four standard errors of a share that is estimated from NUM_ROWS rows."""
     return 4 * np.sqrt(share * (1 - share) / NUM_ROWS) + 1e-5
 
 
@@ -122,7 +122,7 @@ def test_correlated_integers():
     for name, (other, share) in FOLLOWS.items():
         actual = np.corrcoef(ranked(name), ranked(other))[0, 1]
         assert abs(actual - share) < 0.15, name
-    # In the real rows, I4 equals I13 in 0.71 of the rows. Generated rows share the quantile instead
+    # In the real data, I4 equals I13 in 71 % of the rows. Generated rows share the quantile instead
     # of the value, which keeps both marginal distributions.
     assert (integers["I4"] == integers["I13"]).mean() > 0.5
 

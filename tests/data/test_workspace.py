@@ -1,4 +1,4 @@
-"""Tests which folders prepare and synth may remove, and the limits of numbers."""
+"""Tests which folders prepare and synth may remove, and the limits on numbers."""
 
 import pytest
 

@@ -91,7 +91,9 @@ class Case:
         )
 
     def batches(self) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """Return (ids [batch, features], {output: coefficient of the loss}) per step."""
+        """Return, for each step, the ids ([batch, features]) and each output's coefficients in the
+        loss.
+        """
         generator = torch.Generator().manual_seed(5)
         sizes = {name: rows for tables in self.tables.values() for name, rows, _ in tables}
         batches = []
@@ -110,8 +112,9 @@ class Case:
 
 
 def train(world: World, case: Case) -> dict[str, Any]:
-    """Run the case on this rank; return the outputs, pieces, and log of the rank for the parent to
-    join."""
+    """Run the case on this rank; return this rank's outputs, pieces, and log, which the parent
+    joins with those of other ranks.
+    """
     boxing = Boxing(world)
     plan = case.plan(world.size, world.backend, world.device.type)
     collection = EmbeddingCollection(plan, boxing, seed=SEED, kernel=case.kernel)

@@ -16,7 +16,7 @@ Row = dict[str, Tensor]  # the tensors of a row and its state, by name
 
 @dataclass
 class DictStores:
-    """Makes stores with ``slots`` slots each, and records the stores in ``made``."""
+    """Makes stores with ``slots`` slots each, and records them in ``made``."""
 
     slots: int
     made: list["DictStore"] = field(default_factory=list)

@@ -112,7 +112,7 @@ def time_of(batch: int, mine: slice) -> int | None:
 
 
 def ids_of(case: GrowingCase, batch: int, mine: slice) -> dict[str, Any]:
-    """Return a rank's ids of a batch."""
+    """Return a rank's ids in a batch."""
     random = np.random.default_rng(batch)
     h = torch.from_numpy(random.integers(0, 9, BATCH))[: size_of(batch)][mine]
     f, g = (keys_of(addresses_of(batch, name))[: size_of(batch)] for name in "fg")
@@ -213,7 +213,7 @@ class Run:
 
 
 def run_case(world: World, case: GrowingCase, folder: Path | None = None) -> dict[str, Any]:
-    """Train all batches, evaluate in between, and save at the end."""
+    """Train on all batches, evaluate in between, and save at the end."""
     run = Run(world, case)
     evaluated = []
     for until in range(0, case.batches + 1, 6):

@@ -25,7 +25,7 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Mix:
-    """A collection and its batches; the fields determine everything."""
+    """Describes a collection and its batches, which depend on these fields alone."""
 
     features: tuple[FeatureConfig, ...]
     outputs: tuple[OutputConfig, ...]
@@ -68,8 +68,8 @@ class Mix:
         return made
 
     def coefficients(self, step: int, output: OutputConfig) -> np.ndarray:
-        """Return [batch, width] coefficients of an output. They depend on the names of the output,
-        its tables and features, not on positions.
+        """Return the coefficients of an output ([batch, width]). They depend on the names of the
+        output, its tables, and its features, not on positions.
         """
         if output.combine == "sum":
             return self._coefficients(step, output.name, output.width)
@@ -173,7 +173,7 @@ def train(world: World, mix: Mix, stores: StoreFactory = device_store) -> dict[s
 
 
 def expected(mix: Mix) -> tuple[list[dict[str, np.ndarray]], dict[str, ReferenceTable]]:
-    """Return the reference's outputs per step and trained tables."""
+    """Return the reference's outputs per step, and its trained tables."""
     tables: dict[str, ReferenceTable] = {}
     rules = {t.name: t.optimizer or mix.optimizer for out in mix.outputs for t in out.tables}
     for table in mix.tables():

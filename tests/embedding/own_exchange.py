@@ -1,7 +1,7 @@
 """Implements a user-defined exchange in which requests take two hops.
 
-Ranks 2h and 2h + 1 belong to host h. A rank sends each request to the rank on its own host whose
-position there equals that of the owner on the owner's host. That rank merges its host's requests
+Ranks 2h and 2h + 1 belong to host h. A rank sends each request to the rank on its own host that has
+the same position there as the owner has on the owner's host. That rank merges its host's requests
 and forwards them to the owners. Each id is sent with its number of lookups. ``own_exchange_group``
 runs the exchange.
 """
@@ -18,7 +18,7 @@ HOST = 2  # ranks
 
 
 class TwoHops(Exchange):
-    """Supports S(0) over all ranks, in order, of two or more hosts."""
+    """Supports S(0) over all ranks, in order, on two or more hosts."""
 
     name = "two_hops"
     runs = "tests.embedding.own_exchange_group:TwoHopGroup"

@@ -1,4 +1,4 @@
-"""Runs the exchange of ``own_exchange``."""
+"""Runs the exchange that ``own_exchange`` defines."""
 
 from dataclasses import dataclass, field
 
@@ -14,8 +14,8 @@ from tests.embedding.own_exchange import HOST
 
 @dataclass(slots=True)
 class Hop:
-    """The distinct requested rows by group rank: ``keys`` [n], and each request's position ``at``
-    in ``keys``.
+    """The distinct requested rows (``keys``), sorted by group rank, and each request's position in
+    ``keys`` (``at``).
     """
 
     keys: torch.Tensor
@@ -38,7 +38,7 @@ class TwoHopInFlight(GroupInFlight):
 
 
 def make_hop(keys, counts, at, to, size) -> Hop:
-    """Return distinct ``keys``, sorted by destination rank."""
+    """Sort distinct ``keys`` by destination rank ``to``; return them as a hop."""
     order = torch.argsort(to, stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel())

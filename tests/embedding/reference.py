@@ -26,7 +26,7 @@ class ReferenceTable:
         return total / len(ids) if self.pooling == "mean" and ids else total
 
     def gradients(self, bags: list[Bag], grads: np.ndarray) -> dict[int, np.ndarray]:
-        """Return the summed gradient of each row in any bag."""
+        """Return the summed gradient of each row that is in a bag."""
         rows: dict[int, np.ndarray] = {}
         for (ids, weights), grad in zip(bags, grads, strict=True):
             share = 1.0 / len(ids) if self.pooling == "mean" and ids else 1.0

@@ -127,8 +127,8 @@ def test_several_hosts_are_priced_by_the_slower_link(exchange):
 
 @pytest.mark.parametrize("exchange", ["unique", "reduce"])
 def test_the_price_is_that_of_the_largest_shard(exchange):
-    """Shards of equal size are priced once; the largest shard determines the price, on whatever
-    rank it is.
+    """Shards of equal size are priced once; the largest shard determines the price, whatever rank
+    it is on.
     """
     cuts = [(14, 14, 13), (39, 1, 1), (1, 1, 39)]
     rest = {name: Spec("B", "local") for name in "bcd"}
@@ -137,7 +137,7 @@ def test_the_price_is_that_of_the_largest_shard(exchange):
         for sizes in cuts
     )
     assert others[0] == pytest.approx(others[1])
-    assert others[0] - even > 1e-4  # milliseconds; groups and calls are most of a price
+    assert others[0] - even > 1e-4  # milliseconds; groups and calls make up most of a price
 
 
 def test_equal_rules_keep_their_names_and_are_planned_only_once():

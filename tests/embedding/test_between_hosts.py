@@ -29,7 +29,9 @@ CONVERSIONS = [
 
 
 def _between_hosts(world: World, fn, *args):
-    """Return the result of ``fn`` as if every rank had its own host, and the number of messages."""
+    """Run ``fn`` as if every rank had its own host; return its result and the number of
+    messages.
+    """
     count = mock.Mock(side_effect=dist.batch_isend_irecv)
     usual, world.topology = world.topology, Topology(hosts=tuple((n,) for n in range(world.size)))
     shared, world._shared = world._shared, None

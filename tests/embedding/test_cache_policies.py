@@ -1,5 +1,5 @@
-"""Tests the policies that ``benchmarks.cache`` compares against counts by hand and bounds between
-policies.
+"""Tests the policies that ``benchmarks.cache`` compares: fetches counted by hand, and bounds
+between policies.
 """
 
 import numpy as np
@@ -15,7 +15,8 @@ def per_step(fetched, read):
 
 
 def test_fetches_counted_by_hand():
-    # Three slots. Fetches per batch with MIN: 0 1 | 2 | - | 3 for 2, which is used last | - | 2
+    # Fetches per batch with three slots; "3 for 2" means that row 3 replaces row 2.
+    # MIN: 0 1 | 2 | - | 3 for 2, whose next use is the latest | - | 2
     assert belady(TRACE, 4, 3) == per_step(5, 1)
     # LRU: 0 1 | 2 | - | 3 for 1 | 1 for 2 | 2
     assert lru(TRACE, 4, 3) == per_step(6, 2)

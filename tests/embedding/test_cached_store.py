@@ -189,7 +189,7 @@ def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
     slots = store.admit(0)
     store.kernel.weights[slots] += 1000
     store.release(0)
-    slots = store.admit(1)  # two rows leave; the rows that batch 2 uses stay
+    slots = store.admit(1)  # two rows are evicted; the rows that batch 2 uses stay
     assert made[0].waits.wait(30)
     found = store.read(torch.arange(6))[WEIGHTS][:, 0]  # some rows are in slots, others in flight
     assert found.tolist() == [1000, 1001, 1002, 1003, 4, 5]
@@ -301,7 +301,7 @@ def test_rows_are_read_ahead_for_evaluation():
     store.read_ahead(lookups[0])
     store._mover.wait_idle()
     del lookup, lookups
-    assert not store._ahead  # an early lookup that was not used leaves nothing
+    assert not store._ahead  # unused early lookups leave nothing behind
     assert store.counts == before
 
 

@@ -110,7 +110,7 @@ def test_unknown_optimizers_and_constants_are_rejected():
     }.items():
         with pytest.raises(ConfigError, match=message):
             sparse_optimizer(name)
-    with pytest.raises(ConfigError, match=r"ftrl: has no weight_decay; use lr, beta, l1"):
+    with pytest.raises(ConfigError, match=r"ftrl has no weight_decay; use lr, beta, l1"):
         sparse_optimizer("ftrl", weight_decay=0.1)
     with pytest.raises(ConfigError, match=r"name 'adagrad'; use 'sgd'"):
         Sgd(name="adagrad")

@@ -34,7 +34,9 @@ def storages(name: str) -> list[TorchStorage]:
 
 @st.composite
 def batches(draw):
-    """Return (addresses, a mask of those on this rank, offsets or None, weights or None)."""
+    """Return addresses, a mask of the addresses on this rank, and offsets and weights, either of
+    which may be None.
+    """
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     count = draw(st.integers(0, 60))
     addresses = (torch.rand(count, generator=generator) ** 2 * ROWS).long()

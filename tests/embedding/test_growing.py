@@ -48,7 +48,7 @@ LAYOUTS = {
 
 
 def start_of(table: str, address: int | None, dim: int) -> np.ndarray:
-    """Return the initial row of a key, or of the shared row."""
+    """Return the initial values of a key's row, or of the shared row if ``address`` is None."""
     if address is None:
         row = torch.empty(1, dim, dtype=torch.float64)
         fill_uniform(row, seed=11, name=table, bound=0.05, num_columns=dim)
@@ -133,8 +133,8 @@ def test_rows_follow_the_rules(ranks, tmp_path):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Return a function that returns the result of a case on one rank without lookahead, trained
-    once per case.
+    """Return a function that trains a case on one rank without lookahead, once per case, and
+    returns the result.
     """
     made = {}
 
@@ -175,7 +175,7 @@ def test_event_times_of_all_ranks_decide(ranks, alone, tmp_path, size):
 
 def test_batches_without_event_time_are_refused(ranks):
     case = replace(CASE, growth=TIMED, timed=False)
-    assert "field f: evict.idle_time: the batch has no event time" in ranks(1, refused, case)[0]
+    assert "field f: evict.idle_time needs an event time" in ranks(1, refused, case)[0]
 
 
 def refused(world, case):
@@ -381,7 +381,7 @@ def test_resumed_cached_tables_grow(ranks, alone, tmp_path, shares):
         ),
         (
             {"deep": Spec("S(0)", "reduce", sizes=(4, MIN_ROWS - 4))},
-            "table wide.f: splits its rows differently from table deep.f",
+            "table wide.f splits its rows differently from table deep.f",
         ),
     ],
 )  # fmt: skip

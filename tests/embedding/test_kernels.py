@@ -52,9 +52,7 @@ def storage_of(kernel: str, rule: SparseOptimizer, width: int = 8, **options) ->
 
 
 def lookups(dtype: torch.dtype):
-    """Yield two lookups of rows 0 to 39 of each kind: single rows and bags, with and without
-    weights.
-    """
+    """Yield lookups of rows 0 to 39: of single rows and of bags, with and without weights."""
     for step in range(9):
         addresses = torch.randint(0, 40, (30,), dtype=torch.int32 if step > 5 else torch.int64)
         offsets = torch.tensor([0, 0, 7, 8, 30, 30]) if step % 2 else None

@@ -110,7 +110,9 @@ def test_unwritable_cache_logs_a_warning(tmp_path, caplog):
 
 
 def choose(world: World, folder: Path) -> tuple[dict[str, tuple[str, str]], int]:
-    """Return kernel name and reason by table, and the number of measurements on this rank."""
+    """Return each table's kernel and the reason for it, and the number of measurements on this
+    rank.
+    """
     config = make_config("3", "rowwise_adagrad", dtype="float32", dim=8, kernel="auto")
     _, plan = plan_run(config, FIELDS, world_size=world.size, device_type="cpu")
     calls = []

@@ -1,7 +1,7 @@
 """Tests that random mixes of all engine features equal a reference written without sbpflow.
 
-Float64 sums in another order stay within 1e-10 over 20 steps; float32 bounds are stated at their
-use.
+Float64 sums in another order stay within 1e-10 over 20 steps; comments explain the bounds for
+float32.
 """
 
 from collections import Counter
@@ -170,7 +170,9 @@ UNIQUE_COLUMNS = "unique S(1)"
 
 
 def mix_of(exchange: str, dim: int, rule: SparseOptimizer, **changes) -> Mix:
-    """Return all kinds of features, in tables of one layout on two ranks."""
+    """Return a mix with all kinds of features, on two ranks, whose tables all have the same
+    layout.
+    """
     tables = tuple(
         TableConfig(name=f"deep.{n}", features=names, num_rows=rows, dim=dim, pooling=pooling)
         for n, (names, rows, pooling) in enumerate(
@@ -265,7 +267,7 @@ def pieces_of(run) -> dict:
 
 
 def bytes_of(world, mix: Mix) -> dict[str, int]:
-    """Return this rank's transfers by step, over all batches."""
+    """Return the bytes that this rank sends in each transfer, summed over all batches."""
     world.log.clear()
     world.log.enabled = True
     train(world, mix)
@@ -410,8 +412,8 @@ class Watched(DeviceStore):
 
 
 def watch(world, mix: Mix) -> list[tuple[int, int, dict[int, list[str]]]]:
-    """Return (rows leased at the end, maximum of leased rows, calls by batch) of this rank's
-    stores.
+    """Return, for each of this rank's stores, the number of rows leased at the end, the maximum
+    number of leased rows, and the calls by batch.
     """
     watched: list[Watched] = []
 

@@ -41,7 +41,7 @@ def expected_bytes(kernel: str, variant: str) -> int:
         return HIDDEN * (4 + 4)
     if kernel == "sum_long_runs":
         return IDS * 8
-    sums = IDS * (8 + 8 + row)  # for each id: run bounds, source, and gradient
+    sums = IDS * (8 + 8 + row)  # for each id: bounds of a run, source, and gradient
     if kernel == "sum_runs":
         return sums + IDS * row
     rule, _, half = variant.partition(", ")

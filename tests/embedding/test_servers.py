@@ -57,7 +57,7 @@ class SlowServer(EmbeddingServer):
 
 @contextmanager
 def running(count, kind=EmbeddingServer, memory=10**9, secret=SECRET) -> Iterator[Servers]:
-    """Run servers in threads; yield the view of rank 0."""
+    """Run servers in threads; yield rank 0's view of them."""
     with ExitStack() as opened:
         listeners = [
             opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
@@ -303,7 +303,9 @@ class Hanging(EmbeddingServer):
 
 
 def short_waits(records):
-    """Make requests time out early, but not connecting, which may take longer on a busy machine."""
+    """Make requests time out early, but leave time to connect, which may take longer on a busy
+    machine.
+    """
     for sock in (*records._readers, *(writer._sock for writer in records._writers)):
         sock.settimeout(0.3)
     return records
@@ -345,7 +347,7 @@ def bad_messages() -> dict[str, bytes]:
 
 
 def received(sock) -> bytes:
-    """Return all bytes until the server closes the connection."""
+    """Return all bytes received until the server closes the connection."""
     found = b""
     with suppress(OSError):  # the server may have closed the connection already
         sock.shutdown(socket.SHUT_WR)
@@ -372,8 +374,8 @@ def test_malformed_requests_end_only_their_connection(name):
 
 
 def test_a_rank_never_connects_to_itself(monkeypatch):
-    """A socket can connect to itself: TCP allows this if nothing listens on the port and the socket
-    is assigned that port.
+    """A socket can connect to itself if nothing listens on the port and TCP assigns the same port
+    to the socket.
     """
     with running(1) as servers:
         pass

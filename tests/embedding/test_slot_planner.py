@@ -1,5 +1,6 @@
-"""Tests slot planning: capacity, one slot per row, Belady's MIN, and equal decisions of numba and
-numpy."""
+"""Tests slot planning: capacity, one slot per row, Belady's MIN, and equal decisions with numba and
+with numpy.
+"""
 
 import numpy as np
 import pytest
@@ -103,8 +104,8 @@ def test_numba_and_numpy_make_the_same_decisions(seed):
 
 
 def belady(batches, num_slots):
-    """Return the rows that MIN fetches; MIN keeps a batch's rows and evicts others with the
-    furthest next use.
+    """Return the rows that MIN fetches; MIN keeps a batch's rows, and evicts the other rows whose
+    next use is furthest away.
     """
     cached, fetched = set(), 0
     uses = {}

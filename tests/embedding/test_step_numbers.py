@@ -31,7 +31,9 @@ def noise() -> RowNoise:
 
 
 def storages(optimizer, dtype, row_dtype=None, kind=TorchStorage):
-    """Return two equal stores; the second keeps its numbers on the device."""
+    """Return two equal storages; the second keeps its learning rate and step number on the
+    device.
+    """
     start = torch.rand(ROWS, WIDTH, dtype=dtype) - 0.5
     made = []
     for _ in range(2):

@@ -111,7 +111,9 @@ def _with_log(world, hosts, case):
 
 
 def _requests(case, grid, ids, stack):
-    """Return the distinct (rank, table, row, owner) of the ids [batch, features] of a batch."""
+    """Return the distinct (rank, table, row, owner) tuples for a batch's ids ([batch,
+    features]).
+    """
     sizes = balanced_sizes(len(ids), size_of(grid))
     of_rank = np.repeat(np.arange(len(sizes)), sizes).tolist()
     requests = set()
@@ -126,7 +128,9 @@ def _requests(case, grid, ids, stack):
 
 @pytest.mark.parametrize("name", ["2x2", "2x3"])
 def test_each_host_sends_a_distinct_id_only_once(ranks, name):
-    """The bytes between hosts are those of each host's distinct ids that other hosts own."""
+    """A host sends only its distinct ids that other hosts own; each id causes one vector and one
+    gradient.
+    """
     grid = GRIDS[name]
     case = make_case(grid, dtype=torch.float32)
     sent = Counter()
@@ -259,7 +263,7 @@ ROWS = {"C1": 200_000, "C2": 50_000}
 
 
 def big_plan(sbp, topology, batch_size=16_384, **changes):
-    """Return the plan of two tables of dim 128 on four ranks."""
+    """Return the plan for two tables with dim 128 on four ranks."""
     tables = [
         TableConfig(name=n, features=(n,), num_rows=rows, dim=128) for n, rows in ROWS.items()
     ]

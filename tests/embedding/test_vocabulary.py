@@ -1,4 +1,4 @@
-"""Compares vocabularies of growing tables with rules in plain Python."""
+"""Tests vocabularies of growing tables against a reference in plain Python."""
 
 from collections import deque
 
@@ -14,7 +14,8 @@ from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.runtime.random.streams import unmix
 from tests.embedding.vocabulary_reference import ReferenceVocabulary, address_in, as_arrays
 
-# Buckets at both ends and in the middle, and buckets whose idle keys leave after batches 8 to 24.
+# Buckets at both ends and in the middle, and buckets whose idle keys are evicted after batches 8
+# to 24.
 BUCKETS = (0, 130, 200, 260, 330, 390, 8191, 8192, NUM_BUCKETS - 1)
 NO_COUNTS = np.empty(0, np.int64)
 
@@ -99,7 +100,9 @@ class Parts:
         return live, pending
 
     def resharded(self, ranks: int) -> "Parts":
-        """Return the vocabularies of another number of ranks, after a save and a load."""
+        """Save these vocabularies, and return the vocabularies of ``ranks`` ranks that load
+        them.
+        """
         new = Parts(self.growth, ranks)
         saves = [part.save().saved for part in self.parts]
         for part in new.parts:
@@ -139,7 +142,7 @@ def run(growth, batches, *, ranks=1, ahead=0, reshards=(), cancel_at=(), accumul
     parts, waiting = Parts(growth, ranks), deque()
     everything = sorted({a for addresses, _ in batches for a in addresses})
     announced = trained = 0
-    owners: dict[int, int] = {}  # row -> address, as of the trained batches
+    owners: dict[int, int] = {}  # row -> address, as of the last batch trained on
     evicted = 0
     while trained < len(batches):
         while announced < len(batches) and announced <= trained + ahead:

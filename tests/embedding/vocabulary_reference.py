@@ -7,7 +7,7 @@ import numpy as np
 
 from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of
 
-SWEPT = 16  # number of buckets whose idle keys leave after each batch
+SWEPT = 16  # number of buckets whose idle keys are evicted after each batch
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ReferenceVocabulary:
     def step(
         self, addresses: list[int], samples: int, *, begins_step: bool = True, time: int = 0
     ) -> list[bool]:
-        """Decide admissions and evictions of a batch; return whether each key has a row of its
+        """Decide admissions and evictions for a batch; return whether each key has a row of its
         own.
         """
         self.clock.append(self.clock[-1] + samples)

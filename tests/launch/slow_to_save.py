@@ -9,7 +9,7 @@ from types import FrameType
 
 
 def main() -> None:
-    """Write ``ready<rank>`` to the folder of the first argument, and ``saved<rank>`` four seconds
+    """Write ``ready<rank>`` to the folder in the first argument, and ``saved<rank>`` four seconds
     after a signal.
     """
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]

@@ -57,7 +57,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 class Slurm:
-    """Runs Slurm's commands against the cluster of ``folder``."""
+    """Runs Slurm's commands against the cluster in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

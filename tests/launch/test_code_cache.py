@@ -76,7 +76,9 @@ def planted(folder: Path, mark: Path) -> None:
 
 
 def test_numba_loads_cached_code_only_from_a_folder_of_this_user(run, tmp_path):
-    """A planted file in this user's own folder is loaded, so the other tests can fail."""
+    """A file planted in this user's own folder is loaded, which shows that the other tests can
+    fail.
+    """
     assert run() == ("42 42\n", "")
     folder = tmp_path / "cache" / "sbpflow" / "numba"
     modes = [stat.S_IMODE(one.stat().st_mode) for one in (folder, *list(folder.parents)[:2])]

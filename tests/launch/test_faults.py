@@ -163,7 +163,7 @@ def script(folder: Path, source: str, *words: str) -> subprocess.CompletedProces
 def test_no_wait_depends_on_the_clock_of_the_day():
     """Setting the system clock during a run must not affect deadlines.
 
-    Only reports of the clock itself may read it.
+    Only modules that report the time of day may read the clock.
     """
     reports = {"run/execution/node_checks.py", "training/prometheus.py"}
     asked = [

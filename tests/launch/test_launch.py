@@ -52,7 +52,9 @@ class Run:
         return output_of(self.process, limit_s)
 
     def close(self) -> None:
-        """Kill and report processes that a failing test left; ranks have their own sessions."""
+        """Kill and report processes that a failing test left behind; ranks have their own
+        sessions.
+        """
         pids = [int(file.read_text()) for file in self.folder.glob("rank*")]
         left = [pid for pid in pids if _alive(pid)]
         for pid in left:
@@ -79,8 +81,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
 
 
 def own_traceback(output: str) -> bool:
-    """Return whether the text contains a traceback of sbpflow; unlike torchrun's tracebacks, it
-    contains run_main.
+    """Return whether the text contains a traceback from sbpflow, which, unlike torchrun's
+    tracebacks, contains run_main.
     """
     return "sbpflow/runtime/processes/launch.py" in output
 
@@ -109,7 +111,7 @@ def test_an_error_of_the_program_prints_the_traceback_of_one_rank(run: Run) -> N
     "run", [pytest.param("own_words_on_one", marks=pytest.mark.slow)], indirect=True
 )
 def test_an_unexpected_error_keeps_its_traceback_regardless_of_its_text(run: Run) -> None:
-    """The user's error has a text like torch's message for a lost peer."""
+    """The text of the user's error resembles torch's message for a lost peer."""
     run.pids()
     output = run.output(END_S)
     assert output.count("RuntimeError: Timed out waiting for my own queue") == 1

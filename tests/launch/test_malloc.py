@@ -1,4 +1,4 @@
-"""Tests that freed memory is kept by the process."""
+"""Tests that the process keeps freed memory."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tests messages between the ranks of a host through shared memory."""
+"""Tests messages between the ranks on a host through shared memory."""
 
 import os
 import random
@@ -117,8 +117,8 @@ def test_a_message_of_one_element(sharing):
 
 
 def drop_messages(world: World) -> bool:
-    """Every second message is dropped without a wait, like messages of batches that are not
-    trained.
+    """Every second message is dropped without a wait, as are messages of batches that are not used
+    for training.
     """
     link, peer = world.link([0, 1], "dropped"), 1 - world.rank
     for number in range(3000):

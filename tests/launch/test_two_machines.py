@@ -12,7 +12,7 @@ from tests.launch.machines import Machine, needs_namespaces, two_machines, wait_
 
 pytestmark = needs_namespaces
 
-END_S = 40  # seconds until the last rank is gone; torchrun needs most of them
+END_S = 40  # seconds until the last rank is gone; torchrun takes most of this time
 
 
 @pytest.fixture

@@ -35,8 +35,8 @@ SPLIT = {
 
 
 def train_and_score(world, config, steps):
-    """Train; return the result of ``train`` with running statistics and this rank's logits of the
-    first batch.
+    """Train; return the result of ``train``, with the running statistics and this rank's logits for
+    the first batch added.
     """
     import tests.training.wdl_case as case
 

@@ -25,23 +25,23 @@ SHORT = 7
 
 
 def config_with(name, scheme, *, dtype="float32", **options):
-    """Return the model's config with these options; with a layer norm, so that the model may be
-    compiled.
-    """
+    """Return the model's config with these options."""
     config = config_of(name, scheme, dtype=dtype, kernel="torch")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
 
 
 @pytest.mark.parametrize("name", quick(MODELS, lambda n: n % 2 == 0))
 def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
-    """Losses are close, but not equal, to float32 losses; 1 and 3 ranks round the same products."""
+    """The losses are close to float32 losses but not equal; 1 and 3 ranks round the same
+    products.
+    """
     narrow = config_with(name, "3", autocast="bf16")
     ((exact), (alone), *_) = (
         ranks(1, train, config_with(name, "1"), SHORT)[0],
         ranks(1, train, narrow, SHORT)[0],
     )
     for result in ranks(3, train, narrow, SHORT):
-        # A weight's gradient is a sum of terms of all ranks, each rounded to 8 bits, and a batch
+        # A weight's gradient is a sum of terms from all ranks, each rounded to 8 bits, and a batch
         # norm of 30 rows amplifies small differences.
         np.testing.assert_allclose(result["losses"], alone["losses"], rtol=0.02)
     # The seventh batch repeats one row, so a batch norm divides rounding errors by nearly zero.
@@ -50,7 +50,9 @@ def test_bfloat16_is_near_float32_on_any_ranks(ranks, name):
 
 
 def dtypes_of_one_step(world, name):
-    """Return the dtypes of each linear layer and interaction, and of the weights and logits."""
+    """Return the dtypes of each linear layer and interaction, and the dtypes of the weights and
+    logits.
+    """
     seen = {}
     named = ("linear_of_parts", "fm_interaction", "dot_interaction", "cross_network")
     real = {op: getattr(ops, op) for op in named}

@@ -85,7 +85,7 @@ def named(twin: PlainModel) -> dict[str, tuple[Tensor, float]]:
 
 @functools.cache
 def twin_run(name: str, steps: int) -> tuple[list[float], PlainModel, Tensor]:
-    """Train the twin; return the losses, the trained twin, and its logits of the first batch."""
+    """Train the twin; return the losses, the trained twin, and its logits for the first batch."""
     twin = make_twin(name).train()
     config = config_of(name, "1")
     sparse, dense = config.optimizer.sparse, config.optimizer.dense

@@ -46,6 +46,6 @@ def s3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the user's cache folder of this test."""
+    """Return the user's cache folder for this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "sbpflow"

@@ -23,7 +23,9 @@ _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 
 
 class Request(NamedTuple):
-    """A request of a client: its method, path with query, and range of bytes, or ""."""
+    """A client's request: its method, its path with the query, and its byte range, or "" if it has
+    none.
+    """
 
     method: str
     path: str
@@ -66,7 +68,7 @@ class Proxy:
             # Disable the client's retries, because sbpflow's own are tested.
             "AWS_MAX_ATTEMPTS": "1",
             "AWS_EC2_METADATA_DISABLED": "true",
-            # rclone sends the checksum of the whole object even with a part of it
+            # rclone sends the whole object's checksum even if only a part is requested
             "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
         }
 

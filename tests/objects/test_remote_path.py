@@ -26,7 +26,7 @@ FILE = RemotePath("s3://bucket/x/file")
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Shorten the pauses between tries."""
+    """Shorten the pauses between attempts."""
     monkeypatch.setattr(remote_path, "_FIRST_PAUSE_S", 0.001)
 
 

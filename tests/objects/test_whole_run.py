@@ -110,7 +110,7 @@ def test_an_interrupted_run_on_s3_equals_a_run_on_local_files(s3, cache, tmp_pat
     given = (url / "set", tmp_path / "run", f"checkpoint.dir={url / 'run'}", quiet)
 
     def interrupt(request: Request) -> str:
-        """Make all requests fail from the first request for step 6's index on."""
+        """Make all requests fail, starting with the first request for step 6's index."""
         nonlocal is_over
         is_over |= request.method == "PUT" and request.path.startswith("/bucket/job/run/step-6/i")
         return "503" if is_over else ""

@@ -4,7 +4,7 @@ import numpy as np
 
 from sbpflow.planner.search.problem import Key, Option, Problem
 
-GROUPS = 0  # the feature number of all keys
+GROUPS = 0  # the feature number in each key
 KEY_LOADS = np.array([[0.1, 0.2, 0.0]])
 
 

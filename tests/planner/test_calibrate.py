@@ -123,7 +123,7 @@ def test_a_sample_is_reproducible():
 
 def test_the_digest_of_the_drawing_depends_on_its_code(monkeypatch, tmp_path):
     """If the sampling code changes, the journal must not be reused, because its sample numbers then
-    mean other tasks.
+    refer to other tasks.
     """
     (tmp_path / "design.py").write_text("changed")
     before = drawing()
@@ -149,8 +149,8 @@ def test_texts_of_any_length_reach_all_ranks(ranks):
 
 
 def rows_sent(world, shape):
-    """Return (bytes that this rank sent in a step, bytes that the planner counts) of ids, vectors
-    and gradients.
+    """Return, for ids, vectors, gradients, and row state, the bytes that this rank sent in a step,
+    and the bytes that the planner counts.
     """
     boxing, task = Boxing(world), make_task(world_size=world.size, rows=(2000, 500))
     everyone = tuple(range(world.size))
@@ -190,8 +190,9 @@ def status_bytes(name):
 
 
 def peak_and_prediction(world):
-    """Return (bytes by which this process grows for a plan with 50 MB of tables, predicted bytes).
-    The lower of two measurements counts, because on a busy machine, messages wait in shared memory.
+    """Return how many bytes each process grows by for a plan with 50 MB of tables, and the
+    prediction. The result is the lower of two measurements, because messages that wait in shared
+    memory on a busy machine increase the growth.
     """
     boxing = Boxing(world)
     task = make_task(world_size=2, batch_size=2048, rows=(400_000, 50, 300_000), dim=16)
@@ -214,8 +215,8 @@ def peak_and_prediction(world):
 
 
 def ragged_steps(world, folder):
-    """Return (ms of a step with lists, shape of the matrix, mean lengths, largest ids of two
-    lists).
+    """Return the ms of a step with lists, the shape of the matrix, and the mean length and the
+    largest id of each of two lists.
     """
     task = make_task(world_size=2, batch_size=400, rows=(500, 60, 90))
     means = {"f0": 2.25, "f2": 0.5}
@@ -257,8 +258,8 @@ def test_predicted_memory_is_what_the_ranks_use(ranks):
 
 
 def machine():
-    """Return the prices [2, F] of an imaginary machine: three times the constants for work, and its
-    own link.
+    """Return the prices ([2, F]) of an imaginary machine: work costs three times the constants, and
+    the link has its own prices.
     """
     prices = 3.0 * vector_of({"read_elements": 4e-7}) + 3.0 * WORK_MS
     return np.stack([prices + vector_of({"always": 0.5}), transfer_ms(4e-6, 0.1)])
@@ -299,7 +300,7 @@ def test_a_fit_finds_the_link_and_adapts_the_constants():
     records = synthetic_records(0.0)
     kept = fitted_prices(records, math.inf)
     ratios = kept[0, WORK_MS > 0] / WORK_MS[WORK_MS > 0]
-    np.testing.assert_allclose(ratios, ratios[0])  # prices keep the ratios of the constants
+    np.testing.assert_allclose(ratios, ratios[0])  # prices keep the constants' ratios
 
 
 def test_shrinkage_keeps_prices_near_the_constants_with_few_measurements():

@@ -1,5 +1,5 @@
-"""Tests how the benchmarks compare plans: equal plans are measured once, some rounds select, the
-others are reported.
+"""Tests how the benchmarks compare plans: equal plans are measured once, some rounds select a plan,
+and the other rounds are reported.
 """
 
 import json

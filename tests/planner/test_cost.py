@@ -1,4 +1,4 @@
-"""Tests counts, prices and the predicted step, compared with the engine's own plan."""
+"""Tests counts, prices, and the predicted step against the engine's own plan."""
 
 import json
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_memory_and_groups_equal_the_engines_plan(seed):
         for rank in range(TASK.world_size):
             shards = stack.shards(rank)
             held[rank] += sum(4 * (shard.num_elements + shard.num_rows) for shard in shards)
-    # rows, and one number of rowwise Adagrad for each row
+    # rows, and one number per row for rowwise Adagrad
     assert totals[:, MEMORY].tolist() == held
     groups = sum(
         totals[0, INDEX[name]]

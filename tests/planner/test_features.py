@@ -1,4 +1,4 @@
-"""Tests statistics of a table's ids, compared with sampled ids."""
+"""Tests the statistics of a table's ids against sampled ids."""
 
 import numpy as np
 import pytest

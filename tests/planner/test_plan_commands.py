@@ -78,7 +78,7 @@ def test_explain_prices_shapes_that_a_search_does_not_try(tmp_path, rule, ranks,
         ("{C1: {sbp: B}}", r"plan.yaml: no pattern of the plan matches C2"),
         ("{'*': {sbp: B}, C9: {sbp: B}}", r"parallel.plan .*plan.yaml.C9: matches no table"),
         ("{'*': {sbp: B, comm_dtype: bfloat16}}", r"tables.\*.comm_dtype: bfloat16; .* float32"),
-        ("{'*': {sbp: S(0), ranks: [0, 2]}}", r"\(C1\): \[2\] not in a world of 2"),
+        ("{'*': {sbp: S(0), ranks: [0, 2]}}", r"\(C1\): \[2\] are not in a world of 2"),
         ("{'*': {sbp: S(0), sizes: [10, 4990]}}", "it has 90|sum to 5000"),
     ],
 )  # fmt: skip
@@ -237,7 +237,7 @@ def test_the_dense_part_is_priced_with_the_tables(tmp_path):
     less, more = (TaskCost(PROFILE, task).predict(plan) for task in (alone, both))
     assert more.step_ms > less.step_ms
     for with_dense, without in zip(more.memory_bytes, less.memory_bytes, strict=True):
-        # There are four numbers: value, gradient and two of Adam.
+        # Each parameter has four numbers: its value, its gradient, and two from Adam.
         assert with_dense - without == pytest.approx(16 * 500_000, abs=2)
 
 

@@ -203,7 +203,9 @@ def test_a_descent_ends_where_no_single_table_can_be_moved():
 
 
 def test_an_insertion_has_the_price_of_the_plan():
-    """The inserter's array operations must agree with the sums of a state, including memory."""
+    """The inserter's array operations must agree with the sums that ``State`` maintains, including
+    memory.
+    """
     for problem in (
         make_problem(9, 4, seed=3, slack=0.9),
         problem_of(TaskCost(described("h100-dgx"), make_task(world_size=3, dim=10))),

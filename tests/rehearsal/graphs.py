@@ -58,7 +58,7 @@ class Graph:
     def add(self, func: Any, hosts: Any, kwargs: Any, out: Any) -> None:
         """Record an op on host tensors, for replays."""
         drawn = kwargs.get("generator")
-        # Compare generators by address, because dispatch makes a new wrapper of a generator.
+        # Compare generators by address, because dispatch creates a new wrapper for a generator.
         known = [generator._cdata for generator in self.generators]
         if drawn is not None and drawn._cdata not in known:
             raise RefusedError(
@@ -77,7 +77,7 @@ class Graph:
         self.calls.append(again)
 
     def made(self, block: streams.Block | None, host: Tensor) -> None:
-        """Keep memory of the graph's pool alive as long as the graph."""
+        """Keep memory in the graph's pool alive as long as the graph."""
         if block is not None and block not in [kept for kept, _ in self._made.values()]:
             self._made[id(block)] = block, _bytes_of(host)
 

@@ -155,7 +155,7 @@ def _claim_device() -> None:
     cuda.reset_peak_memory_stats = lambda *_: None
     cuda.max_memory_allocated = cuda.memory_allocated = lambda *_: 0
     cuda.empty_cache = lambda: None
-    optimizer: Any = torch.optim.Optimizer  # with CUDA, torch would call the driver
+    optimizer: Any = torch.optim.Optimizer  # these checks would call the CUDA driver
     for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
         setattr(optimizer, name, _check_capturable)
 
@@ -232,7 +232,7 @@ def _claim_collectives() -> None:
     patched.batch_isend_irecv = rehearsed_pairs(dist.batch_isend_irecv)
     gather = rehearsed("all_gather", world.all_gather_single)
     scatter = rehearsed("reduce_scatter", world.reduce_scatter_single)
-    for module in (world, executor):  # these modules have imported what is replaced
+    for module in (world, executor):  # these modules have already imported the functions
         module.all_gather_single, module.reduce_scatter_single = gather, scatter
 
 

@@ -60,7 +60,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _bytes(tensor: Tensor) -> Sequence[int]:
-    """Return the addresses of all bytes of the elements."""
+    """Return the addresses of all bytes in the elements."""
     offsets = torch.zeros((), dtype=torch.int64)
     for dim, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         shape = [1] * tensor.ndim
@@ -102,7 +102,7 @@ class Pinned:
                 target.fill_(torch.iinfo(target.dtype).max - 1)
 
     def arrive(self, sees: Mapping[int, int] | None = None) -> None:
-        """Finish all copies, or those that a wait covers."""
+        """Finish all copies, or only the copies that a wait for ``sees`` covers."""
         with self._lock:
             left = []
             for stream, count, target, values in self._coming:

@@ -2,10 +2,10 @@
 reused.
 
 All ops are computed immediately, in program order. Work that a GPU could reorder is detected with
-vector clocks: each stream counts its work and knows how much work of every other stream precedes
-its next op. Unordered use of memory by two streams is rejected if one of them writes. Memory that
-is freed while another stream may use it is rejected as soon as its own stream allocates again,
-because the allocator would reuse it.
+vector clocks: each stream counts its own ops, and records how many ops of every other stream its
+next op must follow. Unordered use of memory by two streams is rejected if one of them writes.
+Memory that is freed while another stream may use it is rejected as soon as its own stream allocates
+again, because the allocator would reuse it.
 """
 
 import itertools
@@ -65,7 +65,7 @@ _versions = itertools.count(1)
 
 
 class _Host:
-    """The work that a host thread has waited for; every thread has its own."""
+    """Records the work that one host thread has waited for."""
 
     def __init__(self) -> None:
         self.sees: Seen = {}
@@ -105,7 +105,9 @@ def nccl_stream(group: str) -> Clock:
 
 
 def host_waits(sees: Seen) -> None:
-    """Record a wait of the host; all later requests of this thread are ordered after it."""
+    """Record that the host waited; all later requests from this thread are ordered after the
+    wait.
+    """
     host = _thread.host
     host.version = next(_versions)
     for number, count in tuple(sees.items()):

@@ -123,7 +123,9 @@ def _parse_to(
     copy: bool = False,
     **_: object,
 ) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:
-    """Return the arguments of ``Tensor.to`` in any of its forms."""
+    """Return the device, the dtype, ``non_blocking``, and ``copy`` from any form of a call to
+    ``Tensor.to``.
+    """
     for given in args:
         if isinstance(given, Tensor):
             device, dtype = given.device, given.dtype
@@ -244,7 +246,7 @@ def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool)
     if to_device:
         _note_upload(source, non_blocking)
         return Rehearsed(out)
-    # The target is not pinned: the host does not wait, and nothing tells when the copy is complete.
+    # The target is not pinned: the host does not wait, and cannot know when the copy is complete.
     if non_blocking:
         raise RefusedError("an asynchronous copy to the host; use pinned memory")
     wait("copy to the host")

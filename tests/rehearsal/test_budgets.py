@@ -1,9 +1,9 @@
 """Tests upper bounds on how often a training step waits for the device and on how many ops it
 submits.
 
-The goal is no waits with one rank and for ``columns`` and ``reduce``. Where a size depends on the
-batch, the goal is one asynchronous read into pinned memory per batch and size. Ids come with
-bounds, as from a loader.
+The goal is no waits with one rank, or with the exchanges ``columns`` and ``reduce``. Where a size
+depends on the batch, the goal is one asynchronous read into pinned memory per batch and size. Ids
+come with bounds, as from a loader.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from tests.training.wdl_case import NUM_ROWS, make_batches, make_config, make_jo
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of one step on any rank; ``waits`` counts syncs and blocking uploads."""
+    """Limits for one step on any rank; ``waits`` counts syncs and blocking uploads."""
 
     waits: int
     late_reads: int
@@ -43,8 +43,9 @@ BUDGETS = {
 
 
 def second_step(world, config, accumulate):
-    """Return the numbers of host waits, late reads and ops of the second step, and a summary of its
-    journal. The step starts during the first step and overlaps the third step."""
+    """Return the number of host waits, late reads, and ops during the second of three steps, and a
+    summary of its journal. All three steps are announced in advance, so they overlap.
+    """
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -94,7 +95,7 @@ def test_step_stays_within_its_budget(rehearsed_ranks, budget, sparse):
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[budget])
 
 
-# These ops move rows into buffers, on the id stream and around the transfers.
+# Numbers of additional ops, which move rows into buffers on the id stream and around the transfers.
 LAID_OUT = {"3": 80, "dp": 110}
 
 
@@ -172,8 +173,8 @@ def test_triton_matches_torch_within_the_budget(rehearsed_ranks, ranks, scheme):
 
 
 def ragged_step(world, mix):
-    """Return the same as ``second_step`` for a collection's second batch with lists, during which
-    the third batch starts.
+    """Return what ``second_step`` returns, for a collection's second batch, which has lists; the
+    third batch starts meanwhile.
     """
     from tests.rehearsal.journal import journal
 

@@ -31,7 +31,7 @@ def with_graph(config, **parallel):
 
 
 def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
-    """Return losses; weights, rows, and optimizer state; and the journal of each step."""
+    """Return the losses; the weights, rows, and optimizer state; and the journal of each step."""
     from tests.rehearsal.journal import journal
 
     world.checked = False
@@ -63,8 +63,8 @@ def train(world, config, warm_up_steps, steps=STEPS, before_step=None):
 
 
 def both_ways(world, config, captured_at=1, steps=STEPS, before_step=None):
-    """Train with a graph and with eager steps. Return the losses and the numbers of ops of both,
-    the graph's host waits, whether the weights are equal, and the graph's ops on the main stream.
+    """Train with a graph and with eager steps. Return the losses and op counts of both, the graph's
+    host waits, whether the weights are equal, and the graph's ops on the main stream.
     """
     losses, weights, journals = train(world, config, captured_at, steps, before_step)
     plain, same, plain_journals = train(world, config, steps, steps)

@@ -14,7 +14,7 @@ OF_SCHEMES = ["sgd", "adagrad", "rowwise_adagrad", "lazy_adam"]
 
 
 def turns(each, others, count):
-    """Return pairs of each element with ``count`` of the others, in rotation."""
+    """Pair each element of ``each`` with ``count`` elements of ``others``, which take turns."""
     others = list(others)
     return [
         (one, others[(place + 2 * n) % len(others)])

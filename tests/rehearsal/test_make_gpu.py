@@ -137,8 +137,7 @@ def whole_programs(world, folder):
 
     record.RESULTS = gpu_trace.RESULTS = Path(folder)
     gpu_kernels.import_fbgemm = lambda: None  # FBGEMM's kernels cannot be rehearsed
-    # Device events cannot be rehearsed either; torch would report them with thousands of C++ stack
-    # traces.
+    # Device events cannot be rehearsed either; torch would print thousands of C++ stack traces.
     profile = gpu_trace.profile
     gpu_trace.profile = lambda activities: profile(activities=activities[:1])
     for module in (gpu_dlperf, gpu_kernels, gpu_mlp):

@@ -95,7 +95,7 @@ def test_any_buffer_fraction_trains_to_equal_bits(rehearsed_ranks, ranks, case):
     for share in (1.0, 0.6, 0.05):
         results = rehearsed_ranks(ranks, train_ahead, config_of(case, share))
         assert_equal(results, wanted, rtol)
-        # With buffers of a twentieth of the maximum, nearly every exchange overflows and is
+        # With buffers a twentieth of the maximum size, nearly every exchange overflows and is
         # repeated.
         assert bool(results[0][3]) == (share == 0.05) or share == 0.6
 
@@ -134,5 +134,5 @@ def described(world, config):
 def test_tables_with_buffers_are_logged(rehearsed_ranks):
     of_two = rehearsed_ranks(2, described, config_of("unique", 0.5))
     assert of_two[0]
-    assert all("in buffers of 0.5 of the maximum" in line for line in of_two[0])
+    assert all("in buffers of 0.5 times the maximum" in line for line in of_two[0])
     assert rehearsed_ranks(1, described, config_of("unique", 0.5)) == [[]]

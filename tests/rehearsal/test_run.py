@@ -1,4 +1,6 @@
-"""Runs a whole command-line run on a rehearsed device: loader, loop, checks, evaluation."""
+"""Tests a whole training run on a rehearsed device, from the command line: loader, loop, checks,
+evaluation.
+"""
 
 import json
 

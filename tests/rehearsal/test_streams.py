@@ -144,7 +144,7 @@ TAKEN = (
 
 
 def outcomes(world, cases):
-    """Return the error of each case, or "" without an error."""
+    """Return the error of each case, or "" if there is none."""
     from tests.rehearsal.install import forget
     from tests.rehearsal.memory import RefusedError
 

@@ -54,7 +54,9 @@ class Work:
 
 
 def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``real``, a collective of torch.distributed, for tensors of either device."""
+    """Wrap ``real``, a collective of torch.distributed, so that it also accepts rehearsed
+    tensors.
+    """
 
     def collective(*args: Any, group: Any = None, async_op: bool = False, **kwargs: Any) -> Any:
         args, group = _take_group(args, group)
@@ -81,8 +83,8 @@ def rehearsed(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``real``, torch's batch of one rank's sends and receives, for tensors of either
-    device.
+    """Wrap ``real``, torch's batch of sends and receives, so that it also accepts rehearsed
+    tensors.
     """
 
     def batch(moves: Sequence[dist.P2POp]) -> list[Any]:

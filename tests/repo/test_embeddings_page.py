@@ -1,4 +1,4 @@
-"""Tests that the Python code of docs/embeddings.md runs as printed, with the stated results."""
+"""Tests that the Python code in docs/embeddings.md runs as printed, with the stated results."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests that the fault table of docs/operations.md agrees with the tests."""
+"""Tests that the fault table in docs/operations.md agrees with the tests."""
 
 import ast
 import re

@@ -1,4 +1,6 @@
-"""Tests that pages with results name the records of their numbers and show the recorded values."""
+"""Tests that pages with results name the records behind their numbers and show the recorded
+values.
+"""
 
 import json
 import re
@@ -315,9 +317,12 @@ def test_keys_took_the_recorded_times():
         assert value in text
 
 
-def test_the_page_shows_the_cpu_times_of_the_engines():
+def test_the_page_shows_the_cpu_times_and_memory_of_the_engines():
     for line in read("prepare_engines.jsonl"):
         least, most = line["least_work_over_threads"], line["most_work_over_threads"]
         ratio = f"{line['work_over_threads']:.2f} ({least:.2f} to {most:.2f})"
         times = f"{line['small_input_cpu_s']:.1f} | {line['large_input_cpu_s']:.1f}"
-        assert f"| `{line['engine']}` | {times} | {ratio} |" in PAGES["data"]
+        memory = " | ".join(
+            f"{line[f'{size}_input_memory_gb']:.2f} GB" for size in ("small", "large")
+        )
+        assert f"| `{line['engine']}` | {times} | {memory} | {ratio} |" in PAGES["data"]

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,23 +38,29 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT / "sbpflow"))
 
 
-def strings(tree: ast.AST) -> list[tuple[int, str]]:
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Parse a file, and return all nodes of its tree; walking it for each test would be slow."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def strings(nodes: list[ast.AST]) -> list[tuple[int, str]]:
     """Return every string in a file except docstrings."""
     docs = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
     docs |= {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     return [
         (node.lineno, node.value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
     ]
 
@@ -62,7 +69,7 @@ def test_no_string_names_a_model_or_a_part_of_one():
     found = [
         f"{name(path)}:{line}: {text}"
         for path in FILES
-        for line, text in strings(ast.parse(path.read_text()))
+        for line, text in strings(nodes(path))
         if MODELS.search(text)
     ]
     assert found == []
@@ -85,7 +92,7 @@ def test_collectives_are_called_only_in_the_listed_files():
     called = {
         (name(path), node.func.attr)
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
@@ -110,7 +117,7 @@ def test_json_and_yaml_files_are_each_read_in_one_place():
     found = {"json": set[str](), "yaml": set[str]()}
     for package in ("sbpflow", "models", "data", "planner"):
         for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if (
                     isinstance(node, ast.Attribute)
                     and node.attr in ("load", "loads", "safe_load")
@@ -128,9 +135,9 @@ def test_json_and_yaml_files_are_each_read_in_one_place():
 
 
 def test_torch_distributed_has_no_other_name():
-    """With another name, calls of collectives would go unnoticed."""
+    """Under another name, calls to collectives would go unnoticed."""
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name == "torch.distributed":
@@ -166,7 +173,7 @@ def order(folder: Path, *, but: set[str]) -> list[str]:
         if room.endswith(".py"):
             continue
         below.setdefault(room, set())
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(prefix):
                 other = (node.module or "").removeprefix(prefix).split(".")[0]
                 if other not in (room, *but):
@@ -192,7 +199,7 @@ def import_edges() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     for path in FILES:
         part = Path(name(path)).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for package, *inside in (module.split(".") for module in modules):
@@ -222,9 +229,7 @@ def test_layers_are_counted():
 
 
 def test_the_rooms_have_no_more_layers_and_edges_than_before():
-    """Commit d4baee1 had 10 layers and 56 edges; ``serving``, which is newer, has five more
-    edges.
-    """
+    """Commit d4baee1 had 10 layers and 56 edges; ``serving``, which is newer, adds five edges."""
     edges = import_edges()
     assert len(edges) <= 61, sorted(edges)
     assert len(layers(edges)) <= 10, layers(edges)

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -28,7 +30,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".cfg"
 
 
 def tracked() -> list[Path]:
-    """Return the files that git tracks or would add; without git, return all files of the tree."""
+    """Return the files that git tracks or would add; without git, return all files in the tree."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -51,19 +53,31 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imports(path: Path) -> set[str]:
-    """Return the packages of all imports of a file, including imports inside functions."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+class Source(NamedTuple):
+    """What the tests need to know about a file, which is parsed and walked only once."""
+
+    imports: frozenset[str]  # the packages of all imports, including imports inside functions
+    long_functions: list[str]
+    has_docstring: bool
+
+
+@cache
+def source(path: Path) -> Source:
+    found, long_functions = set(), []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name(path)}:{node.lineno}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {
+        elif isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 80:
+            long_functions.append(f"{name(path)}:{node.lineno}: {node.name} has 80 lines or more")
+    packages = frozenset(
         next((o for o in OUTSIDE if f"{module}.".startswith(f"{o}.")), module.split(".")[0])
         for module in found
-    }
+    )
+    return Source(packages, long_functions, bool(ast.get_docstring(tree)))
 
 
 def test_the_file_lists_are_not_empty():
@@ -82,14 +96,15 @@ def test_dependencies_point_one_way(package):
         if path.name != "__main__.py"
         and path.parent.name != "commands"
         and name(path) != "sbpflow/api.py"
-        and (extra := imports(path) & OWN - MAY_IMPORT[package])
+        and (extra := source(path).imports & OWN - MAY_IMPORT[package])
     }
     assert not wrong
 
 
 def test_packages_are_imported_under_one_name():
     """Importing both ``data`` and ``sbpflow.data`` would define every class twice."""
-    assert [name(path) for path in PYTHON if imports(path) & {"data", "models", "planner"}] == []
+    twice = {"data", "models", "planner"}
+    assert [name(path) for path in PYTHON if source(path).imports & twice] == []
 
 
 def test_the_list_of_packages_matches_the_folders():
@@ -189,14 +204,9 @@ def test_files_and_functions_are_not_too_long():
         text = path.read_text()
         if (count := len(text.splitlines())) > 500:  # aim for 400
             wrong.append(f"{name(path)}: {count} lines; past 500 a file holds two subjects")
-        tree = ast.parse(text)
-        wrong += [
-            f"{name(path)}:{node.lineno}: {node.name} has 80 lines or more"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 80
-        ]
+        wrong += source(path).long_functions
         exempt = path.name == "__init__.py" or "tests" in path.relative_to(ROOT).parts
-        if text.strip() and not exempt and not ast.get_docstring(tree):
+        if text.strip() and not exempt and not source(path).has_docstring:
             wrong.append(f"{name(path)}: start the file with a docstring on its responsibility")
     assert wrong == []
 

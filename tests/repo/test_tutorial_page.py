@@ -1,4 +1,4 @@
-"""Tests that the files and commands of docs/tutorial.md work in the reader's order."""
+"""Tests that the files and commands in docs/tutorial.md work in the reader's order."""
 
 import json
 import re

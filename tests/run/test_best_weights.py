@@ -1,4 +1,4 @@
-"""Tests that a run that watches val ends with its best weights, and that its outputs use these
+"""Tests that a run that monitors val ends with its best weights, and that its outputs use these
 weights.
 """
 
@@ -127,7 +127,7 @@ def test_all_outputs_use_the_best_step(data, stopped, tmp_path, capsys):
         assert facts["origin"]["step"] == step
         assert facts["scores"]["as_trained"]["auc"] == pytest.approx(auc, abs=1e-6)
     text = capsys.readouterr().out
-    assert re.search(rf"weights of step {best} from .*, with the best logloss of val, 0\.", text)
+    assert re.search(rf"weights of step {best} from .*, with the best logloss on val, 0\.", text)
     assert re.search(rf"weights of step {last} from .*; step {best} has the best logloss", text)
 
 

@@ -1,4 +1,4 @@
-"""Tests writing the vectors of a table with the original values of its ids."""
+"""Tests writing a table's vectors with the original values of its ids."""
 
 from pathlib import Path
 

@@ -106,7 +106,7 @@ def bundle_of(job: Job, spec, fields: Fields, row_format="as_trained") -> Bundle
 
 
 def write(folder, job: Job, model: PlainModel, spec, fields: Fields, row_format="as_trained"):
-    """Write a bundle of a set without vocabularies, and load it."""
+    """Write a bundle for a set without vocabularies, and load the bundle."""
     sample = sample_of(model, sample_ids(model), half=False, rows=None)
     origin = {"run": "test", "step": 7, "delta": 0}
     bundle = bundle_of(job, spec, fields, row_format)
@@ -115,9 +115,10 @@ def write(folder, job: Job, model: PlainModel, spec, fields: Fields, row_format=
 
 
 def _criteo_like(world: World, folder):
-    """Return, by batch, the differences between the logits of the job and of the plain model, and
-    whether a process with only torch gives the same logits as the plain model; then the job's
-    values, and by batch whether the bundle gives the job's logits."""
+    """Return, by batch, how far the plain model's logits are from the job's, and whether they are
+    equal in a process with only torch; then the job's values, and by batch, whether the bundle's
+    logits are close to the job's.
+    """
     config = make_config("1", "adagrad", dtype="float32")
     batches = make_batches(7, 30)
     job, model = trained(world, config, FIELDS, batches)
@@ -168,9 +169,9 @@ def test_an_exported_file_gives_the_logits_of_the_job_with_only_torch(ranks, tmp
 
 
 def _lists(world: World, folder):
-    """Train on lists with and without weights, fixed fields, means and sums. Return the differences
-    between the logits of the job and of the plain model, whether the exported model gives the same
-    logits, and by how much the bundle's scores differ from the job's.
+    """Train on lists with and without weights, fixed fields, means and sums. Return how far the
+    plain model's logits are from the job's, whether the exported model's logits are the same, and
+    how far the bundle's scores are from the job's.
     """
     manifest = load_manifest(folder / "set")
     data = DataConfig(path=folder / "set", batch_size=64, loader="memmap")
@@ -199,7 +200,9 @@ def _lists(world: World, folder):
 
 
 class Pooled:
-    """A model of all fields of a set, with concatenated vectors and the sum of their means."""
+    """A model that uses every field of a set twice: in concatenated vectors, and in a sum of mean
+    vectors.
+    """
 
     name = "pooled"
 

@@ -18,7 +18,7 @@ FACTS = {
 
 
 def facts(**changes):
-    """Return facts of 4 ranks on the machines a and b, with changes for b."""
+    """Return facts about 4 ranks on the machines a and b, with changes for b."""
     return [
         {**FACTS, **(changes if host == "b" else {}), "host": host} for host in ("a", "a", "b", "b")
     ]

@@ -47,8 +47,8 @@ from tests.fixtures.facts import events, norms, row_digests, rows_of, tensor_dig
 OLD = Path(__file__).parents[1] / "fixtures" / "d4baee1"
 EXPECTED = json.loads((OLD / "expected.json").read_text())
 LAYOUTS = EXPECTED["layouts"]
-# The files may come from another CPU, where exp and log differ in the last of 53 bits and sums have
-# another order. A few training steps amplify these differences about 1e3 times.
+# The files may come from another CPU, where exp and log differ in the last of 53 bits, and sums are
+# computed in another order. A few training steps amplify these differences about 1e3 times.
 FLOAT64 = 1e-10
 # For bfloat16 rows and vectors: a value midway between two bfloat16 numbers may be rounded either
 # way.
@@ -142,13 +142,13 @@ def _held(job):
 
 
 def _sent(values):
-    """Return bits and dtype, because numpy has no bfloat16 to send between processes."""
+    """Return a tensor's bits and dtype, because numpy has no bfloat16 to send between processes."""
     own = values.detach().clone()
     return own.view(torch.int16).numpy() if own.dtype == torch.bfloat16 else own.numpy()
 
 
 def whole(held):
-    """Combine the parts of all ranks to logical tensors; copies must be equal."""
+    """Combine the parts of all ranks into logical tensors; copies must be equal."""
     tensors = {}
     for name, (shape, _) in held[0].items():
         pieces = [piece for of_rank in held for piece in of_rank[name][1]]

@@ -1,4 +1,4 @@
-"""Tests that a plan is equal after writing and reading, and that other files are refused."""
+"""Tests that a plan is unchanged after writing and reading, and that other files are refused."""
 
 import hashlib
 import json

@@ -196,7 +196,7 @@ def test_a_renamed_column_and_a_missing_file_are_named(run, tmp_path):
 
 
 def _predict(world: World, folder: Path, run: Path, overrides: list[str]):
-    """Return the scores on rank 0, and whether the plan of the run was used."""
+    """Return the scores on rank 0, and whether the run's plan was used."""
     checkpoint = find_checkpoint(run)
     config = saved_config(checkpoint, overrides, models=MODELS, own_model=None)
     manifest = load_manifest(folder / "set")
@@ -229,7 +229,7 @@ def test_scores_with_other_layouts_differ_only_by_rounding(ranks, run, folder, s
 
 
 def _train_on_all(world: World, folder: Path, run: Path, scheme: str) -> list[np.ndarray]:
-    """Train and save on all ranks; return this rank's scores of each evaluated batch."""
+    """Train and save on all ranks; return this rank's scores for each evaluated batch."""
     config, manifest = config_of(folder, scheme), load_manifest(folder / "set")
     fields = fields_of(manifest)
     spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")

@@ -3,19 +3,36 @@ engine.
 """
 
 import os
+import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 
 from sbpflow.commands.predict import predict
 from sbpflow.data.engine import Engine
+from sbpflow.data.engine_backends import ENGINES, Threads
 from sbpflow.errors import ConfigError
 from tests.data.engine_runs import workers
 from tests.data.rows import folder_bytes
+from tests.run import test_predict
 from tests.run.test_predict import words
 from tests.run.test_score_blocks import BLOCK, check_equal, folder, joined, run
 
 __all__ = ["folder", "run"]  # fixtures
+
+
+def _train_again(world, folder, run):
+    """Train other weights, whose checkpoint has the same path."""
+    real = test_predict.config_of
+
+    def config_of(*args):
+        config = real(*args)
+        return replace(config, run=replace(config.run, seed=8))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_predict, "config_of", config_of)
+        test_predict._train(world, folder, run)
 
 
 def kill_one_scoring(engine, monkeypatch):
@@ -56,6 +73,25 @@ def test_the_files_do_not_depend_on_workers_and_kills(run, folder, tmp_path, mon
     assert folder_bytes(tmp_path / "two") == folder_bytes(tmp_path / "one")
 
 
+def test_workers_that_scored_with_earlier_weights_load_the_new_weights(
+    run, folder, tmp_path, monkeypatch, ranks
+):
+    """The workers of a Dask cluster outlive the command, like the threads of this process."""
+    monkeypatch.setitem(ENGINES, "processes", Threads)
+    trained = shutil.copytree(run, tmp_path / "run")
+    more = (*BLOCK, "--engine", "processes", "--overwrite")
+    assert predict(words(trained, folder / "set", tmp_path / "scores", *more)) == 0
+    earlier = joined(tmp_path / "scores")
+    shutil.rmtree(trained)
+    ranks(1, _train_again, folder, trained)
+    assert predict(words(trained, folder / "set", tmp_path / "scores", *more)) == 0
+    assert predict(words(trained, folder / "set", tmp_path / "expected", *BLOCK)) == 0
+    check_equal(joined(tmp_path / "scores"), joined(tmp_path / "expected"))
+    assert not joined(tmp_path / "scores").equals(earlier)
+
+
 def test_an_output_file_is_refused_because_engines_write_folders(run, folder, tmp_path):
-    with pytest.raises(ConfigError, match=r"s\.parquet must be a folder, .* --output .*/s$"):
+    with pytest.raises(
+        ConfigError, match=r"must be a folder, .* got .*s\.parquet; .* --output .*/s$"
+    ):
         predict(words(run, folder / "new", tmp_path / "s.parquet", "--engine", "processes"))

@@ -56,8 +56,8 @@ def joined(folder: Path) -> pl.DataFrame:
 
 def check_equal(found: pl.DataFrame, wanted: pl.DataFrame) -> None:
     assert found.drop("score").equals(wanted.drop("score"))
-    # The last batch of a file has a different size than a block's batches, and sizes round
-    # differently.
+    # The last batch of a file has a different size than a block's batches, and rounding depends on
+    # the size.
     np.testing.assert_allclose(found["score"], wanted["score"], rtol=0, atol=1e-6)
 
 
@@ -142,10 +142,10 @@ def test_existing_files_of_a_folder_are_replaced_only_on_request(
         with pytest.raises(Killed):
             predict(words(run, folder / "set", tmp_path / "other", *BLOCK))
     changed = words(run, folder / "set", tmp_path / "other", "--block-rows", "50")
-    with pytest.raises(ConfigError, match="unfinished scores of other rows, weights, or options"):
+    with pytest.raises(ConfigError, match="unfinished scores for other rows, weights, or options"):
         predict(changed)
     assert predict([*changed, "--overwrite"]) == 0
-    with pytest.raises(ConfigError, match="--block-rows: 0 must be 1 or more"):
+    with pytest.raises(ConfigError, match="--block-rows must be 1 or more, got 0"):
         predict(words(run, folder / "set", tmp_path / "none", "--block-rows", "0"))
 
 

@@ -42,8 +42,8 @@ def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
     [
         ({"kind": "disk", "cache": "10%"}, r"kind: 'disk' is not one of device, host, file"),
         ({"kind": "file"}, r"cache: not given for kind: file; for example 10% or \"4 GB\""),
-        ({"kind": "file", "cache": "0%"}, r"cache: 0% must be above 0 and at most 100%"),
-        ({"kind": "file", "cache": "120%"}, r"cache: 120% must be above 0 and at most 100%"),
+        ({"kind": "file", "cache": "0%"}, r"cache must be above 0 and at most 100%, got 0%"),
+        ({"kind": "file", "cache": "120%"}, r"cache must be above 0 and at most 100%, got 120%"),
         (
             {"kind": "file", "cache": "4 gigabytes"},
             r"cache: '4 gigabytes' is neither a percentage nor a si",

@@ -1,4 +1,6 @@
-"""Tests a torch module as dense part: N ranks equal plain torch, and mistakes are reported."""
+"""Tests a torch module as the dense part: training on N ranks equals plain torch, and mistakes are
+reported.
+"""
 
 import dataclasses
 import os

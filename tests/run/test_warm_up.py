@@ -1,5 +1,5 @@
-"""Tests that all process groups of the plan are created before the first step, in the same
-order.
+"""Tests that all process groups in the plan are created before the first step, in the same order on
+every rank.
 """
 
 import os

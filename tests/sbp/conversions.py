@@ -1,6 +1,6 @@
 """Runs conversions on real ranks, and compares values, gradients and traffic with the oracle.
 
-Every check is local or uses a plain all-reduce of torch, never the code under test.
+Every check is local or uses torch's plain all-reduce, never the code under test.
 """
 
 import itertools

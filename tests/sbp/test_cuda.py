@@ -1,4 +1,5 @@
-"""Tests the same conversions on CUDA: one rank, several ranks over NCCL, and between CPU and CUDA.
+"""Tests conversions on CUDA, as on CPU: with one rank, with several ranks over NCCL, and between
+CPU and CUDA.
 
 On a machine with one GPU, all NCCL ranks share this GPU; ``tests/ranks.py`` gives each rank its own
 host ID.

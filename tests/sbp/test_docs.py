@@ -1,4 +1,4 @@
-"""Tests that the Python code of docs/sbp.md runs and prints the shown output, and that its tables
+"""Tests that the Python code in docs/sbp.md runs and prints the shown output, and that its tables
 are correct.
 """
 

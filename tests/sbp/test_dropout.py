@@ -1,5 +1,5 @@
-"""Tests counted dropout masks (used on CUDA): they depend only on the position, in torch and in
-Triton.
+"""Tests counter-based dropout masks (used on CUDA): they depend only on the position, in torch and
+in Triton.
 """
 
 from importlib import import_module
@@ -75,5 +75,5 @@ def test_the_triton_kernel_equals_the_torch_kernel(shape, held, dtype, monkeypat
     assert torch.equal(made == 0, expected == 0)
     if dtype == torch.float32:
         assert torch.equal(made, expected)
-    else:  # the interpreter truncates float32, where a GPU rounds
+    else:  # the interpreter truncates float32 values, but a GPU rounds them
         torch.testing.assert_close(made, expected, rtol=2**-7, atol=0)

@@ -29,7 +29,7 @@ LOSS = 4  # the loss, reduced with the gradients
 
 
 def derived(scheme, p):
-    """Return the bytes per iteration of ids, of wide and deep vectors in both directions, and of
+    """Return the bytes per iteration for ids, for wide and deep vectors in both directions, and for
     dense gradients.
     """
     ids = B * (F + CROSSES) * 4 * (p - 1)
@@ -39,7 +39,7 @@ def derived(scheme, p):
         return ids + wide + deep[scheme] + dense
     # In scheme 3's worst case, every id is sent to another rank, its row is received, and its
     # gradient is sent. The owner keeps the ids for the gradients, so they are sent only once.
-    # Counts add p x (p-1) int64 for each of 2 groups.
+    # Counts add p x (p-1) int64 values for each of 2 groups.
     rows = D + CROSSES * WIDE
     return B * (F + CROSSES) * 4 + 2 * rows + dense + 2 * 8 * p * (p - 1)
 

@@ -127,7 +127,9 @@ def test_converting_to_a_maximum_and_back_is_the_identity(ranks, ranks_of):
 
 
 def _promised(world, grad_sbp):
-    """Return on each rank the gradient that a single process would compute, or half of it."""
+    """Return this rank's gradient of a P(max) leaf. The gradients that two ranks pass back are
+    added up, so each is a half, unless ``grad_sbp`` is B.
+    """
     boxing = Boxing(world)
     layout = Layout(Placement.line("cpu", 2), parse_nd_sbp("P(max)"))
     part = torch.tensor([1.0, 2]) if world.rank else torch.tensor([3.0, 1])

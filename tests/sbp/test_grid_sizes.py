@@ -57,7 +57,8 @@ def layouts(draw, placement, shape, learns):
 
 def _check_dry(name, call, placement, fulls, chosen, learns):
     """Check that no rank raises an error, and that all ranks choose the same layout and return
-    parts of its shapes."""
+    parts with its shapes.
+    """
     note(f"{name} of {[f'{list(x.shape)} {at}' for x, at in zip(fulls, chosen, strict=True)]}")
     outputs = set()
     for rank in (0, placement.size - 1):

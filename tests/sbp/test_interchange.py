@@ -82,7 +82,7 @@ def test_dtensor_chunks_become_explicit_sizes(ranks):
 
 
 def _short(world):
-    """Convert from DTensor and back if a dim is smaller than the number of ranks, which DTensor
+    """Convert from DTensor and back when a dim is smaller than the number of ranks, which DTensor
     allows.
     """
     boxing = Boxing(world)

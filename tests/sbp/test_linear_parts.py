@@ -1,5 +1,5 @@
-"""Tests that ``linear_of_parts`` equals concat and linear, forward and backward, under any dense
-layout.
+"""Tests that ``linear_of_parts`` equals a concat followed by a linear op, forward and backward,
+under any dense layout.
 """
 
 import re

@@ -32,7 +32,7 @@ LAYOUTS = {
 
 
 def _model(x, ids, dense, seed=None):
-    """Return the logits [BATCH, 1]; ops insert all conversions except the two of the vectors."""
+    """Return the logits ([BATCH, 1]); ops insert all conversions except the two for the vectors."""
     deep = ops.gather(x["deep"], ids, id="deep").to("S(0)", id="deep/vectors")
     features = ops.concat([ops.flatten(deep, 1), dense], 1)
     hidden = ops.relu(ops.linear(features, x["w1"], x["b1"], id="mlp.0"))
@@ -74,7 +74,7 @@ PLACED = {"cpu": "cpu", "cuda": "cuda", "meta": "cpu"}
 
 
 def _step(lay, parameters, sync, ids_sbp, seed=None):
-    """Run one forward and backward; the gradients have the layouts of their parameters."""
+    """Run one forward and backward pass; the gradients have the layouts of their parameters."""
     ids = lay(torch.randint(0, ROWS, (BATCH, FIELDS)), "S(0)").to(ids_sbp, id="ids")
     dense = lay(torch.randn(BATCH, DENSE), "S(0)")
     labels = lay(torch.randint(0, 2, (BATCH, 1)).float(), "S(0)")
@@ -112,7 +112,7 @@ def test_wide_and_deep_equals_one_rank(ranks, world_size, layouts):
 
 
 def _traffic(world, *layouts):
-    """Return the logged traffic of one step, after checking that it agrees with the calls of
+    """Return the logged traffic of one step, after checking that it agrees with the calls to
     c10d.
     """
     lay = _layer(Boxing(world), world.device)
@@ -156,8 +156,8 @@ def test_a_scheme_runs_exactly_its_conversions(ranks, scheme):
 
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 def test_dry_runs_predict_the_log(ranks, layouts):
-    """The log contains the ids, collectives, groups and bytes of every rank, in forward and
-    backward, with dropout.
+    """The log contains the ids, collectives, groups, and bytes on every rank, for the forward and
+    backward passes, with dropout.
     """
     for rank, ran in enumerate(ranks(3, _traffic, *layouts)):
         boxing = DryBoxing(3, rank)

@@ -1,4 +1,4 @@
-"""Tests that invalid operands and dims are refused by name."""
+"""Tests that invalid operands and dims are refused, and that the errors name them."""
 
 import re
 

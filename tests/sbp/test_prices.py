@@ -165,8 +165,8 @@ def _loopback_bytes():
 
 
 def _carry(world, a, b, repeats):
-    """Return the bytes of ``repeats`` conversions on the loopback interface, requested from c10d by
-    this rank, and planned for all ranks and this rank.
+    """Return four byte counts for ``repeats`` conversions: sent on the loopback interface, passed
+    to c10d by this rank, planned for all ranks, and planned for this rank.
     """
     src, dst = line_layout("cpu", world.size, a), line_layout("cpu", world.size, b)
     full = torch.zeros(1024, 1024)

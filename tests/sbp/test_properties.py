@@ -210,7 +210,7 @@ def _fills(case):
 
 
 def test_the_simulator_detects_errors():
-    """A wrong part on one rank must be detected, so the property test can fail."""
+    """A wrong part on one rank must be detected, which shows that the property test can fail."""
     line = Placement.line("cpu", 3)
     src, dst = Layout(line, (Split(0),)), Layout(line, (Broadcast(),))
     full = whole_numbers((5, 2), torch.float64)

@@ -172,7 +172,7 @@ def config_of(path: Path, model: Any, **parallel: Any) -> Config:
 
 
 def train(world: World, run: Path, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Train and save a run; return the scores of its evaluation of test, and the labels."""
+    """Train and save a run; return the scores and the labels from its evaluation on test."""
     manifest, size = load_manifest(config.data.path), world.size
     spec, plan = plan_run(config, fields_of(manifest), world_size=size, device_type="cpu")
     job = build_job(config, spec, plan, Boxing(world))

@@ -1,4 +1,6 @@
-"""Tests which request bodies are read, and which are rejected before they take memory."""
+"""Tests which request bodies are read, and which are rejected before memory is allocated for
+them.
+"""
 
 import json
 

@@ -51,7 +51,7 @@ def prepared(tmp_path_factory) -> Path:
 
 
 def _runs(world, folder: Path, prepared: Path):
-    """Train and export every model; return the scores of their evaluations of test."""
+    """Train and export every model; return the scores from each model's evaluation on test."""
     scores = {}
     for name, model in MODELS.items():
         config = config_of(prepared, model)
@@ -62,7 +62,7 @@ def _runs(world, folder: Path, prepared: Path):
 
 @pytest.fixture(scope="module")
 def exported(_cpu_ranks, prepared, tmp_path_factory):
-    """Return a folder with the run and the bundle of each model, and the scores of the runs."""
+    """Return a folder with each model's run and bundle, and the scores of the runs."""
     folder = tmp_path_factory.mktemp("models")
     (scores,) = _cpu_ranks(1, _runs, folder, prepared)
     return folder, scores

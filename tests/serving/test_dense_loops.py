@@ -1,4 +1,4 @@
-"""Tests that the compiled program of a model scores a single row as torch does."""
+"""Tests that a model's compiled program scores a few rows as torch does."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sbpflow.serving import encoder_loops
+from sbpflow.serving import dense_loops, encoder_loops
 from sbpflow.serving.encoder import Encoded
 from sbpflow.serving.lookups import plan_lookups
 from sbpflow.serving.operations import Graph
@@ -70,10 +70,10 @@ def model_of(**changes) -> Model:
     gathers, segments = plan_lookups(content, encoder_loops)
     bind = Graph(content["graph"]).bind
     dims = [store.dim for store in stores]
-    single = encoder_loops.compile_row(content, segments, gathers, dims, NUM_DENSE, weights)
+    program = encoder_loops.compile_model(content, segments, gathers, dims, NUM_DENSE, weights)
     return Model(
         Version("test", 1), {}, content, None, stores, weights, bind, bind(weights), gathers,
-        segments, single,
+        segments, program,
     )  # fmt: skip
 
 
@@ -84,21 +84,30 @@ def rows_of(number):
 
 
 def check(model):
-    assert model.single is not None
+    assert model.program is not None
     encoded = rows_of(20)
-    wanted = replace(model, single=None).score_encoded(encoded)
+    wanted = replace(model, program=None).score_encoded(encoded)
     assert wanted.std() > 0.1
-    for row in range(20):
-        one = Encoded(encoded.ids[row : row + 1], encoded.dense[row : row + 1])
-        found = model.single.logit(model.gathers, model.stores, one.ids, one.dense)
-        assert found == pytest.approx(float(model.logits(one)), rel=0, abs=2e-6)
-        np.testing.assert_allclose(
-            model.score_encoded(one), wanted[row : row + 1], rtol=0, atol=1e-6
-        )
+    for number in (1, 2, 7, 20):
+        part = Encoded(encoded.ids[:number], encoded.dense[:number])
+        found = model.program.logits(model.gathers, model.stores, part.ids, part.dense)
+        np.testing.assert_allclose(found, model.logits(part).numpy(), rtol=0, atol=2e-6)
+        np.testing.assert_allclose(model.score_encoded(part), wanted[:number], rtol=0, atol=1e-6)
 
 
-def test_a_single_row_scores_as_in_a_batch():
+def test_a_few_rows_score_as_with_torch():
     check(model_of())
+
+
+def test_more_rows_are_scored_by_torch(monkeypatch):
+    monkeypatch.setattr(dense_loops, "_MOST_PRODUCTS", 5 * (5 * 14 + 5 * 14 + 5))
+    model = model_of()
+    assert model.program.max_rows == 5
+    counted = []
+    monkeypatch.setattr(type(model.program), "logits", lambda *args: counted.append(len(args[3])))
+    for number in (5, 6):
+        model.score_encoded(rows_of(number))
+    assert counted == [5]
 
 
 def test_changed_rows_and_weights_are_used():
@@ -122,7 +131,7 @@ def test_changed_rows_and_weights_are_used():
     {"nodes": [], "output": "deep"},
 ])  # fmt: skip
 def test_models_with_other_operations_are_scored_by_torch(change):
-    assert model_of(**change).single is None
+    assert model_of(**change).program is None
 
 
 def test_an_id_outside_its_table_follows_the_policy():

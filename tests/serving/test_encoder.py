@@ -180,7 +180,7 @@ GOOD = {"hex": ["05db9164", "FFFFFFFF", "00000000", ""], "integer": ["7", "-12",
 
 @st.composite
 def tables(draw):
-    """Sample a schema, options of prepare, good rows to train on, and arbitrary rows to encode."""
+    """Sample a schema, options for prepare, good rows to train on, and arbitrary rows to encode."""
     dense = {f"d{n}": each for n, each in enumerate(draw(st.lists(DENSE, max_size=3)))}
     singles = {
         f"s{n}": {"kind": k} for n, k in enumerate(draw(st.lists(KIND, min_size=1, max_size=3)))

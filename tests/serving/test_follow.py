@@ -1,6 +1,7 @@
-"""Tests that bundles with deltas have the values of the run's checkpoints."""
+"""Tests that bundles with deltas contain the same values as the run's checkpoints."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, 
     assert capsys.readouterr().out == ""
     for wrong, text in (
         (["--checkpoint", str(run), *words], "use either --checkpoint DIR or --follow RUN"),
-        ([*words, "--deltas", "-1"], "--deltas -1: must be 0 or more"),
+        ([*words, "--deltas", "-1"], "--deltas must be 0 or more, got 10.0 and -1"),
     ):
         with pytest.raises(ConfigError, match=text):
             export(wrong)
@@ -122,7 +123,8 @@ def test_a_training_run_exports_while_it_trains(synth_set, tmp_path):  # noqa: F
     )
     log = (tmp_path / "run" / "export.log").read_text()
     assert done.returncode == 0, done.stderr
-    assert log.strip().endswith("weights of step 20"), log
+    assert re.fullmatch(r"(\d\d:\d\d:\d\d \S+: weights of step \d+\n)+", log), log
+    assert log.endswith("weights of step 20\n")
     bundle = newest_bundle(tmp_path / "out")
     checkpoint = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-20")
     writer("as_trained")(checkpoint, tmp_path / "fresh")

@@ -125,7 +125,7 @@ def test_a_delta_whose_scores_are_not_finite_is_refused(chain, caplog):
     chain.write(1, noise=float("nan"))
     assert not follower.poll()
     assert events[0] == "delta_errors"
-    assert "000001: gives a sample row the score nan" in caplog.text
+    assert "000001: the score of a sample row is nan" in caplog.text
     assert np.isfinite(follower.version.model.score(follower.version.model.sample["rows"])).all()
 
 

@@ -66,7 +66,7 @@ def prepared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(_cpu_ranks, prepared, tmp_path_factory):
-    """Return a folder with the run and the bundle of each model, and the scores of the runs."""
+    """Return a folder with each model's run and bundle, and the scores of the runs."""
     folder = tmp_path_factory.mktemp("growing")
     (scores,) = _cpu_ranks(1, _runs, folder, prepared, tuple(GROWING))
     return folder, scores

@@ -1,5 +1,5 @@
-"""Tests that a bundle of growing fields with deltas gives the same scores as a new bundle of the
-same step.
+"""Tests that a bundle of growing fields with deltas gives the same scores as a new bundle exported
+at the same step.
 """
 
 import json
@@ -79,7 +79,7 @@ def test_a_bundle_with_deltas_gives_the_scores_of_a_bundle_of_the_same_step(
     follower = Follower(out, load)
     follower.version.model.check()
     old = follower.version.model.score(text)
-    # One delta contains the changes of two checkpoints.
+    # One delta contains the changes from two checkpoints.
     for number, step in enumerate([steps[start + 1], *steps[start + 3 :]], 1):
         checkpoint = open_checkpoint(run / f"step-{step}")
         assert export_next(checkpoint, out, 9, writer(rows)) == base / f"deltas/{number:06d}"

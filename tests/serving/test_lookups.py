@@ -1,4 +1,4 @@
-"""Tests that the compiled gather of a bundle's rows equals the gather of torch."""
+"""Tests that the compiled gather of a bundle's rows equals torch's gather."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ LOOKUPS = [Lookup("a", 0, 20, (0, 1), False), Lookup("b", 20, 30, (2, 4), False)
 
 
 def stores():
-    """Return a store, and two versions with changed rows, of which the second has two pieces."""
+    """Return a store and two versions with changed rows; the second version has two pieces."""
     values = torch.arange(ROWS * DIM, dtype=torch.float32).view(ROWS, DIM)
     store = Store([values], torch.float32, merges=False)
     first = store.with_rows((torch.tensor([3, 20, 49]), torch.full((3, DIM), -1.0)))

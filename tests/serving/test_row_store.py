@@ -24,10 +24,10 @@ def base_of(parts):
 def by_loops(store):
     """Return all rows as the compiled loops read them."""
     columns = np.arange(ROWS)
-    limits, out = np.full(ROWS, ROWS), np.empty((1, ROWS, DIM), np.float32)
+    limits, out = np.full(ROWS, ROWS), np.empty((1, 1 + ROWS * DIM), np.float32)
     ids, first = columns[None].astype(np.int32), np.zeros(ROWS, np.int64)
-    assert encoder_loops.gather_rows(ids, columns, first, limits, *store.arrays, out)
-    return torch.from_numpy(out[0])
+    assert encoder_loops.gather_rows(ids, columns, first, limits, *store.arrays, out, 1)
+    return torch.from_numpy(out[0, 1:]).view(ROWS, DIM)
 
 
 @pytest.mark.parametrize(("parts", "merges"), [(1, True), (1, False), (3, False)])
@@ -70,7 +70,9 @@ def test_values_of_another_shape_are_rejected(values):
 
 
 def test_a_replaced_model_is_freed_without_garbage_collection(exported):
-    """Otherwise a server would keep the mapped files of old bundles."""
+    """If freeing needed a garbage collection, a server would keep the mapped files of old
+    bundles.
+    """
     model = load(exported / "model")
     text = b"[]"
     model.encode_json(text)

@@ -1,4 +1,4 @@
-"""Tests the commands of docs/serving.md, from a finished run to an answer, and the page's
+"""Tests the commands in docs/serving.md, from a finished run to an answer, and the page's
 manifest.
 """
 

@@ -1,4 +1,6 @@
-"""Tests whole runs with tables in a file: equal events, resumes, predictions, and exports."""
+"""Tests that whole runs with tables in a file have the same events, resumptions, predictions, and
+exports as runs with tables in memory.
+"""
 
 import json
 from pathlib import Path

@@ -35,7 +35,7 @@ from tests.training.test_stores import (
 
 
 class FileStores:
-    """Makes cached stores over files, and records the stores."""
+    """Makes cached stores over files, and records them."""
 
     def __init__(self, folder: Path, slots: int) -> None:
         self.folder, self.slots = folder, slots

@@ -155,7 +155,7 @@ def test_norms_below_the_limit_change_nothing(ranks):
 
 
 def planned_and_sent(world: World, config: Config) -> tuple[list[str], list[str]]:
-    """Return the transfers of clipping in the plan and in the log."""
+    """Return the transfers for clipping in the plan and in the log."""
     job = make_job(world, config)
     world.log.clear()
     job.trainer.step(make_batches(3, 30)[0].part(world.rank, world.size))

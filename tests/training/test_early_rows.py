@@ -31,14 +31,16 @@ LATE = ("bwd/late flags", "bwd/late")
 
 
 def early_config(config: Config, value: bool | str = True, **train: Any) -> Config:
-    """Return ``config`` with ``train.early_rows``; without early rows, no gradients are late."""
+    """Return ``config`` with ``train.early_rows`` set to ``value``; False also turns off late
+    gradients.
+    """
     train = {"late_gradients": value, **train} if value is False else train
     return replace(config, train=replace(config.train, early_rows=value, **train))
 
 
 def run(world: World, config: Config, lookahead: int, per_step: int, clip: bool = False) -> Any:
     """Train steps of several batches with an evaluation in between; return the results, and the
-    bytes that this rank sent by transfer.
+    bytes that this rank sent in each transfer.
     """
     if clip:
         clipped = replace(config.optimizer, clip=ClipConfig(norm=0.05, rows=True))
@@ -103,7 +105,7 @@ def test_no_bit_changes_with_clipping_and_half_precision(ranks):
 
 
 def switching(world: World, config: Config, lookaheads: list[int], serial: bool) -> Any:
-    """Train with another lookahead and schedule in every step, and drain the window twice."""
+    """Train with a different lookahead and schedule in every step, and drain the window twice."""
     job = make_job(world, config)
     early, losses, batches = job.trainer.schedule, list[float](), parts(world)
     for number, batch in enumerate(batches):
@@ -157,8 +159,9 @@ ROWS = 6000
 
 
 def steady(world: World, config: Config) -> Any:
-    """Return the logged bytes per step of each transfer, the order of the transfers, and the
-    description of the plan."""
+    """Return each transfer's logged bytes per step, the order of the transfers, and the plan's
+    description.
+    """
     spec, plan = plan_run(config, CLICKS, world_size=world.size, device_type="cpu")
     trainer = build_job(config, spec, plan, Boxing(world)).trainer
     sent, count = Counter[str](), 6
@@ -353,8 +356,8 @@ def test_rows_with_late_gradients_are_not_read(ranks):
 
 
 def accumulated(world: World, config: Config) -> str:
-    """Train two batches per step, also as the last step; return the messages. Single batches
-    train.
+    """Try two steps of two batches each; return the error messages. After each error, a step of one
+    batch must succeed.
     """
     trainer, batches = make_job(world, config).trainer, parts(world)
     for batch in batches[:3]:

@@ -134,6 +134,6 @@ def test_torchrun_restarts_ranks_after_one_was_killed(synth_set, tmp_path, undis
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes of a torchrun's ranks."""
+    """Return the process IDs of torchrun's ranks."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]

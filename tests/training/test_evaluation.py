@@ -1,7 +1,7 @@
 """Tests normalized entropy, calibration, and AUC (by histogram and by slices) against brute force
 in float64.
 
-The oracles are loops over rows and pairs, which share no code with the product.
+The oracles are loops over rows and pairs, which share no code with sbpflow.
 """
 
 import math
@@ -195,7 +195,9 @@ def test_score_options_do_not_depend_on_the_number_of_ranks(ranks):
 
 
 def groups_of(world: World, seed: int) -> Evaluation | None:
-    """Evaluate rows with groups and two id columns beyond the limit of exact rows."""
+    """Evaluate more rows than ``exact_rows`` allows, with groups and with slices by two id
+    columns.
+    """
     rows = _Rows(Boxing(world), ScoreOptions(exact_rows=0, slices={"C1": 0, "C2": 1}))
     for batch, logits in made_up_batches(seed, world.size, world.rank):
         rows.add(logits, batch)

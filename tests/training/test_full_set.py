@@ -48,7 +48,7 @@ def prepared(tmp_path_factory):
 
 
 def _train(world: World, folder, scheme: str, backend: str):
-    """Return the losses of some steps, the scores of val, and val's logits, labels and groups."""
+    """Return the losses of some steps, the scores on val, and val's logits, labels, and groups."""
     manifest = load_manifest(folder)
     config = replace(
         make_config(scheme, "adagrad"),

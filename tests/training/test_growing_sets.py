@@ -53,7 +53,7 @@ def make(folder, name, seed, *more, rows=ROWS):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder of a finished run and of two sets; the run was trained on the first."""
+    """Return a folder with two sets and a finished run, which was trained on the first set."""
     folder = tmp_path_factory.mktemp("growing")
     (folder / "run.yaml").write_text(MODEL)
     first = make(folder, "first", 1, "--keys", "C3,C7")
@@ -107,6 +107,25 @@ def test_explain_shows_the_limits(run, capsys):
     assert explain([*words, "--json"]) == 0
     growing = json.loads(capsys.readouterr().out)["growing"]
     assert [entry["table"] for entry in growing] == ["wide.C3", "deep.C3", "deep.C7"]
+
+
+def test_explain_forecasts_the_rows_of_keys_in_a_cache(run, capsys):
+    words = ["--config", str(run / "run.yaml"), "--world-size", "2", f"data.path={run / 'first'}"]
+    words += ["model.embedding_dim=8", 'parallel.storage={"deep.C3": {kind: file, cache: 1%}}']
+    assert explain([*words, "--json"]) == 0
+    caches = json.loads(capsys.readouterr().out)["caches"]
+    num_rows: list[int] = []  # of batches 17 to 32: the keys with rows, and the shared row
+    counts = dict[int, int]()
+    keys = RowFiles(load_manifest(run / "first"), "train").keys(0, 32 * BATCH)[:, 0]
+    for batch in keys.reshape(32, BATCH).tolist():
+        for key in batch:
+            counts[key] = counts.get(key, 0) + 1
+        present = {key for key in batch if counts[key] >= 2}
+        num_rows.append(len(present) + (len(present) < len(set(batch))))
+    expected = np.mean(num_rows[16:])
+    assert sum(cache["rows_per_step"]["unique"] for cache in caches) == pytest.approx(expected)
+    with pytest.raises(ConfigError, match=r"cache: 4 slots for the rows of .*deep\.C3 on rank"):
+        explain([*words, 'parallel.storage={"deep.C3": {kind: file, cache: 0.01%}}'])
 
 
 def test_raw_rows_are_scored_by_their_keys(run):
@@ -224,13 +243,15 @@ def test_listed_keys_are_erased_from_the_files(run, tmp_path, capsys):
     (tmp_path / "keys.txt").write_text("4-5\n")
     with pytest.raises(ConfigError, match="field C3: '4-5' is not a value of kind hex"):
         checkpoint(words)
-    # The mistake is found before values are read.
+    # This mistake is found before any values are read.
     with pytest.raises(ConfigError, match="--field C99: does not grow"):
         checkpoint([*words[:3], "C99", *words[4:]])
 
 
 def test_a_fitted_run_continues_with_keys(run, tmp_path):
-    """The run scores rows as before: known values use their rows, and other values the rare row."""
+    """After the conversion to keys, the run scores rows as before: known values use their own rows,
+    and other values use the rare row.
+    """
     fitted = make(tmp_path, "fitted", 1)
     words = ["--config", str(run / "run.yaml"), f"data.path={fitted}", "model.fields={}"]
     assert train.main([*words, f"run.dir={tmp_path / 'run'}"]) == 0

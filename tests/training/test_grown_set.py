@@ -21,7 +21,7 @@ def prepare(folder, name, inputs, *more):
 
 
 def trained(folder, name, data_path, *more):
-    """Return the newest checkpoint of a run of ``more``."""
+    """Train with the additional arguments ``more``; return the newest checkpoint."""
     words = [f"data.path={data_path}", f"run.dir={folder / name}", "model.hidden=[8]"]
     words += ["data.batch_size=100", "data.loader=memmap", "optimizer.sparse.name=lazy_adam"]
     assert train.main(["--config", CONFIG, *words, "train.eval_every=0", *more]) == 0
@@ -31,7 +31,7 @@ def trained(folder, name, data_path, *more):
 
 
 def watch_ids(monkeypatch):
-    """Record the ids [rows, columns] of every batch trained from now on."""
+    """Record the ids ([rows, columns]) of every batch used for training from now on."""
     seen, real = [], Trainer.step
 
     def step(self, batches):
@@ -51,7 +51,7 @@ def test_runs_resume_on_a_grown_data_set(tmp_path, monkeypatch):
     big = prepare(tmp_path, "big", ["old", "new"], "--like", str(small), "--grow")
     before = trained(tmp_path, "first", small, "train.epochs=1")
     resume = f"checkpoint.resume={before.path}"
-    # The first step over the grown set has the same batch after earlier steps and in a new run.
+    # The first step over the grown set has the same batch in the resumed run as in a new run.
     after = trained(tmp_path, "second", big, resume, "train.max_steps=1")
     with monkeypatch.context() as patch:
         seen = watch_ids(patch)

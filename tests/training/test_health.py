@@ -146,7 +146,7 @@ def test_differences_list_five_keys_and_shorten_values():
     text = differences(both, [1])
     assert "400, 8, 1" in text
     assert "024, 200 on rank 1)" in text
-    assert text.count("...") == 3  # text is left out before both values and after the first
+    assert text.count("...") == 3  # "..." stands before both values and after the first
     assert len(text) < 200
 
 
@@ -168,8 +168,8 @@ def hold(world: World, folder: Path) -> str:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_folders_in_use_are_refused_on_every_rank(ranks, tmp_path, world_size):
-    """Only rank 0 has the fault; if it were not shared, the other ranks would wait in their next
-    collective.
+    """Only rank 0 finds the lock taken; if it did not share the error, the other ranks would wait
+    in their next collective.
     """
     first = RunLock(tmp_path, rank=0)
     for message in ranks(world_size, hold, tmp_path):

@@ -1,4 +1,4 @@
-"""Tests the lookahead window: no value of K changes a result or breaks an invariant."""
+"""Tests the lookahead window: no window size changes a result or breaks an invariant."""
 
 from dataclasses import replace
 from typing import Any
@@ -138,7 +138,9 @@ def test_drained_batches_have_no_effect(ranks, world_size):
 
 
 def bad_on_each_rank(world: World, config: Any, lookahead: int) -> tuple[int, str]:
-    """Return the number of steps that each rank trained before an id of the sixth batch failed."""
+    """Return the number of steps that each rank trained before an id in the sixth batch caused an
+    error.
+    """
     job = make_job(world, config)
     job.trainer.lookahead = lookahead
     batches = parts(world)

@@ -113,7 +113,7 @@ def train(world: World, config: Config) -> list[float]:
 
 
 def test_a_changed_loss_trains_equally_on_several_ranks(ranks):
-    """If linears are split, the plan must contain their conversions."""
+    """Some linear layers are split, so the plan must contain their conversions."""
     config = make_config("1", "sgd", dense_layouts={"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"})
     loss = LossConfig(positive_weight=2.0, focal_gamma=1.5)
     changed = replace(config, train=replace(config.train, loss=loss))
@@ -197,7 +197,7 @@ def test_unsupported_optimizer_changes_are_refused():
     tables = {"wide.*": Ftrl(), "*": TableChanges(weight_decay=0.1)}
     with pytest.raises(
         ConfigError,
-        match=r"^optimizer\.tables\.\*: wide\.C1xC2: .*ftrl: has no weight_decay; use .* l2",
+        match=r"^optimizer\.tables\.\*: wide\.C1xC2: .*ftrl has no weight_decay; use .* l2",
     ):
         plan_run(
             with_tables(make_config("1", "sgd"), tables), FIELDS, world_size=1, device_type="cpu"

@@ -51,7 +51,7 @@ MISTAKES = {
     ),
     "rank outside": (
         ["parallel.tables.deep.C3={sbp: S(0), ranks: [0, 7]}"],
-        "parallel.tables.deep.C3.ranks: [7] not in a world of 4",
+        "parallel.tables.deep.C3.ranks: [7] are not in a world of 4",
     ),
     "not an override": (["--", "seed"], "'seed': write key=value"),
 }
@@ -138,7 +138,7 @@ class Run:
     def end(self) -> str:
         text = output_of(self.process, 60)
         assert self.process.returncode != 0
-        assert "sbpflow/runtime/processes/launch.py" not in text, text  # no traceback of sbpflow
+        assert "sbpflow/runtime/processes/launch.py" not in text, text  # no traceback from sbpflow
         return text
 
     def ranks(self) -> list[int]:

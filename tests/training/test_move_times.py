@@ -1,4 +1,4 @@
-"""Tests the times of moves, and Chrome traces of steps with sent bytes."""
+"""Tests the times of moves, and Chrome traces of steps, which show the bytes sent."""
 
 import json
 import re

@@ -133,8 +133,9 @@ def reference(case: Case) -> tuple[list[dict[str, np.ndarray]], dict[str, np.nda
     quick(product([1, 2, 4], LAYOUTS, ["torch", "numba"]), lambda n: n % 11 == 0),
 )
 def test_every_layout_equals_the_reference(ranks, size, layout, kernel):
-    """After three steps of tables near 0.1, errors of float64 sums in a different order stay below
-    1e-12."""
+    """After three steps with table values near 0.1, errors of float64 sums in a different order
+    stay below 1e-12.
+    """
     if kernel == "numba":
         pytest.importorskip("numba")
     case = case_of(layout, size, kernel)

@@ -102,7 +102,7 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
 def test_planned_runs_resume_without_planner_or_plan_file(
     synth_set, tmp_path, calibrated, monkeypatch
 ):
-    """``predict`` uses the layouts of the run, even if the plan file changes later."""
+    """``predict`` uses the run's layouts, even if the plan file changes later."""
     folder, file = tmp_path / "run", tmp_path / "plan.yaml"
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}", "checkpoint.every=2"]
     scores: list[list[float]] = []
@@ -263,7 +263,7 @@ def test_programs_without_a_planner_are_reported(synth_set):
         ),
         (
             "tables: {'*': {sbp: S(0), ranks: [1, 2]}}",
-            r"\(wide.*\[2\] not in a world of 2.*made for",
+            r"\(wide.*\[2\] are not in a world of 2.*made for",
         ),
         ("tables: {nothing: {sbp: S(0)}, '*': {sbp: S(0)}}", "matches no table"),
         ("tables: {'*': {sbp: S(9)}}", "is not a table layout"),

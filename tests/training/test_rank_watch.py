@@ -43,8 +43,9 @@ def _single_steps(world, intervals):
 
 
 def _warnings(world, intervals, steps=20):
-    """Return this rank's messages for [(``step_ms``, ``data_ms``, ``wait_ms``) by rank] of each
-    interval, and the transfers."""
+    """Return this rank's messages and transfers. Each interval lists (``step_ms``, ``data_ms``,
+    ``wait_ms``) by rank.
+    """
     watch, messages = RankWatch(Boxing(world)), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

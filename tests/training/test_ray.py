@@ -97,7 +97,7 @@ def test_a_run_resumes_after_one_of_the_ray_workers_was_killed(synth_set, tmp_pa
 
 
 def train_workers(parent: int) -> list[int]:
-    """Return the processes in the session ``parent`` that train."""
+    """Return the process IDs of the training workers in the session ``parent``."""
     command = ["ps", "-o", "pid=,args=", "--sid", str(parent)]
     listed = subprocess.run(command, check=True, capture_output=True, text=True)
     lines = [line.split(None, 1) for line in listed.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""Tests that the commands of the README are complete and work with a prepared data set."""
+"""Tests that the commands in the README are complete and work with a prepared data set."""
 
 import json
 import re
@@ -29,7 +29,7 @@ SETTINGS = [text for language, text in BLOCKS if language == "yaml"]
 
 
 def _words(command: str) -> list[str]:
-    """Return the command's arguments, with an absolute path of the configuration."""
+    """Return the command's arguments, with an absolute path to the configuration."""
     words = shlex.split(command.split("#")[0])
     return [str(ROOT / word) if word.startswith("configs/") else word for word in words]
 

@@ -1,5 +1,5 @@
-"""Tests that an interrupted run resumes on the same rows, regardless of the files of
-``data.path``.
+"""Tests that an interrupted run resumes on any data set with the same rows, even if its files
+differ.
 """
 
 import pytest
@@ -16,8 +16,8 @@ MORE = ("train.epochs=1", "model.wide.crosses=[]")
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """Return a folder with two sets of the same rows, ``one`` and ``two``, and the set ``other`` of
-    different rows.
+    """Return a folder with two sets that have the same rows, ``one`` and ``two``, and a set with
+    different rows, ``other``.
     """
     folder = tmp_path_factory.mktemp("sets")
     words = ["synth", "--format", "tsv", "--rows", "6000", "--vocab-scale", "0.0005"]
@@ -50,7 +50,7 @@ def stopped(sets, folder, monkeypatch):
 
 
 def as_earlier_versions_saved(monkeypatch):
-    """Replace content IDs by fingerprints, as in older manifests."""
+    """Replace content IDs with fingerprints, as in older manifests."""
     facts, documents = resume.relevant_facts, checkpoints.Checkpoints._documents
 
     def old_facts(config, data):

@@ -214,7 +214,7 @@ def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeyp
 
 
 def kernels_of(folder):
-    """Return the kernels of the plan that the run used."""
+    """Return the kernels in the plan that the run used."""
     plan = json.loads((folder / "plan.json").read_text())["plan"]
     return {choice["name"] for _, choice in plan["kernels"]["map"]}
 

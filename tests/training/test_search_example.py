@@ -52,7 +52,7 @@ def test_a_search_runs_prunes_and_continues(synth_set, tmp_path):
     }
     assert set(first.intermediate_values) >= {2, 4, 6, 8}
 
-    # Add three better trials, so that the next real trial is pruned, and an unfinished trial.
+    # Add an unfinished trial, and three better trials, so that the next real trial is pruned.
     for _ in range(3):
         better = dict.fromkeys(first.intermediate_values, 0.99)
         study.add_trial(

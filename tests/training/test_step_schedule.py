@@ -212,7 +212,7 @@ def test_a_run_knows_which_transfers_it_makes(scheme, world_size, made):
 
 
 def fails_and_goes_on(world: World, config: Any) -> list[str]:
-    """Return the error messages of a step that fails in the middle and of the next step."""
+    """Return the error messages from a step that fails midway and from the next step."""
     job = make_job(world, config)
     good, bad = (b.part(world.rank, world.size) for b in make_batches(4, 30)[:2])
     messages = []

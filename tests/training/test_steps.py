@@ -35,13 +35,13 @@ SPLIT = {"mlp.0.*": "S(0)", "mlp.1.weight": "S(1)"}
 
 
 def dense_conversions(config: Config, world_size: int) -> list[str]:
-    """Return the collectives that layouts of dense layers cause."""
+    """Return the collectives that the layouts of the dense layers cause."""
     _, plan = plan_run(config, FIELDS, world_size=world_size, device_type="cpu")
     return [step.id for step in plan.dense_forward]
 
 
 def steps_of_one_iteration(world: World, config: Config) -> dict[str, Any]:
-    """Return the transfers of the second step of a run, from the plan and from the log."""
+    """Return the transfers in the second step of a run, from the plan and from the log."""
     job = make_job(world, config)
     first, second = make_batches(3, config.data.batch_size)[:2]
     job.trainer.step(to_device(first.part(world.rank, world.size), world.device))
@@ -278,7 +278,7 @@ def test_an_update_touches_only_the_rows_of_its_batch(ranks, scheme, sparse, ker
 
 
 def die_at(world: World, config: Config, step_id: str) -> None:
-    """Make rank 1 exit at the named transfer of the second batch."""
+    """Make rank 1 exit at the named transfer in the second batch."""
     job = make_job(world, config)
     batches = [batch.part(world.rank, world.size) for batch in make_batches(2, 30)]
     job.trainer.step(batches[0])

@@ -180,7 +180,7 @@ def test_the_evaluation_at_the_end_may_be_the_best(ranks):
 
 
 def run_learning(world: World, train: TrainConfig) -> dict[str, str]:
-    """Train on the batches of val, so that val improves."""
+    """Train on the batches in val, so that val improves."""
     job = make_job(world, make_config("1", "sgd"))
     split = Split(world, make_batches(2, 30) * 5)
     result = fit(

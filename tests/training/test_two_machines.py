@@ -1,4 +1,6 @@
-"""Tests training on two machines under examples/supervise.sh, with cut, killed and slow links."""
+"""Tests training on two machines under examples/supervise.sh, with a cut link, a killed machine,
+and a slow link.
+"""
 
 import json
 import time

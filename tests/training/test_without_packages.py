@@ -1,4 +1,4 @@
-"""Tests training, from raw rows to an AUC, without FBGEMM, numba and DALI, as on macOS."""
+"""Tests training, from raw rows to an AUC, without FBGEMM, numba, or DALI, as on macOS."""
 
 import json
 import os

@@ -48,8 +48,8 @@ class SlotBlock:
         return torch.cuda.stream(self._mover)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Record and return an event after all work submitted to the current stream so far; None on
-        CPU.
+        """Record an event after all work submitted to the current stream so far, and return it; on
+        CPU, return None.
         """
         if not self._is_cuda:
             return None
@@ -97,7 +97,7 @@ class SlotBlock:
             self._put(slots, [(self._words[name], on_device[:, at]) for name, at in columns])
 
     def put_values(self, slots: Array, values: Mapping[str, Tensor]) -> None:
-        """Write ``values``, by tensor name, to ``slots``."""
+        """Write ``values`` (by tensor name) to ``slots``."""
         if self._is_cuda:
             on_device = [
                 (self._tensors[name], self.to_device(value)) for name, value in values.items()

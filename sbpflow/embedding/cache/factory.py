@@ -1,4 +1,4 @@
-"""Creates the store of each stack of a run: with all rows on the device, or with a cache."""
+"""Creates the store of each stack in a run, either with all rows on the device or with a cache."""
 
 from collections.abc import Callable
 from itertools import count

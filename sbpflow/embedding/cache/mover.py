@@ -1,9 +1,9 @@
 """Plans the slots of a cached store and moves its rows in a background thread.
 
-The thread executes ``announce``, ``admit``, and ``release`` in the order of the calls. For each
-batch to admit, the thread copies evicted rows out of their slots, reads the missing rows, fills the
-slots, signals the training thread, and writes the evicted rows to the records. Since one thread
-does all this, an evicted row is always written before it is read again. Rows that were never
+The thread executes ``announce``, ``admit``, and ``release`` in the order in which they are called.
+For each batch to admit, the thread copies evicted rows out of their slots, reads the missing rows,
+fills the slots, signals the training thread, and writes the evicted rows to the records. Since one
+thread does all this, an evicted row is always written before it is read again. Rows that were never
 written still have their initial values, which are computed instead of read.
 """
 
@@ -37,9 +37,9 @@ _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set
 class CacheCounts:
     """The number of rows that a store has moved, and the seconds that training waited for them."""
 
-    # The numbers of rows brought into slots, of those among them that had never been written, and
-    # of rows written back. The numbers form one tuple, because another thread reads them while the
-    # mover counts.
+    # Three counts: rows brought into slots, rows among these that had never been written, and rows
+    # written back. The counts form one tuple, because another thread reads them while the mover
+    # counts.
     moved: tuple[int, int, int] = (0, 0, 0)
     wait_s: float = 0.0
 
@@ -82,7 +82,7 @@ class Mover:
     """Plans slots and moves rows in a separate thread.
 
     The thread holds no reference to the store, so the store can be freed, which ends the thread.
-    ``_lock`` guards the mapping of rows to slots and the rows that are on their way into or out of
+    ``_lock`` guards the mapping of rows to slots and the rows that are being moved into or out of
     slots.
     """
 

@@ -25,7 +25,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class RecordLayout:
-    """The place of each tensor of a row in the row's record. ``tensors`` may have any number of
+    """Where each tensor of a row is stored in the row's record. ``tensors`` may have any number of
     rows.
     """
 
@@ -60,7 +60,7 @@ class RecordLayout:
         return words.view(like.dtype).view(len(records), *like.shape[1:])
 
     def pack(self, values: Mapping[str, Tensor], records: Array) -> None:
-        """Write ``values``, by tensor name, into ``records`` [n, words]."""
+        """Write ``values`` (by tensor name) into ``records`` [n, words]."""
         target = torch.from_numpy(records)
         for name, value in values.items():
             target[:, self.columns[name]] = self.words(value.cpu().contiguous())
@@ -142,7 +142,7 @@ class RecordRequest(NamedTuple):
     """The arguments for creating the records of a table on this rank.
 
     ``folder`` is the folder for files, and ``key`` the configuration key of the storage rule. Each
-    request of a rank has a different ``number``. ``servers`` is None for a job that only predicts:
+    request on a rank has a different ``number``. ``servers`` is None for a job that only predicts:
     such a job must not disturb a run that uses the servers, so its records go to a file.
     """
 

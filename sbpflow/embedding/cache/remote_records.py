@@ -4,8 +4,8 @@ With n servers, row r of a store is on server r % n, at place r // n. Every serv
 share of every table, even if a table assigns row numbers in the order of first use. Reads wait for
 the answers of all servers. Writes are copied, and then sent by one thread per server. Until all
 servers have confirmed a write, reads take its rows from the copy. Reads and writes can therefore
-use separate connections, and both directions of a link, without a read ever missing an earlier
-write of the same row.
+use separate connections and both directions of a link, yet a read never misses an earlier write to
+the same row.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers:
-    """The servers of a run, from the point of view of one rank.
+    """The servers of a run, as seen by one rank.
 
     ``session`` identifies the launch of the ranks. ``limit_s`` is the maximum time to wait for a
     server. ``key`` is the configuration key of the storage rule.
@@ -137,7 +137,7 @@ class Servers:
         return sock
 
     def _unreachable(self, index: int, error: OSError) -> ServerLostError | ConfigError:
-        """Return the error for a server to which no connection can be made."""
+        """Return the error for a server that cannot be reached."""
         host, limit = self.addresses[index][0], f"within {self.limit_s:g} s ({first_line(error)})"
         if isinstance(error, socket.gaierror):
             return ConfigError(
@@ -145,8 +145,8 @@ class Servers:
                 f"found {limit}; use a name that every rank's machine resolves, or an IP address"
             )
         return ServerLostError(
-            f"{self.name(index)} does not answer {limit}; {self.advice(index)}; the time is a "
-            "share of parallel.timeout_s"
+            f"{self.name(index)} does not answer {limit}; {self.advice(index)}; the time limit "
+            "is a fraction of parallel.timeout_s"
         )
 
     def _confirm(self, sock: socket.socket, index: int, expected: int = 0) -> None:
@@ -302,8 +302,8 @@ class _Writer:
 
 
 class RemoteRecords:
-    """A ``RecordStore`` on ``servers``, whose records have the dtype and length of those in
-    ``like`` [any, words].
+    """A ``RecordStore`` on ``servers``; its records have the dtype and length of those in ``like``
+    [any, words].
 
     ``store`` is the number of this store on this rank.
     """
@@ -366,8 +366,8 @@ class RemoteRecords:
             start += part.size
 
     def _split(self, rows: Array) -> tuple[Array, list[Array]]:
-        """Return the order that sorts rows by server, and for each server, the numbers of the rows
-        there.
+        """Return the order that sorts rows by server and, for each server, the positions of its
+        rows on that server.
         """
         # uint16, because numpy sorts 16-bit integers in linear time.
         where = (rows % self._num).astype(np.uint16)

@@ -5,7 +5,7 @@ drops the rows of the previous session and refuses its connections. Nothing is s
 because the ranks of a new launch load the last checkpoint and send the rows again.
 
 Each connection has its own thread. Rows are not locked, because a rank never requests a row from a
-server while the server has yet to confirm a write of the row (see ``remote_records``).
+server while the server has yet to confirm a write to the row (see ``remote_records``).
 """
 
 import contextlib
@@ -155,7 +155,7 @@ class EmbeddingServer:
                 return _UNKNOWN
             if (block := session.blocks.get(key)) is not None:
                 if block[:2] != (p.num_rows, p.record_bytes):
-                    return f"store {p.store} of rank {p.rank} already exists with another size"
+                    return f"store {p.store} of rank {p.rank} already exists with a different size"
                 return ""
             needed = session.num_bytes + p.num_rows * p.record_bytes
             if needed > self._memory_bytes:

@@ -142,7 +142,7 @@ def admit(
     slots: Array,
     evicted: Array,
 ) -> tuple[int, int, int]:
-    """Give every row of a batch a slot; return the numbers of stored, new, and evicted rows.
+    """Assign a slot to every row of a batch; return the numbers of stored, new, and evicted rows.
 
     ``slots`` begins with the slots of the stored rows, followed by those of the new rows, and ends
     with the slots taken from the evicted rows. If the rows of all batches in flight do not fit,

@@ -30,7 +30,7 @@ _QUEUE_ENTRIES = 3  # queue entries per slot
 
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
-    """Return the size of a planner in bytes, without the lists of the batches in flight."""
+    """Return the size of a planner in bytes, excluding the lists of the batches in flight."""
     return (
         RECORD_BYTES * (num_rows + 1)
         + 8 * (num_rows // 64 + 1)
@@ -39,12 +39,12 @@ def planning_bytes(num_rows: int, num_slots: int) -> int:
 
 
 def cache_for(num_slots: int, num_rows: int) -> str:
-    """Return a value for ``cache`` that gives 1.25 times ``num_slots`` slots."""
+    """Return a value for ``cache`` that results in 1.25 times ``num_slots`` slots."""
     return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
 
 
 def name_tables(names: Iterable[str]) -> str:
-    """Return the words with which messages name the tables of a store."""
+    """Return the phrase that refers to the tables of a store in messages."""
     first, *others = dict.fromkeys(names)
     if not others:
         return f"table {first}"
@@ -89,7 +89,8 @@ class SlotPlanner:
     def __init__(self, num_rows: int, num_slots: int, *, compiled: bool | None = None) -> None:
         if num_rows >= NEVER:
             raise ConfigError(
-                f"{num_rows:,} cached rows on a rank are more than {NEVER - 1:,}; use more ranks"
+                f"a rank has {num_rows:,} cached rows, but the limit is {NEVER - 1:,}; use "
+                "more ranks"
             )
         self._loops = find_loops(compiled=compiled)
         self.num_rows, self.num_slots = num_rows, num_slots

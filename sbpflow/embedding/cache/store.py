@@ -22,8 +22,8 @@ from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
 
 
 def _end(tasks: "SimpleQueue[Any]", thread: threading.Thread) -> None:
-    """End the mover's thread. A thread still in C++ code when Python exits would abort the
-    process.
+    """End the mover's thread. If the thread were still in C++ code when Python exits, it would
+    abort the process.
     """
     tasks.put(None)
     # The garbage collector may call this function in the mover's thread itself.

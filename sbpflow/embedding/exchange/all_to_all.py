@@ -27,7 +27,7 @@ class RowTransfer:
         self._channel = channel
 
     def start_counts(self, step: ExchangeStep, counts: Tensor) -> Pending:
-        """Start sending ``counts[r]`` to each rank r of the group; ``counts`` is [ranks] int64.
+        """Start sending ``counts[r]`` to each rank r of the group; ``counts`` is int64 [ranks].
 
         ``wait()`` returns the received counts in the same order.
         """
@@ -40,8 +40,8 @@ class RowTransfer:
         """Start sending ``out[r]`` rows to rank r and receiving ``into[r]`` rows from rank r.
 
         ``send`` contains the blocks of rows for ranks 0, 1, ..., and must not change before
-        ``wait()`` returns the received rows. Raise SbpError if ``send`` does not have the dtype
-        that is planned for the step.
+        ``wait()`` returns the received rows. Raise SbpError if the dtype of ``send`` differs from
+        the planned dtype of the step.
         """
         world = self._world
         if send.dtype != step.dtype and send.dtype != torch.int64:

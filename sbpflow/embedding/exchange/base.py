@@ -55,7 +55,7 @@ class GroupInFlight:
     """The state of one batch in one group, passed from move to move.
 
     ``number`` is the batch's position among the training batches of the collection, starting at 1,
-    or ``None`` if the batch is not trained.
+    or ``None`` for a batch that is not used for training.
     """
 
     batch_size: int  # number of samples in the global batch
@@ -144,7 +144,7 @@ class Group(ABC, Generic[BatchT]):
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:
-        """Return the counts [n] int64 that the host needs before ``exchange_ids``, or ``None``.
+        """Return the counts (int64 [n]) that the host needs before ``exchange_ids``, or ``None``.
 
         Call this method only once, because it finishes the transfer that ``start_id_exchange``
         started.
@@ -202,8 +202,8 @@ class Group(ABC, Generic[BatchT]):
         """
 
     def settle(self) -> None:
-        """Receive and apply late gradients, as ``update`` does first. Every rank must call this
-        method.
+        """Receive and apply late gradients; ``update`` also begins with this. Every rank must call
+        this method.
         """
 
     @property
@@ -221,7 +221,9 @@ class Group(ABC, Generic[BatchT]):
 
     @abstractmethod
     def send_grads(self, batch: BatchT, grad: Tensor) -> None:
-        """Start sending the gradient of ``gather_outputs``, [local batch, plan.width]."""
+        """Start sending the gradient of the result of ``gather_outputs`` ([local batch,
+        plan.width]).
+        """
 
     @abstractmethod
     def receive_grads(self, batch: BatchT) -> None:
@@ -238,8 +240,8 @@ class Group(ABC, Generic[BatchT]):
         self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
-        """Return the sum of squared gradients, after adding up the gradients of each row: 0-d
-        float64.
+        """Return the sum of squares of the collected gradients (0-d float64), which are first
+        summed per row.
 
         The results of all ranks can be summed, because replicated rows are counted only on the
         first rank.
@@ -255,7 +257,7 @@ class Group(ABC, Generic[BatchT]):
         return total
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the collected gradients by ``factor``, a 0-d tensor."""
+        """Multiply the collected gradients by ``factor`` (a 0-d tensor)."""
         batches, batch_size, merged = self._merged or self._merge()
         scaled = [(lookup, grads * factor.to(grads.dtype)) for lookup, grads in merged]
         self._merged = (batches, batch_size, scaled)

@@ -87,8 +87,8 @@ class AddressedGroup(Group[GroupInFlight]):
         return ids
 
     def rows_of(self, batch: GroupInFlight) -> Tensor:
-        """Return the looked-up rows [samples, sum of widths], or [samples, dim] in pooled
-        groups.
+        """Return the looked-up rows ([samples, sum of widths]) or, in pooled groups, their sums
+        ([samples, dim]).
         """
         samples, pooled = self._ids_of(batch).num_samples, self.plan.pooled
         parts = [

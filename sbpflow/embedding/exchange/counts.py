@@ -1,8 +1,9 @@
 """Reads the counts that the host needs before rows can be sent, all in one copy from the device.
 
-The counts are the list sizes of each rank and the counts of all groups. On CUDA, the id stream
-copies the counts as soon as they are available, so neither the host nor the previous batch waits.
-On CPU, waiting for a transfer blocks the host, so the counts are read only when they are needed.
+The counts are the sizes of the id lists on each rank and, for each group, ``Group.counts``. On
+CUDA, the id stream copies the counts as soon as they are available, so neither the host nor the
+previous batch waits. On CPU, waiting for a transfer blocks the host, so the counts are read only
+when they are needed.
 """
 
 from collections.abc import Callable, Sequence

@@ -21,8 +21,8 @@ from sbpflow.embedding.storage.lookup import Lookup
 class Split:
     """Divides rows [n], which form one block per rank, into chosen rows and others.
 
-    ``chosen`` and ``others`` are the positions of these rows, int64; ``num_chosen`` and
-    ``num_others`` are their numbers in each block.
+    ``chosen`` and ``others`` (int64) are the positions of these rows; ``num_chosen`` and
+    ``num_others`` are the numbers of these rows in each block.
     """
 
     chosen: Tensor
@@ -32,7 +32,7 @@ class Split:
 
     @staticmethod
     def of(flags: Tensor, sizes: Sequence[int]) -> "Split":
-        """Return the split given by ``flags`` [n] bool, for blocks of ``sizes`` rows."""
+        """Return the split that ``flags`` (bool [n]) define for blocks of ``sizes`` rows."""
         num_chosen = [int(block.sum()) for block in flags.split(list(sizes))]
         return Split(
             flags.nonzero().squeeze(1),
@@ -75,8 +75,8 @@ class LateInFlight:
 
     ``owned`` splits the rows that other ranks request from this rank, and ``wanted`` the rows that
     this rank requests. ``sums`` are the gradients that this rank has yet to send. When the other
-    gradients are applied, ``step`` becomes the number of that update, and ``lookup`` the late rows
-    of this rank. ``flags`` and ``gradients`` are transfers in flight.
+    gradients are applied, ``step`` is set to the number of that update, and ``lookup`` is set to
+    the late rows on this rank. ``flags`` and ``gradients`` are transfers in flight.
     """
 
     owned: Split
@@ -97,7 +97,7 @@ class UsedRows:
         self._used = torch.zeros(num_rows, dtype=torch.bool)
 
     def unused(self, addresses: Tensor, others: Iterable[Tensor]) -> Tensor:
-        """Return [n] bool: True for each of ``addresses`` [n] that is not in ``others``."""
+        """Return which of ``addresses`` [n] are not in ``others``, as bool [n]."""
         indices = [other.to(torch.int64) for other in others]
         for index in indices:
             self._used.index_fill_(0, index, True)
@@ -113,13 +113,13 @@ def flag_bytes(sizes: Sequence[int]) -> list[int]:
 
 
 def pack(flags: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Pack flags [n] bool into uint8, 8 per byte; every block starts a new byte."""
+    """Pack ``flags`` (bool [n]) into uint8, 8 per byte; every block starts a new byte."""
     blocks = [np.packbits(block.numpy()) for block in flags.split(list(sizes))]
     return torch.from_numpy(np.concatenate(blocks))
 
 
 def unpack(packed: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return the flags [n] bool that ``pack`` packed."""
+    """Return the flags (bool [n]) that ``pack`` packed."""
     parts = packed.split(flag_bytes(sizes))
     blocks = [
         np.unpackbits(part.numpy(), count=size) for part, size in zip(parts, sizes, strict=True)

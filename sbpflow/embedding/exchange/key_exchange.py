@@ -90,8 +90,8 @@ class KeyExchange:
         if self._timed and batch.training and batch.time == NO_TIME and ids.num_samples:
             names = [f.plan.name for f in self.fields if has_idle_time(f.plan.growth)]
             raise DataError(
-                f"field {names[0]}: evict.idle_time: the batch has no event time; pass event_time, "
-                "or use evict.idle_samples"
+                f"field {names[0]}: evict.idle_time needs an event time, but the batch has none; "
+                "pass event_time, or use evict.idle_samples"
             )
         columns = np.empty(ids.matrix.shape[::-1], np.int64)  # keys, which rows will replace
         requests.transpose(ids.matrix.contiguous().numpy(), columns)
@@ -110,7 +110,7 @@ class KeyExchange:
         return self._replaced(columns, lists, all_rows), changes
 
     def release(self) -> None:
-        """Finish the oldest announced batch, which has been trained."""
+        """Finish the oldest announced batch, whose update is complete."""
         for field in self.fields:
             if field.part is not None:
                 field.part.release()
@@ -122,8 +122,8 @@ class KeyExchange:
                 field.part.roll_back()
 
     def totals(self) -> Array:
-        """Return the counts [fields, ranks, ``NAMES``], summed over trained batches; every rank
-        must call this method.
+        """Return the counts ([fields, ranks, ``NAMES``]), summed over all completed batches; every
+        rank must call this method.
         """
         own = np.zeros((len(self.fields), len(self.NAMES)), np.int64)
         for index, field in enumerate(self.fields):

@@ -53,7 +53,7 @@ class PaddedGroups:
 
     def send_again(self, parts: list[GroupInFlight], groups: Sequence[int]) -> None:
         """Repeat the id exchange of these groups without fixed-size buffers, and replace their
-        parts.
+        entries in ``parts``.
         """
         limited = self._limited(parts)
         for index in groups:
@@ -63,7 +63,7 @@ class PaddedGroups:
         """Return a line for each group, with its tables and its buffer size."""
         return [
             f"rows of {', '.join(table.name for table in group.plan.stacks[0].tables)} are sent "
-            f"in buffers of {group.capacity.share:g} of the maximum size"
+            f"in buffers of {group.capacity.share:g} times the maximum size"
             for group in self._groups.values()
             if group.capacity is not None
         ]

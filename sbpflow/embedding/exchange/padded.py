@@ -19,9 +19,9 @@ from sbpflow.embedding.storage.lookup import Lookup
 class Slots:
     """The positions of a batch's unique rows in the buffers.
 
-    ``of_ids`` [n] int64 contains the position of each address. ``of_rows`` [n] int64 contains the
-    position of each unique row, padded by repeating the last position. ``size`` is the total number
-    of positions.
+    ``of_ids`` (int64 [n]) contains the position of each address. ``of_rows`` (int64 [n]) contains
+    the position of each unique row, padded by repeating the last position. ``size`` is the total
+    number of positions.
     """
 
     of_ids: Tensor
@@ -76,7 +76,7 @@ class Layout:
         self._absent = lasts + 1 - bases  # first address after each part's rows
 
     def lay_out(self, wanted: Lookup, room: int) -> tuple[Slots, Tensor]:
-        """Return the slots, and the buffers to send, [parts, 1 + capacity].
+        """Return the slots and the buffers to send ([parts, 1 + capacity]).
 
         The first element of a buffer is the largest number of rows in any part. The row addresses
         follow, relative to the base of the part. Rows that do not fit are left out.

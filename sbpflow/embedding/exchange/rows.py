@@ -30,12 +30,12 @@ class RowsInFlight(GroupInFlight):
     ``requested`` is the number of rows that this rank requests from each rank; ``incoming`` is the
     number of rows that each rank requests from this rank. With fixed-size buffers, both numbers
     equal the buffer size; otherwise, they are set from ``counts``. ``sent_addresses`` (the
-    addresses in the buffers) and ``most_requested`` ([1] int64, the largest number of rows between
-    any two ranks) are set only with fixed-size buffers.
+    addresses in the buffers) and ``most_requested`` (int64 [1], the largest number of rows that one
+    rank requests from another) are set only with fixed-size buffers.
     """
 
     wanted: Lookup  # The lookup of the local samples.
-    request_counts: Tensor | None = None  # Rows requested from each rank, [ranks] int64.
+    request_counts: Tensor | None = None  # Number of rows requested from each rank, int64 [ranks].
     slots: Slots | None = None  # Set only with fixed-size buffers.
     sent_addresses: Tensor | None = None
     most_requested: Tensor | None = None
@@ -143,7 +143,8 @@ class RowGroup(Group[RowsInFlight]):
         return [(self._stack, self._store)]
 
     def counts(self, batch: RowsInFlight) -> Tensor | None:
-        """Return how many rows are requested from each rank [ranks], then by each rank [ranks].
+        """Return the number of rows requested from each rank, then the number requested by each
+        rank.
 
         The second part is missing unless the ranks sent their counts. Return ``None`` with
         fixed-size buffers.

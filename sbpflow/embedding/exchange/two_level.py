@@ -134,7 +134,7 @@ class TwoLevelGroup(RowGroup):
         sums = self.row_sums(batch, grad)
         pending = self._gradients.start(step, sums, batch.requested, batch.incoming)
         _, sums = merged.lookup.row_gradients(received(step, pending, sum(batch.incoming)))
-        # Round only once, after the gradients of all ranks of the host have been summed.
+        # Round only once, after the gradients of all ranks on the host have been summed.
         sums, step = sums.to(self.plan.grad_comm_dtype), self._step(batch, "gradients", NETWORK)
         batch.pending = self._gradients.start(step, sums, merged.requested, merged.incoming)
 
@@ -150,7 +150,7 @@ class TwoLevelGroup(RowGroup):
 
 def _in_flight(batch: RowsInFlight) -> TwoLevelInFlight:
     if not isinstance(batch, TwoLevelInFlight):
-        raise TypeError(f"got {type(batch).__name__}; use a batch of start_id_exchange")
+        raise TypeError(f"got {type(batch).__name__}; use a batch returned by start_id_exchange")
     return batch
 
 

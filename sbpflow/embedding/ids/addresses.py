@@ -94,15 +94,15 @@ class BagShape:
         return torch.cat([inner, inner.new_full((1,), total)])
 
     def shares(self, samples: int) -> Tensor | None:
-        """Return the weight of each id of a matrix in its mean, or ``None`` if there are no
-        means.
+        """Return the weight of each id in a matrix (1 unless its bag is a mean), or ``None`` if
+        there are no means.
         """
         if not self._mean:
             return None
         return self._shares.expand(samples, -1).reshape(-1)
 
     def list_weights(self, lists: Lists) -> Tensor | None:
-        """Return the weights of ids in lists; in means, they are divided by the list length."""
+        """Return the weights of ids in lists; for means, they are divided by the list length."""
         if not self._mean:
             return lists.weights
         lengths = lists.lengths.to(self._dtype).clamp(min=1)
@@ -120,7 +120,7 @@ class BagShape:
         return _ends(lengths)
 
     def use_of(self, lists: Lists) -> Tensor:
-        """Return the index of the use to which each id belongs, [ids in lists]."""
+        """For each id in the lists, return the index of the use to which it belongs."""
         samples, uses = lists.lengths.shape
         place = torch.arange(uses, device=self._device).repeat(samples)
         flat = lists.lengths.reshape(-1)
@@ -174,7 +174,7 @@ class LocalAddresses:
     def make_lookup(self, ids: BatchIds, *, pooled: bool, absent: int | None = None) -> Lookup:
         """Return a lookup with one bag per (sample, use), or per sample if ``pooled``.
 
-        Ids of rows on other ranks are left out or, if ``absent`` is set, get this address.
+        Ids of rows on other ranks are left out or, if ``absent`` is set, converted to this address.
         """
         bags = self.bags
         if self._loops is not None and absent is None:
@@ -325,7 +325,7 @@ class OwnerAddresses:
 
 
 def _row_parts(stack: TableBatch, bases: Mapping[int, int]) -> dict[str, list[tuple[int, int]]]:
-    """Return, for each table, (first row, address minus row) of its non-empty parts, sorted.
+    """For each table, return (first row, address minus row) for its non-empty parts, sorted.
 
     ``bases`` is the first address of each rank.
     """
@@ -337,7 +337,7 @@ def _row_parts(stack: TableBatch, bases: Mapping[int, int]) -> dict[str, list[tu
 
 
 def _ends(lengths: Tensor) -> Tensor:
-    """Return offsets [n + 1] int64 of bags with these ``lengths``. Bool lengths count as 0 or 1."""
+    """Return int64 offsets [n + 1] of bags with ``lengths``; bool lengths count as 0 or 1."""
     ends = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=ends[1:])
     return ends

@@ -15,8 +15,8 @@ from torch import Tensor
 class Bags:
     """The ids of one feature: sample i has ``values[offsets[i] : offsets[i + 1]]``.
 
-    ``values`` is [n] int32 or int64, ``offsets`` is [samples + 1], and ``weights`` is [n] floats or
-    ``None``. Weights are data: they get no gradient and must not require one.
+    ``values`` is int32 or int64 [n], ``offsets`` is [samples + 1], and ``weights`` is floating
+    point [n] or ``None``. Weights are data: they have no gradient and must not require one.
     """
 
     values: Tensor
@@ -28,7 +28,7 @@ class Bags:
 class Lists:
     """Ids of several features: the lists of the first sample, then those of the second, and so on.
 
-    ``lengths`` is [samples, lists] int32 and ``values`` is [sum of lengths]; ``weights`` has the
+    ``lengths`` is int32 [samples, lists], and ``values`` is [sum of lengths]; ``weights`` has the
     shape of ``values``.
     """
 
@@ -37,7 +37,7 @@ class Lists:
     weights: Tensor | None
 
     def starts(self) -> Tensor:
-        """Return the position of each list in ``values``, [samples, lists] int64."""
+        """Return where each list starts in ``values``, as int64 [samples, lists]."""
         flat = self.lengths.reshape(-1).to(torch.int64)
         return (torch.cumsum(flat, 0) - flat).view(self.lengths.shape)
 
@@ -54,7 +54,7 @@ class Lists:
 
 
 def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """Return the positions [total] of all elements of the segments given by ``starts`` and
+    """Return the positions ([total]) of all elements in the segments given by ``starts`` and
     ``lengths``.
     """
     flat = lengths.reshape(-1).to(torch.int64)

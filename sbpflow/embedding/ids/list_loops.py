@@ -10,7 +10,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 
 def find_loops(device: torch.device, *, compiled: bool = True) -> ModuleType | None:
     """Return the module ``ids.loops``, or ``None`` if torch must be used: if the device is not a
-    CPU, if numba is not installed, or without ``compiled`` (loading numba takes 0.5 s).
+    CPU, if numba is not installed, or if ``compiled`` is false (loading numba takes 0.5 s).
     """
     if not compiled or device.type != "cpu" or find_spec("numba") is None:
         return None

@@ -28,14 +28,14 @@ class IdCheck:
 
     error: DataError | None = None  # The error for the first bad id.
     flagged: list[AsyncScalarRead] = field(default_factory=list[AsyncScalarRead])  # CUDA only.
-    replaced: Tensor | None = None  # Set by the policies clamp and hash, [features] int64.
+    replaced: Tensor | None = None  # Set by the policies clamp and hash, int64 [features].
 
     def fail(self, error: DataError) -> None:
         """Keep ``error`` unless an earlier error was kept."""
         self.error = self.error or error
 
     def count(self, features: Tensor, bad: Tensor, num_features: int) -> None:
-        """Record that ``bad`` [n] int64 ids of each of ``features`` [n] were replaced."""
+        """Record that ``bad[i]`` (int64) ids of feature ``features[i]`` were replaced."""
         if self.replaced is None:
             self.replaced = bad.new_zeros(num_features)
         self.replaced.index_add_(0, features, bad)

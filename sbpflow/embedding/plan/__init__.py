@@ -1,1 +1,3 @@
-"""Converts table layouts to groups, stacks, and transfers. Pure data and pure functions."""
+"""Converts table layouts to groups, stacks, and transfers. This package contains only pure data and
+pure functions.
+"""

@@ -19,7 +19,7 @@ LEAST_COLUMNS = 4
 
 
 class Alone(Exchange):
-    """For all tables in a world of one rank; there are no transfers."""
+    """The exchange for all tables in a world of one rank; there are no transfers."""
 
     name = ALONE
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -44,7 +44,7 @@ class Alone(Exchange):
 
 
 class DenseAllreduce(Exchange):
-    """For small B tables, where an all-reduce of dense gradients is the cheapest exchange."""
+    """The exchange for small B tables, for which an all-reduce of dense gradients is cheapest."""
 
     name = "local"
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"
@@ -79,8 +79,8 @@ class DenseAllreduce(Exchange):
             **_looked_up(facts.local_lookups, facts.dim, facts.wanted, out),
             "home_elements": out,
             "whole_elements": numbers,
-            # The passes over all rows are to zero, fill, concatenate, all-reduce, and search for
-            # touched rows.
+            # Five operations pass over all rows: zeroing, filling, concatenating, all-reducing, and
+            # searching for touched rows.
             "copied_bytes": 25 * numbers * facts.gradient_item,
             "gradient_bytes": sent,
             "gradient_in_bytes": sent,
@@ -145,8 +145,8 @@ class _Boxed(Exchange):
 
 
 class Columns(_Boxed):
-    """For tables on one rank and S(1) tables; the vectors have layout S(1), uneven, in rank
-    order.
+    """The exchange for tables on one rank and S(1) tables. The vectors have an uneven S(1) layout,
+    with columns in rank order.
     """
 
     name = "columns"
@@ -168,8 +168,8 @@ class Columns(_Boxed):
 
 
 class Reduce(_Boxed):
-    """For S(0) tables. Owners compute partial sums of vectors, with layout P, or (P, S(1)) on a
-    grid.
+    """The exchange for S(0) tables. Owners compute partial sums of vectors; the sums have layout P
+    or, on a grid, (P, S(1)).
     """
 
     name = "reduce"

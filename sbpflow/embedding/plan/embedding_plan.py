@@ -148,7 +148,7 @@ class EmbeddingPlan:
         )
 
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of a lookup, without id transfers, in the order in which they start.
+        """Return the transfers of a lookup, except id transfers, in the order in which they start.
 
         The flags and early vectors belong to the next batch, and the late gradients to the previous
         batch.
@@ -257,7 +257,7 @@ def plan_embeddings(
     _check_arguments(dtype, row_dtype, backend, out_of_range)
     for table in tables:
         if table.name not in layouts:
-            raise ConfigError(f"table {table.name}: has no layout; add one, such as S(0)")
+            raise ConfigError(f"table {table.name} has no layout; add one, such as S(0)")
         comm_dtype = layouts[table.name].comm_dtype
         if comm_dtype not in (None, dtype, *HALF_DTYPES):
             raise ConfigError(

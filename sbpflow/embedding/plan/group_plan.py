@@ -186,7 +186,7 @@ def exchange_of(
         fits = exchange.name == name and exchange.accepts(layout, world_size)
         if fits and exchange.dense_allreduce == dense_allreduce:
             return exchange
-    raise ConfigError(f"exchange {name!r}: does not support {layout} on {world_size} ranks")
+    raise ConfigError(f"exchange {name!r} does not support {layout} on {world_size} ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +221,11 @@ class GroupPlan:
         return exchange_of(name, layout, size, dense_allreduce=self.dense_allreduce)
 
     def check_step(self, num_batches: int) -> None:
-        """Raise SbpError if a step cannot train ``num_batches`` batches."""
+        """Raise SbpError if a step cannot accumulate gradients over ``num_batches`` batches."""
         if num_batches > 1 and self.late_gradients:
             raise SbpError(
-                f"step: {num_batches} batches, but {self.name} sends late gradients, which need "
-                "one batch per step; use train.late_gradients: false"
+                f"a step has {num_batches} batches, but {self.name} sends late gradients, which "
+                "need one batch per step; use train.late_gradients: false"
             )
 
     @property
@@ -442,8 +442,8 @@ class GroupPlan:
     def row_step(
         self, name: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, what: str
     ) -> ExchangeStep:
-        """Return a transfer of rows among all ranks, of up to ``per_rank`` elements from one rank,
-        and up to ``total`` elements from all ranks.
+        """Return a transfer of rows among all ranks. One rank sends up to ``per_rank`` elements,
+        and all ranks together send up to ``total`` elements.
         """
         return ExchangeStep(
             id=f"{self.name}/{name}",

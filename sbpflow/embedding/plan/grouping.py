@@ -22,7 +22,7 @@ from sbpflow.sbp.sbp import Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdColumns:
-    """The places of the ids of each feature in a batch.
+    """Where the ids of each feature are stored in a batch.
 
     ``first`` is each feature's first column in the matrix, or ``None`` if the feature has only a
     list. ``lists`` contains the features that are sent as lists; some of them may also be in the
@@ -59,7 +59,7 @@ def make_groups(
     backend: str,
     batch_size: int,
 ) -> tuple[tuple[GroupPlan, ...], IdColumns]:
-    """Return all groups, in the order of the outputs, and the places of the ids in a batch.
+    """Return all groups, in the order of the outputs, and where a batch stores the ids.
 
     Raise ConfigError if a table uses a feature that the data does not have.
     """

@@ -1,4 +1,5 @@
-"""Describes tables that grow during training: when a key gets a row, and when a key loses its row.
+"""Describes tables that grow during training: when keys are assigned rows, and when keys are
+evicted.
 
 The key space is always divided into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets, and
 every bucket has an equal share of the rows. All keys without a row share row 0.
@@ -19,8 +20,8 @@ Policy = Literal["lru", "lfu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """When keys lose their rows: after a time without use, or when their bucket has no free row for
-    a new key.
+    """When keys are evicted: after a time without use, or when their bucket has no free row for a
+    new key.
     """
 
     max_rows: Annotated[
@@ -61,9 +62,9 @@ class Eviction:
 class Growth:
     """How a table assigns its rows to 64-bit keys.
 
-    A key gets a row at its ``admit_count``-th occurrence. Earlier occurrences are forgotten if the
-    key does not occur again within ``forget_after_samples`` samples. ``TableConfig.num_rows``
-    equals ``evict.max_rows``.
+    A key is assigned a row at its ``admit_count``-th occurrence. Earlier occurrences are forgotten
+    if the key does not occur again within ``forget_after_samples`` samples.
+    ``TableConfig.num_rows`` equals ``evict.max_rows``.
     """
 
     evict: Eviction
@@ -81,7 +82,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowthCounts:
-    """The counts of a growing field over all ranks, as of the last trained batch.
+    """The counts of a growing field over all ranks, as of the last completed batch.
 
     ``live`` keys have rows; ``pending`` keys have occurred, but not often enough. ``admitted``,
     ``evicted``, ``forgotten``, and the lookups are totals since the table was created.
@@ -131,5 +132,7 @@ def first_row_of(bucket: int, num_rows: int) -> int:
 
 
 def first_address(bucket: int) -> int:
-    """Return the first address of a bucket. The end of the last bucket is 2^63, one past int64."""
+    """Return the first address of a bucket. The end of the last bucket is 2^63, one more than int64
+    can represent.
+    """
     return (bucket - NUM_BUCKETS // 2) * (2**64 // NUM_BUCKETS)

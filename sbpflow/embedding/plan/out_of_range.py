@@ -27,6 +27,6 @@ SUBSTITUTES: dict[OutOfRange, Callable[[Tensor, Tensor | int], Tensor]] = {
     "clamp": _clamp,
     "hash": _hash,
 }
-"""Functions of int64 ids and of numbers of rows, whose shapes broadcast. Valid ids are returned
-unchanged.
+"""Functions of int64 ids and numbers of rows; the shapes of both arguments broadcast. Valid ids are
+returned unchanged.
 """

@@ -48,7 +48,7 @@ def price_plan(
 def plan_totals(
     plan: EmbeddingPlan, batch_size: int, frequencies: Mapping[str, IdFrequencies]
 ) -> Floats:
-    """Return the work of each rank, [ranks, features]."""
+    """Return the work of each rank, as [ranks, features]."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
     ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
     # Owners receive the ids of a feature only once, so the tables that share an id transfer also

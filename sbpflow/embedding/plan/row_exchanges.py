@@ -103,7 +103,9 @@ def _late(group: GroupPlan, per_rank: int, total: int, others: int) -> Stages:
 
 
 class CopiedRows(RowExchange):
-    """For B tables: each rank looks up its own samples, and all ranks gather the touched rows."""
+    """The exchange for B tables: each rank looks up its own samples, and all ranks gather the
+    touched rows.
+    """
 
     name = "local"
     runs = "sbpflow.embedding.exchange.rows:LocalRowsGroup"
@@ -144,8 +146,8 @@ class CopiedRows(RowExchange):
 
 
 class Unique(RowExchange):
-    """For S(0) tables with skewed ids: ranks request unique rows from their owners and expand
-    them.
+    """The exchange for S(0) tables with skewed ids: ranks request unique rows from their owners and
+    expand them.
     """
 
     name = "unique"
@@ -193,7 +195,9 @@ class Unique(RowExchange):
 
 
 class UniqueColumns(RowExchange):
-    """For S(1) tables with skewed ids: every rank sends its columns of the requested rows."""
+    """The exchange for S(1) tables with skewed ids: every rank sends its columns of the requested
+    rows.
+    """
 
     name = "unique"
     runs = "sbpflow.embedding.exchange.rows:UniqueColumnsGroup"

@@ -11,10 +11,11 @@ from sbpflow.sbp.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureLookup:
-    """One use of a table: the lookup of the ids of one feature, which gives one vector per sample.
+    """One use of a table: the lookup of the ids of one feature, which produces one vector per
+    sample.
 
     ``feature`` is the index of the feature in the plan. Fixed-length ids are in ``columns`` of the
-    id matrix of the batch; ragged ids are in list ``place`` of every sample.
+    batch's id matrix; ragged ids are in list ``place`` of every sample.
     """
 
     table: TableConfig
@@ -74,8 +75,8 @@ class TableBatch:
         return {rank: tuple(by_rank[rank]) for rank in sorted(by_rank) if by_rank[rank]}
 
     def held(self, table: TableConfig) -> Mapping[int, tuple[int, int]]:
-        """Return the numbers of (rows, columns) of a table on each rank that stores part of the
-        table.
+        """For each rank that stores part of a table, return the numbers of rows and columns in that
+        part.
         """
         return self._held.get(table.name, {})
 

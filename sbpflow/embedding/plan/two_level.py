@@ -46,7 +46,7 @@ def groups_of(grid: Placement) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 class UniqueTwoLevel(Exchange):
-    """For ``(S(0), S(0))`` tables on a grid of all ranks, with one row of the grid per host."""
+    """The exchange for ``(S(0), S(0))`` tables on a grid of all ranks that has one row per host."""
 
     name = "unique"
     runs = "sbpflow.embedding.exchange.two_level:TwoLevelGroup"

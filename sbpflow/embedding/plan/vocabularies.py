@@ -121,7 +121,7 @@ def aligned(
 
 
 def _split_twice(table: TableConfig, key: str, hosts: int, width: int) -> tuple[Split, Split]:
-    """Return the splits of rows over hosts and over the ranks of each host, at bucket boundaries.
+    """Return how rows are split over hosts, and over the ranks on each host, at bucket boundaries.
 
     A layout has the same second split on all hosts, so all buckets must have the same number of
     rows, and all hosts the same number of buckets. Raise ConfigError if this is not possible.
@@ -160,7 +160,7 @@ def plan_vocabularies(
             other = (table.features, table.growth)
             if set(names) & set(table.features) and other != (names, growing[0].growth):
                 raise ConfigError(
-                    f"table {table.name}: shares features {sorted({*names} & {*table.features})} "
+                    f"table {table.name} shares features {sorted({*names} & {*table.features})} "
                     f"with table {growing[0].name}; growing tables that share a feature must have "
                     "the same features and the same growth settings"
                 )
@@ -226,7 +226,7 @@ def _owners(
     if len(split) > 1:
         first, second, *_ = split.values()
         raise ConfigError(
-            f"table {second}: splits its rows differently from table {first}, but both use the "
+            f"table {second} splits its rows differently from table {first}, but both use the "
             "keys of the same field; use the same ranks and sizes, or S(1)"
         )
     if split:

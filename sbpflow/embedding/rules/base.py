@@ -49,17 +49,17 @@ class RowBlock:
     weights: Tensor  # In the compute dtype, [touched, width]; changed in place.
     # State of all slots; use ``take`` and ``put`` for the state of this block's rows.
     state: dict[str, Tensor]
-    rows: Tensor  # Slots of the rows in ``state``, [touched] int64.
+    rows: Tensor  # Slots of the rows in ``state``, int64 [touched].
     grads: Tensor  # Summed over the batch, [touched, width].
     numbers: StepNumbers
     squares: Tensor | None = None  # [touched], see ``mean_squares``
 
     @property
     def mean_squares(self) -> Tensor:
-        """Return the mean square of each row's gradient, [touched], over the table's full width.
+        """Return the mean square of each row's gradient over the table's full width, as [touched].
 
-        Only optimizers with row state can use this value, because only they make ranks that share a
-        row sum their squares.
+        Only optimizers with row state can use this value, because ranks that share a row sum their
+        squares only for these optimizers.
         """
         if self.squares is None:
             raise RuntimeError(
@@ -146,7 +146,7 @@ class SparseOptimizer(ABC):
 
     @property
     def has_row_state(self) -> bool:
-        """Return True if there is state per row, so that steps get the mean squares of their
+        """Return True if there is state per row, so that steps receive the mean squares of their
         rows.
         """
         return "row" in self.state.values()

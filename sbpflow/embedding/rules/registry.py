@@ -35,7 +35,7 @@ def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
 
 
 def import_rule(key: str, name: str) -> None:
-    """Import the class ``name``, the value of ``key``; raise ConfigError if it is not an
+    """Import the class ``name``, which is the value of ``key``; raise ConfigError if it is not an
     optimizer.
     """
     kind = import_own_class(key, name, "my_package.my_module:MyOptimizer")
@@ -97,13 +97,13 @@ def _check_constants(
     known = [field.name for field in fields(kind) if field.name != "name"]
     if unknown := [key for key in constants if key not in known]:
         raise ConfigError(
-            f"sparse optimizer {name}: has no {', '.join(unknown)}; use {', '.join(known)}"
+            f"sparse optimizer {name} has no {', '.join(unknown)}; use {', '.join(known)}"
         )
 
 
 def function_path(optimizer: SparseOptimizer, kernel: CompiledKernel) -> str | None:
-    """Return "package.module:function" of an optimizer for a kernel, or ``None`` if the kernel does
-    not support the optimizer.
+    """Return the path ("package.module:function") of an optimizer's function for a kernel, or
+    ``None`` if the kernel does not support the optimizer.
 
     For a built-in optimizer without ``kernels``, the function has the optimizer's name.
     """
@@ -114,7 +114,7 @@ def function_path(optimizer: SparseOptimizer, kernel: CompiledKernel) -> str | N
 
 
 def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Callable[..., Any]:
-    """Return the function of an optimizer for a kernel; raise SbpError if it does not exist."""
+    """Return an optimizer's function for a kernel; raise SbpError if it does not exist."""
     path = function_path(optimizer, kernel)
     if path is None:
         raise SbpError(

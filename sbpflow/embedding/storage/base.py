@@ -46,7 +46,7 @@ class RowKernel(Protocol):
     def absent(self) -> int | None:
         """Return the address that stands for rows stored elsewhere, or ``None`` if there is none.
 
-        The slot of this address comes after all others, reads as zeros, and is never trained.
+        The slot of this address comes after all others, reads as zeros, and is never updated.
         Without such an address, lookups must leave out rows that are stored elsewhere.
         """
         ...
@@ -55,7 +55,7 @@ class RowKernel(Protocol):
         """Sort the lookup for a later ``update``, unless sorting would make the host wait."""
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
-        """Return the weighted sum of the rows of each bag, [bags, width], detached.
+        """Return the weighted sum of the rows in each bag ([bags, width]), detached.
 
         Empty bags give zeros. If an ``update`` will follow this lookup, ``lr`` is the learning rate
         of that update.
@@ -70,8 +70,8 @@ class RowKernel(Protocol):
         ...
 
     def row_gradients(self, lookup: Lookup, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unique rows, and for each row the sum of the ``grads`` of its bags [unique,
-        width].
+        """Return the unique rows and, for each row, the sum of its bags' ``grads`` ([unique,
+        width]).
 
         If the kernel has an ``absent`` address, both results are padded to the length of the batch
         by repeating the last row.
@@ -79,7 +79,7 @@ class RowKernel(Protocol):
         ...
 
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
-        """Take one optimizer step on the rows of ``lookup`` with the gradients [bags, width].
+        """Take one optimizer step on the rows of ``lookup`` with gradients ``grads`` [bags, width].
 
         Gradients of duplicates are summed first, so each row takes a single step. ``step`` is the
         step number within the job, starting at 1.
@@ -95,7 +95,7 @@ def notify(listeners: Sequence[RowListener], rows: Tensor) -> None:
 def sum_of_squares(
     kernel: RowKernel, lookup: Lookup, grads: Tensor, *, in_order: bool = False
 ) -> Tensor:
-    """Return the sum of the squared gradients of the rows stored here: 0-d float64.
+    """Return the sum of squared gradients over the rows stored here (0-d float64).
 
     Gradients of duplicate rows are summed before squaring, as in an update. With ``in_order``, the
     result does not depend on the row numbers.

@@ -216,8 +216,8 @@ def choose_kernel(
 
 
 def request_of(stack: TableBatch, request: KernelRequest) -> KernelRequest:
-    """Return the kernel requested for the stack's tables, or by default ``request``, the request of
-    the run.
+    """Return the kernel requested for the stack's tables, or by default ``request``, the kernel
+    requested for the run.
     """
     return stack.tables[0].kernel or request
 

@@ -8,15 +8,12 @@ compiled on first use for its argument types and cached in the user's cache dire
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils
-from numba.core.types import void
 from numba.extending import intrinsic
 
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled, prefetch
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
 U64 = np.uint64
@@ -46,32 +43,6 @@ def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> o
 
 # ``fma`` returns a * b + c in the arguments' floating-point type and rounds once.
 fma = cast("Callable[[float, float, float], float]", intrinsic(_type_of_fma))
-
-
-def _type_of_prefetch(_: object, array: Any, row: Any) -> object:  # noqa: ANN401 (types of numba)
-    """Return the signature and the code generator of ``prefetch``, as numba requires."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> object:  # noqa: ANN401
-        kind = signature.args[0]
-        place = [values[1], *[context.get_constant(signature.args[1], 0)] * (kind.ndim - 1)]
-        view = context.make_array(kind)(context, builder, values[0])
-        # Use numba's own helpers to compute the address of the element without reading the element.
-        pointer = cast(Any, cgutils).get_item_pointer(context, builder, kind, view, place)
-        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        call = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cast(Any, cgutils).get_or_insert_function(
-            builder.module, call, "llvm.prefetch.p0"
-        )
-        # Arguments of llvm.prefetch: for reading, keep in all cache levels, data cache.
-        hints = [ir.Constant(number, hint) for hint in (0, 3, 1)]
-        builder.call(function, [builder.bitcast(pointer, byte), *hints])
-        return context.get_dummy_value()
-
-    return void(array, row), generate
-
-
-# ``prefetch(array, row)`` starts loading the beginning of ``array[row]``; ``row`` is an intp.
-prefetch = cast("Callable[[Array, np.intp], None]", intrinsic(_type_of_prefetch))
 
 
 @compiled
@@ -243,7 +214,7 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
 
 @compiled
 def add_squares(grads: Array, squares: Array) -> None:
-    """Write the sum of squares of each row of ``grads`` to ``squares`` [n], adding columns in
+    """For each row of ``grads``, write the sum of squares to ``squares`` [n], adding columns in
     order.
     """
     for j in range(grads.shape[0]):

@@ -60,7 +60,7 @@ _from_float16 = cast("Callable[[int], float]", intrinsic(_type_of_from_float16))
 
 @compiled
 def _as_float16(bits: np.int64) -> np.int64:
-    """Return the bits of the float16 nearest to a float32 (as bits) of magnitude up to 65504."""
+    """Return the bits of the float16 nearest to a float32 (as bits) with magnitude up to 65504."""
     sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
     if exponent == 255:
         return sign | 0x7C00 | (0x200 if mantissa else 0)
@@ -130,7 +130,7 @@ def _as_float32(bits: int, dropped: int) -> float:
 
 @compiled
 def widen(weights: Array, addresses: Array, out: Array, dropped: int) -> None:
-    """Convert half-precision rows (int16 bits) to ``out`` [n, width] float32.
+    """Convert half-precision rows (int16 bits) to float32, and write them to ``out`` [n, width].
 
     ``dropped`` is 16 for bfloat16 and 13 for float16.
     """
@@ -144,10 +144,11 @@ def widen(weights: Array, addresses: Array, out: Array, dropped: int) -> None:
 def pool(
     weights: Array, addresses: Array, ends: Array, shares: Array, out: Array, dropped: int
 ) -> None:
-    """Widen rows as ``widen`` does, and sum each bag, in order, into ``out`` [bags, width] float32.
+    """Widen rows as ``widen`` does, and sum each bag, in order, into ``out`` (float32 [bags,
+    width]).
 
     Bag b consists of addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` contains the weights
-    of the rows, [n] float32, or is [0] if there are none.
+    of the rows (float32 [n]), or is empty if there are none.
     """
     out[:] = 0
     for b in range(ends.size - 1):

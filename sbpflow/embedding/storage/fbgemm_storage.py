@@ -37,7 +37,7 @@ class FbgemmStorage:
 
     @property
     def absent(self) -> None:
-        """Return ``None``, because TBE would train the row at an address for absent rows."""
+        """Return ``None``, because TBE would update the row at an address for absent rows."""
         return None
 
     @property

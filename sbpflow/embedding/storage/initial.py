@@ -99,7 +99,7 @@ class RowInitializer:
         return values
 
     def put(self, rows: Array, slots: Array, tensors: Mapping[str, Tensor]) -> None:
-        """Set ``tensors[name][slots]`` to the values of ``rows``, for host tensors."""
+        """Set ``tensors[name][slots]`` to the values of ``rows``; tensors must be on the host."""
         if "numba" not in sys.modules or not {self._row_dtype, self._dtype} <= _EXACT:
             index = torch.from_numpy(slots).to(torch.int64)
             for name, values in self(torch.from_numpy(rows)).items():

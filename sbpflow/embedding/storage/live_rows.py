@@ -1,7 +1,7 @@
 """Tracks which rows of growing tables have keys, and defines how checkpoints represent keys.
 
-Rows get and lose keys during training. This module does not need numba; the decisions are made in
-``sbpflow.embedding.vocabulary``.
+During training, rows are assigned to keys and later freed. This module does not need numba; the
+decisions are made in ``sbpflow.embedding.vocabulary``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,7 @@ NO_TIME = -(2**63)  # stands for the event time of batches that have none
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a batch changed: rows that got new keys, the addresses of these keys, and rows that lost
-    their keys.
-    """
+    """What a batch changed: rows assigned to new keys, the keys' addresses, and freed rows."""
 
     rows: Array
     addresses: Array
@@ -67,7 +65,9 @@ def check_numba(field: str) -> None:
 
 
 class LiveRows:
-    """Which of the rows [start, stop) have keys after the last trained batch, and which keys."""
+    """Tracks which of the rows [start, stop) have keys as of the last completed batch, and which
+    keys they have.
+    """
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
@@ -75,8 +75,8 @@ class LiveRows:
         self.is_live = np.zeros(stop - start, np.bool)
 
     def apply(self, changes: Changes) -> tuple[Tensor, Tensor]:
-        """Apply the changes of a batch; return the rows in this range that got new keys, and the
-        keys' addresses.
+        """Apply the changes of a batch; return the rows in this range that were assigned to new
+        keys, and the keys' addresses.
         """
         mine = (changes.rows >= self.start) & (changes.rows < self.stop)
         rows, addresses = changes.rows[mine], changes.addresses[mine]
@@ -141,7 +141,7 @@ class TrainedRows(SelectedRows):
         return cls(store, tables)
 
     def among(self, marks: Array) -> "TrainedRows":
-        """Return the rows of this snapshot that are marked in ``marks`` [store.num_rows] bool."""
+        """Return the rows of this snapshot that are marked in ``marks`` (bool [store.num_rows])."""
         tables: dict[str, _TableRows] = {}
         for name, (base, has_shared, numbers, addresses) in self._tables.items():
             chosen = marks[base:][numbers]
@@ -163,7 +163,7 @@ class TrainedRows(SelectedRows):
         return np.concatenate([np.zeros(int(own.has_shared), np.int64), places + other.has_shared])
 
     def unsorted(self) -> Tensor:
-        """Return the store's numbers of all rows of this snapshot, in any order."""
+        """Return the numbers that the rows of this snapshot have in the store, in any order."""
         parts = [
             np.concatenate([np.zeros(int(has_shared), np.int64), numbers]) + base
             for base, has_shared, numbers, _ in self._tables.values()

@@ -13,7 +13,7 @@ from sbpflow.embedding.storage.sorted_segments import SortedSegments
 class Lookup:
     """Addresses, the bags they form, and their weights; sorted and deduplicated once, on demand.
 
-    ``addresses`` is [n] int32 or int64. ``offsets`` is [bags + 1] int64, or ``None`` if every bag
+    ``addresses`` is int32 or int64 [n]. ``offsets`` is int64 [bags + 1], or ``None`` if every bag
     has one address. ``weights`` is [n], or ``None`` if all weights are 1. On CUDA, deduplication
     makes the host wait for the number of unique rows unless ``num_unique`` is set. Addresses are
     local row numbers, which determine the order in which rows are sorted and summed, and how they
@@ -66,7 +66,7 @@ class Lookup:
         return [self.addresses, self.offsets, self.weights, *ordered]
 
     def new_like(self) -> "Lookup":
-        """Return a lookup with tensors of the same sizes, uninitialized."""
+        """Return a lookup whose tensors have the same sizes but uninitialized values."""
         offsets, weights = (
             None if tensor is None else torch.empty_like(tensor)
             for tensor in (self.offsets, self.weights)
@@ -94,7 +94,7 @@ class Lookup:
         return self.offsets.numel() - 1
 
     def explicit_offsets(self) -> Tensor:
-        """Return offsets [bags + 1] int64, even with one address per bag."""
+        """Return offsets (int64 [bags + 1]), even if every bag has one address."""
         if self.offsets is not None:
             return self.offsets
         return torch.arange(self.addresses.numel() + 1, device=self.addresses.device)
@@ -116,8 +116,8 @@ class Lookup:
         return torch.empty_like(order).scatter_(0, order, run)
 
     def row_gradients(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the unique rows, and for each the sum of its bags' ``grads``, in order: [unique,
-        width].
+        """Return the unique rows and, for each row, the sum of its bags' ``grads`` ([unique,
+        width]), added in order.
         """
         rows, order, starts, _ = self._dedup()
         if rows.numel() == 0:
@@ -146,7 +146,7 @@ class Lookup:
         return self.placed.index_select(0, runs.order.index_select(0, heads))
 
     def unique_up_to(self, lasts: Tensor) -> Tensor:
-        """Return the number of unique rows up to each of the ascending ``lasts``: [lasts] int64."""
+        """Return the number of unique rows up to each of the ascending ``lasts``, as int64."""
         if self.addresses.numel() == 0:
             return torch.zeros(lasts.shape, dtype=torch.int64, device=lasts.device)
         if not self.addresses.is_cuda:
@@ -156,7 +156,7 @@ class Lookup:
         return numbers.index_select(0, torch.searchsorted(runs.keys, lasts, right=True))
 
     def bags_of(self, order: Tensor) -> Tensor:
-        """Return the bag of each of the addresses in ``order``: [n] int64."""
+        """Return the bags (int64 [n]) of the addresses at positions ``order``."""
         if self.offsets is None:
             return order
         total = self.addresses.numel()
@@ -204,7 +204,7 @@ class Lookup:
 
 
 def sum_bags(rows: Tensor, lookup: Lookup, positions: Tensor | None = None) -> Tensor:
-    """Return the weighted sum of the rows of each bag: [bags, width], in the dtype of ``rows``.
+    """Return the weighted sum of the rows in each bag ([bags, width]), in the dtype of ``rows``.
 
     ``rows`` is [m, width], and ``positions`` [n] are the positions of the addresses in ``rows``; by
     default, their slots.

@@ -199,7 +199,7 @@ def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> 
 
 
 def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float]:
-    """Return the minimum time of one batch by kernel, in milliseconds, on the current device."""
+    """Return, by kernel, the minimum time of one batch on the current device in milliseconds."""
     device = torch.device("cpu")
     if shape.device != "cpu":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -228,7 +228,7 @@ def measure(shape: StackShape, kernels: Sequence[KernelName]) -> dict[str, float
 
 
 def _timed_ms(turn: Callable[[], None], device: torch.device) -> float:
-    """Return the milliseconds that a call of ``turn`` takes. On CUDA, measure device time, because
+    """Return the milliseconds that a call to ``turn`` takes. On CUDA, measure device time, because
     the host runs ahead.
     """
     if device.type == "cpu":

@@ -94,8 +94,8 @@ class Indexer:
     def index(
         self, addresses: Tensor, lists: tuple[int, ...] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the unique addresses, ascending, and the index of each address among them, [n]
-        int32.
+        """Return the unique addresses, ascending, and the index of each address among them (int32
+        [n]).
 
         If the addresses are known to consist of ascending lists, ``lists`` are the lengths of these
         lists.

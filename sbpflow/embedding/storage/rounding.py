@@ -44,7 +44,7 @@ class RowNoise:
         self.words_per_row = -(-dim // COLUMNS_PER_WORD)
 
     def draw(self, rows: Tensor, width: int, step: int | Tensor) -> Tensor:
-        """Return the noise for ``rows`` [n] int64 at ``step``: [n, width] int32 in 0..65535."""
+        """Return the noise (int32 [n, width] in 0..65535) for ``rows`` (int64 [n]) at ``step``."""
         keys = step_keys(self.keys, step)
         shard = torch.searchsorted(self.bases, rows, right=True).sub_(1)
         first, skipped = divmod(self.first_column, COLUMNS_PER_WORD)
@@ -62,9 +62,9 @@ class RowNoise:
 def round_randomly(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     """Round ``values`` to ``dtype`` stochastically, so that the expected value is exact.
 
-    ``noise`` is int32 in 0..65535, in the shape of ``values``. The expected value is exact in the
-    normal range of ``dtype``; float16 subnormals (below 6.1e-5) are rounded to nearest afterwards.
-    Infinity and NaN are kept, and a finite value never becomes infinite.
+    ``noise`` has the shape of ``values`` and contains int32 values in 0..65535. The expected value
+    is exact in the normal range of ``dtype``; float16 subnormals (below 6.1e-5) are rounded to
+    nearest afterwards. Infinity and NaN are kept, and a finite value never becomes infinite.
     """
     bits = _DROPPED_BITS[dtype]
     narrow = values.to(torch.float32)

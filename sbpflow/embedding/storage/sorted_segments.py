@@ -14,8 +14,8 @@ from torch import Tensor
 class SortedSegments:
     """The sorted addresses ``keys`` [n >= 1], their original positions, and their runs.
 
-    ``order`` [n] int64 contains the original positions; the sort is stable. ``start`` and ``stop``
-    [n] int32 are the bounds of the run that contains each position.
+    ``order`` (int64 [n]) contains the original positions; the sort is stable. ``start`` and
+    ``stop`` (int32 [n]) are the bounds of the run that contains each position.
     """
 
     keys: Tensor
@@ -41,20 +41,20 @@ class SortedSegments:
 
     @cached_property
     def number(self) -> Tensor:
-        """Return the index [n] int64 of the run that contains each position."""
+        """Return the index (int64 [n]) of the run that contains each position."""
         changes = (self.keys[1:] != self.keys[:-1]).to(torch.int64)
         return torch.cumsum(torch.cat([changes.new_zeros(1), changes]), 0)
 
     @cached_property
     def starts(self) -> Tensor:
-        """Return the first position of each run, padded with n: [n] int64."""
+        """Return the first position of each run (int64 [n], padded with n)."""
         count = self.keys.numel()
         none = self.order.new_full((count,), count)
         return none.scatter_(0, self.number, self.start.to(torch.int64))
 
     @cached_property
     def slots(self) -> Tensor:
-        """Return the index of each run, padded by repeating the last index: [n] int64."""
+        """Return the index of each run (int64 [n], padded by repeating the last index)."""
         return torch.minimum(
             torch.arange(self.keys.numel(), device=self.keys.device), self.number[-1:]
         )

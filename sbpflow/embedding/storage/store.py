@@ -76,7 +76,7 @@ class RowStore(Protocol):
         """
 
     def admit(self, number: int) -> Tensor | None:
-        """Return the slots [n] of the addresses of an announced batch, which stay fixed until its
+        """Return the slots [n] for the addresses of an announced batch; they stay fixed until its
         release.
 
         Slots have the dtype of the addresses. ``None`` means that the slot of each row is its
@@ -88,7 +88,7 @@ class RowStore(Protocol):
         """End the lease of an announced batch, whether or not it led to an update."""
 
     def peek(self, lookup: Lookup) -> Tensor:
-        """Look up the rows of an evaluation batch, without a lease: [bags, width]."""
+        """Look up the rows of an evaluation batch without a lease; return [bags, width]."""
         ...
 
     def read(
@@ -102,8 +102,8 @@ class RowStore(Protocol):
         ...
 
     def write(self, rows: slice | Tensor, values: Mapping[str, Tensor]) -> None:
-        """Set the ``values`` of these rows, by name. No update may touch the rows at the same
-        time.
+        """Set these rows to ``values``, which are keyed by name. No update may touch the rows at
+        the same time.
         """
 
 
@@ -184,7 +184,7 @@ class InitialValues(Protocol):
         ...
 
     def put(self, rows: Array, slots: Array, tensors: Mapping[str, Tensor]) -> None:
-        """Set ``tensors[name][slots]`` to the values of ``rows``, for host tensors."""
+        """Set ``tensors[name][slots]`` to the values of ``rows``; tensors must be on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,9 @@ def _sum_rows(
     grads, source, scale, first, count, column, width,
     HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Sum ``count`` rows from sorted position ``first`` on, in order: [BLOCK, COLUMNS] float32."""
+    """Return the sum of ``count`` rows, added in order from sorted position ``first`` on, as
+    float32 [BLOCK, COLUMNS].
+    """
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     longest = tl.max(count, 0)
     step = longest * 0
@@ -49,7 +51,7 @@ def lookup(
     HAS_OFFSETS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write each bag's weighted sum of rows of ``table`` to out [bags, width] float32."""
+    """Write the weighted sum of each bag's rows in ``table`` to ``out`` (float32 [bags, width])."""
     bag = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, COLUMNS)
     inside = bag < bags
@@ -71,11 +73,11 @@ def sum_long_runs(
     start, stop, source, scale, grads, partial, n, width,
     HAS_SCALE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Write the sum of every chunk of SPLIT positions of a run, except the first chunk, to partial
-    [n // SPLIT + 1, width].
+    """Divide each run into chunks of ``SPLIT`` positions, and write the sum of every chunk except
+    the first to ``partial`` [n // SPLIT + 1, width].
 
-    Chunks begin at least SPLIT positions apart, so the first position of a chunk, divided by SPLIT,
-    identifies the chunk.
+    These chunks begin at least ``SPLIT`` positions apart, so the first position of a chunk, divided
+    by ``SPLIT``, identifies the chunk.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -142,7 +144,7 @@ def _noise(
     keys, bases, shift, row, column, words_per_row, first_column,
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr,
 ):
-    """Return the same noise as ``RowNoise.draw``: [BLOCK, COLUMNS] int32 in 0..65535."""
+    """Return the same noise as ``RowNoise.draw``, as int32 [BLOCK, COLUMNS] in 0..65535."""
     low = row * 0
     high = low + SHARDS
     for _ in range(HALVINGS):  # binary search for the shard that contains the row
@@ -182,13 +184,13 @@ def update(
     SHARDS: tl.constexpr, HALVINGS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Take one optimizer step for each distinct row number in ``keys`` (sorted, may repeat), at the
-    first position of each run of equal keys.
+    """Take one optimizer step on each distinct row in ``keys`` (sorted row numbers with
+    duplicates). The step is computed at the first position of each run of equal keys.
 
     With ``HAS_SUMS``, ``grads`` [n, width] already contains the sums of the runs, and ``squares``
     [n] is set. Keys of ``num_rows`` and above are skipped. ``STEP`` is a function of
     ``triton_rules`` with constants ``a`` to ``d``. With ``IN_SLOTS``, ``slots`` [n] are the slots
-    of the rows. With ``ON_DEVICE``, ``numbers`` [3] float64 contains ``rate``, ``decay``, and
+    of the rows. With ``ON_DEVICE``, ``numbers`` (float64 [3]) contains ``rate``, ``decay``, and
     ``correction``. With ``ROWWISE``, the optimizer has row state.
     """
     if ON_DEVICE:

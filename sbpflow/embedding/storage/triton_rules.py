@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
 """Defines the sparse optimizers for Triton, each with a jitted step function and constants.
 
-A step function gets a tile of ``weight`` (after weight decay) and ``grad`` [rows, columns], and the
-mean squares ``square`` [rows] (used only with row state). The function returns the new weight, and
-stores the states ``first`` and ``second``: element state at ``place`` under the mask ``shown``, row
-state at ``row`` under the mask ``heads``. ``rate`` and ``correction`` come from ``StepNumbers``;
-``a`` to ``d`` are up to four constants.
+A step function receives a tile of ``weight`` (after weight decay) and ``grad`` [rows, columns], and
+the mean squares ``square`` [rows] (used only with row state). The function returns the new weight,
+and stores the states ``first`` and ``second``: element state at ``place`` under the mask ``shown``,
+row state at ``row`` under the mask ``heads``. ``rate`` and ``correction`` come from
+``StepNumbers``; ``a`` to ``d`` are up to four constants.
 """
 
 from collections.abc import Callable

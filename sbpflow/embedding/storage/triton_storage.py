@@ -89,7 +89,7 @@ class TritonStorage(TorchStorage):
     def update(self, lookup: Lookup, grads: Tensor, lr: float, step: int) -> None:
         if lookup.addresses.numel() == 0:
             if self.optimizer.has_row_state:
-                # This call is collective: every rank must make it, even without rows.
+                # This call is collective: every rank must make it, even if it has no rows.
                 self._squares(grads.new_zeros(0, grads.shape[1]))
             return
         if self.listeners:

@@ -1,10 +1,10 @@
 """Decides which keys of a field have rows, on the rank that owns their range of key buckets.
 
 The decisions for a batch depend only on its keys and on those of earlier batches, so they can be
-made when the batch is announced, before earlier batches have been trained. All changes are logged
-until their batch has been trained, so that evaluations and saves see the vocabulary as of the last
-trained batch, and announced batches can be canceled. An evicted row is overwritten only when the
-batch that reuses it is looked up; by then, all earlier batches have been trained.
+made when the batch is announced, before earlier batches have completed. All changes are logged
+until their batch completes, so that evaluations and saves see the vocabulary as of the last
+completed batch, and announced batches can be canceled. An evicted row is overwritten only when the
+batch that reuses it is looked up; by then, all earlier batches have completed.
 """
 
 from collections import deque
@@ -88,7 +88,7 @@ class Vocabulary:
             tails=np.zeros(num_buckets, np.int32),
         )
         self.reserve(0)
-        self._steps: deque[_Step] = deque()  # announced batches that have not been trained
+        self._steps: deque[_Step] = deque()  # announced batches that have not completed
         self._clock = Clock()
         self._patch: tuple[Array, Array] | None = None
         self._step_start = 0
@@ -102,7 +102,7 @@ class Vocabulary:
 
     @property
     def num_trained(self) -> int:
-        """Return the number of trained batches."""
+        """Return the number of completed batches."""
         return self._clock.now - len(self._steps)
 
     def announce(
@@ -195,7 +195,7 @@ class Vocabulary:
         return keys[(buckets >= self.buckets[0]) & (buckets < self.buckets[1])]
 
     def release(self) -> None:
-        """End the oldest announced batch, which has been trained."""
+        """End the oldest announced batch, whose update is complete."""
         step = self._steps.popleft()
         self.totals.add(step.totals)
         self._patch = None
@@ -224,7 +224,7 @@ class Vocabulary:
         self._patch = None
 
     def peek(self, keys: Array) -> Array:
-        """Return the row of each key as of the last trained batch; 0 is the shared row."""
+        """Return the row of each key as of the last completed batch; 0 is the shared row."""
         out = np.empty(keys.size, np.int64)
         counting_loops.find_all(self.arrays, keys, out, self.arrays.migrates)
         out = np.maximum(out, 0) - 1
@@ -252,7 +252,7 @@ class Vocabulary:
         return self._patch
 
     def save(self) -> "VocabularyCopy":
-        """Return a copy of the vocabulary as of the last trained batch."""
+        """Return a copy of the vocabulary as of the last completed batch."""
         t = self.arrays
         copies = t._replace(
             state=t.state.copy(),

@@ -14,7 +14,7 @@ from sbpflow.runtime.compute.compiled import Array
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over trained batches; see ``GrowthCounts``."""
+    """Sums over completed batches; see ``GrowthCounts``."""
 
     live: int = 0
     pending: int = 0

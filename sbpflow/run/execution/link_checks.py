@@ -71,7 +71,7 @@ def rounds_within(hosts: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
 def measure(
     boxing: Boxing, rounds: Iterator[list[Pair]], sizes: Sequence[int] = SIZES
 ) -> dict[Pair, Measured]:
-    """Measure all links of all rounds. Every rank must call this function."""
+    """Measure all links in all rounds. Every rank must call this function."""
     links: dict[Pair, Measured] = {}
     for pairs in rounds:
         latencies: Mapping[Pair, float] = {}

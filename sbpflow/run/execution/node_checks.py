@@ -123,7 +123,7 @@ def mtu_finding(by_rank: Sequence[Facts]) -> Finding:
 
 
 def clocks_finding(by_rank: Sequence[Facts], offsets_s: Sequence[float]) -> Finding:
-    """Compare each machine's clock with rank 0's; only the times in logs depend on them."""
+    """Compare the machines' clocks, which affect only the times in logs."""
     by_host = {facts["host"]: s for facts, s in zip(by_rank, offsets_s, strict=True)}
     middle = statistics.median_low(by_host.values())
     odd = {host: s - middle for host, s in by_host.items() if abs(s - middle) > _MAX_CLOCK_S}

@@ -57,8 +57,9 @@ class WindowLoader(Protocol):
     """The interface of a loader with random access, such as ``data.read.loader.RowLoader``."""
 
     def windows(self, windows: Sequence[tuple[int, int]], batch_size: int) -> Iterator[Batch]:
-        """Yield batches of this rank's ``rows``; ``batch_size`` is the total number of rows on all
-        ranks."""
+        """Yield a batch of this rank's rows for each of ``windows``; ``batch_size`` is the total
+        number of rows on all ranks.
+        """
         ...
 
 

@@ -150,7 +150,7 @@ def _without_own_imports(text: str) -> str:
 
 
 def array_of(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as an array; bfloat16, which numpy lacks, becomes its bits."""
+    """Return a tensor as an array; bfloat16, which numpy lacks, is returned as raw bits."""
     tensor = tensor.detach().contiguous()
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 

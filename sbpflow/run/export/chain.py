@@ -150,8 +150,9 @@ def export_next(
 
 
 def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
-    """Return the deltas from the one after the checkpoint with this digest up to ``checkpoint``,
-    oldest first, or [] if no chain of deltas connects the two."""
+    """Return the deltas after the checkpoint with this digest up to ``checkpoint``, oldest first,
+    or [] if no chain of deltas connects the two.
+    """
     members: list[Checkpoint] = []
     member: Checkpoint | None = checkpoint
     while member is not None and member.previous is not None:
@@ -163,7 +164,7 @@ def _since(checkpoint: Checkpoint, digest: str) -> list[Checkpoint]:
 
 
 def _growing(members: Sequence[Checkpoint], last: Exported) -> dict[str, KeyDelta] | None:
-    """Return the changes of growing fields by vocabulary; None if the bundle cannot apply them."""
+    """Return the changes to growing fields by vocabulary; None if the bundle cannot apply them."""
     fields: dict[str, dict[str, int]] = {}
     for table, facts in last.content["tables"].items():
         if (name := vocabulary_of(members[-1], table)) is not None:
@@ -249,7 +250,7 @@ def _changed_rows(members: Sequence[Checkpoint], name: str) -> Tensor:
 
 
 def _changed_values(members: Sequence[Checkpoint], name: str, changed: Tensor) -> Tensor:
-    """Return the latest values [n, dim] of the rows ``changed``, which ``members`` contain."""
+    """Return the latest values of the rows ``changed`` in the deltas ``members`` ([n, dim])."""
     saved = members[-1].saved(name)
     values = torch.empty(len(changed), *saved.shape[1:], dtype=saved.dtype)
     for member in members:

@@ -25,7 +25,9 @@ from sbpflow.serving.scorer import Model, load
 from sbpflow.training.metrics import Evaluation, evaluate
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-6, 1e-2
-"""Limits for differences of sample scores; results of 16-bit arithmetic vary between CPUs"""
+"""Limits for differences between a bundle's and the run's sample scores; results of 16-bit
+arithmetic vary between CPUs
+"""
 
 
 class LabelledBatch(Protocol):

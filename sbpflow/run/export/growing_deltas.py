@@ -2,7 +2,7 @@
 
 In a bundle, the keys of a growing field have ids starting at 2, and a key's id is also its row in
 the field's tables. Row 0 is for missing values, and row 1 is shared by all keys without a row. New
-keys get the ids of removed keys, or unused ids.
+keys are assigned the ids of removed keys, or unused ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def vocabulary_of(checkpoint: Checkpoint, table: str) -> str | None:
 def served_keys(
     bundle: Path, content: Mapping[str, Any], name: str, later: Sequence[Entries]
 ) -> Entries:
-    """Return the keys of vocabulary ``name``, ascending, and their ids after changes ``later``."""
+    """Return the keys of vocabulary ``name``, ascending, and their ids after ``later`` changes."""
     place, words = (
         content["input"]["vocabularies"][name],
         Tensors(bundle / "vocabulary.safetensors"),
@@ -96,7 +96,7 @@ def key_delta(
 
 
 def values_of(checkpoint: Checkpoint, name: str, rows: Tensor) -> Tensor:
-    """Return the rows [n], in any order, of a growing table's tensor: [n, dim]."""
+    """Return these rows of a growing table's tensor ([n, dim]); they may be in any order."""
     saved = checkpoint.saved(name)
     ascending, index = rows.unique(return_inverse=True)
     out = torch.empty(len(ascending), *saved.shape[1:], dtype=saved.dtype)

@@ -65,7 +65,7 @@ class GrowingTables:
         return self._checkpoint.saved(f"vocabularies/{vocabulary}/keys").shape[0]
 
     def keys(self, vocabulary: str) -> Tensor:
-        """Return the keys int64 [n] of a growing field in the order of their rows."""
+        """Return the keys of a growing field (int64 [n]) in the order of their rows."""
         return self._checkpoint.tensor(f"vocabularies/{vocabulary}/keys")
 
     def addresses(self) -> Addresses:

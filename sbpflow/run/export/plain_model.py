@@ -38,12 +38,13 @@ class ReadRows(Protocol):
 class PlainModel(nn.Module):
     """Computes logits from the tables and the dense part of a trained model.
 
-    ``forward(ids, dense, bags)`` returns logits [rows]. ``ids`` [rows, columns] int32 or int64 are
-    the columns of all features with a fixed number of ids, in order. ``dense`` is [rows, fields].
-    ``bags`` is {ragged feature: (values [n], lengths [rows])}, with weights [n] as a third entry
-    for weighted features. The model itself computes the columns that a loader would hash.
-    Out-of-range ids are handled as in the run; if the run rejected them, they raise IndexError. For
-    features in ``addresses``, ids are keys, and tables are arranged as in ``GrowingTables``.
+    ``forward(ids, dense, bags)`` returns logits [rows]. ``ids`` (int32 or int64 [rows, columns])
+    contains the columns of all features with a fixed number of ids, in order. ``dense``
+    is [rows, fields]. ``bags`` maps a ragged feature to (values [n], lengths [rows]), or, if it is
+    weighted, to (values [n], lengths [rows], weights [n]). The model itself computes the columns
+    that a loader would hash. Out-of-range ids are handled as in the run; if the run rejected them,
+    they raise IndexError. For features in ``addresses``, ids are keys, and tables are arranged as
+    in ``GrowingTables``.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ def missing_ids(column: HashedColumn, keyed: Container[str]) -> list[int]:
 
 
 def hashed_ids(parts: Sequence[Tensor], rows: int, missing: Sequence[int]) -> Tensor:
-    """Hash ids [n] of several columns to ids of a ``HashedColumn``, like ``data.read.crosses``.
+    """Hash the ids of several columns to ids of a ``HashedColumn``, like ``data.read.crosses``.
 
     ``data.read.crosses`` uses numpy's unsigned integers, which torch lacks. int64 arithmetic wraps
     identically, but the remainder must account for the sign: a negative number stands for itself
@@ -308,5 +309,5 @@ def id_columns(features: Sequence[FeatureConfig]) -> dict[str, slice]:
 
 
 def _module_name(table: str) -> str:
-    """Return a submodule name. "/" avoids clashes with attributes; torch does not allow "."."""
+    """Return a submodule name: "/" avoids clashes with attributes, and torch forbids "."."""
     return "tables/" + table.replace(".", "/")

@@ -34,7 +34,7 @@ class FloatRows(nn.Module):
         return {"": self.weight}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``.
+        """Look up ids of any shape; return [*ids.shape, dim] in ``dtype``.
 
         Raises IndexError if an id is out of range.
         """
@@ -49,7 +49,7 @@ class ByteRows(nn.Module):
         self.values: Tensor
         self.scale: Tensor
         self.low: Tensor
-        # values [rows, dim] uint8; scale and low [rows] float32
+        # values: uint8 [rows, dim]; scale and low: float32 [rows]
         self.register_buffer("values", values)
         self.register_buffer("scale", scale)
         self.register_buffer("low", low)
@@ -61,7 +61,7 @@ class ByteRows(nn.Module):
         return {"/int8": self.values, "/scale": self.scale, "/low": self.low}
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``.
+        """Look up ids of any shape; return [*ids.shape, dim] in ``dtype``.
 
         Raises IndexError if an id is out of range.
         """
@@ -95,7 +95,7 @@ class SavedRows(nn.Module):
         raise RuntimeError(f"table {self._name}: read its rows from the checkpoint")
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids of any shape: [*ids.shape, dim] of ``dtype``.
+        """Look up ids of any shape; return [*ids.shape, dim] in ``dtype``.
 
         Raises IndexError if an id is out of range.
         """

@@ -24,7 +24,7 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsa
 class GlobalBatchNorm(nn.Module):
     """Replaces a ``BatchNorm1d`` with ``ops.batch_norm``, keeping its parameters and buffers.
 
-    ``take_rows`` must be called before each forward.
+    ``take_rows`` must be called before each forward pass.
     """
 
     def __init__(self, norm: nn.BatchNorm1d, name: str) -> None:
@@ -43,7 +43,7 @@ class GlobalBatchNorm(nn.Module):
         self._bound_to = 0
 
     def take_rows(self, batch: GlobalTensor) -> None:
-        """Set the layout of the rows of the next forward to that of ``batch``, which is S(0)."""
+        """Use the row layout of ``batch``, which is S(0), for the next forward pass."""
         self._batch = batch
         if self._bound_to != id(self):  # Not yet bound, or a copy of a bound module.
             # Compiled graphs cannot contain transfers, so the compiler must skip this forward. The
@@ -121,7 +121,7 @@ def check_norms(module: nn.Module) -> None:
 
 
 def replace_norms(module: nn.Module) -> nn.Module:
-    """Replace each ``BatchNorm1d`` in ``module`` by a ``GlobalBatchNorm``; return the module."""
+    """Replace each ``BatchNorm1d`` in ``module`` with a ``GlobalBatchNorm``; return the module."""
     for name, part in list(module.named_modules()):
         if not isinstance(part, nn.BatchNorm1d):
             continue
@@ -134,7 +134,7 @@ def replace_norms(module: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return a submodule's or parameter's name without the prefixes of ``torch.compile``."""
+    """Return a submodule's or parameter's name without the prefixes that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
 
 
@@ -160,8 +160,8 @@ def calls_of_norms(
 ) -> list[tuple[str, int]]:
     """Return (name, features) of each batch norm in call order.
 
-    Runs a forward over two rows of zeros on the CPU, without gradients, and leaves ``module`` in
-    evaluation mode.
+    Runs a forward pass over two rows of zeros on the CPU, without gradients, and leaves ``module``
+    in evaluation mode.
     """
     calls: list[tuple[str, int]] = []
 
@@ -184,8 +184,8 @@ def calls_of_norms(
 
 
 def dry_norms(calls: Sequence[tuple[str, int]], carry: GlobalTensor) -> GlobalTensor:
-    """Run the transfers of these norms on the meta device, one after another. ``carry`` [b, 1] ->
-    [b, 1] chains the norms for autograd.
+    """Run the transfers of these norms on the meta device, one after another. ``carry`` ([b, 1])
+    passes through all of them, so that autograd sees one chain.
     """
     everywhere = Layout(carry.layout.placement, (Broadcast(),))
     boxing, rows = carry.boxing, carry.shape[0]

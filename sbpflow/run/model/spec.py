@@ -118,7 +118,7 @@ class HashedColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """A dense parameter by its shape and its initial values: U(-bound, bound) or ``value``.
+    """Describes a dense parameter by its shape and initial values: U(-bound, bound) or ``value``.
 
     Raises ConfigError if both are given, or if ``bound`` is given for more than 2 dims.
     """

@@ -42,7 +42,7 @@ RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def bce_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the binary cross entropy of each row [rows] from logits and labels [rows]."""
+    """Return each row's binary cross entropy ([rows]) from logits and labels ([rows] each)."""
     return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
 
@@ -52,12 +52,13 @@ class TorchModel:
 
     ``make`` must build a new module at each call: it is called once for the shapes, and once on
     every rank with the same seed, so that initial values are equal. The module's
-    ``forward(vectors, dense)`` gets this rank's rows: the ``outputs`` by name, [rows, width] each,
-    and the dense fields [rows, fields]. A short last batch may have 0 rows. ``forward`` returns
-    logits [rows] or [rows, 1], each computed from its own row only. ``row_loss(logits, labels)``
-    takes [rows] each and returns the loss of each row, which the trainer averages over the whole
-    batch. The module may be compiled (``torch.compile``); with ``autocast``, it runs under
-    ``torch.autocast`` in that dtype. A ``BatchNorm1d`` is computed over the rows of all ranks.
+    ``forward(vectors, dense)`` receives this rank's rows: the ``outputs`` by name ([rows, width]
+    each) and the dense fields ([rows, fields]). A short last batch may have 0 rows. ``forward``
+    returns logits [rows] or [rows, 1], each computed from its own row only.
+    ``row_loss(logits, labels)`` takes two tensors [rows] and returns the loss of each row, which
+    the trainer averages over the whole batch. The module may be compiled (``torch.compile``); with
+    ``autocast``, it runs under ``torch.autocast`` in that dtype. A ``BatchNorm1d`` is computed over
+    the rows of all ranks.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -169,7 +170,7 @@ class TorchPart:
         training: bool,
         seed: int,
     ) -> GlobalTensor:
-        """Compute logits [batch, 1], S(0), from this rank's rows.
+        """Compute logits ([batch, 1] with layout S(0)) from this rank's rows.
 
         In training, torch's random numbers inside the module depend on ``seed`` and the rank. The
         state of torch's generators is restored afterwards.
@@ -192,7 +193,7 @@ class TorchPart:
         return _over_batch(logits.reshape(-1, 1).to(dense.dtype), dense)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """Compute ``row_loss`` of this rank's rows: [batch, 1], S(0)."""
+        """Compute ``row_loss`` for this rank's rows ([batch, 1] with layout S(0))."""
         losses = self._row_loss(logits.part.squeeze(1), labels.part.squeeze(1))
         if losses.shape != (logits.part.shape[0],):
             raise SbpError(
@@ -237,7 +238,7 @@ class TorchPart:
         return {name: value for name, value in buffers if plain_name(name) not in self.buffers}
 
     def _check_buffers(self, before: Mapping[str, tuple[int, int, Tensor | None]]) -> None:
-        """Raise SbpError if the forward replaced, added, removed, or modified a buffer."""
+        """Raise SbpError if the forward pass replaced, added, removed, or modified a buffer."""
         after = self._own_buffers()
         for name in {**before, **after}:
             value, (number, version, values) = after.get(name), before.get(name, (0, 0, None))
@@ -306,7 +307,9 @@ def _over_batch(part: Tensor, like: GlobalTensor) -> GlobalTensor:
 
 
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the trainable parameters with their names, without prefixes of ``torch.compile``."""
+    """Yield the trainable parameters with their names, without the prefixes that ``torch.compile``
+    adds.
+    """
     for name, value in module.named_parameters():
         if value.requires_grad:
             yield plain_name(name), value

@@ -69,7 +69,7 @@ def _with_patterns(outputs: tuple[OutputConfig, ...], config: Config) -> tuple[O
 def _with_optimizer(
     table: TableConfig, key: str, given: TableOptimizer, sparse: SparseOptimizer
 ) -> TableConfig:
-    """Apply one pattern's settings; ``sparse`` is the optimizer of tables without a pattern."""
+    """Apply one pattern's settings; ``sparse`` is the optimizer of unmatched tables."""
     if not isinstance(given, TableChanges):
         return replace(table, optimizer=given)
     rule = table.optimizer or sparse

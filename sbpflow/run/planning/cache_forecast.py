@@ -3,7 +3,7 @@ batches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -17,6 +17,7 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.table_batch import TableBatch
+from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.errors import ConfigError
 from sbpflow.run.planning.plan import RunPlan
 
@@ -39,13 +40,14 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
     first table and by rank.
 
     ``batches`` are the ids of whole batches. The counts are ``unique``, ``fetched``, ``read``, and
-    ``written``. Stacks with ragged features are omitted. Raises ConfigError if a cache is too small
-    for the rows of one step.
+    ``written``. Stacks with ragged features are omitted. Growing tables start without keys, as in a
+    new run. Raises ConfigError if a cache is too small for the rows of one step.
     """
     matrices: list[Ids] = [
         (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()
         for ids in islice(batches, BATCHES)
     ]
+    _replace_keys(plan, matrices)
     found: dict[str, dict[int, Mapping[str, float]]] = {}
     for group, stack, storage in cached_stacks(plan):
         if stack.ragged or not matrices:
@@ -62,6 +64,27 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
             raise ConfigError(_too_small(stack, storage, max(shortages, key=_Shortage.share)))
         found[stack.tables[0].name] = counts
     return found
+
+
+def _replace_keys(plan: RunPlan, matrices: list[Ids]) -> None:
+    """Replace the keys of growing fields with the rows that their owners assign to them."""
+    for field in plan.embeddings.vocabularies:
+        # ``batches`` have no event times.
+        evict = replace(field.growth.evict, idle_time=None)
+        growth = replace(field.growth, evict=evict)
+        parts = [Vocabulary(growth, field.num_rows, *buckets) for _, *buckets in field.owners]
+        columns = list(field.columns)
+        for index, ids in enumerate(matrices if columns else ()):
+            keys, inverse, occurrences = np.unique(
+                ids[:, columns].astype(np.int64), return_inverse=True, return_counts=True
+            )
+            rows = np.zeros(keys.size, np.int64)
+            for part in parts:
+                own = np.isin(keys, part.owned(keys), assume_unique=True)
+                rows[own], _ = part.announce(keys[own], occurrences[own], ids.shape[0])
+                part.release()
+            matrices[index] = ids = ids.copy()
+            ids[:, columns] = rows[inverse].reshape(-1, len(columns))
 
 
 @dataclass(frozen=True, slots=True)

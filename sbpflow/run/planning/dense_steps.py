@@ -1,6 +1,6 @@
 """Finds the conversions of a model's dense part by running it without data. Ops choose their
-signatures when they run, so a single process runs a real forward and backward on tensors without
-storage (torch's meta device) and records the steps.
+signatures when they run, so a single process runs real forward and backward passes on tensors
+without storage (torch's meta device) and records the steps.
 """
 
 from collections.abc import Mapping

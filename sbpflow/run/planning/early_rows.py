@@ -15,8 +15,8 @@ from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
 KEY, LATE_KEY = "train.early_rows", "train.late_gradients"
-# Costs of the flags and of the second transfer. Early rows can hide only the time by which a link
-# is slower than a rank's own copies; two ranks on one host exchange 2 GB/s.
+# Costs of the flags and of the second transfer. Early rows cannot hide the time of a rank's own
+# copies, only the additional time of a slower link; two ranks on one host exchange 2 GB/s.
 CALLS_MS, ROW_NS, COPY_GB_PER_S = 0.5, 150.0, 2.0
 
 
@@ -26,7 +26,7 @@ def with_early_rows(
     topology: Topology,
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[EmbeddingPlan, tuple[EarlyRows, ...]]:
-    """Return the plan with ``early_rows`` and ``late_gradients`` of its groups set, and the choice
+    """Return the plan with its groups' ``early_rows`` and ``late_gradients`` set, and the choice
     for each ``unique`` group.
 
     Raises ConfigError if ``train.early_rows`` or ``train.late_gradients`` is true, but no group can

@@ -117,7 +117,7 @@ def _encode_rule(rule: SparseOptimizer) -> object:
 
 
 def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
-    """Decode an optimizer, ignoring the constants of other optimizers in older files."""
+    """Decode an optimizer, ignoring constants that older files also store for other optimizers."""
     kind: type[Any] = rule_class(content.get("class", content["name"]))
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{key: _decode(content[key]) for key in names})

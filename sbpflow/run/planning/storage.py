@@ -13,8 +13,8 @@ from sbpflow.embedding.plan.tables import OutputConfig, TableConfig
 from sbpflow.errors import ConfigError
 from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
-# The cache fetches fewest rows if the known batches contain about three times as many rows as it
-# has slots.
+# The cache fetches the fewest rows if the known batches contain about three times as many rows as
+# it has slots.
 AUTO_LOOKAHEAD = 64
 
 

@@ -103,7 +103,11 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
-    """Return the median speed of the run in ``folder``, or None if it is not comparable."""
+    """Return the median batches/s of the run in ``folder``.
+
+    Returns None if no speed was recorded, or if the world size or the batch size differs from the
+    plan's.
+    """
     try:
         run = read_run(folder, folder.name)
     except ConfigError:  # the folder has no run, or the run has no events yet

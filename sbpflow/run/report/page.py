@@ -181,7 +181,9 @@ def _slices(run: Run) -> str:
 
 
 def _growth(run: Run) -> str:
-    """Draw each field's number of keys that have rows, and list the latest values."""
+    """Draw each field's number of keys with a row and its share of rows in use; list the latest
+    values.
+    """
     last = next((e for e in reversed(run.of("step")) if e.get("growth_live") is not None), {})
     names = [key.removeprefix("growth.") for key in last if key.startswith("growth.")]
     fields = [name.removesuffix(".live") for name in names if name.endswith(".live")]

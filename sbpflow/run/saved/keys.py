@@ -35,7 +35,7 @@ _PENDING = ("pending_keys", "pending_last_uses", "pending_counts")
 
 
 class Values(NamedTuple):
-    """The values of a fitted field, in any order: their ids, keys, and occurrences, int64 [n]."""
+    """The values of a fitted field, in any order: their ids, keys, and counts (int64 [n] each)."""
 
     ids: Tensor
     keys: Tensor
@@ -55,7 +55,7 @@ def check_grows(checkpoint: Checkpoint, field: str) -> VocabularyPlan:
 def erase(path: AnyPath, field: str, keys: Tensor) -> str:
     """Rewrite the newest checkpoint at ``path`` without some keys of a field; return a message.
 
-    The checkpoint loses the rows, optimizer state, last uses, and counts of ``keys`` int64 [n].
+    This removes the rows, optimizer state, last uses, and counts of ``keys`` (int64 [n]).
     """
     checkpoint = checked(checkpoints_of(path)[0])
     folder = checkpoint.path.parent
@@ -96,7 +96,8 @@ def erase(path: AnyPath, field: str, keys: Tensor) -> str:
 def to_keys(
     checkpoint: Checkpoint, values: Mapping[str, Values], data: Mapping[str, Any], output: AnyPath
 ) -> str:
-    """Write ``checkpoint`` to the folder ``output`` with growing tables for the fields ``values``.
+    """Write ``checkpoint`` to the folder ``output`` with growing tables for the fields in
+    ``values``.
 
     The rows of values become the rows of their keys, and the row for rare values becomes the shared
     row. ``data`` identifies the set with keys on which a run can continue.

@@ -301,7 +301,7 @@ def _start(checkpoint: Checkpoint, decision: Decision, data: DataFacts) -> Start
         del loop["best"]
         if decision.resumes:
             logger.warning(
-                "step-%d, the best checkpoint so far, is missing; no best is known", best
+                "step-%d, the best checkpoint so far, is missing, so no best score is known", best
             )
     if data.relation(documents["data"]) == "grown":
         return Start(step=step, steps_of_before=step, loop=loop)

@@ -14,7 +14,7 @@ from sbpflow.runtime.files.json_file import is_count, is_number
 
 
 def saved_set(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return path and digests of the training set; raise CheckpointError for an invalid key."""
+    """Return the path and digests of the training set; raise CheckpointError for an invalid key."""
     data = _object(checkpoint, "data", checkpoint.documents.get("data"))
     for key in ("path", "fingerprint"):
         _need(checkpoint, f"data.{key}", data.get(key), _is_text, "text")

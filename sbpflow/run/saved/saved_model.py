@@ -80,7 +80,7 @@ def weights_text(checkpoint: Checkpoint) -> str:
     text, best = f"weights of step {checkpoint.step} from {checkpoint.path}", best_of(checkpoint)
     if best is None:
         return text
-    score = f"{best.get('metric')} of val, {best['value']:.6g}"
+    score = f"{best.get('metric')} on val, {best['value']:.6g}"
     if best["step"] == checkpoint.step:
         return f"{text}, with the best {score}"
     return f"{text}; step {best['step']} has the best {score}"
@@ -209,7 +209,7 @@ def table_of(spec: ModelSpec, table: str) -> TableConfig:
 
 
 def keys_of(checkpoint: Checkpoint, table: TableConfig) -> NDArray[np.int64] | None:
-    """Return the keys [n] of rows 1 to n of a growing table, or None for other tables."""
+    """Return the keys of rows 1 to n of a growing table ([n]), or None for other tables."""
     if table.growth is None:
         return None
     return checkpoint.tensor(f"vocabularies/{vocabulary_name(table.features)}/keys").numpy()

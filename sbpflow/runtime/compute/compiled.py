@@ -5,7 +5,8 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
-from numba.core import types
+from llvmlite import ir
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from sbpflow.runtime.files.cache_dir import code_cache
@@ -52,5 +53,33 @@ def _pointer(_: _Node, address: _Node, like: _Node) -> _Node:
 
 pointer_to = cast("Callable[[Any, Array], Any]", _pointer)
 """In compiled functions, ``pointer_to(address, like)`` is a pointer to values with the dtype of
-``like``; it is indexed like an array. Tuples of arrays would be compiled for each length.
+``like``; it is indexed like an array. A function that took a tuple of arrays instead would be
+compiled for each length.
+"""
+
+
+@intrinsic
+def _prefetch(_: _Node, array: _Node, row: _Node) -> _Node:
+    def generate(context: _Node, builder: _Node, signature: _Node, values: _Node) -> _Node:
+        kind = signature.args[0]
+        place = [values[1], *[context.get_constant(signature.args[1], 0)] * (kind.ndim - 1)]
+        view = context.make_array(kind)(context, builder, values[0])
+        # Use numba's own helpers to compute the address of the element without reading the element.
+        pointer = cast(Any, cgutils).get_item_pointer(context, builder, kind, view, place)
+        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+        call = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cast(Any, cgutils).get_or_insert_function(
+            builder.module, call, "llvm.prefetch.p0"
+        )
+        # Arguments of llvm.prefetch: for reading, keep in all cache levels, data cache.
+        hints = [ir.Constant(number, hint) for hint in (0, 3, 1)]
+        builder.call(function, [builder.bitcast(pointer, byte), *hints])
+        return context.get_dummy_value()
+
+    return types.void(array, row), generate
+
+
+prefetch = cast("Callable[[Array, np.intp], None]", _prefetch)
+"""In compiled functions, ``prefetch(array, row)`` starts loading the beginning of ``array[row]``;
+``row`` is an intp.
 """

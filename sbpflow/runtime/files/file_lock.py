@@ -15,7 +15,9 @@ _MAX_CHARACTERS = 200  # maximum length of a holder's name
 
 
 class HeldError(Exception):
-    """Raised if another process has locked the file; ``str`` is " (HOLDER)", or "" if unknown."""
+    """Raised if another process has locked the file; ``str`` is " (HOLDER)", or "" if the holder is
+    unknown.
+    """
 
 
 def hold(path: Path, *, wait: bool = False) -> IO[str]:

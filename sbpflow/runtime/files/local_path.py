@@ -1,4 +1,4 @@
-"""Converts text to a path of this machine, for configuration keys and command-line options.
+"""Converts text to a path on this machine, for configuration keys and command-line options.
 
 ``Path`` would accept a URL as a folder: ``Path("s3://bucket/set")`` is ``s3:/bucket/set`` below the
 working folder, and files written there are lost when a container ends.
@@ -28,7 +28,7 @@ def local_path(given: str | Path) -> Path:
     text = str(given)
     if _URL.match(text):
         raise PathError(
-            f"{text!r} is a URL, but only files and folders of this machine are supported here; "
+            f"{text!r} is a URL, but only files and folders on this machine are supported here; "
             "use a local path such as out/criteo, or mount the store and use the mount path (for "
             "a local folder with such a name, use an absolute path)"
         )

@@ -111,7 +111,7 @@ class RemotePath:
         return RemotePath(self.url)
 
     def info(self) -> Mapping[str, Any]:
-        """Return the store's metadata of the file, from ``facts`` or by a request.
+        """Return the store's metadata for the file, from ``facts`` or by a request.
 
         Raises FileNotFoundError or StoreError.
         """
@@ -146,14 +146,14 @@ class RemotePath:
         names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
         info = self.info()
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)
-        if isinstance(value, datetime):  # a listing may give the same value as a number
+        if isinstance(value, datetime):  # a listing may contain the same value as a number
             value = value.timestamp()
         if isinstance(value, str):  # some servers quote the ETag in only one kind of response
             return value.strip('"')
         return f"{value:.6f}" if isinstance(value, float) else value
 
     def stat(self) -> RemoteStat:
-        """Return size and time of the file; the time is 0 if the store does not report it."""
+        """Return the size and modification time of the file; the time is 0 if unknown."""
         info = self.info()
         names = ("LastModified", "last_modified", "mtime", "updated", "created")
         time_of = next((info[name] for name in names if info.get(name)), 0.0)
@@ -387,7 +387,7 @@ def _file_path(text: str) -> Path | None:
 
 
 def redacted(text: str) -> str:
-    """Return text with users, passwords, and queries removed from its URLs."""
+    """Return text with users, passwords, and queries in its URLs replaced with ``***``."""
     return _QUERY.sub(r"\1?***", _USER.sub("://***@", text))
 
 

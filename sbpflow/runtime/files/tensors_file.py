@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 
 
 class TensorsFile:
-    """Creates a file for ``tensors``, name -> (dtype, shape), which ``put`` fills piece by piece.
+    """Creates a file for ``tensors`` (name -> (dtype, shape)), which ``put`` fills piece by piece.
     Tensors are sorted by descending item size, so that every tensor is aligned to its item size.
     """
 

@@ -31,8 +31,8 @@ from sbpflow.runtime.processes.store import TimedStore, open_store, polls, store
 
 Kind = Literal["mistake", "crash", "absent", "lost_peer", "peer_stopped", "interrupt", "terminated"]
 
-# The printing rank waits up to ``_GRACE_S`` for other ranks to post, and that long only if a rank
-# is dead or stuck. Other ranks exit ``_LATER_S`` after the printing rank, so that torchrun sees the
+# The printing rank waits for other ranks to post; it waits the full ``_GRACE_S`` only if a rank is
+# dead or stuck. Other ranks exit ``_LATER_S`` after the printing rank, so that torchrun sees the
 # printing rank fail first.
 _GRACE_S = 3.0
 _LATER_S = 0.3
@@ -181,7 +181,7 @@ class Meeting:
             self.store.set_all({f"wake/{rank}": "leave" for rank in others})
 
     def leave(self, reason: Reason) -> None:
-        """Post ``reason``; return once a rank of this machine has printed the message.
+        """Post ``reason``; return once a rank on this machine has printed the message.
 
         Returns after a few seconds even if no rank has printed the message.
         """
@@ -214,7 +214,7 @@ class Meeting:
             _wait(lambda: store.add("gone", 0) >= self.world_size, _GRACE_S)
 
     def _leave_without_store(self, error: PeerLostError) -> None:
-        """Print the message unless another rank of this machine has bound the socket name."""
+        """Print the message unless another rank on this machine has bound the socket name."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
             with contextlib.suppress(OSError):
                 # A name in Linux's abstract namespace creates no file and is freed when the process

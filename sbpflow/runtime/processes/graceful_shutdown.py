@@ -1,10 +1,10 @@
 """Saves and exits between two steps after the first Ctrl-C or SIGTERM; exits immediately on the
 second.
 
-In a process of ``run_main``, ``GracefulShutdown`` takes over signal handling from ``launch.py``
-until a second signal or the end of a grace period. ``GracefulShutdown`` ends the process even if
-the main thread is stuck. In other processes, such as a notebook's kernel, ``GracefulInterrupt``
-delays the KeyboardInterrupt.
+In a process that calls ``run_main``, ``GracefulShutdown`` takes over signal handling from
+``launch.py`` until a second signal or the end of a grace period. ``GracefulShutdown`` ends the
+process even if the main thread is stuck. In other processes, such as a notebook's kernel,
+``GracefulInterrupt`` delays the KeyboardInterrupt.
 """
 
 import os

@@ -247,8 +247,9 @@ def _misled(host: str, port: int) -> str:
 def _listener(host: str, address: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at ``address``, or None to let torch create a socket.
 
-    For None, logs a warning, because torch's socket listens on all interfaces. If the port is in
-    use, torch either reuses its own socket in this process or raises an error that names the port.
+    If it returns None, it logs a warning, because torch's socket listens on all interfaces. If the
+    port is in use, torch either reuses its own socket in this process or raises an error that names
+    the port.
     """
     why = "the name may have different addresses on different machines"
     if address:
@@ -278,7 +279,7 @@ def _warn_of_all_interfaces(host: str, port: int, why: str) -> None:
 
 
 def _await_listener(host: str, port: int, end: float, misled: str = "") -> None:
-    """Wait until a process listens at the store's address. Raise AbsentError at the time ``end``
+    """Wait until a process listens at the store's address. Raise AbsentError at time ``end``
     (time.monotonic()), with the reason ``misled``, if any. torch's store would also wait, but would
     log a C++ stack trace for every attempt.
     """

@@ -1,4 +1,4 @@
-"""Provides random numbers for a forward, which depend only on a seed and a name.
+"""Provides random numbers for a forward pass, which depend only on a seed and a name.
 
 A CUDA graph freezes the host values that it captures, and cannot seed a generator. Therefore
 ``KeptDraws`` stores keys in device memory and seeds torch's generator before each replay.
@@ -17,7 +17,7 @@ class Draws:
     """Provides random numbers outside CUDA graphs."""
 
     def key(self, device: torch.device, seed: int, name: str) -> Tensor:
-        """Return the key, a 0-d int64 tensor on ``device``, of the stream ``name`` of ``seed``."""
+        """Return the key of stream ``name`` for ``seed``, as a 0-d int64 tensor on ``device``."""
         return torch.full((), stream_key(seed, name), dtype=torch.int64, device=device)
 
     @contextmanager
@@ -56,8 +56,8 @@ class KeptDraws(Draws):
 
     @contextmanager
     def replaying(self, device: torch.device, seed: int) -> Generator[None]:
-        """Inside the context, a replay uses the same random numbers as an ordinary forward with
-        ``seed``.
+        """Inside the context, a replay uses the same random numbers as an ordinary forward pass
+        with ``seed``.
         """
         for name, key in self._keys.items():
             key.fill_(stream_key(seed, name))

@@ -64,8 +64,8 @@ def fill_uniform(
 def uniform_rows(
     counters: Tensor, columns: int, bound: float | Tensor, first_column: int = 0
 ) -> Tensor:
-    """Return values in U(-bound, bound), [rows, columns] float64. ``counters`` contains each row's
-    first counter; ``bound`` may be a float64 tensor [rows, 1].
+    """Return values in U(-bound, bound), as float64 [rows, columns]. ``counters`` contains each
+    row's first counter; ``bound`` may be a float64 tensor [rows, 1].
     """
     column = torch.arange(first_column, first_column + columns, device=counters.device).mul_(GAMMA)
     unit = mix(counters.unsqueeze(1) + column).bitwise_and_((1 << 53) - 1).to(torch.float64)

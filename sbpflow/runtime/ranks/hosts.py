@@ -38,8 +38,8 @@ def find_topology(
 ) -> Topology:
     """Return the hosts and memory of all ranks, with the same result on every rank.
 
-    Every rank of ``store`` must call this function. Later calls return the same value. Raises
-    AbsentError, naming the missing ranks, if some ranks do not call this function within
+    Every rank connected to ``store`` must call this function. Later calls return the same value.
+    Raises AbsentError, naming the missing ranks, if some ranks do not call this function within
     ``timeout_s``.
     """
     if store is None or size == 1:
@@ -165,7 +165,7 @@ def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
     """Derive the leader from LOCAL_WORLD_SIZE, assuming consecutive ranks; raise ConfigError if
     this fails.
 
-    Used on systems without abstract Unix sockets.
+    This is used on systems without abstract Unix sockets.
     """
     local = size if all_ranks_here() else env_int("LOCAL_WORLD_SIZE", 0)
     if local < 1 or size % local:

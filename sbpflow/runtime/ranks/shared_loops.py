@@ -60,7 +60,7 @@ def publish(sent: int, waiting: int, value: int) -> None:
 @compiled
 def wait_until(sent: int, waiting: int, value: int, limit: Array) -> bool:
     """Wait until the int32 count at address ``sent`` reaches ``value``; return False after a time
-    limit. ``limit`` is [2] int64: seconds and nanoseconds. The count may wrap around.
+    limit. ``limit`` (int64 [2]) is in seconds and nanoseconds. The count may wrap around.
     """
     for _ in range(_SPINS):
         if np.int32(_load(sent) - np.int32(value)) >= 0:

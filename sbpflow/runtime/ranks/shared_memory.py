@@ -134,9 +134,9 @@ class SharedChannel:
 def share_memory(
     store: TimedStore, rank: int, size: int, neighbors: Sequence[int], timeout_s: float
 ) -> SharedMemory | None:
-    """Connect the ranks ``neighbors`` of this rank's host; return None if they cannot share memory.
-    Every rank of ``store`` must call this function. Memory is shared only if all ranks of the host
-    support it; otherwise, each rank logs the first reason.
+    """Connect the ranks ``neighbors`` on this rank's host; return None if they cannot share memory.
+    Every rank connected to ``store`` must call this function. Memory is shared only if all ranks of
+    the host support it; otherwise, each rank logs the first reason.
     """
     arenas: dict[int, Arena] = {}
     secret = store.claim("shared memory secret", uuid.uuid4().hex)

@@ -103,7 +103,7 @@ class Receiving:
     def __init__(self, arena: Arena, ring: Ring, peer: int) -> None:
         self._arena, self._ring, self._peer = arena, ring, peer
         self._number = 0
-        self._abandoned: list[int] = []  # messages that nobody waits for anymore
+        self._abandoned: list[int] = []  # abandoned messages
 
     def next_message(self, target: Tensor, shared: "SharedMemory") -> "Arriving":
         """Return the next message, which ``Arriving.wait`` copies into ``target``."""
@@ -131,7 +131,7 @@ class Receiving:
             self._free_abandoned(number)
 
     def abandon(self, number: int) -> None:
-        """Give up a message that nobody waits for. The sender can reuse its memory after this rank
+        """Abandon a message without waiting for it. The sender can reuse its memory after this rank
         receives a later message, because the abandoned one may not have arrived yet.
         """
         self._abandoned.append(number)
@@ -145,7 +145,7 @@ class Receiving:
 class Arriving:
     """A message to this rank; ``wait`` copies it into its target.
 
-    The messages of an announced batch that is never trained are abandoned without a wait.
+    The messages of an announced batch that is never used are abandoned without a wait.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ HostsSource = Literal["handshake", "given", "assumed"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A link: the send rate of one rank in GB/s, and the latency of a call in ms. The defaults rank
-    plans as measurements on loopback did (``embedding/plan/price.py``).
+    plans in the same order as measurements on loopback (``embedding/plan/price.py``).
     """
 
     gb_per_s: float = 2.0

@@ -60,7 +60,8 @@ class Link:
 
 
 class World:
-    """All ranks of one run. Create it with ``World.start``; ``close`` it before the process ends.
+    """The ranks of one run, as seen by this process. Create a World with ``World.start``, and call
+    ``close`` before the process ends.
 
     Each combination of ranks and ``channel`` uses its own process group, which separates its
     traffic from that of others.
@@ -330,9 +331,9 @@ class World:
 
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
-    """Convert an error of a collective in flight; the message begins with the step. The result is a
-    PeerLostError, because the arguments were valid when the collective was issued. The result is a
-    RuntimeError only for device failures and for sizes that differ between ranks (which only gloo
+    """Convert an error from a collective in flight; the message begins with the step. The result is
+    a PeerLostError, because the arguments were valid when the collective was issued. The result is
+    a RuntimeError only for device failures and for sizes that differ between ranks (which only gloo
     detects, as "enforce fail").
     """
     words = re.sub(r"^\[/\S+\]\s*", "", str(error))

@@ -1,7 +1,7 @@
 """Computes the cross network of DCN-V2, whose layers are ``start * (W x + b) + x``."""
 
 # pyright: reportIncompatibleMethodOverride=false
-# (torch declares forward and backward with any arguments; the classes here name theirs)
+# (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
 
 from collections.abc import Sequence
 

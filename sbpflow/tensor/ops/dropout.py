@@ -7,7 +7,7 @@ kernel can compute and apply the mask, the backward pass can recompute the mask,
 needs only a key in memory instead of a generator's state.
 """
 # pyright: reportIncompatibleMethodOverride=false
-# (torch declares forward and backward with any arguments; the classes here name theirs)
+# (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -88,7 +88,7 @@ def _draw(
 
 
 class _Counted(torch.autograd.Function):
-    """Applies dropout with a computed mask, in the backward pass to the gradient."""
+    """Applies dropout with a computed mask; the backward pass applies the mask to the gradient."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ def threshold_of(p: float) -> int:
 
 
 def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
-    """Return 53 random bits, as int64, for each element of the part ``held`` of a tensor of
+    """Return 53 random bits, as int64, for each element in the part ``held`` of a tensor with
     ``shape``.
     """
     number = torch.zeros((1,) * len(shape), dtype=torch.int64, device=key.device)
@@ -143,8 +143,8 @@ def counted(key: Tensor, shape: tuple[int, ...], held: Held) -> Tensor:
 
 
 def _rows_in(shape: tuple[int, ...], held: Held) -> tuple[int, int, int] | None:
-    """Return the numbers of columns of the part and of the tensor, and the flat index of the part's
-    first element in the tensor.
+    """Return the number of columns in the part, the number of columns in the tensor, and the flat
+    index in the tensor of the part's first element.
 
     Return ``None`` if the part is not a rectangle of rows and columns.
     """

@@ -21,8 +21,8 @@ def gather(
 
     If the rows are split, a rank computes zeros for rows that it does not store, so the result is
     P. Every rank checks its ids and raises SbpError for the first id outside 0..r-1. If the ids are
-    split, only the rank with the bad id raises the error, except that all ranks do in checked mode.
-    The check reads the ids a second time and, on CUDA, synchronizes with the device.
+    split, only the rank with the bad id raises the error; in checked mode, all ranks raise it. The
+    check reads the ids a second time and, on CUDA, synchronizes with the device.
     """
     check_ndim("gather", "the table", table, 2)
     check_tensors("gather", table, ids)
@@ -56,7 +56,7 @@ def gather(
 def _bad_id(ids: Tensor, start: tuple[int, ...], num_rows: int) -> str:
     """Return a message about the first out-of-range id, or "" if there is none.
 
-    ``start`` is the position of the first of these ids in the full tensor of ids.
+    ``start`` is where these ids begin in the full tensor of ids.
     """
     if ids.is_meta or not ids.numel():
         return ""

@@ -1,6 +1,6 @@
-"""Computes the dot products of all pairs of vectors of a row, or the sum of these products."""
+"""Computes the dot products of all pairs of vectors in a row, or the sum of these products."""
 # pyright: reportIncompatibleMethodOverride=false
-# (torch declares forward and backward with any arguments; the classes here name theirs)
+# (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
 
 from functools import lru_cache
 
@@ -85,7 +85,7 @@ def _triangle(fields: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the position of each pair in a flat [f, f] matrix, and the index of the pair at each
     position.
 
-    Positions on the diagonal have the index after that of the last pair.
+    Positions on the diagonal have the index one past the last pair.
     """
     row, column = torch.tril_indices(fields, fields, -1, device=device)
     below = row * fields + column

@@ -1,4 +1,4 @@
-"""Computes matrix products, sums with a bias, and linear layers of one or several inputs."""
+"""Computes matrix products, adds biases, and applies linear layers to one or more inputs."""
 
 from collections.abc import Sequence
 
@@ -37,11 +37,11 @@ def linear_of_parts(
     ``xs x weight x bias: S(0) x B x B -> S(0), B x S(0) x S(0) -> S(1)``
 
     On CPU, the inputs are not concatenated: that would cost a copy in each direction, and the
-    product for the gradient takes twice as long for an odd width such as 429 as for 416. On CUDA,
-    the inputs are concatenated and, in half precision, padded to a multiple of 8 columns, because
-    narrow products and unaligned rows do not use the tensor cores. If the weight is split along its
-    columns, or without a bias (in which case the result may be P), the op is ``concat`` followed by
-    ``linear``.
+    product that computes the gradient takes twice as long for an odd width such as 429 as for 416.
+    On CUDA, the inputs are concatenated and, in half precision, padded to a multiple of 8 columns,
+    because narrow products and unaligned rows do not use the tensor cores. If the weight is split
+    along its columns, or if there is no bias (so the result may be P), the op is ``concat``
+    followed by ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
     for n, x in enumerate(xs):

@@ -68,10 +68,10 @@ def batch_norm(
 
     In training, the statistics are over all b rows of the global batch. With S(0), one all-reduce
     of 2 n numbers adds up the sums and the squares, and another all-reduce, in the backward pass,
-    adds up their gradients. ``running_mean`` and ``running_var`` [n], both B, are updated in place
-    with ``momentum`` (the variance with divisor b - 1). Evaluation uses these running statistics
-    and does not communicate. The result equals that of torch's BatchNorm1d in one process. Raise
-    SbpError for a training batch of one row.
+    adds up their gradients. ``running_mean`` and ``running_var`` ([n], with layout B) are updated
+    in place with ``momentum``; ``running_var`` uses the variance with divisor b - 1. Evaluation
+    uses these running statistics and does not communicate. The result equals that of torch's
+    BatchNorm1d in one process. Raise SbpError for a training batch of one row.
     """
     check_ndim("batch_norm", "x", x, 2)
     _check_operands("batch_norm", x, weight, bias, running_mean, running_var)

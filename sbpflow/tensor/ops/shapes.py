@@ -30,8 +30,8 @@ def reshape(x: GlobalTensor, shape: int | Sequence[int], *, id: str | None = Non
 
     A split is kept if its dim is the first of the dims that are merged or divided. For example, if
     [b, f, d] is reshaped to [b, f * d], a split along b stays, and a split along f becomes a split
-    of the second dim in multiples of d. Any other split is converted first, and so are splits whose
-    pieces would not have whole lengths, and splits of one dim along two axes that explicit sizes
+    of the second dim in multiples of d. Other splits are converted first, including splits whose
+    pieces would not have whole lengths, and splits of a dim along two axes that explicit sizes
     cannot express.
     """
     check_tensors("reshape", x)
@@ -70,8 +70,8 @@ def _resolve(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
 def _reshape_groups(
     old: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
-    """Return the dim letters of both shapes, and the ratio of the lengths of each group's first
-    dims.
+    """Return the dim letters for both shapes and, for each group, the ratio of the lengths of its
+    first dims.
 
     A group is a shortest run of dims with the same product in both shapes. The first dim of a group
     has the same letter in both shapes.
