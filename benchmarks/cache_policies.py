@@ -145,6 +145,8 @@ def planned(
             cached[found.evicted] = False
             cached[rows] = touched[rows] = True
             if planner.num_leased > capacity:
-                raise SystemExit(f"{planner.num_leased} rows are in {capacity} slots")
+                raise SystemExit(
+                    f"{planner.num_leased} rows are leased, but there are {capacity} slots"
+                )
         planner.release()
     return Fetches(fetched / len(trace), read / len(trace)), shrunk

@@ -118,8 +118,8 @@ def confirmed(first: Sequence[Verdict], again: Sequence[Verdict]) -> list[Verdic
 
 
 def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
-    """Describe the first number in which the work of base and head differs; return "" if none
-    differs.
+    """Describe the first amount of work that differs between base and head; return "" if none
+    does.
     """
     shared = [key for key in base if key in head]
     if base and not shared:

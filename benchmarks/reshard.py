@@ -60,7 +60,8 @@ SPARSE = {
 }
 SCHEMES = ("dp", "1", "2", "3", "mixed")
 # Errors of float64 (53 bits) from summing in a different order over 30 steps are far below these
-# bounds. In FTRL's state and Adam's squares, errors may be 1e3 times as large as in their inputs.
+# bounds. In FTRL's state and Adam's second moments, errors may be 1e3 times as large as in their
+# inputs.
 BOUND = 1e-10
 
 

@@ -55,10 +55,13 @@ class EngineOptions:
             raise ConfigError(f"--engine: {self.name!r} is unknown; use {', '.join(ENGINES)}")
         if self.address is not None and not ENGINES[self.name].is_cluster:
             raise ConfigError(
-                f"--address: {self.address!r} needs a cluster; use, for example, --engine ray"
+                f"--address: {self.address!r} needs an engine with a cluster; use, for "
+                "example, --engine ray"
             )
         if not self.wait_s > 0:
-            raise ConfigError(f"--wait: {self.wait_s / 60:g} must be above 0; use, for example, 30")
+            raise ConfigError(
+                f"--wait must be above 0, got {self.wait_s / 60:g}; use, for example, 30"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def read_tables(path: Path) -> TablesFile:
             f"--tables: {error}; planner/tables_file.py describes the format"
         ) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: {kind_name(tree)}; use an object with a list of tables")
+        raise ConfigError(f"{path} is {kind_name(tree)}; use an object with a list of tables")
     given = cast("dict[str, Any]", tree)
     _check_keys(str(path), given, KEYS)
     listed = given.get("tables")

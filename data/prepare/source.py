@@ -35,13 +35,13 @@ _PARTS = re.compile(r"(day|part)[-_]\d+")
 """Pattern of the names of data files without a suffix; the 1TB logs unpack to day_0 ... day_23"""
 
 _FORMATS = {
-    b"PAR1": "is Parquet; name it .parquet",
-    b"\x1f\x8b": "is a gzip file; name it .gz",
-    b"ARROW1": "is an Arrow file; name it .arrow",
+    b"PAR1": "is Parquet; rename it to end in .parquet",
+    b"\x1f\x8b": "is a gzip file; rename it to end in .gz",
+    b"ARROW1": "is an Arrow file; rename it to end in .arrow",
     b"PK\x03\x04": "is a zip archive; unpack it first",
-    b"BZh": "is a bzip2 file; name it .bz2",
-    b"\x28\xb5\x2f\xfd": "is a zstd file; name it .zst",
-    b"\xfd7zXZ": "is an xz file; name it .xz",
+    b"BZh": "is a bzip2 file; rename it to end in .bz2",
+    b"\x28\xb5\x2f\xfd": "is a zstd file; rename it to end in .zst",
+    b"\xfd7zXZ": "is an xz file; rename it to end in .xz",
     b"\xff\xfe": "is UTF-16 text; convert it with `iconv -f UTF-16 -t UTF-8`",
     b"\xfe\xff": "is UTF-16 text; convert it with `iconv -f UTF-16 -t UTF-8`",
     b"\xef\xbb\xbf": "starts with a byte order mark; remove it with `tail -c +4`",

@@ -59,8 +59,8 @@ def _balanced(setting: Setting, scores: Floats) -> Assignment:
 def _place(
     setting: Setting, order: Ints, scores: Floats, pick: Callable[[Ints, Floats, Floats], int]
 ) -> list[int]:
-    """Choose a device for every table; ``pick`` selects a device with enough memory by loads and
-    bytes.
+    """Choose a device for every table; ``pick`` chooses among the devices with enough memory,
+    given their loads and used bytes.
     """
     loads, held = np.zeros(setting.num_ranks), np.zeros(setting.num_ranks)
     devices = [0] * len(order)

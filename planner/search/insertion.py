@@ -26,7 +26,7 @@ from sbpflow.planner.search.problem import (
 # time is a maximum over ranks, so most moves do not change it; the root mean square rewards moves
 # that reduce the load of any rank.
 EVENNESS = 0.05
-NO_ROOM = 1e6  # penalty in ms for a total excess as large as one rank's mean memory limit
+NO_ROOM = 1e6  # penalty in ms if the total excess equals the mean memory limit of the ranks
 
 
 class Insertion(NamedTuple):

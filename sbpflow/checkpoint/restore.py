@@ -42,7 +42,7 @@ def check_fits(
         faults = [f"it lacks {_some(missing)}"] if missing else []
         faults += [f"it has {_some(extra)}, but this run does not"] if extra else []
         raise CheckpointError(
-            f"{checkpoint.path}: does not fit this run: {'; '.join(faults)}; use the model, "
+            f"{checkpoint.path} does not match this run: {'; '.join(faults)}; use the model, "
             "fields, and optimizers of the run that saved it"
         )
     for name, tensor in state.items():

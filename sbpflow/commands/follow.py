@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from sbpflow.commands.saved_run import config_of_run, own_classes
+from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.remote_path import RemotePath
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
     For a URL, the function uploads the exports. Each new process starts with a new bundle.
     """
     if not isinstance(output, RemotePath):
+        _check_no_bundle("--output", output)
         yield output, lambda: None
         return
     from sbpflow.runtime.files.upload import upload
@@ -98,12 +100,27 @@ def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
         yield folder, publish
 
 
+def _check_no_bundle(key: str, folder: Path) -> None:
+    """Raise ConfigError if ``folder`` is itself a bundle: servers would load only that bundle, and
+    never the new bundles in it.
+    """
+    from sbpflow.serving.deltas import BUNDLE_FILE
+
+    if (folder / BUNDLE_FILE).is_file():
+        raise ConfigError(
+            f"{key}: {folder} is a bundle, and servers would not load the exports step-N in it; "
+            f"use another folder, such as {folder}-live"
+        )
+
+
 @contextmanager
 def exporting(config: "Config", checkpoints: "AnyPath", rank: int) -> Generator[None]:
     """Export the run's checkpoints in a separate process, as the ``export`` group configures."""
     if config.export is None or rank:
         yield
         return
+    if not isinstance(config.export.dir, RemotePath):
+        _check_no_bundle("export.dir", config.export.dir)
     log = config.run.dir / LOG_FILE
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER)}
     with log.open("ab") as sink:

@@ -74,9 +74,9 @@ def check_rows(config: Config, rows: Mapping[str, int], *, batch_norm: bool) -> 
     for key, metric in config.watched.items():
         if METRICS[metric].needs_all_rows and scored > train.exact_auc_rows:
             raise ConfigError(
-                f"{key}: {metric} needs all scored rows at once, but evaluations of val score "
-                f"{scored:,}, more than train.exact_auc_rows {train.exact_auc_rows:,}; use, for "
-                f"example, train.exact_auc_rows={scored}"
+                f"{key}: {metric} needs all scored rows at once, but an evaluation on val scores "
+                f"{scored:,} rows, more than train.exact_auc_rows ({train.exact_auc_rows:,}); "
+                f"use, for example, train.exact_auc_rows={scored}"
             )
 
 

@@ -65,7 +65,7 @@ class StorageRule:
     secret_file: Annotated[
         Path | None,
         Example("/etc/sbpflow/secret"),
-        Key("execution", "File with the secret of the embedding servers and the ranks."),
+        Key("execution", "File with the secret that the embedding servers and the ranks share."),
     ] = None
 
     def check(self, key: str) -> None:

@@ -76,7 +76,7 @@ class TableRule:
     comm_dtype: Annotated[
         CommDtype | None,
         Example("bfloat16"),
-        Key("results", "Number format of the table's vectors in transfers."),
+        Key("results", "Data type in which the table's vectors are sent between ranks."),
     ] = None
 
     def check(self, key: str) -> None:
@@ -281,7 +281,10 @@ class ParallelConfig:
     comm_dtype: Annotated[
         CommDtype | None,
         Example("bfloat16"),
-        Key("results", "Number format of vectors in transfers. The default is parallel.dtype."),
+        Key(
+            "results",
+            "Data type in which vectors are sent between ranks. The default is parallel.dtype.",
+        ),
     ] = None
     overlap: Annotated[
         bool,

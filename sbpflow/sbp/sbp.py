@@ -40,7 +40,7 @@ class Split:
         sizes = [whole(s) for s in value] if isinstance(value, Iterable) else [None]
         if any(size is None or size < 0 for size in sizes):
             raise SbpError(
-                f"S({dim}): sizes {value} must be whole numbers of 0 or more, one per coordinate, "
+                f"S({dim}): sizes {value} must be non-negative integers, one per coordinate, "
                 "such as (3, 5)"
             )
         object.__setattr__(self, "sizes", tuple(sizes))

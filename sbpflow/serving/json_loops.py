@@ -149,7 +149,7 @@ class JsonLines:
     def lines(self, text: bytes, columns_of: _ColumnsOf) -> TextLines | None:
         """Return the rows of a list of objects, or None for other JSON or invalid rows.
 
-        ``columns_of(names)`` returns kinds and targets.
+        ``columns_of(names)`` returns the kind and the target column of each name.
         """
         if not text.isascii():
             try:

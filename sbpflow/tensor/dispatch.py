@@ -147,7 +147,7 @@ def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
     try:
         dim = index(dim)
     except TypeError as error:
-        raise SbpError(f"{op}: dim {dim!r} must be a whole number, such as 0 or -1") from error
+        raise SbpError(f"{op}: dim {dim!r} must be an integer, such as 0 or -1") from error
     if not -x.ndim <= dim < x.ndim:
         legal = f"use 0..{x.ndim - 1}" if x.ndim > 1 else "use 0" if x.ndim else "it has no dims"
         raise SbpError(f"{op}: dim {dim} is out of range for {x!r}; {legal}")
@@ -170,7 +170,7 @@ def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> 
 
 
 def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
-    """Return one or more whole numbers as a tuple. Raise SbpError for any other value."""
+    """Return one or more integers as a tuple. Raise SbpError for any other value."""
     try:
         numbers = [value] if isinstance(value, int) else cast("Iterable[SupportsIndex]", value)
         return tuple(map(index, numbers))

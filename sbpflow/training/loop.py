@@ -80,8 +80,8 @@ class Result:
         best = self.best
         if self.best_step not in (None, self.steps):
             best += (
-                "; val and test are scores of the weights of that step, and last_* are scores of "
-                f"the weights of step {self.steps}"
+                "; val and test are computed with the weights of that step, and last_* with those "
+                f"of step {self.steps}"
             )
         lines = {"stopped": self.stopped, "best val": best, "overlap": self.overlap}
         return {title: line for title, line in lines.items() if line}

@@ -70,7 +70,7 @@ class RankWatch:
         self._last_step = 0
         self._window = torch.zeros(0)  # sums of the times of the current window, by rank
         self._window_steps = 0
-        self._recent: list[int | None] = []  # the slow rank of each of the last windows
+        self._recent: list[int | None] = []  # the slow rank in each of the last few windows
         self._named: int | None = None
 
     def advance(self, step: int, loss: float) -> None:

@@ -191,8 +191,11 @@ def test_the_former_option_part_is_rejected_with_its_replacement(tmp_path, capsy
     ("options", "message"),
     [
         (EngineOptions("spark"), "'spark' is unknown; use threads, processes, ray, dask"),
-        (EngineOptions("threads", "auto"), "needs a cluster; use, for example, --engine ray"),
-        (EngineOptions("threads", wait_s=0), "must be above 0; use, for example, 30"),
+        (
+            EngineOptions("threads", "auto"),
+            "needs an engine with a cluster; use, for example, --engine ray",
+        ),
+        (EngineOptions("threads", wait_s=0), "--wait must be above 0, got 0; use, for example, 30"),
     ],
 )
 def test_invalid_engines_are_refused(options, message):

@@ -1,5 +1,5 @@
-"""Tests kills at random moments: prepare still makes the same set, and reading still delivers each
-row once.
+"""Tests that after kills at random times, prepare still produces the same set, and reading still
+delivers each row once.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tests counts, ids, values, input formats, and bad lines of prepare against plain Python."""
+"""Tests prepare against plain Python: counts, ids, values, input formats, and bad lines."""
 
 import gzip
 

@@ -363,7 +363,9 @@ def test_a_full_disk_is_reported_at_the_start(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"no space left on device, [\d.]+ GB are free\); use a"):
+    with pytest.raises(
+        ConfigError, match=r"no space left on device; only [\d.]+ GB is free\); use a"
+    ):
         file_records(ROWS, layout, tmp_path, "parallel.storage.t")
     assert list(tmp_path.iterdir()) == []
     blocked = tmp_path / "file"

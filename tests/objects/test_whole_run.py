@@ -128,7 +128,7 @@ def test_an_interrupted_run_on_s3_equals_a_run_on_local_files(s3, cache, tmp_pat
     assert {name.partition("/")[0] for name in (url / "run").sizes()} >= {"data", "run.json"}
     shutil.rmtree(cache / "sets")  # another machine would have no cache
     same_predictions(url, tmp_path)
-    with pytest.raises(ConfigError, match="cannot be moved aside in a store"):
+    with pytest.raises(ConfigError, match="sbpflow cannot rename them at a URL"):
         train_command.main(words(*given))
     output = url / "model"
     argv = ["--checkpoint", str(url / "run"), "--output", str(output)]

@@ -1,5 +1,5 @@
-"""Tests that the rehearsal rejects unordered use of memory by streams and memory that is freed too
-early.
+"""Tests that the rehearsal rejects memory that streams use without synchronization, and memory that
+is freed too early.
 """
 
 import gc

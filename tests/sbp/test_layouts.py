@@ -239,7 +239,7 @@ def test_placement_groups():
         (lambda: Placement.of("cpu", [-1]), "must be 0 or more"),
         (lambda: Placement("cpu", (0, 1, 2), (2, 2)), "do not fill a grid"),
         (lambda: Split(-1), "count dims from the front"),
-        (lambda: Split(0, (2, -1)), r"sizes \(2, -1\) must be whole numbers of 0 or more"),
+        (lambda: Split(0, (2, -1)), r"sizes \(2, -1\) must be non-negative integers"),
         (lambda: Split(0, [2.0, 1]), r"sizes \[2.0, 1\] must be whole numbers"),
         (lambda: Split(0, 3), r"sizes 3 must be whole numbers .* such as \(3, 5\)"),
         (lambda: Split("0"), "the dim must be 0 or more"),

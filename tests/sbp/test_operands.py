@@ -58,7 +58,7 @@ LAY_OUT = "make a global tensor first: GlobalTensor.from_full(x, layout, boxing)
         ),
         wrong("concat: operand 1 is a plain", lambda: ops.concat([dry(5, 7), PLAIN], 0)),
         wrong(
-            "concat: dim None must be a whole number, such as 0 or -1",
+            "concat: dim None must be an integer, such as 0 or -1",
             lambda: ops.concat([dry(5, 7)], None),
         ),
         wrong("reduce_sum: dims 0.5 must be", lambda: ops.reduce_sum(dry(5, 7), 0.5)),

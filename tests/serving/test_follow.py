@@ -111,6 +111,17 @@ def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, 
             export(wrong)
 
 
+def test_exports_into_a_bundle_are_refused(run, synth_set, tmp_path):  # noqa: F811
+    bundle = tmp_path / "model"
+    bundle.mkdir()
+    (bundle / "model.json").touch()
+    with pytest.raises(ConfigError, match=rf"--output: {bundle} .* such as {bundle}-live"):
+        export(["--follow", str(run), "--output", str(bundle)])
+    options = words(synth_set, tmp_path / "run", *OPTIONS, f"export={{dir: {bundle}}}")
+    with pytest.raises(ConfigError, match=rf"export\.dir: {bundle} .* such as {bundle}-live"):
+        train.main(["--config", CONFIG, *options])
+
+
 @pytest.mark.slow
 def test_a_training_run_exports_while_it_trains(synth_set, tmp_path):  # noqa: F811
     more = [f"export={{dir: {tmp_path / 'out'}, every_seconds: 0, deltas: 4}}"]

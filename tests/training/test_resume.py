@@ -77,7 +77,7 @@ def whole(synth_set, tmp_path_factory):
 def test_interrupted_runs_resume_bit_for_bit(synth_set, whole, tmp_path, monkeypatch):
     expected = events(whole)
     assert [e["step"] for e in expected if e["event"] == "step"] == list(range(1, 21))
-    for at in (2, 7, 11, 18):  # kills before the first checkpoint, and then in either epoch
+    for at in (2, 7, 11, 18):  # kills before the first checkpoint, and then in both epochs
         interrupted(synth_set, tmp_path, monkeypatch, at)
     assert [e["step"] for e in events(tmp_path)][-1] == 18
     assert run(synth_set, tmp_path) == 0

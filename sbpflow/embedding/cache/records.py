@@ -173,7 +173,7 @@ def _file_message(folder: Path, size: int, key: str, error: OSError) -> str:
     advice = "use a folder on a local disk that you can write to, such as /scratch"
     if folder.is_dir() and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         usage = os.statvfs(folder)
-        reason += f", {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB are free"
+        reason += f"; only {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB is free"
         advice = "use a folder on a larger disk"
     return (
         f"{key}.path: {folder} cannot hold a file of {size / 1e9:.2f} GB for the rows of this rank "

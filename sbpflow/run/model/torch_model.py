@@ -2,7 +2,8 @@
 
 The module's parameters share storage with global tensors of layout B. Every rank runs the module on
 its own rows, and the trainer sums the gradients in buckets, overlapped with the embedding backward.
-DDP is not used, because it would average gradients that the engine already scales by rows.
+DDP is not used, because it would average gradients that the engine already scales by the
+number of rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping

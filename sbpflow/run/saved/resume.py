@@ -221,9 +221,9 @@ def _move_aside(config: Config) -> None:
     if isinstance(folder, RemotePath):
         if list_checkpoints(folder):
             raise ConfigError(
-                f"checkpoint.dir: {folder} contains the checkpoints of an earlier run, which "
-                f"cannot be moved aside in a store; use, for example, checkpoint.dir={folder}-2, "
-                "or remove them"
+                f"checkpoint.dir: {folder} contains checkpoints of an earlier run, and "
+                f"sbpflow cannot rename them at a URL; use, for example, checkpoint.dir={folder}-2"
+                ", or remove these checkpoints"
             )
         return
     if not folder.is_dir():
