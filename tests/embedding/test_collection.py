@@ -44,7 +44,7 @@ def forward_twice(world: World) -> None:
     collection.apply_gradients(1)  # the gradient of the first batch is still pending
     second = forward()
     torch.testing.assert_close(second, first - 1.0)
-    with pytest.raises(RuntimeError, match="output deep: has no gradient"):
+    with pytest.raises(RuntimeError, match="output deep has no gradient"):
         collection.apply_gradients(2)
     forward()
 

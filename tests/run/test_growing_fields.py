@@ -245,7 +245,7 @@ def test_frequent_reports_notice_evictions_and_slow_turnover_is_normal(caplog):
             for _ in steps[1:]:
                 watch.figures()
         texts = [record.getMessage() for record in caplog.records]
-        assert [("21,000 keys lost" in text) for text in texts] == [True] * warns
+        assert [("21,000 keys were evicted" in text) for text in texts] == [True] * warns
 
 
 def test_the_report_page_shows_growing_fields(tmp_path):

@@ -17,7 +17,6 @@ from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.row_storage import RowStorage
 from sbpflow.embedding.plan.table_batch import TableBatch
-from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.errors import ConfigError
 from sbpflow.run.planning.plan import RunPlan
 
@@ -68,6 +67,10 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
 
 def _replace_keys(plan: RunPlan, matrices: list[Ids]) -> None:
     """Replace the keys of growing fields with the rows that their owners assign to them."""
+    if not plan.embeddings.vocabularies:
+        return
+    from sbpflow.embedding.vocabulary.vocabulary import Vocabulary  # needs numba
+
     for field in plan.embeddings.vocabularies:
         # ``batches`` have no event times.
         evict = replace(field.growth.evict, idle_time=None)
