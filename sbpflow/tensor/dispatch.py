@@ -176,7 +176,7 @@ def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
         return tuple(map(index, numbers))
     except TypeError as error:
         raise SbpError(
-            f"{op}: {name} {value!r} must be one or more whole numbers, such as 0 or (0, 1)"
+            f"{op}: {name} {value!r} must be one or more integers, such as 0 or (0, 1)"
         ) from error
 
 

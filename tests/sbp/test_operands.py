@@ -64,7 +64,7 @@ LAY_OUT = "make a global tensor first: GlobalTensor.from_full(x, layout, boxing)
         wrong("reduce_sum: dims 0.5 must be", lambda: ops.reduce_sum(dry(5, 7), 0.5)),
         wrong("reduce_max: dims ['a'] must be", lambda: ops.reduce_max(dry(5, 7), ["a"])),
         wrong("reshape: shape (5, 7.0) must be", lambda: ops.reshape(dry(5, 7), (5, 7.0))),
-        wrong("flatten: dim (0, 1) must be a whole number", lambda: ops.flatten(dry(5, 7), (0, 1))),
+        wrong("flatten: dim (0, 1) must be an integer", lambda: ops.flatten(dry(5, 7), (0, 1))),
     ],
 )
 def test_non_tensors_and_invalid_dims_are_refused(call, text):
