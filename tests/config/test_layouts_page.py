@@ -15,7 +15,7 @@ from sbpflow.run.planning.build_plan import plan_run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "layouts.md").read_text()
 SETTINGS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-FIELDS = Fields.of(["I1"], {"C1": 1000, "C3": 800, "C4": 600, "C5": 450, "C6": 500, "C7": 90})
+FIELDS = Fields.of(["I1"], {"C1": 1000, "C3": 800, "C4": 600, "C5": 450, "C6": 500, "C7": 90, "C8": 40})
 MODEL = {"wide": {"columns": ["C1"], "crosses": []}, "hidden": [8, 8]}
 
 
@@ -35,7 +35,7 @@ def test_each_rule_for_one_table_decides_its_layout(tmp_path):
     (text,) = [text for text in SETTINGS if "deep.C3" in text]
     tree = yaml.safe_load(text)
     plan = planned(tmp_path, tree)
-    assert len(tree["parallel"]["tables"]) == 5
+    assert len(tree["parallel"]["tables"]) == 6
     for name, rule in tree["parallel"]["tables"].items():
         layout = plan.layouts[name].layout
         sizes = f"{rule['sizes']}" if "sizes" in rule else ""
