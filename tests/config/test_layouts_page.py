@@ -15,7 +15,8 @@ from sbpflow.run.planning.build_plan import plan_run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "layouts.md").read_text()
 SETTINGS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-FIELDS = Fields.of(["I1"], {"C1": 1000, "C3": 800, "C4": 600, "C5": 450, "C6": 500, "C7": 90, "C8": 40})
+SIZES = {"C1": 1000, "C3": 800, "C4": 600, "C5": 450, "C6": 500, "C7": 90, "C8": 40}
+FIELDS = Fields.of(["I1"], SIZES)
 MODEL = {"wide": {"columns": ["C1"], "crosses": []}, "hidden": [8, 8]}
 
 
