@@ -102,7 +102,7 @@ COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def reduction(layout: Layout):
-    """Return the reduction along the P axes, or "sum" if there are none."""
+    """Return the reduction along the P axes, or "sum" if no axis is P."""
     return next((sbp.op for sbp in layout.nd_sbp if isinstance(sbp, Partial)), "sum")
 
 

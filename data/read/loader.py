@@ -70,7 +70,7 @@ class RowLoader:
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
-        """Number of the current read; iterators of earlier reads are no longer valid"""
+        """Number of the current read, which makes the iterators of earlier reads invalid"""
         self._is_closed = False
         self._threads = Threads()
 

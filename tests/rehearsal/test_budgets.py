@@ -1,8 +1,8 @@
 """Tests upper bounds on how often a training step waits for the device and on how many ops it
 submits.
 
-The goal is no waits with one rank, or with the exchanges ``columns`` and ``reduce``. Where a size
-depends on the batch, the goal is one asynchronous read into pinned memory per batch and size. Ids
+With one rank, or with the exchanges ``columns`` and ``reduce``, no step should wait. Where a size
+depends on the batch, it should be read once per batch, asynchronously, into pinned memory. Ids
 come with bounds, as from a loader.
 """
 

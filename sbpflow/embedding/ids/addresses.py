@@ -95,7 +95,7 @@ class BagShape:
 
     def shares(self, samples: int) -> Tensor | None:
         """Return the weight of each id in a matrix (1 unless its bag is a mean), or ``None`` if
-        there are no means.
+        no bag is a mean.
         """
         if not self._mean:
             return None

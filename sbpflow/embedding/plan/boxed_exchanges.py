@@ -19,7 +19,7 @@ LEAST_COLUMNS = 4
 
 
 class Alone(Exchange):
-    """The exchange for all tables in a world of one rank; there are no transfers."""
+    """The exchange for all tables in a world of one rank, which needs no transfers."""
 
     name = ALONE
     runs = "sbpflow.embedding.exchange.boxed:LocalGroup"

@@ -148,7 +148,7 @@ def pool(
     width]).
 
     Bag b consists of addresses ``ends[b]`` to ``ends[b + 1] - 1``. ``shares`` contains the weights
-    of the rows (float32 [n]), or is empty if there are none.
+    of the rows (float32 [n]), or is empty if the rows have no weights.
     """
     out[:] = 0
     for b in range(ends.size - 1):
