@@ -50,7 +50,7 @@ def take_rows(block: Array, at: Array, out: Array) -> None:
     """Copy the rows ``at`` [n] of ``block`` to ``out`` [n, width]."""
     for i in range(at.size):
         if i + AHEAD < at.size:
-            prefetch(block, np.intp(at[i + AHEAD]))
+            prefetch(block, at[i + AHEAD])
         row = np.uintp(at[i])  # unsigned, so that numba generates no code for negative indices
         for k in range(out.shape[1]):
             out[i, k] = block[row, k]
@@ -186,7 +186,7 @@ def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
     width = grads.shape[1]
     for i in range(inverse.size):
         if i + AHEAD < inverse.size:
-            prefetch(sums, np.intp(inverse[i + AHEAD]))
+            prefetch(sums, inverse[i + AHEAD])
         j = np.uintp(inverse[i])
         for k in range(width):
             sums[j, k] += grads[i, k]
@@ -281,7 +281,7 @@ def put_uniform_rows(
     """
     for i in range(rows.size):
         if i + AHEAD < rows.size:
-            prefetch(block, np.intp(at[i + AHEAD]))
+            prefetch(block, at[i + AHEAD])
         row = rows[i]
         shard, end = 0, bases.size
         while end - shard > 1:
@@ -299,7 +299,7 @@ def put_value(block: Array, at: Array, value: float) -> None:
     """Set every element of ``block[at]`` to ``value``."""
     for i in range(at.size):
         if i + AHEAD < at.size:
-            prefetch(block, np.intp(at[i + AHEAD]))
+            prefetch(block, at[i + AHEAD])
         row = np.uintp(at[i])
         for k in range(block.shape[1]):
             block[row, k] = value
