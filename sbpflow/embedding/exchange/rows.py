@@ -12,7 +12,7 @@ from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupContext, GroupInFlight
 from sbpflow.embedding.exchange.early_rows import EarlyInFlight, LateInFlight
 from sbpflow.embedding.exchange.id_transfer import IDS
-from sbpflow.embedding.exchange.padded import Capacity, Layout, Slots
+from sbpflow.embedding.exchange.padded import BufferLayout, Capacity, Slots
 from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -71,7 +71,7 @@ class RowGroup(Group[RowsInFlight]):
             dtype=plan.address_dtype(),
             device=self.world.device,
         ).unbind()
-        self._layout = Layout(self._bases, self._lasts)
+        self._layout = BufferLayout(self._bases, self._lasts)
         self._deduplicated = deduplicator(self._store.kernel.name, self._addresses.num_addresses)
         self._ids = RowTransfer(self.world, IDS)
         self._vectors = RowTransfer(self.world, VECTORS)
@@ -94,7 +94,7 @@ class RowGroup(Group[RowsInFlight]):
 
     @abstractmethod
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
-        """Start sending the buffers that ``Layout.lay_out`` returned."""
+        """Start sending the buffers that ``BufferLayout.lay_out`` returned."""
 
     @abstractmethod
     def send_ids(self, batch: RowsInFlight) -> None:
