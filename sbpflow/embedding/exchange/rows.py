@@ -128,10 +128,11 @@ class RowGroup(Group[RowsInFlight]):
         owner = torch.searchsorted(self._lasts, addresses)
         return addresses - self._bases.index_select(0, owner)
 
-    def step(self, batch: RowsInFlight, purpose: Purpose) -> ExchangeStep:
-        """Return the transfer for ``purpose`` in the current round."""
+    def step(self, batch: RowsInFlight, purpose: Purpose, round: int | None = None) -> ExchangeStep:
+        """Return the transfer for ``purpose`` in a round, by default the current round."""
+        place = purpose, batch.round if round is None else round
         for stage in self.plan.stages(batch.batch_size):
-            if (stage.purpose, stage.round) == (purpose, batch.round):
+            if (stage.purpose, stage.round) == place:
                 return stage.rows
         raise RuntimeError(f"{self.plan.name}: the plan has no transfer for {purpose}")
 

@@ -15,8 +15,8 @@ from sbpflow.embedding.exchange.all_to_all import received
 from sbpflow.embedding.exchange.base import GroupContext
 from sbpflow.embedding.exchange.rows import RowGroup, RowsInFlight
 from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose
-from sbpflow.embedding.plan.two_level import HOST, NETWORK, Level, groups_of
+from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.two_level import HOST, groups_of
 from sbpflow.embedding.storage.lookup import Lookup
 
 
@@ -73,7 +73,7 @@ class TwoLevelGroup(RowGroup):
         self._send_counts(batch, batch.wanted, self._last_of_positions)
 
     def next_round(self, batch: RowsInFlight) -> None:
-        step = self._step(batch, "ids", HOST)
+        step = self.step(batch, "ids", HOST)
         ids = received(step, batch.take_pending(), sum(batch.incoming))
         lookup = self._deduplicated(Lookup(ids))
         _in_flight(batch).merged = Merged(lookup)
@@ -109,43 +109,30 @@ class TwoLevelGroup(RowGroup):
         )
 
     def receive_ids(self, batch: RowsInFlight) -> None:
-        step, count = self._step(batch, "ids", NETWORK), sum(_merged(batch).incoming)
-        batch.lookups = [Lookup(received(step, batch.take_pending(), count))]
+        batch.lookups = [Lookup(self.take(batch, "ids", sum(_merged(batch).incoming)))]
 
     def lookup(self, batch: RowsInFlight) -> None:
         merged = _merged(batch)
         rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
-        rows, step = rows.to(self.plan.comm_dtype), self._step(batch, "vectors", NETWORK)
+        rows, step = rows.to(self.plan.comm_dtype), self.step(batch, "vectors")
         batch.pending = self._vectors.start(step, rows, merged.incoming, merged.requested)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
-        merged, step = _merged(batch), self._step(batch, "vectors", NETWORK)
-        rows = received(step, batch.take_pending(), sum(merged.requested))
-        rows, step = (
-            rows.index_select(0, merged.lookup.inverse()),
-            self._step(batch, "vectors", HOST),
-        )
+        merged, step = _merged(batch), self.step(batch, "vectors", HOST)
+        rows = self.take(batch, "vectors", sum(merged.requested))
+        rows = rows.index_select(0, merged.lookup.inverse())
         pending = self._vectors.start(step, rows, batch.incoming, batch.requested)
         batch.rows = received(step, pending, sum(batch.requested)).to(self.plan.dtype)
         return super().gather_outputs(batch)
 
     def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
-        merged, step = _merged(batch), self._step(batch, "gradients", HOST)
+        merged, step = _merged(batch), self.step(batch, "gradients", HOST)
         sums = self.row_sums(batch, grad)
         pending = self._gradients.start(step, sums, batch.requested, batch.incoming)
         _, sums = merged.lookup.row_gradients(received(step, pending, sum(batch.incoming)))
         # Round only once, after the gradients of all ranks on the host have been summed.
-        sums, step = sums.to(self.plan.grad_comm_dtype), self._step(batch, "gradients", NETWORK)
+        sums, step = sums.to(self.plan.grad_comm_dtype), self.step(batch, "gradients")
         batch.pending = self._gradients.start(step, sums, merged.requested, merged.incoming)
-
-    def receive_grads(self, batch: RowsInFlight) -> None:
-        step = self._step(batch, "gradients", NETWORK)
-        sums = received(step, batch.take_pending(), batch.lookups[0].num_bags)
-        self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
-
-    def _step(self, batch: RowsInFlight, purpose: Purpose, level: Level) -> ExchangeStep:
-        stages = self.plan.stages(batch.batch_size)
-        return next(s.rows for s in stages if (s.purpose, s.round) == (purpose, level))
 
 
 def _in_flight(batch: RowsInFlight) -> TwoLevelInFlight:
