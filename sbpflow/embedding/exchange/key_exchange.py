@@ -129,15 +129,9 @@ class KeyExchange:
         world = self._world
         if world.size == 1:
             return own[:, None]
-        step = ExchangeStep(
-            id="keys/totals",
-            collective="all_to_all",
-            groups=(tuple(range(world.size)),),
-            dtype=torch.int64,
-            bound_bytes=own.nbytes * world.size,
-            total_bound_bytes=own.nbytes * world.size**2,
-            what="counts of growing fields",
-        )
+        ranks, sizes = tuple(range(world.size)), (own.size * world.size, own.size * world.size**2)
+        what = "counts of growing fields"
+        step = ExchangeStep.among(ranks, "keys/totals", "all_to_all", torch.int64, *sizes, what)
         got = self._exchange(step, np.tile(own.reshape(-1), world.size), [own.size] * world.size)
         return got.reshape(world.size, *own.shape).swapaxes(0, 1)
 

@@ -110,16 +110,9 @@ class EmbeddingPlan:
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
             payloads.append(("ids/fwd/weights", self.dtype, "weights of ids in lists"))
+        ranks, sizes = self.world.ranks, (per_rank, batch_size * sum(needs))
         return tuple(
-            ExchangeStep(
-                id=id,
-                collective="all_to_all",
-                groups=(self.world.ranks,),
-                dtype=dtype,
-                bound_bytes=per_rank * dtype.itemsize,
-                total_bound_bytes=batch_size * sum(needs) * dtype.itemsize,
-                what=what,
-            )
+            ExchangeStep.among(ranks, id, "all_to_all", dtype, *sizes, what)
             for id, dtype, what in payloads
         )
 

@@ -54,6 +54,29 @@ class ExchangeStep:
     total_bound_bytes: int
     what: str
 
+    @staticmethod
+    def among(
+        ranks: tuple[int, ...],
+        id: str,
+        collective: str,
+        dtype: torch.dtype,
+        per_rank: int,
+        total: int,
+        what: str,
+    ) -> "ExchangeStep":
+        """Return a transfer among ``ranks``. One rank sends up to ``per_rank`` elements, and all
+        ranks together send up to ``total`` elements.
+        """
+        return ExchangeStep(
+            id=id,
+            collective=collective,
+            groups=(ranks,),
+            dtype=dtype,
+            bound_bytes=per_rank * dtype.itemsize,
+            total_bound_bytes=total * dtype.itemsize,
+            what=what,
+        )
+
     def group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that exchange rows with ``rank``, including ``rank`` itself."""
         return next(ranks for ranks in self.groups if rank in ranks)
@@ -442,15 +465,6 @@ class GroupPlan:
     def row_step(
         self, name: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, what: str
     ) -> ExchangeStep:
-        """Return a transfer of rows among all ranks. One rank sends up to ``per_rank`` elements,
-        and all ranks together send up to ``total`` elements.
-        """
-        return ExchangeStep(
-            id=f"{self.name}/{name}",
-            collective=collective,
-            groups=(self.world.ranks,),
-            dtype=dtype,
-            bound_bytes=per_rank * dtype.itemsize,
-            total_bound_bytes=total * dtype.itemsize,
-            what=what,
-        )
+        """Return a transfer of rows among all ranks; see ``ExchangeStep.among``."""
+        id, ranks = f"{self.name}/{name}", self.world.ranks
+        return ExchangeStep.among(ranks, id, collective, dtype, per_rank, total, what)
