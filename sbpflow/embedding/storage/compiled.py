@@ -8,12 +8,12 @@ compiled on first use for its argument types and cached in the user's cache dire
 """
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 from numba.extending import intrinsic
 
-from sbpflow.runtime.compute.compiled import Array, compiled, prefetch
+from sbpflow.runtime.compute.compiled import Array, Node, compiled, prefetch
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
 U64 = np.uint64
@@ -24,25 +24,16 @@ _DIGIT_BITS, _DIGITS = 11, 1 << 11
 AHEAD = 16
 
 
-class _Builder(Protocol):
-    """The part of llvmlite's builder that this module uses."""
-
-    def fma(self, a: object, b: object, c: object) -> object: ...
-
-
-def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> object:
-    """Return the signature and the code generator of ``fma``, as numba requires."""
-
-    def generate(
-        _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
-    ) -> object:
+@intrinsic
+def _fma(_: Node, a: Node, b: Node, c: Node) -> Node:
+    def generate(_context: Node, builder: Node, _signature: Node, values: Node) -> Node:
         return builder.fma(*values)
 
     return a(a, b, c), generate
 
 
 # ``fma`` returns a * b + c in the arguments' floating-point type and rounds once.
-fma = cast("Callable[[float, float, float], float]", intrinsic(_type_of_fma))
+fma = cast("Callable[[float, float, float], float]", _fma)
 
 
 @compiled

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from sbpflow.runtime.files.cache_dir import code_cache
 
 Array = np.ndarray[Any, Any]
-_Node = Any  # part of an expression that numba compiles
+Node = Any  # part of an expression that numba compiles
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -44,8 +44,8 @@ def _compiled(function: FunctionT, *, fastmath: bool) -> FunctionT:
 
 
 @intrinsic
-def _pointer(_: _Node, address: _Node, like: _Node) -> _Node:
-    def generate(context: _Node, builder: _Node, signature: _Node, values: _Node) -> _Node:
+def _pointer(_: Node, address: Node, like: Node) -> Node:
+    def generate(context: Node, builder: Node, signature: Node, values: Node) -> Node:
         return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like.dtype)(address, like), generate
@@ -60,8 +60,8 @@ compiled for each length.
 
 def _prefetch(write: int) -> Callable[[Array, Any], None]:
     @intrinsic
-    def start(_: _Node, array: _Node, row: _Node) -> _Node:
-        def generate(context: _Node, builder: _Node, signature: _Node, values: _Node) -> _Node:
+    def start(_: Node, array: Node, row: Node) -> Node:
+        def generate(context: Node, builder: Node, signature: Node, values: Node) -> Node:
             kind = signature.args[0]
             place = [values[1], *[context.get_constant(types.intp, 0)] * (kind.ndim - 1)]
             view = context.make_array(kind)(context, builder, values[0])
