@@ -23,6 +23,19 @@ from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.store import RowStore
 
 
+@dataclass(slots=True)
+class Merged:
+    """The merged ids that the ranks of the host sent to this rank, in an exchange with two hops.
+
+    ``requested`` is the number of distinct ids that this rank forwards to each host, and
+    ``incoming`` the number that it receives from each host.
+    """
+
+    lookup: Lookup
+    requested: list[int] = field(default_factory=list[int])
+    incoming: list[int] = field(default_factory=list[int])
+
+
 @dataclass(slots=True, kw_only=True)
 class RowsInFlight(GroupInFlight):
     """The state of a batch in a group that exchanges rows.
@@ -43,6 +56,7 @@ class RowsInFlight(GroupInFlight):
     incoming: list[int] = field(default_factory=list[int])
     early: EarlyInFlight | None = None  # Set by ``mark_early``.
     late: LateInFlight | None = None  # Set by ``mark_early`` of the next batch.
+    merged: Merged | None = None  # Set by ``next_round``.
 
 
 class RowGroup(Group[RowsInFlight]):

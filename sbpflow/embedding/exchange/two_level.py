@@ -6,41 +6,15 @@ two hops. ``lookup`` and ``send_grads`` start the hop between hosts, so it overl
 following moves. The hop within the host is short, so ranks simply wait until it ends.
 """
 
-from dataclasses import dataclass, field
-
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.embedding.exchange.all_to_all import received
 from sbpflow.embedding.exchange.base import GroupContext
-from sbpflow.embedding.exchange.rows import RowGroup, RowsInFlight
-from sbpflow.embedding.ids.batch_ids import BatchIds
+from sbpflow.embedding.exchange.rows import Merged, RowGroup, RowsInFlight
 from sbpflow.embedding.plan.group_plan import GroupPlan
 from sbpflow.embedding.plan.two_level import HOST, groups_of
 from sbpflow.embedding.storage.lookup import Lookup
-
-
-@dataclass(slots=True)
-class Merged:
-    """The merged ids that the ranks of the host sent to this rank.
-
-    ``requested`` is the number of distinct ids that this rank forwards to each host, and
-    ``incoming`` the number that it receives from each host.
-    """
-
-    lookup: Lookup
-    requested: list[int] = field(default_factory=list[int])
-    incoming: list[int] = field(default_factory=list[int])
-
-
-@dataclass(slots=True, kw_only=True)
-class TwoLevelInFlight(RowsInFlight):
-    """The state of a batch in a group with two hops.
-
-    ``requested`` and ``incoming`` are for the hop within the host; ``next_round`` sets ``merged``.
-    """
-
-    merged: Merged | None = None
 
 
 class TwoLevelGroup(RowGroup):
@@ -61,14 +35,6 @@ class TwoLevelGroup(RowGroup):
     def part_ranks(self) -> tuple[int, ...]:
         return tuple(rank for ranks in self._positions for rank in ranks)
 
-    def start_id_exchange(
-        self, local: BatchIds, batch_size: int, *, number: int | None
-    ) -> TwoLevelInFlight:
-        wanted = self._deduplicated(self._addresses.make_lookup(local))
-        batch = TwoLevelInFlight(local=local, batch_size=batch_size, number=number, wanted=wanted)
-        self.begin_counted(batch)
-        return batch
-
     def begin_counted(self, batch: RowsInFlight) -> None:
         self._send_counts(batch, batch.wanted, self._last_of_positions)
 
@@ -76,7 +42,7 @@ class TwoLevelGroup(RowGroup):
         step = self.step(batch, "ids", HOST)
         ids = received(step, batch.take_pending(), sum(batch.incoming))
         lookup = self._deduplicated(Lookup(ids))
-        _in_flight(batch).merged = Merged(lookup)
+        batch.merged = Merged(lookup)
         self._send_counts(batch, lookup, self._last_of_hosts)
 
     def _send_counts(self, batch: RowsInFlight, lookup: Lookup, lasts: Tensor) -> None:
@@ -135,14 +101,7 @@ class TwoLevelGroup(RowGroup):
         batch.pending = self._gradients.start(step, sums, merged.requested, merged.incoming)
 
 
-def _in_flight(batch: RowsInFlight) -> TwoLevelInFlight:
-    if not isinstance(batch, TwoLevelInFlight):
-        raise TypeError(f"got {type(batch).__name__}; use a batch returned by start_id_exchange")
-    return batch
-
-
 def _merged(batch: RowsInFlight) -> Merged:
-    merged = _in_flight(batch).merged
-    if merged is None:
+    if batch.merged is None:
         raise RuntimeError("the ids of the host are not merged: next_round was skipped")
-    return merged
+    return batch.merged
