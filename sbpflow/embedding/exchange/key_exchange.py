@@ -129,9 +129,9 @@ class KeyExchange:
         world = self._world
         if world.size == 1:
             return own[:, None]
-        ranks, sizes = tuple(range(world.size)), (own.size * world.size, own.size * world.size**2)
-        what = "counts of growing fields"
-        step = ExchangeStep.among(ranks, "keys/totals", "all_to_all", torch.int64, *sizes, what)
+        groups, what = (tuple(range(world.size)),), "counts of growing fields"
+        sizes = own.size * world.size, own.size * world.size**2
+        step = ExchangeStep.among(groups, "keys/totals", "all_to_all", torch.int64, *sizes, what)
         got = self._exchange(step, np.tile(own.reshape(-1), world.size), [own.size] * world.size)
         return got.reshape(world.size, *own.shape).swapaxes(0, 1)
 

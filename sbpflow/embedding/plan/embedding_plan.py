@@ -110,9 +110,9 @@ class EmbeddingPlan:
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
             payloads.append(("ids/fwd/weights", self.dtype, "weights of ids in lists"))
-        ranks, sizes = self.world.ranks, (per_rank, batch_size * sum(needs))
+        groups, sizes = (self.world.ranks,), (per_rank, batch_size * sum(needs))
         return tuple(
-            ExchangeStep.among(ranks, id, "all_to_all", dtype, *sizes, what)
+            ExchangeStep.among(groups, id, "all_to_all", dtype, *sizes, what)
             for id, dtype, what in payloads
         )
 

@@ -56,7 +56,7 @@ class ExchangeStep:
 
     @staticmethod
     def among(
-        ranks: tuple[int, ...],
+        groups: tuple[tuple[int, ...], ...],
         id: str,
         collective: str,
         dtype: torch.dtype,
@@ -64,13 +64,13 @@ class ExchangeStep:
         total: int,
         what: str,
     ) -> "ExchangeStep":
-        """Return a transfer among ``ranks``. One rank sends up to ``per_rank`` elements, and all
-        ranks together send up to ``total`` elements.
+        """Return a transfer of rows. One rank sends up to ``per_rank`` elements, and all ranks
+        together send up to ``total`` elements.
         """
         return ExchangeStep(
             id=id,
             collective=collective,
-            groups=(ranks,),
+            groups=groups,
             dtype=dtype,
             bound_bytes=per_rank * dtype.itemsize,
             total_bound_bytes=total * dtype.itemsize,
@@ -462,9 +462,17 @@ class GroupPlan:
         total = sum(table.num_rows + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
 
-    def row_step(
-        self, name: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, what: str
-    ) -> ExchangeStep:
-        """Return a transfer of rows among all ranks; see ``ExchangeStep.among``."""
-        id, ranks = f"{self.name}/{name}", self.world.ranks
-        return ExchangeStep.among(ranks, id, collective, dtype, per_rank, total, what)
+    def row_stage(
+        self,
+        purpose: Purpose,
+        name: str,
+        collective: str,
+        dtype: torch.dtype,
+        per_rank: int,
+        total: int,
+        what: str,
+    ) -> Stage:
+        """Return a stage with one transfer of rows among all ranks; see ``ExchangeStep.among``."""
+        id, groups = f"{self.name}/{name}", (self.world.ranks,)
+        step = ExchangeStep.among(groups, id, collective, dtype, per_rank, total, what)
+        return Stage(purpose=purpose, steps=(step,))
