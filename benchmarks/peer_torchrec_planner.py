@@ -45,7 +45,9 @@ def torchrec_plan(setting: Setting) -> Assignment:
         table.name: ParameterConstraints(pooling_factors=[float(pooling)], min_partition=4)
         for table, pooling in zip(setting.tables, setting.pooling, strict=True)
     }
-    topology = Topology(world_size=size, local_world_size=size, **machine(setting))
+    topology = Topology(
+        world_size=size, local_world_size=size // task.num_hosts, **machine(setting)
+    )
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=task.batch_size // size,
@@ -67,7 +69,7 @@ def machine(setting: Setting) -> dict[str, Any]:
     The device determines the possible shardings (row-wise only on CUDA) and whether memory and
     bandwidth describe the accelerator or the host.
     """
-    limit = min(int(setting.problem.limit_bytes[0]), 2**50)
+    limit = min(int(setting.problem.limit_bytes.min()), 2**50)
     memory, link = _bandwidths(setting)
     common = {"intra_host_bw": link, "inter_host_bw": link}
     if setting.task.device_type == "cuda":
