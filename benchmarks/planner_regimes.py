@@ -26,7 +26,7 @@ from benchmarks.planner_steps import OURS, Case, best_of, compared, measured_cas
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
 from sbpflow.planner.calibration.design import draw_plans
-from sbpflow.planner.clusters import ETHERNET_CALL_MS, ETHERNET_SHARE
+from sbpflow.planner.clusters import ETHERNET_CALL_MS, ETHERNET_SHARE, with_link
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.profile import WITHIN_HOST_GB_PER_S, Link, Profile, load
 from sbpflow.planner.planners import GREEDY, LEARNED
@@ -40,7 +40,7 @@ TASKS, TABLES, BATCH = 12, (10, 26, 40), 4096
 LIMITS = ("none", "equal", "unequal")
 SLACK = 1.15  # memory of all ranks, relative to that of whole tables
 GIANT = 0.4  # share of the largest table in the bytes of all rows, in every other task with limits
-MORE_PLANS, MORE_EVERY = 20, 3  # random plans are also measured in every third task
+DRAWN_EVERY = 3  # in every third task, random plans are measured, too
 OTHERS = (*(name for name in GREEDY if name != "random"), "embark", *LEARNED, "torchrec")
 COMPARED = (
     *OURS, *OTHERS, "scheme: auto", "auto, built-in constants", "auto, whole or copied",
@@ -86,11 +86,11 @@ def task_of(number: int, profile: Profile, batch: int) -> Task:
     return replace(task, device_bytes=each)
 
 
-def drawn_plans(task: Task, number: int) -> dict[str, Plan]:
+def drawn_plans(task: Task, number: int, count: int) -> dict[str, Plan]:
     """Return random plans, half of them with one shape for all tables as far as possible."""
     sample = make_sample(number, RANKS, num_tables=len(task.tables), batch_size=task.batch_size)
     sample = replace(sample, task=task)
-    return {f"drawn {name}": plan for name, plan in draw_plans(sample, number, MORE_PLANS)}
+    return {f"drawn {name}": plan for name, plan in draw_plans(sample, number, count)}
 
 
 def fitting(task: Task, profile: Profile, plans: Named) -> tuple[Named, list[str]]:
@@ -114,11 +114,11 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
     published = planners_of(profile, task, OTHERS)
     plans = plans_of(task, profile, published, link)
     plans = {name: plans[name] for name in COMPARED if name in plans}
-    if number % MORE_EVERY == 0:
+    if args.drawn and number % DRAWN_EVERY == 0:
         cost = TaskCost(profile, task)
         plans |= {
             name: (plan, cost.predict(plan).step_ms)
-            for name, plan in drawn_plans(task, number).items()
+            for name, plan in drawn_plans(task, number, args.drawn).items()
         }
     plans, too_large = fitting(task, profile, plans)
     case = Case(
@@ -194,8 +194,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--seconds", type=float, default=150.0, help="of rounds per task")
     parser.add_argument("--tasks", type=int, nargs="*", default=list(range(TASKS)))
+    parser.add_argument("--drawn", type=int, default=20, help="random plans in every third task")
+    parser.add_argument(
+        "--replace-rate",
+        action="store_true",
+        help="replace the rate between hosts in the profile, which was measured on another link",
+    )
     args = parser.parse_args()
     profile = load(args.profile)
+    if args.replace_rate:
+        rate = nominal_link(args.link).between_gb_per_s
+        link = replace(profile.link, between_gb_per_s=rate)
+        profile = with_link(profile, link, f"{args.link} between hosts")
     known: dict[int, dict[str, Any]] = {}
     if args.journal.is_file():
         lines = [json.loads(line) for line in args.journal.read_text().splitlines()]

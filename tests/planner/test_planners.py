@@ -260,6 +260,23 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_remedies():
     assert make_plan("auto", enough, insertions=SMALL).priced.feasible
 
 
+def test_each_rank_has_its_own_memory_limit():
+    task_setting = setting(6, 2)
+    planned = make_plan("auto", TaskCost(PROFILE, task_setting.task), insertions=SMALL)
+    total = planned.priced.memory.sum()
+    limits = (int(0.75 * total), int(0.33 * total))
+    uneven = TaskCost(PROFILE, replace(task_setting.task, device_bytes=limits))
+    planned = make_plan("auto", uneven, insertions=SMALL)
+    assert planned.priced.feasible
+    assert (planned.priced.memory <= limits).all()
+    assert planned.priced.memory[0] > limits[1]
+    less = replace(task_setting.task, device_bytes=(limits[0], 1_000_000))
+    text = infeasible_text(make_plan("auto", TaskCost(PROFILE, less), insertions=SMALL), uneven)
+    assert "fits 1.00 MB on rank 1: " in text
+    with pytest.raises(ConfigError, match="1 memory limits for 2 ranks"):
+        replace(task_setting.task, device_bytes=(1,))
+
+
 def test_the_pool_has_the_published_sums_and_its_halves_share_no_table():
     tables = pool()
     total = 65_536 * sum(table.pooling for table in tables)
