@@ -17,6 +17,7 @@ from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.costs.counts import FEATURES
 from sbpflow.costs.ids import IdFrequencies
 from sbpflow.costs.prices import WORK_MS
+from sbpflow.errors import PlanError
 from sbpflow.planner.calibration.design import Law, Sample, dense_work_of
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.features import BIN_SAMPLES, from_histogram
@@ -80,8 +81,8 @@ def plans_of(
 ) -> Named:
     """Return our best plans, ablations, homogeneous plans, and other planners' plans.
 
-    ``scheme: auto`` and the built-in costs use the link ``nominal``, which by default is the link
-    that they assume.
+    Planners that find no plan are left out. ``scheme: auto`` and the built-in costs use the link
+    ``nominal``, which by default is the link that they assume.
     """
     cost = TaskCost(profile, task)
     ours = make_plan("auto", cost)
@@ -90,7 +91,10 @@ def plans_of(
     plans: dict[str, Assignment] = {"auto": measured.pop("auto 1")}
     plans |= measured
     for name, planner in planners.items():
-        plans[name] = planner(setting)
+        try:
+            plans[name] = planner(setting)
+        except PlanError as error:
+            print(f"{name}: no plan ({str(error).splitlines()[0]})", flush=True)
     for number in range(DRAWN_AT_RANDOM):
         plans[f"random {number + 1}"] = GREEDY["random"](replace(setting, seed=number))
     plans["scheme: auto"] = assignment_of(problem, scheme_auto(task, nominal))

@@ -120,6 +120,7 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
             name: (plan, cost.predict(plan).step_ms)
             for name, plan in drawn_plans(task, number, args.drawn).items()
         }
+    none = [name for name in OTHERS if name not in plans]
     plans, too_large = fitting(task, profile, plans)
     case = Case(
         number=number,
@@ -142,7 +143,7 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
         "giant": case.giant,
         "batch": args.batch,
         "rounds": len(times["auto"]),
-        "do_not_fit": too_large,
+        "do_not_fit": [*none, *too_large],
         "step_error": round(statistics.median(errors), 4),
         "split_tables": sum(choice.shape.num_shards > 1 for choice in plans["auto"][0].values()),
         **row,
