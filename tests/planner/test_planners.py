@@ -261,7 +261,7 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_remedies():
 
 
 def test_each_rank_has_its_own_memory_limit():
-    task_setting = setting(6, 2)
+    task_setting = setting(10, 2)
     planned = make_plan("auto", TaskCost(PROFILE, task_setting.task), insertions=SMALL)
     total = planned.priced.memory.sum()
     limits = (int(0.75 * total), int(0.33 * total))
