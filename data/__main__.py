@@ -179,12 +179,20 @@ def _verify(args: argparse.Namespace) -> Manifest:
     return manifest
 
 
+def _removed_part(text: str) -> str:
+    raise argparse.ArgumentTypeError(
+        f"{text} is no longer supported; run one command with --engine ray or --engine dask, and "
+        "--address for the cluster of your machines"
+    )
+
+
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--max-bad-fraction", type=float, default=0.001, help="fraction of bad lines to tolerate "
         "(default %(default)s)")  # fmt: skip
     add("--overwrite", action="store_true", help="replace an existing set")
     add_engine(parser)
+    add("--part", type=_removed_part, help=argparse.SUPPRESS)
 
 
 def _add_synth(synth: argparse.ArgumentParser) -> None:

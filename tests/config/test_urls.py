@@ -57,7 +57,7 @@ NAMES |= {
     "train.prometheus.host",
 }
 OTHER_OPTIONS = {
-    *("--model", "--rows", "--engine", "--address", "key=value"),
+    *("--model", "--rows", "--part", "--engine", "--address", "key=value"),
     *("--split", "--crosses", "--hash-size", "--dense", "--skew", "--hot", "--keys", "--table"),
     *("--host", "--shadow", "--index"),
     *("--planner", "--planners", "--link", "--optimizer"),

@@ -181,6 +181,12 @@ def test_encoding_and_growing_run_on_processes(tables, tmp_path):
         assert sets[0] == sets[1]
 
 
+def test_the_former_option_part_is_rejected_with_its_replacement(tmp_path, capsys):
+    words = ["--input", "a.tsv", "--output", str(tmp_path / "set"), "--part", "1/3"]
+    assert main(["prepare", *words]) == 2
+    assert "run one command with --engine ray or --engine dask" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -87,7 +87,7 @@ class Topology:
 
     @property
     def num_equal_hosts(self) -> int:
-        """Return the number of hosts, or 1 if hosts differ in size or have non-consecutive ranks."""
+        """Return the number of hosts, or 1 if they differ in size or have non-consecutive ranks."""
         ranks = [rank for host in self.hosts for rank in host]
         even = self.ranks_per_host is not None and ranks == sorted(ranks)
         return len(self.hosts) if even else 1
