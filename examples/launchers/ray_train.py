@@ -2,8 +2,8 @@
 
 Ray starts the workers, creates their torch process group, and restarts all of them after a failure;
 the run then resumes from its last checkpoint. ``run.dir``, ``checkpoint.dir`` and ``data.path``
-must be absolute paths on a disk that all machines share. Needs ``ray[default]`` and
-``ray[train]``.
+must be absolute paths on a disk that all machines share. ``--check FOLDER`` runs ``sbpflow doctor``
+on the workers instead. Needs ``ray[default]`` and ``ray[train]``.
 """
 
 import argparse
@@ -15,7 +15,12 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def train_worker(job: dict) -> None:
-    """Train as one rank. sbpflow uses the process group that Ray has created."""
+    """Train, or check the machines, as one rank in the process group that Ray has created."""
+    if job["check"]:
+        from sbpflow.commands.doctor import doctor
+
+        doctor(["--dir", job["check"]])
+        return
     from sbpflow.commands.train import run_rank
 
     run_rank(job["config"], job["overrides"])
@@ -28,11 +33,16 @@ def main() -> None:
     parser.add_argument("--cpus", type=float, default=1, help="CPU cores of each rank")
     parser.add_argument("--max-failures", type=int, default=3, help="number of restarts")
     parser.add_argument("--config", type=Path, required=True, help="YAML file on the shared disk")
+    parser.add_argument("--check", type=Path, metavar="FOLDER", help="run sbpflow doctor instead")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={"config": str(args.config.absolute()), "overrides": args.overrides},
+        train_loop_config={
+            "config": str(args.config.absolute()),
+            "overrides": args.overrides,
+            "check": str(args.check.absolute()) if args.check else "",
+        },
         scaling_config=ScalingConfig(
             num_workers=args.workers,
             use_gpu=args.gpus,

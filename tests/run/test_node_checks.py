@@ -1,6 +1,11 @@
 """Tests how the doctor compares machines and links: each problem is reported with its machine."""
 
+import itertools
+import time
 from dataclasses import replace
+
+import pytest
+import torch
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.run.execution import link_checks, node_checks
@@ -58,6 +63,19 @@ def test_a_slow_direction_of_a_link_is_named():
     assert found.text.startswith("a to b is slow: 0.100 GB/s, and 1.000 GB/s on other links")
 
 
+@pytest.mark.parametrize(("end", "direction"), [(0, "from"), (1, "to")])
+def test_a_host_that_is_slow_in_one_direction_is_named_once(end, direction):
+    for hosts in ("abc", "abcd"):
+        measured = {
+            pair: replace(link, gb_per_s=0.1) if pair[end] == "b" else link
+            for pair, link in links(hosts=hosts).items()
+        }
+        (found,) = slow_findings(measured)
+        assert found.text.startswith(
+            f"b is slow: at most 0.100 GB/s {direction} it, and 1.000 GB/s between"
+        )
+
+
 def test_a_host_that_answers_late_is_named():
     measured = {
         pair: replace(link, latency_s=5e-3 if "d" in pair else 1e-4)
@@ -90,10 +108,32 @@ def test_each_difference_names_the_machine():
     found = node_checks.clocks_finding(facts(), [0.0, 0.0, 42.0, 42.0])
     assert found.text.startswith("b is 42.0 s ahead; ")
     found = node_checks.compute_finding(facts(rate="50.0"))
-    assert found.state == "ok", "two of four ranks are the median"
+    assert found.text.startswith("rank 2 on b (50.0 GFLOP/s), rank 3 on b (50.0 GFLOP/s), usual ")
     three = [*facts(), {**FACTS, "host": "c", "rate": "20.0"}]
     found = node_checks.compute_finding(three)
-    assert found.text.startswith("rank 4 on c (20.0 GFLOP/s), median 100.0 GFLOP/s; ")
+    assert found.text.startswith("rank 4 on c (20.0 GFLOP/s), usual rate 100.0 GFLOP/s; ")
+
+
+def _with_a_cpu_limit(world):
+    """Return the compute speeds if rank 1 is stopped for 50 ms after every fourth product."""
+    product, calls = torch.mm, itertools.count()
+
+    def limited(*matrices):
+        if world.rank == 1 and next(calls) % 4 == 0:
+            time.sleep(0.05)
+        return product(*matrices)
+
+    torch.mm = limited
+    try:
+        return node_checks.node_findings(Boxing(world))
+    finally:
+        torch.mm = product
+
+
+def test_a_rank_that_a_cpu_limit_stops_for_short_times_is_slow(ranks):
+    found, *_ = ranks(3, _with_a_cpu_limit)
+    (compute,) = [each for each in found if each.name == "compute"]
+    assert compute.text.startswith("rank 1 on "), compute.text
 
 
 def test_names_that_lead_to_another_address_are_named():
@@ -136,7 +176,7 @@ def _one_host(world):
 def test_the_ranks_of_one_host_are_measured_in_a_ring(ranks):
     ((found,), (other,)) = ranks(2, _one_host)
     assert found == other
-    assert found.text.startswith("2 ranks on 1 machines: ")
+    assert found.text.startswith("2 ranks on 1 machine: ")
     assert float(found.text.split(" GB/s")[0].split()[-1]) > 0
     ((alone,),) = ranks(1, _one_host)
     assert alone.state == "absent"

@@ -53,6 +53,7 @@ def ray_trainer(data: Path, run: Path, *more: str) -> Iterator["subprocess.Popen
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     # Ray starts workers with niceness 15, so on a busy machine they would get hardly any CPU.
     env |= {"RAY_RESULTS": str(run.parent / "ray"), "RAY_worker_niceness": "0"}
+    env |= {"RAY_ADDRESS": "local"}  # never a cluster that runs on this machine
     command = [sys.executable, str(EXAMPLE), "--workers=2", "--cpus=0.5", *words(data, run), *more]
     with log_of(run).open("w") as log:
         process = subprocess.Popen(
@@ -94,6 +95,17 @@ def test_a_run_resumes_after_one_of_the_ray_workers_was_killed(synth_set, tmp_pa
     assert output.count("resuming after step") == 1, output[-6000:]
     train.main([*words(synth_set, expected), *steps])
     assert losses(run) == pytest.approx(losses(expected), rel=0, abs=1e-9)
+
+
+def test_the_workers_can_check_their_machines(synth_set, tmp_path):
+    run = tmp_path / "run"
+    with ray_trainer(synth_set, run, "--check", str(tmp_path)) as process:
+        output_of(process, END_S)
+    output = log_of(run).read_text()
+    assert process.returncode == 0, output[-6000:]
+    assert "link        2 ranks on 1 machine: " in output
+    assert "nothing is broken" in output
+    assert not run.exists(), "the workers did not train"
 
 
 def train_workers(parent: int) -> list[int]:

@@ -29,6 +29,12 @@ _SLOW = 0.5  # Share of the median rate below which a link or host is slow.
 # A host's latency is high if it exceeds the usual latency by both ``_LATE`` (a factor) and
 # ``_LATE_S``.
 _LATE, _LATE_S = 3.0, 1e-3
+_SENDS, _RECEIVES = 0, 1  # The place of a host in a pair.
+_DIRECTIONS: Mapping[tuple[int, ...], str] = {
+    (_SENDS,): "from",
+    (_RECEIVES,): "to",
+    (_SENDS, _RECEIVES): "to or from",
+}
 _MAX_LISTED = 8  # with more hosts, the report does not list all pairs
 
 
@@ -140,7 +146,8 @@ def link_findings(
     text = _named(*ordered[0], names)
     if ordered[-1][1].gb_per_s > 1.2 * ordered[0][1].gb_per_s and len(links) > 2:
         text = f"slowest {text}; fastest {_named(*ordered[-1], names)}"
-    text = f"{world.size} ranks on {len(hosts)} machines: {text}"
+    machines = f"{len(hosts)} machines" if len(hosts) > 1 else "1 machine"
+    text = f"{world.size} ranks on {machines}: {text}"
     return [Finding("link", "ok", text), *findings]
 
 
@@ -161,30 +168,42 @@ def _pairs(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
     ]
 
 
-def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
-    """Return a finding for each slow host, and for each slow link between other hosts.
+def _best_rates(links: Mapping[tuple[str, str], Measured]) -> dict[tuple[str, int], float]:
+    """Return the rate of each host's fastest link as a sender and as a receiver."""
+    best: dict[tuple[str, int], float] = {}
+    for pair, link in links.items():
+        for key in ((pair[_SENDS], _SENDS), (pair[_RECEIVES], _RECEIVES)):
+            best[key] = max(best.get(key, 0.0), link.gb_per_s)
+    return best
 
-    A host is slow if its fastest link is slow; this test needs at least three hosts. With two
-    hosts, only the two directions can be compared.
+
+def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
+    """Return a finding for each slow host, and for each other slow link.
+
+    A host is slow as a sender or a receiver if its fastest link in this direction is slow; this
+    test needs at least three hosts. With two hosts, only the two directions can be compared.
     """
     hosts = sorted({host for pair in links for host in pair})
-    of_host = {host: [link for pair, link in links.items() if host in pair] for host in hosts}
-    best = {host: max(link.gb_per_s for link in of_host[host]) for host in hosts}
-    quickest = {host: min(link.latency_s for link in of_host[host]) for host in hosts}
     findings: list[Finding] = []
-    slow: list[str] = []
+    slow: set[tuple[str, int]] = set()
     if len(hosts) > 2:
-        rate, latency = statistics.median(best.values()), statistics.median(quickest.values())
-        slow = [host for host in hosts if best[host] < _SLOW * rate]
-        findings += [
-            Finding(
-                "link",
-                "odd",
-                f"{host} is slow: at most {best[host]:.3f} GB/s to or from it, and {rate:.3f} GB/s "
-                "between other machines; check its cable, switch port, and other traffic",
-            )
-            for host in slow
-        ]
+        best = _best_rates(links)
+        rate = statistics.median(best.values())
+        slow = {key for key, gb_per_s in best.items() if gb_per_s < _SLOW * rate}
+        for host in hosts:
+            if ends := tuple(end for end in (_SENDS, _RECEIVES) if (host, end) in slow):
+                most = max(best[host, end] for end in ends)
+                text = (
+                    f"{host} is slow: at most {most:.3f} GB/s {_DIRECTIONS[ends]} it, and "
+                    f"{rate:.3f} GB/s between other machines; check its cable, switch port, rate "
+                    "limit, and other traffic"
+                )
+                findings.append(Finding("link", "odd", text))
+        quickest = {
+            host: min(link.latency_s for pair, link in links.items() if host in pair)
+            for host in hosts
+        }
+        latency = statistics.median(quickest.values())
         findings += [
             Finding(
                 "link",
@@ -195,7 +214,11 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
             for host in hosts
             if quickest[host] > _LATE * latency and quickest[host] - latency > _LATE_S
         ]
-    rest = {pair: link for pair, link in links.items() if not set(pair) & set(slow)}
+    rest = {
+        pair: link
+        for pair, link in links.items()
+        if (pair[0], _SENDS) not in slow and (pair[1], _RECEIVES) not in slow
+    }
     usual = max((link.gb_per_s for link in rest.values()), default=0.0)
     if len(hosts) > 2 and rest:
         usual = statistics.median(link.gb_per_s for link in rest.values())

@@ -1,7 +1,7 @@
 """Runs the checks of ``doctor`` that need all ranks: machines, links, and the disk for run folders.
 
-Under torchrun every rank takes part and rank 0 reports. Each reported rate is the best of a few
-repeats, so it shows peak, not average, performance.
+Under torchrun every rank takes part and rank 0 reports. The rates of links and of the disk are the
+best of a few repeats, so they show peak performance; the compute speed is a mean.
 """
 
 import shutil

@@ -28,8 +28,8 @@ from sbpflow.runtime.ranks.interfaces import (
 )
 
 _MAX_CLOCK_S = 1.0
-_SLOW_COMPUTE = 0.6  # a rank is slow below this share of the median rate
-_MATRIX, _PRODUCTS = 512, 5
+_SLOW_COMPUTE = 0.6  # a rank is slow below this share of the usual rate
+_MATRIX, _COMPUTE_S = 512, 0.5
 _CLOCK_READS = 5
 
 Facts = Mapping[str, str]
@@ -139,13 +139,15 @@ def clocks_finding(by_rank: Sequence[Facts], offsets_s: Sequence[float]) -> Find
 def compute_finding(by_rank: Sequence[Facts]) -> Finding:
     """Compare the speed of a matrix product, which all ranks compute at the same time."""
     rates = [float(facts["rate"]) for facts in by_rank]
-    median = statistics.median(rates)
-    slow = [rank for rank, rate in enumerate(rates) if rate < _SLOW_COMPUTE * median]
+    # With two machines, the usual rate is that of the faster one.
+    usual = statistics.median_high(rates)
+    slow = [rank for rank, rate in enumerate(rates) if rate < _SLOW_COMPUTE * usual]
     if not slow:
         return Finding("compute", "ok", f"{min(rates):.1f} to {max(rates):.1f} GFLOP/s per rank")
     texts = [f"rank {rank} on {by_rank[rank]['host']} ({rates[rank]:.1f} GFLOP/s)" for rank in slow]
-    hint = "check other processes, the temperature, and the number of cores"
-    return Finding("compute", "odd", f"{', '.join(texts)}, median {median:.1f} GFLOP/s; {hint}")
+    hint = "check other processes, CPU limits, the temperature, and the number of cores"
+    text = f"{', '.join(texts)}, usual rate {usual:.1f} GFLOP/s; {hint}"
+    return Finding("compute", "odd", text)
 
 
 def _by_host(by_rank: Sequence[Facts]) -> dict[str, Facts]:
@@ -164,18 +166,24 @@ def _unusual(by_rank: Sequence[Facts], key: str) -> tuple[str, dict[str, str]]:
 
 
 def _matmul_gflop_per_s(boxing: Boxing) -> float:
-    """Return the best rate of a few float32 matrix products on this rank's device."""
+    """Return the mean rate of float32 matrix products on this rank's device.
+
+    The fastest product would not show a CPU limit or another process, because both stop a rank for
+    some milliseconds at a time.
+    """
     device = boxing.world.device
     matrix = torch.ones(_MATRIX, _MATRIX, device=device)
-    times: list[float] = []
+    torch.mm(matrix, matrix)  # the first product is slower
     boxing.world.barrier()
-    for _ in range(_PRODUCTS):
-        begin = time.perf_counter()
+    products, seconds = 0, 0.0
+    begin = time.perf_counter()
+    while seconds < _COMPUTE_S:
         torch.mm(matrix, matrix)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return 2 * _MATRIX**3 / min(times) / 1e9
+        products += 1
+        seconds = time.perf_counter() - begin
+    return 2 * _MATRIX**3 * products / seconds / 1e9
 
 
 def _clock_offsets(boxing: Boxing) -> list[float]:
