@@ -51,9 +51,10 @@ def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[d
 def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
     """Format the result of ``growth_of`` with one line per table."""
     lines = [
-        f"  {entry['table']}: {entry['new_values']:,} new values: {entry['in_spare_ids']:,} in "
+        f"  {entry['table']} has {entry['new_values']:,} new values: {entry['in_spare_ids']:,} in "
         f"spare rows and {entry['behind_the_old']:,} in rows after the old ones; the most loaded "
-        f"of {entry['parts']} row parts has {entry['max_over_mean']:.2f} times the mean load"
+        f"of the {entry['parts']} parts of its rows has {entry['max_over_mean']:.2f} times the "
+        "mean load"
         for entry in entries
     ]
     return "\n".join(["grown vocabularies:", *lines]) if lines else ""

@@ -42,10 +42,11 @@ def infeasible_text(planned: Planned, cost: TaskCost) -> str:
     rank = int(memory.argmax())
     largest = max(task.tables, key=lambda table: table.num_rows * table.dim)
     lines = [
-        f"no plan found fits {_size(limit)} per rank: in the plan with the smallest excess, rank "
-        f"{rank} needs {_size(memory[rank])} ({_size(memory[rank] - limit)} too much), and all "
-        f"ranks need {_size(memory.sum())} of {_size(limit * len(memory))}",
-        f"the largest table is {largest.name}, {largest.num_rows:,} rows x {largest.dim}",
+        f"no plan found fits in {_size(limit)} per rank: in the plan with the smallest excess, "
+        f"rank {rank} needs {_size(memory[rank])} ({_size(memory[rank] - limit)} too much), and "
+        f"all ranks together need {_size(memory.sum())} of {_size(limit * len(memory))}",
+        f"the largest table is {largest.name}, with {largest.num_rows:,} rows of {largest.dim} "
+        "columns",
         f"a plan would fit with {_size(float(memory.max()))} per rank",
         *(f"a plan would fit with {change}" for change in _changes(cost)),
     ]

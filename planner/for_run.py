@@ -225,8 +225,9 @@ def _stats_of(
     largest = max(fields, key=lambda field: field.distinct)
     if not largest.unique_ratio:
         raise ConfigError(
-            f"parallel.plan: auto: the data set is too small for batch statistics of "
-            f"{largest.name}; use 1,024 training rows or more, or parallel.scheme: auto"
+            "parallel.plan: auto needs at least 1,024 training rows to measure the ids of "
+            f"batches, but the data set is smaller (table {largest.name}); use more rows, or "
+            "parallel.scheme: auto"
         )
     return from_ratios(
         {int(size): ratio for size, ratio in largest.unique_ratio.items()},

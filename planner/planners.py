@@ -85,7 +85,7 @@ class Planned:
 def planner_of(name: str) -> PlannerName:
     """Return ``name``; raise ConfigError if no planner has this name."""
     if name not in PLANNERS:
-        raise ConfigError(f"--planner: {name!r}; use {', '.join(PLANNERS)}")
+        raise ConfigError(f"--planner must be one of {', '.join(PLANNERS)}, got {name!r}")
     return name
 
 
@@ -136,7 +136,9 @@ def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting
     if name == "embark":
         return embark
     if name not in LEARNED:
-        raise ConfigError(f"--planner: {name!r} is not published; use {', '.join(PLANNERS[1:])}")
+        raise ConfigError(
+            f"--planner: {name!r} is not a published planner; use {', '.join(PLANNERS[1:])}"
+        )
     kind, path = LEARNED[name], path_of(name, like, seed)
     model = kind.blank(like.task.world_size)
     if not load_model(model, path):

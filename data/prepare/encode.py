@@ -343,7 +343,9 @@ class _PieceEncoder:
                 text = "".join(keys.to_list()).encode()
                 parts["row_key_bytes"] = np.frombuffer(text, dtype=np.uint8)
             else:
-                raise ValueError(f"row_key: kind {schema.row_key[1]!r}; use integer or string")
+                raise ValueError(
+                    f"the kind of row_key must be integer or string, got {schema.row_key[1]!r}"
+                )
         return parts
 
 

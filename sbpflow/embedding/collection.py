@@ -131,7 +131,7 @@ class EmbeddingCollection:
             share = balanced_sizes(batch_size, self._world.size)[self._world.rank]
             if local.num_samples != share:
                 raise DataError(
-                    f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass "
+                    f"rank {self._world.rank}: got the ids of {local.num_samples} samples; pass "
                     f"{share} samples, this rank's share of a batch of {batch_size}"
                 )
             changes: Sequence[Changes] = ()
@@ -338,7 +338,9 @@ class EmbeddingCollection:
         gradient.
         """
         if step < 1:
-            raise SbpError(f"update: step {step}; use 1 or more, because steps are counted from 1")
+            raise SbpError(
+                f"update: step must be 1 or more, because steps are counted from 1, got {step}"
+            )
         self.check_late()
         self.apply(step)
 
@@ -420,7 +422,7 @@ class EmbeddingCollection:
         batch, self._last = self._last, None
         if batch is None:
             raise RuntimeError(
-                "apply_gradients: no batch to train on; call forward(training=True) first"
+                "apply_gradients: there is no batch to train on; call forward(training=True) first"
             )
         self.send_grads(batch)
         self.receive_grads(batch)

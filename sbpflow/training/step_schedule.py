@@ -117,7 +117,9 @@ def saved_move(name: str, says: str) -> Move:
     """
     named = [move for move in KNOWN if move.name == current_name(name)]
     if not named:
-        raise ValueError(f"unknown move {name!r}; known: {', '.join(m.name for m in KNOWN)}")
+        raise ValueError(
+            f"{name!r} is not a move; the moves are {', '.join(m.name for m in KNOWN)}"
+        )
     return next((move for move in named if move.says == says), named[0])
 
 

@@ -366,7 +366,7 @@ def test_generated_ids_follow_the_rule_of_prepare(generator, generated):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rows", "0"], "from 1 to"),
+        (["--rows", "0"], "between 1 and"),
         (["--rows", "10", "--auc", "1.5"], "--auc"),
         (["--rows", "10", "--split", "ratio:0.8,0.1,0.1"], "such as time:0.8,0.1,0.1"),
         (["--rows", "10", "--hot", "C99=3"], "C99"),
@@ -403,7 +403,7 @@ def test_a_number_out_of_range_gives_key_value_and_rule(tmp_path, capsys, key, v
     error = capsys.readouterr().err
     assert error.startswith(f"error: {key}")
     assert len(error.splitlines()) == 1
-    assert any(rule in error for rule in ("must be from", "twice", "for example"))
+    assert any(rule in error for rule in ("must be between", "twice", "for example"))
 
 
 @pytest.mark.parametrize(

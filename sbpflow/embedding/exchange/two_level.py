@@ -105,7 +105,7 @@ class TwoLevelGroup(RowGroup):
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         raise NotImplementedError(
-            f"{self.plan.name}: this exchange does not use fixed-size buffers"
+            f"{self.plan.name}: this exchange does not use buffers of fixed size"
         )
 
     def receive_ids(self, batch: RowsInFlight) -> None:
@@ -150,12 +150,12 @@ class TwoLevelGroup(RowGroup):
 
 def _in_flight(batch: RowsInFlight) -> TwoLevelInFlight:
     if not isinstance(batch, TwoLevelInFlight):
-        raise TypeError(f"got {type(batch).__name__}; use a batch returned by start_id_exchange")
+        raise TypeError(f"the batch must come from start_id_exchange, got {type(batch).__name__}")
     return batch
 
 
 def _merged(batch: RowsInFlight) -> Merged:
     merged = _in_flight(batch).merged
     if merged is None:
-        raise RuntimeError("the ids of the host are not merged: next_round was skipped")
+        raise RuntimeError("the ids of the host are not merged yet; call next_round first")
     return merged

@@ -74,7 +74,7 @@ class BagShape:
         """Return the lists of the uses for every sample."""
         if ids.lists is None:
             raise RuntimeError(
-                "the batch has no lists, but some features have lists of ids; pass them as Bags"
+                "some features have lists of ids, but the batch has none; pass the lists as Bags"
             )
         if self._in_order and ids.lists.lengths.shape[1] == len(self._places):
             return ids.lists

@@ -224,8 +224,8 @@ class GroupPlan:
         """Raise SbpError if a step cannot accumulate gradients over ``num_batches`` batches."""
         if num_batches > 1 and self.late_gradients:
             raise SbpError(
-                f"a step has {num_batches} batches, but {self.name} sends late gradients, which "
-                "need one batch per step; use train.late_gradients: false"
+                f"{self.name} sends late gradients, which need one batch per step, but the step "
+                f"has {num_batches} batches; use train.late_gradients: false"
             )
 
     @property

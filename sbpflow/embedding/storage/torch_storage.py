@@ -171,9 +171,7 @@ class TorchStorage:
     def noise_of_rows(self) -> RowNoise:
         """Return the noise for rounding half-precision rows."""
         if self._noise is None:
-            raise RuntimeError(
-                "noise: got None, but half-precision rows need a RowNoise; pass noise=RowNoise(...)"
-            )
+            raise RuntimeError("half-precision rows need noise, got None; pass noise=RowNoise(...)")
         return self._noise
 
     def _as_stored(self, weights: Tensor, rows: Tensor, numbers: StepNumbers) -> Tensor:

@@ -275,7 +275,8 @@ class Vocabulary:
         """
         if self._steps:
             raise RuntimeError(
-                "cannot load keys while batches are in flight; release or cancel them first"
+                "keys cannot be loaded while batches are in flight; release or cancel the "
+                "batches first"
             )
         room = self.arrays.room
         self._reset(room)
@@ -290,8 +291,8 @@ class Vocabulary:
             bucket = int((live - room).argmax())
             fits = int(live.max()) * NUM_BUCKETS
             raise CheckpointError(
-                f"evict.max_rows: bucket {bucket + self.buckets[0]} has {int(room[bucket])} rows "
-                f"for {int(live[bucket])} saved keys; use {fits} or more"
+                f"evict.max_rows: bucket {bucket + self.buckets[0]} has {int(live[bucket])} saved "
+                f"keys, but only {int(room[bucket])} rows; use {fits} or more"
             )
         self.reserve(saved.addresses.size + saved.pending_addresses.size)
         t = self.arrays
@@ -309,7 +310,8 @@ class Vocabulary:
         """
         if self._steps:
             raise RuntimeError(
-                "cannot erase keys while batches are in flight; release or cancel them first"
+                "keys cannot be erased while batches are in flight; release or cancel the "
+                "batches first"
             )
         sizes, freed = np.zeros(2, np.int64), np.empty(keys.size, np.int64)
         eviction_loops.erase(self.arrays, keys, freed, sizes)

@@ -180,8 +180,9 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
             Finding(
                 "link",
                 "odd",
-                f"{host} is slow: at most {best[host]:.3f} GB/s to or from it, and {rate:.3f} GB/s "
-                "between other machines; check its cable, switch port, and other traffic",
+                f"{host} is slow: it has at most {best[host]:.3f} GB/s to or from it, while other "
+                f"machines have {rate:.3f} GB/s between them; check its cable, its switch port, "
+                "and other traffic",
             )
             for host in slow
         ]
@@ -189,8 +190,9 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
             Finding(
                 "link",
                 "odd",
-                f"{host} has a high latency: at least {1e3 * quickest[host]:.2f} ms for 4 KiB, and "
-                f"{1e3 * latency:.2f} ms between other machines; check its location and load",
+                f"{host} has a high latency: at least {1e3 * quickest[host]:.2f} ms for 4 KiB, "
+                f"while other machines have {1e3 * latency:.2f} ms between them; check its "
+                "location and load",
             )
             for host in hosts
             if quickest[host] > _LATE * latency and quickest[host] - latency > _LATE_S
@@ -203,8 +205,9 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
         Finding(
             "link",
             "odd",
-            f"{source} to {target} is slow: {link.gb_per_s:.3f} GB/s, and {usual:.3f} GB/s on "
-            "other links; check the route, the rate limit of the sender, and other traffic",
+            f"the link from {source} to {target} is slow: it has {link.gb_per_s:.3f} GB/s, while "
+            f"other links have {usual:.3f} GB/s; check the route, the rate limit of the sender, "
+            "and other traffic",
         )
         for (source, target), link in rest.items()
         if link.gb_per_s < _SLOW * usual
