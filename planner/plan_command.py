@@ -20,13 +20,20 @@ from sbpflow.planner.calibration.measure import measure_in_turns
 from sbpflow.planner.clusters import MACHINES, memory_of, profile_name, profile_of
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.feasible import checked
-from sbpflow.planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
+from sbpflow.planner.planners import (
+    PLANNERS,
+    Planned,
+    PlannerName,
+    make_plan,
+    planner_of,
+    priced_plan,
+)
 from sbpflow.planner.report import as_html, as_json, as_text, report_of
 from sbpflow.planner.search.auto import NUM_ALIKE
 from sbpflow.planner.search.local import weights_of
 from sbpflow.planner.search.problem import Assignment, price_of
 from sbpflow.planner.search.seeds import families, homogeneous
-from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
+from sbpflow.planner.shapes import assignment_of, plan_of
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml, plan_of_tree, plan_to_yaml, plan_tree
 from sbpflow.runtime.files.json_file import JsonError, is_number, list_of, read_json
@@ -99,17 +106,7 @@ def explain(argv: Sequence[str]) -> str:
     args = parser.parse_args(argv)
     cost = _cost(args)
     given = plan_from_yaml(args.plan, cost.task)
-    problem = problem_of(cost, given=given)
-    assignment = assignment_of(problem, given)
-    planned = Planned(
-        planner=f"{args.plan}",
-        plan=given,
-        assignment=assignment,
-        priced=price_of(problem, assignment),
-        problem=problem,
-        seconds=0.0,
-    )
-    return _write(args, cost, planned)
+    return _write(args, cost, priced_plan(f"{args.plan}", given, cost))
 
 
 def compare(argv: Sequence[str]) -> str:

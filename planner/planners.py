@@ -31,7 +31,7 @@ from sbpflow.planner.published.neuroshard import NeuroShard
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import Found, search
 from sbpflow.planner.search.problem import Assignment, Priced, Problem, price_of
-from sbpflow.planner.shapes import plan_of, problem_of
+from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
 from sbpflow.planner.task import Plan
 from sbpflow.planner.workloads import random_task
 
@@ -80,6 +80,20 @@ class Planned:
     problem: Problem
     seconds: float
     found: Found | None = None
+
+
+def priced_plan(name: str, plan: Plan, cost: TaskCost, *, seconds: float = 0.0) -> Planned:
+    """Price an existing plan; ``name`` says where the plan comes from."""
+    problem = problem_of(cost, given=plan)
+    assignment = assignment_of(problem, plan)
+    return Planned(
+        planner=name,
+        plan=plan,
+        assignment=assignment,
+        priced=price_of(problem, assignment),
+        problem=problem,
+        seconds=seconds,
+    )
 
 
 def planner_of(name: str) -> PlannerName:
