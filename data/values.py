@@ -80,7 +80,7 @@ def value_blocks(
 
 @dataclass(frozen=True, slots=True)
 class _KnownValues:
-    """The values of a field with their ids. The row of a value is its id minus ``shift``."""
+    """The values of a field, and their ids. The row of a value is its id minus ``shift``."""
 
     stored: Vocabulary
     kind: Kind

@@ -193,7 +193,7 @@ class _PieceEncoder:
         self._lists = {name: pl.read_ipc(list_file(path, name)) for name in names}
         self.clamped: dict[str, int] = {}
         self.rare: dict[str, int] = {}
-        """Number of lookups of values that are rare in train or absent from it, by field"""
+        """Number of lookups of values that are rare in train, or do not occur in it, by field"""
         self.ranges: dict[str, tuple[float, float]] = {}
         """Smallest and largest value of each dense column"""
         self._keys: list[NDArray[np.int64]] = []

@@ -74,10 +74,11 @@ class EmbeddingCollection:
     ) -> None:
         """Allocate the stores and, with ``initialize``, fill them with initial values.
 
-        ``kernel`` is a request, or a mapping from table to kernel if the kernels have already been
-        chosen. On CUDA, ``row_buffer_fraction`` makes training batches send rows in fixed-size
-        buffers, whose size is this fraction of the maximum. ``stores`` creates the row store of
-        each stack. If ``compiled`` is false, ids are read without numba, which takes 0.5 s to load.
+        ``kernel`` is the requested kernel or, if the kernels have already been chosen, a mapping
+        from table to kernel. On CUDA, ``row_buffer_fraction`` makes training batches send rows in
+        fixed-size buffers, whose size is this fraction of the maximum. ``stores`` creates the row
+        store of each stack. If ``compiled`` is false, ids are read without numba, which takes 0.5 s
+        to load.
         """
         self.plan, self._world = plan, (world := boxing.world)
         self._num_begun = 0  # number of training batches so far
@@ -180,9 +181,7 @@ class EmbeddingCollection:
     def _counts(
         self, parts: list[GroupInFlight], rounds: int = 1
     ) -> list[tuple[GroupInFlight, Callable[[], Tensor | None]]]:
-        """Return the sources of counts: one for each group with at least ``rounds`` rounds of
-        ids.
-        """
+        """Return a source of counts for each group that has at least ``rounds`` rounds of ids."""
         return [
             (part, partial(group.counts, part))
             for group, part in zip(self._groups, parts, strict=True)
@@ -190,8 +189,8 @@ class EmbeddingCollection:
         ]
 
     def _next_round(self, batch: EmbeddingsInFlight, number: int) -> None:
-        """Run id round ``number``, which is not the first. The host waits for the counts of this
-        round.
+        """Run round ``number`` of the id exchange (not the first round). The host waits for the
+        counts of this round.
         """
         parts = [pair for pair in self._parts(batch) if pair[0].plan.num_rounds > number]
         for group, part in parts:
@@ -360,7 +359,7 @@ class EmbeddingCollection:
             self.growing.end_step()
 
     def describe_buffers(self) -> list[str]:
-        """Return a line for each group with fixed-size buffers."""
+        """Describe the groups that use fixed-size buffers, with one line per group."""
         return self._padded.describe()
 
     def why_not_captured(self) -> str:
@@ -417,7 +416,7 @@ class EmbeddingCollection:
     def apply_gradients(self, step: int) -> None:
         """Update the rows of the last training ``forward``, using the ``.grad`` of its outputs.
 
-        ``step`` is as in ``update``.
+        See ``update`` for ``step``.
         """
         batch, self._last = self._last, None
         if batch is None:

@@ -201,7 +201,7 @@ def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One call of ``write``; ``records`` are ordered by server."""
+    """One call to ``write``; ``records`` are ordered by server."""
 
     rows: Array  # Sorted.
     order: Array  # For each row, its position in ``records``.
@@ -302,8 +302,8 @@ class _Writer:
 
 
 class RemoteRecords:
-    """A ``RecordStore`` on ``servers``; its records have the dtype and length of those in ``like``
-    [any, words].
+    """Keeps the records of a store on ``servers``. They have the dtype and length of the records in
+    ``like`` ([n, words]).
 
     ``store`` is the number of this store on this rank.
     """

@@ -140,7 +140,7 @@ class Group(ABC, Generic[BatchT]):
     def start_id_exchange(self, local: BatchIds, batch_size: int, *, number: int | None) -> BatchT:
         """Sort and count the ids of this rank's samples, and start the first transfer.
 
-        ``batch_size`` is global. ``number`` is as in ``GroupInFlight``.
+        ``batch_size`` is global. See ``GroupInFlight`` for ``number``.
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:

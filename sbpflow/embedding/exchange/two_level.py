@@ -44,7 +44,7 @@ class TwoLevelInFlight(RowsInFlight):
 
 
 class TwoLevelGroup(RowGroup):
-    """Runs ``(S(0), S(0))`` tables with skewed ids on several hosts."""
+    """Exchanges rows of ``(S(0), S(0))`` tables with skewed ids on several hosts."""
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         _, self._positions = groups_of(plan.stacks[0].layouts[0].placement)

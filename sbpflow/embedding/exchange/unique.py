@@ -26,7 +26,9 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 
 class UniqueGroup(RowGroup):
-    """Runs S(0) tables with skewed ids: ranks request unique rows from owners and expand them."""
+    """Exchanges rows of S(0) tables with skewed ids: ranks request unique rows from their owners
+    and expand them.
+    """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)

@@ -325,7 +325,8 @@ class OwnerAddresses:
 
 
 def _row_parts(stack: TableBatch, bases: Mapping[int, int]) -> dict[str, list[tuple[int, int]]]:
-    """For each table, return (first row, address minus row) for its non-empty parts, sorted.
+    """For each table, return a sorted list of (first row, address minus row), with one entry per
+    non-empty part.
 
     ``bases`` is the first address of each rank.
     """

@@ -69,8 +69,8 @@ class EmbeddingPlan:
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
-        """Return the matrix columns in sending order: each once if all ranks need the same columns,
-        else the columns of one rank after the other.
+        """Return the matrix columns in the order in which they are sent: each column once if all
+        ranks need the same columns, else the columns of each rank in turn.
         """
         return _sent(self.needed)
 

@@ -309,8 +309,8 @@ class GroupPlan:
     def column_order(self) -> tuple[int, ...]:
         """Return, for each vector column in rank order, its index in the group's order.
 
-        Only ranks with different columns count: all ranks, or the first row of a grid. The result
-        is the identity if columns are not split, or if vectors are summed over the tables.
+        Ranks with the same columns count only once, so on a grid, only its first row counts. The
+        result is the identity if columns are not split, or if vectors are summed over the tables.
         """
         if self.pooled or (self.kind.adds_terms and self.grid is None):
             return tuple(range(self.width))

@@ -56,7 +56,7 @@ class RowBlock:
 
     @property
     def mean_squares(self) -> Tensor:
-        """Return the mean square of each row's gradient over the table's full width, as [touched].
+        """Return the mean square of each row's gradient over the table's full width ([touched]).
 
         Only optimizers with row state can use this value, because ranks that share a row sum their
         squares only for these optimizers.

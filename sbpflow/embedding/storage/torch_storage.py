@@ -101,7 +101,7 @@ class TorchStorage:
         return lookup
 
     def row_squares(self, grads: Tensor) -> Tensor:
-        """Return each row's sum of squares over the columns on this rank, as [touched].
+        """Return each row's sum of squares over the columns on this rank ([touched]).
 
         A product with a vector of ones would be faster, but BLAS works on blocks of rows, so the
         last bit of a result would depend on the neighboring rows.

@@ -195,7 +195,7 @@ class Vocabulary:
         return keys[(buckets >= self.buckets[0]) & (buckets < self.buckets[1])]
 
     def release(self) -> None:
-        """End the oldest announced batch, whose update is complete."""
+        """Complete the oldest announced batch, after its update."""
         step = self._steps.popleft()
         self.totals.add(step.totals)
         self._patch = None
