@@ -312,7 +312,7 @@ def test_errors_use_the_callers_names_for_rows_in_memory(run, tmp_path):
     with pytest.raises(DataError) as error:
         run.predict(new)
     assert "data:1: price is not a number: '$1,234.50'" in str(error.value)
-    with pytest.raises(DataError, match=r"data\['val'\]: has no column 'price'"):
+    with pytest.raises(DataError, match=r"data\['val'\] has no column 'price'"):
         fit(tmp_path / "run", {"train": rows(300), "val": rows(30).drop(columns="price")})
 
 

@@ -372,7 +372,7 @@ def test_generated_ids_follow_the_rule_of_prepare(generator, generated):
         (["--rows", "10", "--hot", "C99=3"], "C99"),
         (["--rows", "10", "--hot", "C1"], "such as C1=3"),
         (["--rows", "10", "--skew", "C1=x"], "such as C1=3"),
-        (["--rows", "10", "--vocab-scale", "2"], "from 1e-06 to 1"),
+        (["--rows", "10", "--vocab-scale", "2"], "between 1e-06 and 1"),
         (["--rows", "10", "--format", "tsv", "--hot", "C1=2"], "--format prepared"),
     ],
 )

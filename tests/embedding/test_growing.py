@@ -377,7 +377,7 @@ def test_resumed_cached_tables_grow(ranks, alone, tmp_path, shares):
         ({"deep": Spec("S(0)", "reduce", ranks=(1, 0))}, "ranks out of order"),
         (
             {"deep": Spec("S(0)", "reduce", sizes=(101, MIN_ROWS - 101))},
-            r"101, .* a single key bucket; .* for example, \[32768, 32768\]",
+            r"101, .* a single key bucket; .*\(for example, \[32768, 32768\]\)",
         ),
         (
             {"deep": Spec("S(0)", "reduce", sizes=(4, MIN_ROWS - 4))},

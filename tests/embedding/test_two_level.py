@@ -252,7 +252,9 @@ def test_unsupported_settings_are_refused():
         make_case(((1, 0), (2, 3))).plan(4)
     config = wdl()
     config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=0.5))
-    with pytest.raises(ConfigError, match=r"row_buffer_fraction: 0.5 with .*exact counts; remove"):
+    with pytest.raises(
+        ConfigError, match=r"row_buffer_fraction: 0.5 does not .*exact counts; remove"
+    ):
         plan_run(config, FIELDS, world_size=4, device_type="cuda", topology=HOSTS)
     hosts = Spec("(S(0), S(0))", "unique", ranks=((0,), (1,), (2,)))
     with pytest.raises(ConfigError, match=r"65536 rows .* over 3 hosts; use 2, 4, 8, .. hosts, or"):

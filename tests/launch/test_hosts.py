@@ -339,7 +339,7 @@ def test_a_file_describes_other_machines(tmp_path):
         ("{hosts: 1000000000000, ranks_per_host: 9}", "describes 9000000000000 ranks, but this"),
         ("hosts: [[0, 1, 2]]", "describes 3 ranks, but this run has 4; describe 4 ranks, or"),
         ("hosts: [[0, 1], [1, 2]]", "must be on exactly one host"),
-        ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}", r"memory: .* for each of the 4 ranks"),
+        ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}", r"memory must .* for each of the 4 ranks"),
         ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed must have a number above 0"),
         ("{hosts: [[0, 1, 2, 3]], network_link: {}}", "network_link.gb_per_s is not given"),
         ("{hosts: [[0, 1, 2, 3]], link: 1}", "link: unknown key; did you mean"),

@@ -86,7 +86,11 @@ def test_shared_and_uneven_tables_train_equally_on_any_number_of_ranks(ranks, sc
 @pytest.mark.parametrize(
     ("fields", "tables", "message"),
     [
-        ({}, {"*": TableShape(dim=8)}, "model.tables.*: dim 8 for wide.shop"),
+        (
+            {},
+            {"*": TableShape(dim=8)},
+            "model.tables.*: dim is 8, but the dim of wide.shop must be 1",
+        ),
         ({}, {"deep.C1": TableShape(dim=8)}, "model.tables.deep.C1 matches no table; did you"),
         ({"C1": FieldRule(table="x")}, {}, "model.fields.C1 matches no field; did you"),
         ({"*o*": FieldRule(table="all")}, {}, "home and shop share table all"),

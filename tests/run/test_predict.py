@@ -121,7 +121,7 @@ def test_the_suffix_selects_the_format_of_the_scores(run, folder, tmp_path):
         found = pl.read_csv(tmp_path / f"s.{suffix}", schema=wanted.schema, **options)
         assert found.equals(wanted)
     for name in ("s.CSV", "s.csv.gz"):
-        with pytest.raises(ConfigError, match=rf"{name} must end in \.parquet, \.csv, \.tsv"):
+        with pytest.raises(ConfigError, match=rf"must end in \.parquet, \.csv, \.tsv.*{name}"):
             predict(words(run, folder / "set", tmp_path / name))
 
 
@@ -284,7 +284,7 @@ def test_unsuitable_sets_are_rejected_before_anything_is_scored(run, folder, tmp
     (tmp_path / "there.parquet").touch()
     with pytest.raises(ConfigError, match=r"there\.parquet already exists; use --overwrite"):
         predict(words(run, folder / "set", tmp_path / "there.parquet"))
-    with pytest.raises(ConfigError, match=r"no-folder: no such file or directory"):
+    with pytest.raises(ConfigError, match=r"no-folder cannot be used \(no such file or directory"):
         predict(words(run, folder / "set", tmp_path / "no-folder" / "s.parquet"))
     with pytest.raises(CheckpointError, match=r"--checkpoint .* contains no checkpoint"):
         predict(words(tmp_path, folder / "set", tmp_path / "s.parquet"))
@@ -318,7 +318,9 @@ def test_the_export_command_scores_like_the_run(run, folder, tmp_path, capsys, m
     text = capsys.readouterr().out
     assert "rows as_trained: AUC 0." in text
     assert "rows float16: AUC 0." in text
-    with pytest.raises(ConfigError, match=r"--rows: 'int4' .*as_trained"):
+    with pytest.raises(
+        ConfigError, match=r"--rows must be as_trained or float16 or int8, got 'int4'"
+    ):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int4"])
     with pytest.raises(ConfigError, match="--score: int8 rows"):
         export([*base, "--output", str(tmp_path / "c"), "--rows", "int8", "data.path=nowhere"])
