@@ -261,7 +261,7 @@ def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, monkeypa
     assert found == [e for e in events(whole) if e["event"] == "step" and e["step"] > 12]
     with pytest.raises(ConfigError, match=r"is in checkpoint\.dir"):
         run(synth_set, tmp_path / "b", elsewhere, f"checkpoint.resume={tmp_path / 'own/step-20'}")
-    with pytest.raises(ConfigError, match=r"tables/deep\.C1 was saved as .*, but this run has"):
+    with pytest.raises(ConfigError, match=r"tables/deep\.C1 was saved with shape .*, but has"):
         run(synth_set, tmp_path / "c", resume, "model.embedding_dim=8")
     with pytest.raises(ConfigError, match=r"lacks tables/deep.C1/sum,.* it has tables/deep.C1/exp"):
         run(synth_set, tmp_path / "c", resume, "optimizer.sparse.name=rowwise_adagrad")
