@@ -438,7 +438,7 @@ def test_a_generated_set_cannot_encode_new_rows(tmp_path, capsys):
     for command in (["encode"], ["prepare"], ["prepare", "--grow"]):
         assert main([*command, "--like", str(tmp_path / "ids"), *text]) == 2
         message = capsys.readouterr().err
-        assert f"--like {tmp_path / 'ids'}: this set does not store the values" in message
+        assert f"--like: the set {tmp_path / 'ids'} does not store the values" in message
         assert "synth --format tsv" in message
     nowhere = ["--input", str(tmp_path / "nowhere.tsv"), *text[2:]]
     assert main(["encode", "--like", str(tmp_path / "ids"), *nowhere]) == 2

@@ -185,7 +185,7 @@ def test_a_watched_loss_may_be_infinite(tmp_path):
         file.write_bytes(rewritten(file.read_bytes(), documents))
         message = outcome(lambda: check_start(open_checkpoint(folder)))[1]
         assert fits is not bool(message), message
-    assert "its loop.stop.value is nan" in message
+    assert "loop.stop.value must be a number or null, got nan" in message
 
 
 def test_commands_on_damaged_checkpoints_end_with_one_message(tmp_path, capsys):

@@ -178,7 +178,7 @@ def test_a_missing_column_is_named_with_its_file(run, tmp_path, suffix):
         frame.select(simple).write_csv(source)
     with pytest.raises(DataError) as error:
         predict(words(run, source, tmp_path / "s.parquet"))
-    assert str(error.value).startswith(f"{source}: no column")
+    assert str(error.value).startswith(f"{source} has no column")
     assert "'price'" in str(error.value)
     assert "new rows need all columns of the training set except the labels" in str(error.value)
     assert "--schema" not in str(error.value)
