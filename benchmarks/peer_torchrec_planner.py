@@ -10,6 +10,7 @@ describe a GPU.
 
 from typing import Any
 
+from sbpflow.errors import PlanError
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.problem import Assignment, Move
 from sbpflow.planner.shapes import COPIED, WHOLE, option_number
@@ -17,14 +18,14 @@ from sbpflow.planner.task import Shape
 
 
 def torchrec_plan(setting: Setting) -> Assignment:
-    """Return the assignment of TorchRec's plan; TorchRec raises its own PlanError if there is no
-    plan.
+    """Return the assignment of TorchRec's plan; raise PlanError if its planner finds none that
+    fits.
     """
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
     from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -45,7 +46,9 @@ def torchrec_plan(setting: Setting) -> Assignment:
         table.name: ParameterConstraints(pooling_factors=[float(pooling)], min_partition=4)
         for table, pooling in zip(setting.tables, setting.pooling, strict=True)
     }
-    topology = Topology(world_size=size, local_world_size=size, **machine(setting))
+    topology = Topology(
+        world_size=size, local_world_size=size // task.num_hosts, **machine(setting)
+    )
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=task.batch_size // size,
@@ -53,7 +56,10 @@ def torchrec_plan(setting: Setting) -> Assignment:
         partitioner=GreedyPerfPartitioner(sort_by=SortBy.PERF),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
     )
-    sharding_plan = planner.plan(module, [EmbeddingBagCollectionSharder()])
+    try:
+        sharding_plan = planner.plan(module, [EmbeddingBagCollectionSharder()])
+    except PlannerError as error:
+        raise PlanError(f"TorchRec's planner: {error}") from error
     (parameters,) = sharding_plan.plan.values()
     return tuple(
         _move(setting, number, parameters[table.name])
@@ -67,7 +73,7 @@ def machine(setting: Setting) -> dict[str, Any]:
     The device determines the possible shardings (row-wise only on CUDA) and whether memory and
     bandwidth describe the accelerator or the host.
     """
-    limit = min(int(setting.problem.limit_bytes[0]), 2**50)
+    limit = min(int(setting.problem.limit_bytes.min()), 2**50)
     memory, link = _bandwidths(setting)
     common = {"intra_host_bw": link, "inter_host_bw": link}
     if setting.task.device_type == "cuda":

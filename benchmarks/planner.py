@@ -93,7 +93,7 @@ def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged
         open_cost = TaskCost(models.seen, task)
         whole = Setting(task, problem_of(open_cost, table_wise))
         held = price_of(whole.problem, GREEDY["size"](whole)).memory.mean()
-        task = replace(task, device_bytes=int(slack * held))
+        task = replace(task, device_bytes=(int(slack * held),) * task.world_size)
     pair = [TaskCost(profile, task) for profile in (models.seen, models.judge)]
     settings = [Setting(task, problem_of(cost), seed) for cost in pair]
     return Judged(pair[0], *settings)

@@ -1,6 +1,6 @@
 """Calibrates the planner over a link of a given rate between two network namespaces.
 
-    python -m benchmarks.planner_link --link 1gbit --output FILE [--seconds 270]
+    python -m benchmarks.planner_link --link 1gbit --output FILE [--ranks 4] [--seconds 270]
 
 Pass the resulting FILE as ``--profile`` to the ``sbpflow`` commands.
 """
@@ -16,13 +16,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--link", default="1gbit", help="a rate in tc's notation")
+    parser.add_argument("--ranks", type=int, default=2, help="half of the ranks on each host")
     parser.add_argument("--output", required=True)
     parser.add_argument("--seconds", type=float, default=270.0)
     args = parser.parse_args()
     words = ["--output", args.output, "--seconds", str(args.seconds)]
     if args.worker:
         sys.exit(calibrate(words))
-    start_ranks("benchmarks.planner_link", 2, words, link=args.link)
+    start_ranks("benchmarks.planner_link", args.ranks, words, link=args.link)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.costs.counts import FEATURES
 from sbpflow.costs.ids import IdFrequencies
 from sbpflow.costs.prices import WORK_MS
+from sbpflow.errors import PlanError
 from sbpflow.planner.calibration.design import Law, Sample, dense_work_of
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.costs.features import BIN_SAMPLES, from_histogram
@@ -30,6 +31,7 @@ from sbpflow.planner.shapes import assignment_of, plan_of, problem_of, table_wis
 from sbpflow.planner.task import Plan, Task, choice_of, embedding_plan
 from sbpflow.planner.workloads import Drawn, make_task, split_pool
 from sbpflow.run.planning.auto_scheme import Rules, candidates, rank_candidates
+from sbpflow.runtime.ranks.topology import Link as NetworkLink
 from sbpflow.runtime.ranks.topology import Topology
 
 MOST_ROWS, MOST_IDS = 50_000, 20.0
@@ -41,9 +43,13 @@ Planner = Callable[[Setting], Assignment]
 Named = dict[str, tuple[Plan, float]]  # name -> (plan, predicted ms)
 
 
-def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: int) -> Sample:
+def make_sample(
+    number: int, world_size: int, *, num_tables: int, batch_size: int, giant: float = 0.0
+) -> Sample:
     """Return held-out tables from the pool, reduced in size, with their id distributions.
     Reproducible.
+
+    With ``giant``, the first table has as many rows as take this share of the bytes of all rows.
     """
     random = np.random.default_rng([number, num_tables, 77])
     half = split_pool(held_out=True)
@@ -53,6 +59,10 @@ def make_sample(number: int, world_size: int, *, num_tables: int, batch_size: in
         rows, pooling = min(table.num_rows, MOST_ROWS), min(table.pooling, MOST_IDS)
         drawn.append(replace(table, num_rows=rows, active=rows, pooling=pooling))
     dims = [int(d) for d in random.choice(DIMS, num_tables)]
+    if giant:
+        others = sum(one.num_rows * dim for one, dim in zip(drawn[1:], dims[1:], strict=True))
+        rows = int(giant / (1 - giant) * others / dims[0])
+        drawn[0] = replace(drawn[0], num_rows=rows, active=rows)
     task = make_task(drawn, dims, world_size=world_size, batch_size=batch_size)
     task = replace(task, dense=dense_work_of(sum(dims), HIDDEN))
     laws = {f"t{n}": Law(s=one.s, q=one.q) for n, one in enumerate(drawn)}
@@ -66,8 +76,14 @@ def planners_of(profile: Profile, like: Task, names: Sequence[str]) -> dict[str,
     return {**planners, "torchrec": torchrec_plan} if "torchrec" in names else planners
 
 
-def plans_of(task: Task, profile: Profile, planners: dict[str, Planner]) -> Named:
-    """Return our best plans, ablations, homogeneous plans, and other planners' plans."""
+def plans_of(
+    task: Task, profile: Profile, planners: dict[str, Planner], nominal: Link | None = None
+) -> Named:
+    """Return our best plans, ablations, homogeneous plans, and other planners' plans.
+
+    Planners that find no plan are left out. ``scheme: auto`` and the built-in costs use the link
+    ``nominal``, which by default is the link that they assume.
+    """
     cost = TaskCost(profile, task)
     ours = make_plan("auto", cost)
     problem, setting = ours.problem, Setting(task, ours.problem)
@@ -75,11 +91,14 @@ def plans_of(task: Task, profile: Profile, planners: dict[str, Planner]) -> Name
     plans: dict[str, Assignment] = {"auto": measured.pop("auto 1")}
     plans |= measured
     for name, planner in planners.items():
-        plans[name] = planner(setting)
+        try:
+            plans[name] = planner(setting)
+        except PlanError as error:
+            print(f"{name}: no plan ({str(error).splitlines()[0]})", flush=True)
     for number in range(DRAWN_AT_RANDOM):
         plans[f"random {number + 1}"] = GREEDY["random"](replace(setting, seed=number))
-    plans["scheme: auto"] = assignment_of(problem, scheme_auto(task))
-    for name, plan in ablations(task, profile).items():
+    plans["scheme: auto"] = assignment_of(problem, scheme_auto(task, nominal))
+    for name, plan in ablations(task, profile, nominal).items():
         plans[name] = assignment_of(problem, plan)
     return {
         name: (plan_of(task, problem, plan), price_of(problem, plan).ms)
@@ -87,7 +106,7 @@ def plans_of(task: Task, profile: Profile, planners: dict[str, Planner]) -> Name
     }
 
 
-def scheme_auto(task: Task) -> Plan:
+def scheme_auto(task: Task, nominal: Link | None = None) -> Plan:
     """Return the plan of ``parallel.scheme: auto``, which needs id frequencies only."""
     size = BIN_SAMPLES
     known: dict[str, IdFrequencies] = {}
@@ -114,25 +133,40 @@ def scheme_auto(task: Task) -> Plan:
         candidates(task.tables, task.features, task.world_size, task.batch_size, known),
         lambda rules: embedding_plan(task, plan(rules)),
         batch_size=task.batch_size,
-        topology=Topology.one_host(task.world_size),
+        topology=_topology(task, nominal),
         frequencies=known,
     )
     return plan(ranked[0].rules)
 
 
-def unfitted(profile: Profile) -> Profile:
-    """Return the profile with the constants of ``parallel.scheme: auto`` in place of measured
-    prices.
-    """
-    link = Topology.one_host(1).host_link
-    return replace(
-        profile,
-        work_ms={name: float(ms) for name, ms in zip(FEATURES, WORK_MS, strict=True) if ms},
-        link=Link(within_gb_per_s=link.gb_per_s, within_call_ms=link.latency_ms),
+def _topology(task: Task, nominal: Link | None) -> Topology:
+    """Return the topology of a run whose topology file contains the link ``nominal``."""
+    if nominal is None or not nominal.ranks_per_node:
+        return Topology.one_host(task.world_size)
+    ranks, each = range(task.world_size), nominal.ranks_per_node
+    return Topology(
+        hosts=tuple(tuple(ranks[start : start + each]) for start in ranks[::each]),
+        memory_bytes=task.device_bytes,
+        network_link=NetworkLink(
+            gb_per_s=nominal.between_gb_per_s, latency_ms=nominal.between_call_ms
+        ),
     )
 
 
-def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
+def unfitted(profile: Profile, nominal: Link | None = None) -> Profile:
+    """Return the profile with the constants of ``parallel.scheme: auto`` in place of measured
+    prices.
+    """
+    usual = NetworkLink()
+    link = nominal or Link(within_gb_per_s=usual.gb_per_s, within_call_ms=usual.latency_ms)
+    return replace(
+        profile,
+        work_ms={name: float(ms) for name, ms in zip(FEATURES, WORK_MS, strict=True) if ms},
+        link=link,
+    )
+
+
+def ablations(task: Task, profile: Profile, nominal: Link | None = None) -> dict[str, Plan]:
     """Return the plans that our search finds with one of its parts removed."""
     even = {
         table.name: from_histogram(
@@ -143,8 +177,9 @@ def ablations(task: Task, profile: Profile) -> dict[str, Plan]:
     cost = TaskCost(profile, task)
     narrow = problem_of(cost, table_wise)
     whole = search(narrow).assignment
+    constants = TaskCost(unfitted(profile, nominal), task)
     return {
-        "auto, built-in constants": make_plan("auto", TaskCost(unfitted(profile), task)).plan,
+        "auto, built-in constants": make_plan("auto", constants).plan,
         "auto, ids taken as even": make_plan(
             "auto", TaskCost(profile, replace(task, stats=even))
         ).plan,

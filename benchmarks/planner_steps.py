@@ -44,22 +44,25 @@ class Case:
     tables: int
     batch: int
     plans: Named
+    giant: float = 0.0
 
     def tree(self) -> dict[str, Any]:
         """Return the case in JSON-ready form."""
         plans = {name: [plan_tree(plan), ms] for name, (plan, ms) in self.plans.items()}
         return {
             "number": self.number, "tables": self.tables, "batch": self.batch, "plans": plans,
+            "giant": self.giant,
         }  # fmt: skip
 
     @staticmethod
     def of(tree: dict[str, Any]) -> "Case":
         plans = {name: (plan_of_tree(plan), ms) for name, (plan, ms) in tree["plans"].items()}
-        return Case(number=tree["number"], tables=tree["tables"], batch=tree["batch"], plans=plans)
+        facts = ("number", "tables", "batch", "giant")
+        return Case(plans=plans, **{name: tree[name] for name in facts})
 
     def task(self, world_size: int) -> Task:
         return make_sample(
-            self.number, world_size, num_tables=self.tables, batch_size=self.batch
+            self.number, world_size, num_tables=self.tables, batch_size=self.batch, giant=self.giant
         ).task
 
     def distinct(self) -> dict[str, list[str]]:
@@ -109,7 +112,7 @@ def run_steps(args: argparse.Namespace) -> None:
     kind = "steps" if args.tables is None else "job"
     results = Results(f"planner_{kind}_{where}{suffix}", recorded=args.recorded)
     cases = [Case.of(known[f"{tables}x{size} {number}"]) for tables, size, number in cells]
-    measured = _measured(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
+    measured = measured_cases(cases, size, args.link, ["--seconds", str(args.seconds / len(cases))])
     elsewhere = load(Path(args.elsewhere)) if args.elsewhere else None
     if elsewhere is not None and args.link:
         elsewhere = with_link(elsewhere, *link_of(args.link))
@@ -155,7 +158,7 @@ def predicted_elsewhere(
     }
 
 
-def _measured(
+def measured_cases(
     cases: Sequence[Case], size: int, link: str | None, words: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Return the workers' times for each case, with plans in the order of ``Case.distinct``."""

@@ -46,7 +46,11 @@ def work(args: argparse.Namespace) -> None:
         boxing = Boxing(world)
         for task in tasks:
             sample = make_sample(
-                task["number"], world.size, num_tables=task["tables"], batch_size=task["batch"]
+                task["number"],
+                world.size,
+                num_tables=task["tables"],
+                batch_size=task["batch"],
+                giant=task["giant"],
             )
             plans = [plan_of_tree(tree) for tree in task["plans"]]
             batches = draw_batches(sample, world.rank, 2, world.device)

@@ -13,12 +13,18 @@ from numpy.typing import NDArray
 
 from sbpflow.data.format.ids import WideIdTable, capacity_of
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import NUM_RESERVED_IDS
 from sbpflow.data.format.vocabulary import open_vocabularies
 from sbpflow.data.prepare.content import like_options
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.runtime.files.tensors_file import TensorsFile
-from sbpflow.serving.cells import CHECK_BYTES, KEY_BYTES, hash_salt, hashed_key_ids, string_key
+from sbpflow.serving.cells import (
+    CHECK_BYTES,
+    KEY_BYTES,
+    NUM_RESERVED_IDS,
+    hash_salt,
+    hashed_key_ids,
+    string_key,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

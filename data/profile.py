@@ -14,16 +14,11 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from sbpflow.data.format.manifest import SPLITS, Manifest
-from sbpflow.data.format.schema import (
-    MISSING_ID,
-    NUM_RESERVED_IDS,
-    RARE_ID,
-    Field,
-)
+from sbpflow.data.format.schema import Field
 from sbpflow.data.format.shards import RowFiles
 from sbpflow.data.prepare.fit import ordered, values_of_order
 from sbpflow.data.stats import ids_in, out_of_range
-from sbpflow.serving.cells import MISSING_KEY
+from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS, RARE_ID
 
 TIME_BUCKETS = 40
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)

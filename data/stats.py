@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import MISSING_ID, RARE_ID, Field
+from sbpflow.data.format.schema import Field
 from sbpflow.data.format.shards import RowFiles, Words
 from sbpflow.errors import DataError
-from sbpflow.serving.cells import MISSING_KEY
+from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, RARE_ID
 
 TOP = (1, 16, 1024, 65536)
 BATCH_SIZES = (1024, 4096, 16384, 65536)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, Kind
+from sbpflow.data.format.schema import Kind
 from sbpflow.data.format.vocabulary import (
     HOW_TO_HAVE_VALUES,
     Vocabulary,
@@ -25,7 +25,7 @@ from sbpflow.data.prepare.encode import FieldIds
 from sbpflow.data.prepare.keys import key_of, string_keys
 from sbpflow.data.prepare.schema_file import schema_from
 from sbpflow.errors import ConfigError, unknown_value
-from sbpflow.serving.cells import MISSING_KEY
+from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS
 
 
 def values_and_rows(

@@ -15,6 +15,7 @@ from pathlib import Path
 from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.profile import (
     RANKS_HERE,
+    WITHIN_HOST_GB_PER_S,
     Link,
     Profile,
     default_path,
@@ -72,7 +73,6 @@ MACHINES: Mapping[str, Machine] = {
 # Assumptions about Ethernet links between nodes, used by ``link_of``.
 ETHERNET_SHARE = 0.94  # the payload's share of the line rate, after TCP and Ethernet headers
 ETHERNET_CALL_MS = 0.2
-WITHIN_HOST_GB_PER_S = 2.0
 
 USABLE = 0.85  # share of a device's memory for tables; activations and the system use the rest
 _FLOAT = 4.0  # bytes

@@ -38,16 +38,19 @@ def infeasible_text(planned: Planned, cost: TaskCost) -> str:
     fit.
     """
     task, memory = cost.task, planned.priced.memory
-    limit = float(task.device_bytes or 0)
-    rank = int(memory.argmax())
+    limits = planned.problem.limit_bytes
+    rank = int((memory - limits).argmax())
+    equal = limits.min() == limits.max()
+    most = _size(limits[rank]) + (" per rank" if equal else f" on rank {rank}")
+    enough = f"{_size(memory.max())} per rank" if equal else f"{_size(memory[rank])} on rank {rank}"
     largest = max(task.tables, key=lambda table: table.num_rows * table.dim)
     lines = [
-        f"no plan found fits in {_size(limit)} per rank: in the plan with the smallest excess, "
-        f"rank {rank} needs {_size(memory[rank])} ({_size(memory[rank] - limit)} too much), and "
-        f"all ranks together need {_size(memory.sum())} of {_size(limit * len(memory))}",
+        f"no plan found fits in {most}: in the plan with the smallest excess, rank {rank} needs "
+        f"{_size(memory[rank])} ({_size(memory[rank] - limits[rank])} too much), and all ranks "
+        f"together need {_size(memory.sum())} of {_size(limits.sum())}",
         f"the largest table is {largest.name}, with {largest.num_rows:,} rows of {largest.dim} "
         "columns",
-        f"a plan would fit with {_size(float(memory.max()))} per rank",
+        f"a plan would fit with {enough}",
         *(f"a plan would fit with {change}" for change in _changes(cost)),
     ]
     return "; ".join(lines)
@@ -74,11 +77,17 @@ def _tried(task: Task) -> list[list[tuple[str, Task]]]:
         batch.append((f"data.batch_size: {batch_size}", replace(task, batch_size=batch_size)))
     ranks = [task.world_size * factor for factor in RANKS if not task.pinned]
     more = [
-        (f"{count} ranks", replace(task, world_size=count))
+        (f"{count} ranks", _on_more_ranks(task, count))
         for count in ranks
         if task.batch_size >= count
     ]
     return [rows, batch, more, [_cached(task, share) for share in CACHES]]
+
+
+def _on_more_ranks(task: Task, count: int) -> Task:
+    """Return the task on a multiple of its ranks, with the memory limits repeated."""
+    limits = None if task.device_bytes is None else task.device_bytes * (count // task.world_size)
+    return replace(task, world_size=count, device_bytes=limits)
 
 
 def _cached(task: Task, share: float) -> tuple[str, Task]:

@@ -193,20 +193,13 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
         row_dtype=tables.row_dtype,
         comm_dtype=next(iter(dtypes)) if len(dtypes) == 1 else None,
         device_type=tables.world.device_type,
-        device_bytes=None if memory is None else int(USABLE * min(memory)),
+        device_bytes=None if memory is None else tuple(int(USABLE * held) for held in memory),
         dense=_dense_work(plan),
         accumulate=plan.accumulate,
         lookahead=plan.lookahead,
-        num_hosts=_equal_hosts(plan.topology),
+        num_hosts=plan.topology.num_equal_hosts,
         pinned=pinned,
     )
-
-
-def _equal_hosts(topology: Topology) -> int:
-    """Return the number of hosts, or 1 if hosts differ in size or have non-consecutive ranks."""
-    ranks = [rank for host in topology.hosts for rank in host]
-    even = topology.ranks_per_host is not None and ranks == sorted(ranks)
-    return len(topology.hosts) if even else 1
 
 
 def _dense_work(plan: RunPlan) -> DenseWork:

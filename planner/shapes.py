@@ -83,7 +83,7 @@ def problem_of(
     return Problem(
         names=tuple(names),
         options=tuple(options),
-        limit_bytes=np.full(size, NO_LIMIT if task.device_bytes is None else task.device_bytes),
+        limit_bytes=np.array(task.device_bytes or (NO_LIMIT,) * size, dtype=np.float64),
         key_loads=model.prices,
         base=base,
         present=tuple(present),

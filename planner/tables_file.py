@@ -5,7 +5,8 @@
                  "zipf": {"s": 1.05, "q": 2.0}}]}
 
 ``batch_size`` is global. Three keys are optional: ``optimizer`` (default: rowwise_adagrad),
-``device_gb`` (default: no limit), and ``dense`` (default: predict only the time of the tables).
+``device_gb`` (one limit for every rank, or a list with one limit per
+rank; default: no limit), and ``dense`` (default: predict only the time of the tables).
 ``"dense": {"parameters": 500000, "macs_per_sample": 500000, "elements_per_sample": 4000}``
 describes the dense part. ``macs_per_sample`` is the number of multiply-adds in a forward pass; the
 default is the number of parameters. ``elements_per_sample`` is the sum of the layers' inputs and
@@ -59,15 +60,23 @@ class TablesFile:
     laws: Mapping[str, Law]
     batch_size: int
     optimizer: SparseOptimizer
-    device_bytes: int | None
+    device_bytes: tuple[int, ...] | None  # for each rank, or one value for all ranks
     dense: DenseWork
 
     def task(
         self, world_size: int, device_type: str = "cpu", *, device_bytes: int | None = None
     ) -> Task:
-        """Return the task on ``world_size`` ranks; ``device_bytes`` applies if the file does not
-        set a limit.
+        """Return the task on ``world_size`` ranks; ``device_bytes`` limits every rank if the file
+        does not set a limit.
         """
+        limits = self.device_bytes
+        if limits is None and device_bytes is not None:
+            limits = (device_bytes,)
+        if limits is not None and len(limits) not in (1, world_size):
+            raise ConfigError(
+                f"device_gb: {len(limits)} limits for {world_size} ranks; give one number for all "
+                "ranks, or a list with one number per rank"
+            )
         return Task(
             outputs=(OutputConfig(name="tables", tables=self.tables),),
             features=self.features,
@@ -77,7 +86,7 @@ class TablesFile:
             optimizer=self.optimizer,
             ids_per_sample=self.ids_per_sample,
             device_type=device_type,
-            device_bytes=device_bytes if self.device_bytes is None else self.device_bytes,
+            device_bytes=limits * world_size if limits and len(limits) == 1 else limits,
             dense=self.dense,
         )
 
@@ -110,8 +119,6 @@ def read_tables(path: Path) -> TablesFile:
         raise ConfigError(
             f"{path}: several tables are named {', '.join(repeated)}; use unique names"
         )
-    gb = given.get("device_gb")
-    limit = None if gb is None else max(1, int(1e9 * _number(f"{path}: device_gb", gb, least=0.0)))
     optimizer = given.get("optimizer", "rowwise_adagrad")
     if not isinstance(optimizer, str) or optimizer not in RULES:
         raise ConfigError(
@@ -125,8 +132,23 @@ def read_tables(path: Path) -> TablesFile:
         laws={table.name: law for table, _, _, _, law in parts if law is not None},
         batch_size=_whole(f"{path}: batch_size", given.get("batch_size")),
         optimizer=sparse_optimizer(optimizer, lr=0.05),
-        device_bytes=limit,
+        device_bytes=_limits(f"{path}: device_gb", given.get("device_gb")),
         dense=_dense(f"{path}: dense", given.get("dense")),
+    )
+
+
+def _limits(where: str, given: object) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, list):
+        numbers = cast("list[object]", given)
+        each = {f"{where}[{n}]": number for n, number in enumerate(numbers)}
+    else:
+        each = {where: given}
+    if not each:
+        raise ConfigError(f"{where}: the list is empty; give one number per rank, such as [16, 8]")
+    return tuple(
+        max(1, int(1e9 * _number(name, number, least=0.0))) for name, number in each.items()
     )
 
 

@@ -157,10 +157,10 @@ class Task:
 
     ``stats`` maps table names to id statistics. ``ids_per_sample`` maps the names of ragged
     features with fewer than ``hotness`` ids to their average. ``device_bytes`` is the memory that
-    each rank may fill; ``None`` means no limit. ``batch_size`` is global; a step consists of
-    ``accumulate`` batches, and ids are exchanged ``lookahead`` batches in advance. ``pinned``
-    tables keep the given choice. ``num_hosts`` is 1 unless all hosts have the same number of
-    consecutive ranks.
+    each rank may fill, in rank order; ``None`` means no limit. ``batch_size`` is global; a step
+    consists of ``accumulate`` batches, and ids are exchanged ``lookahead`` batches in advance.
+    ``pinned`` tables keep the given choice. ``num_hosts`` is 1 unless all hosts have the same
+    number of consecutive ranks.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -174,7 +174,7 @@ class Task:
     row_dtype: torch.dtype = torch.float32
     comm_dtype: torch.dtype | None = None
     device_type: str = "cpu"
-    device_bytes: int | None = None
+    device_bytes: tuple[int, ...] | None = None
     dense: DenseWork = DenseWork()
     accumulate: int = 1
     lookahead: int = 1
@@ -186,6 +186,11 @@ class Task:
             raise ConfigError(
                 f"task: {self.batch_size} samples cannot be split over {self.world_size} ranks; "
                 "give each rank at least one sample (for example, 4096 samples on 4 ranks)"
+            )
+        if self.device_bytes is not None and len(self.device_bytes) != self.world_size:
+            raise ConfigError(
+                f"task: {len(self.device_bytes)} memory limits for {self.world_size} ranks; give "
+                "one limit for each rank"
             )
         if missing := [table.name for table in self.tables if table.name not in self.stats]:
             raise ConfigError(

@@ -117,10 +117,10 @@ def make_task(
     features = tuple(
         FeatureConfig(name=f"f{n}", hotness=table.hotness) for n, table in enumerate(tables)
     )
-    limit = None
+    limits = None
     if slack is not None:
         held = sum(4.0 * (table.dim + 1) * table.num_rows for table in configs)
-        limit = int(slack * held / world_size)
+        limits = (int(slack * held / world_size),) * world_size
     return Task(
         outputs=(OutputConfig(name="deep", tables=configs),),
         features=features,
@@ -128,7 +128,7 @@ def make_task(
         world_size=world_size,
         batch_size=batch_size,
         optimizer=OPTIMIZER,
-        device_bytes=limit,
+        device_bytes=limits,
         dense=DenseWork(),
     )
 

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.data.compiled import find_loops
-from sbpflow.data.format.schema import NUM_RESERVED_IDS, RARE_ID
 from sbpflow.runtime.random.splitmix import GAMMA
-from sbpflow.serving.cells import hash_salt, hashed_key_ids
+from sbpflow.serving.cells import NUM_RESERVED_IDS, RARE_ID, hash_salt, hashed_key_ids
 
 Keys = NDArray[np.uint32] | NDArray[np.uint64]
 Counts = NDArray[np.int64]

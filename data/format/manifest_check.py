@@ -3,7 +3,6 @@ prove that a manifest is valid, because anyone can compute it. Therefore, every 
 file names must not point outside the set's folder.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from sbpflow.data.format.parts import (
     part_types,
 )
 from sbpflow.errors import DataError
+from sbpflow.runtime.files.json_file import is_number
 
 SPLITS = ("train", "val", "test")
 
@@ -147,7 +147,7 @@ class _Check:
         for i, entry in enumerate(content["dense"]):
             span = entry.get("range")
             fits = span is None or (
-                isinstance(span, list) and len(span) == 2 and all(map(_is_number, span))
+                isinstance(span, list) and len(span) == 2 and all(map(is_number, span))
             )
             self.need(fits, f"dense[{i}].range", span, "the smallest and the largest value")
 
@@ -180,7 +180,7 @@ class _Check:
         fits = isinstance(raw, dict) and raw != {} and set(cast("dict[str, Any]", raw)) <= {*SPLITS}
         self.need(fits, "bayes", raw, "auc and logloss by split")
         for split, pair in cast("dict[str, Any]", raw).items():
-            fits = _has_keys(pair, _BAYES_KEYS) and all(map(_is_number, pair.values()))
+            fits = _has_keys(pair, _BAYES_KEYS) and all(map(is_number, pair.values()))
             self.need(fits, f"bayes.{split}", pair, "numbers for auc, logloss and ctr")
 
     def vocabulary(self, raw: object, fields: list[str]) -> None:
@@ -236,7 +236,3 @@ def _named(names: set[str]) -> str:
 
 def _has_keys(value: object, keys: set[str]) -> bool:
     return isinstance(value, dict) and set(cast("dict[str, Any]", value)) == keys
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(cast("float", value))

@@ -17,10 +17,6 @@ TimeKind = str
 """``date``, ``integer``, or a date format for strptime, such as ``%d/%m/%Y``"""
 Compare = Literal["in", ">", ">=", "<", "<="]
 
-MISSING_ID = 0
-RARE_ID = 1
-NUM_RESERVED_IDS = 2
-
 SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
 """Supported separators, which do not occur in numbers; \\x01 is Hive's separator"""

@@ -20,8 +20,8 @@ from sbpflow.data.format.ids import Counts, IdTable, Keys, NarrowIdTable, WideId
 from sbpflow.data.format.manifest import Ancestor, Manifest
 from sbpflow.data.format.manifest_check import COUNTED_ARRAYS, VOCABULARY_FOLDER
 from sbpflow.data.format.npy import check_file, open_array, read_array, type_name, write_array
-from sbpflow.data.format.schema import NUM_RESERVED_IDS
 from sbpflow.errors import DataError
+from sbpflow.serving.cells import NUM_RESERVED_IDS
 
 _BLOCK = 1 << 20
 HOW_TO_HAVE_VALUES = (

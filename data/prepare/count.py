@@ -16,7 +16,7 @@ import polars as pl
 
 from sbpflow.data.engine import Engine
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import CHECK, NUM_RESERVED_IDS, SPLIT_COLUMN
+from sbpflow.data.format.schema import CHECK, SPLIT_COLUMN
 from sbpflow.data.format.vocabulary import Vocabulary, read_vocabulary
 from sbpflow.data.prepare.bad_rows import StagedPiece
 from sbpflow.data.prepare.distinct import (
@@ -33,6 +33,7 @@ from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import list_file, strings_file
 from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary, filter_values, load, save
 from sbpflow.data.prepare.workspace import DamagedWork, read_record, write_record
+from sbpflow.serving.cells import NUM_RESERVED_IDS
 
 _GROUP_ROWS = (1 << 16, 1 << 20)
 _GROUPS = 8

@@ -15,16 +15,7 @@ from sbpflow.data.engine import Cached, Engine
 from sbpflow.data.format.ids import HashedIds, Ids, Keys
 from sbpflow.data.format.manifest import SPLITS, shard_entry
 from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
-from sbpflow.data.format.schema import (
-    CHECK,
-    GROUP,
-    MISSING_ID,
-    RARE_ID,
-    ROW_KEY,
-    SPLIT_COLUMN,
-    TIME,
-    DenseColumn,
-)
+from sbpflow.data.format.schema import CHECK, GROUP, ROW_KEY, SPLIT_COLUMN, TIME, DenseColumn
 from sbpflow.data.format.shards import Words, write_shard
 from sbpflow.data.format.vocabulary import Vocabulary
 from sbpflow.data.prepare.bad_rows import StagedPiece
@@ -32,7 +23,7 @@ from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.stage import ENCODED_KEYS, encoded_record, list_file, staged_files
 from sbpflow.data.prepare.vocabulary_filter import FilteredVocabulary
 from sbpflow.data.prepare.workspace import read_record, write_record
-from sbpflow.serving.cells import MISSING_KEY, bucket_ids, transform
+from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, RARE_ID, bucket_ids, transform
 
 Record = dict[str, Any]
 

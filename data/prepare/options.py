@@ -4,12 +4,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sbpflow.data.engine import EngineOptions
-from sbpflow.data.format.schema import CRITEO, NUM_RESERVED_IDS, DenseColumn, Kind, Schema
+from sbpflow.data.format.schema import CRITEO, DenseColumn, Kind, Schema
 from sbpflow.data.numbers import MAX_SEED, MAX_WORKERS, by_column, check_ranges
 from sbpflow.data.prepare.remote import InputPath
 from sbpflow.data.prepare.split import SplitRule
 from sbpflow.errors import ConfigError
-from sbpflow.serving.cells import TRANSFORMS
+from sbpflow.serving.cells import NUM_RESERVED_IDS, TRANSFORMS
 
 MAX_PIECES = 8192
 """Maximum number of pieces. Each piece becomes one shard per split.

@@ -28,8 +28,8 @@ from sbpflow.data.prepare.source import Input, read_piece
 from sbpflow.data.prepare.tables import PIECE_ROWS, count_rows, table_piece
 from sbpflow.data.prepare.workspace import partial_of, read_record, write_record
 from sbpflow.errors import DataError
-from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.sbp.sbp import balanced_sizes
+from sbpflow.serving.cells import pair_keys
 
 Advance = Callable[[int], None]
 ENCODED_KEYS = ("shards", "clamped", "rare", "ranges")
@@ -267,15 +267,9 @@ def _is_whole(target: Path, record: Mapping[str, Any], options: PrepareOptions) 
 
 
 def cross_key(frame: pl.DataFrame, pair: tuple[str, str], schema: Schema) -> pl.Series:
-    """Return the 64-bit keys of a pair of columns, or null where one of the values is missing.
-
-    The keys of pairs of hex values never collide.
-    """
+    """Return the 64-bit keys of a pair of columns, or null where one of the values is missing."""
     left, right = (frame[name].cast(pl.UInt64) for name in pair)
     a, b = (column.fill_null(0).to_numpy() for column in (left, right))
-    if schema.kind(pair[0]) == schema.kind(pair[1]) == "hex":
-        keys = (a << np.uint64(32)) | b
-    else:
-        keys = (a * np.uint64(GAMMA)) ^ (b + (a >> np.uint64(29)))
+    keys = pair_keys(a, b, schema.kind(pair[0]) == schema.kind(pair[1]) == "hex")
     missing = left.is_null() | right.is_null()
     return pl.select(pl.when(~missing).then(pl.Series(keys))).to_series().alias("x".join(pair))

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from sbpflow.data.format.ids import Counts, assign_ids
 from sbpflow.data.format.npy import file_crc32
-from sbpflow.data.format.schema import MISSING_ID, NUM_RESERVED_IDS, RARE_ID
 from sbpflow.data.format.vocabulary import (
     Vocabulary,
     array_files,
@@ -25,6 +24,7 @@ from sbpflow.data.format.vocabulary import (
 from sbpflow.data.prepare.distinct import FieldCounts
 from sbpflow.data.prepare.options import PrepareOptions
 from sbpflow.data.prepare.workspace import read_record, write_record
+from sbpflow.serving.cells import MISSING_ID, NUM_RESERVED_IDS, RARE_ID
 
 _RECORD_KEYS = ("entry", "rows", "missing", "rare", "rare_values", "collisions", "grown", "spare")
 _LOAD_PARTS = 8

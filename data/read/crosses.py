@@ -11,10 +11,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from sbpflow.data.format.manifest import Manifest
-from sbpflow.data.format.schema import MISSING_ID
 from sbpflow.errors import ConfigError
 from sbpflow.run.model.spec import HashedColumn
-from sbpflow.serving.cells import MISSING_KEY, hashed_ids
+from sbpflow.serving.cells import MISSING_ID, MISSING_KEY, hashed_ids
 
 
 class CrossColumns:

@@ -25,7 +25,7 @@ from sbpflow.data.format.manifest import (
     write_manifest,
 )
 from sbpflow.data.format.parts import LENGTH_TYPES, Parts, chosen_parts, starts_of
-from sbpflow.data.format.schema import CRITEO, MISSING_ID, NUM_RESERVED_IDS
+from sbpflow.data.format.schema import CRITEO
 from sbpflow.data.format.shards import Words, write_shard
 from sbpflow.data.prepare.workspace import MARK, discard, open_work
 from sbpflow.data.stats import compute_stats, stats_json
@@ -37,7 +37,7 @@ from sbpflow.data.synth.tails import Floats, Ranks
 from sbpflow.data.synth.text import hex_keys, write_tsv
 from sbpflow.errors import ConfigError, unknown_value
 from sbpflow.runtime.random.splitmix import GAMMA, MIX_1
-from sbpflow.serving.cells import FUNCTIONS, MISSING_KEY
+from sbpflow.serving.cells import FUNCTIONS, MISSING_ID, MISSING_KEY, NUM_RESERVED_IDS
 
 _SHARD_BLOCKS = 4
 _HOT_RANKS = 64

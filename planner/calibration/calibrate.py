@@ -113,7 +113,10 @@ class Journal:
 
     def _keep(self, entry: _Entry) -> None:
         self.records[entry.sample, entry.name] = Record(
-            sample=entry.sample, totals=np.array(entry.totals), rounds_ms=entry.rounds_ms
+            sample=entry.sample,
+            totals=np.array(entry.totals),
+            rounds_ms=entry.rounds_ms,
+            num_hosts=int(self._facts["hosts"]),
         )
 
     def add(self, sample: Sample, number: int, name: str, plan: Plan, ms: list[float]) -> None:
@@ -168,6 +171,7 @@ def _measure(boxing: Boxing, settings: Settings, journal: Journal | None, number
         world.device.type,
         settings.optimizer,
         most_rows=settings.most_rows,
+        num_hosts=world.topology.num_equal_hosts,
     )
     plans = dict(draw_plans(sample, number, settings.plans_per_sample))
     known = [name for name in plans if journal is not None and (number, name) in journal.records]
@@ -188,6 +192,7 @@ def _facts(boxing: Boxing, settings: Settings) -> dict[str, str]:
     return {
         "world": f"{world.size} {world.backend}",
         RANKS_HERE: str(world.topology.most_ranks_per_host),
+        "hosts": str(world.topology.num_equal_hosts),
         "device": device_name(world.device).partition(" on ")[0],
         "cpu": cpu_name(),
         "software": ", ".join(f"{key} {value}" for key, value in version_summary().items()),

@@ -33,6 +33,7 @@ DIMS = (4, 8, 16, 32, 64)
 HIDDEN = ((16,), (64, 32), (16,), (256, 64))
 # In every seventh sample, batches have as many ids as those of a large model.
 LARGE_EVERY = 7
+TWO_HOPS = ("(S(0), S(0))", "unique")
 _SPREAD = 7919  # a prime; multiplying by it spreads hot rows over a table, as in prepared sets
 
 
@@ -75,7 +76,13 @@ def drawing() -> str:
 
 
 def draw_sample(
-    seed: int, world_size: int, device_type: str, optimizer: str, *, most_rows: int = 1_000_000
+    seed: int,
+    world_size: int,
+    device_type: str,
+    optimizer: str,
+    *,
+    most_rows: int = 1_000_000,
+    num_hosts: int = 1,
 ) -> Sample:
     """Generate the sample with this number."""
     random = np.random.default_rng([seed, 14])
@@ -118,6 +125,7 @@ def draw_sample(
         batch_size=batch,
         optimizer=sparse_optimizer(optimizer, lr=0.05),
         device_type=device_type,
+        num_hosts=num_hosts,
         dense=dense_work_of(output.width, hidden),
     )
     return Sample(task=task, laws=laws, hidden=hidden)
@@ -179,8 +187,10 @@ def _cumulative(num_rows: int, law: Law) -> NDArray[np.float64]:
     return np.cumsum((ranks + law.q) ** -law.s).astype(np.float64)
 
 
-def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
-    """Return the shapes to sample for this table: on one rank, on half of the ranks, or on all."""
+def shapes_for(table: TableConfig, world_size: int, num_hosts: int = 1) -> list[Shape]:
+    """Return the shapes to sample for this table: on one rank, on half of the ranks, or on all; on
+    several hosts also in two hops.
+    """
     if world_size == 1:
         return [Shape("B", "local")]
     shapes = [
@@ -196,6 +206,8 @@ def shapes_for(table: TableConfig, world_size: int) -> list[Shape]:
     if world_size % 2 == 0 and half > 1 and table.dim >= 2:
         shapes.append(Shape("(S(0), S(1))", "reduce", (half, 2)))
         shapes.append(Shape("S(0)", "unique", (half, 1)))
+    if 1 < num_hosts < world_size:
+        shapes.append(Shape(*TWO_HOPS, (num_hosts, world_size // num_hosts)))
     return shapes
 
 
@@ -217,10 +229,10 @@ def draw_plans(sample: Sample, seed: int, count: int) -> Iterator[tuple[str, Pla
 
 def _mix(task: Task, random: np.random.Generator) -> Plan:
     """Give every table a random shape on random ranks, with some shapes more likely than others."""
-    kinds = random.random(8) ** 2 + 0.02
+    kinds = random.random(9) ** 2 + 0.02
     plan: Plan = {}
     for table in task.tables:
-        shapes = shapes_for(table, task.world_size)
+        shapes = shapes_for(table, task.world_size, task.num_hosts)
         weights = kinds[: len(shapes)] / kinds[: len(shapes)].sum()
         plan[table.name] = place(shapes[int(random.choice(len(shapes), p=weights))], task, random)
     return plan
@@ -246,12 +258,13 @@ def _homogeneous(task: Task) -> dict[str, Plan]:
     for kind in (
         *(("B", "local"), ("S(0)", "reduce"), ("S(0)", "unique")),
         *(("S(1)", "columns"), ("S(1)", "unique")),
+        *((TWO_HOPS,) if 1 < task.num_hosts < task.world_size else ()),
     ):
         plan: Plan = {}
         for table in task.tables:
             fitting = [
                 shape
-                for shape in shapes_for(table, task.world_size)
+                for shape in shapes_for(table, task.world_size, task.num_hosts)
                 if (shape.sbp, shape.exchange) == kind
             ]
             plan[table.name] = Choice(fitting[0], world) if fitting else whole[table.name]

@@ -1,10 +1,10 @@
 """Fits non-negative prices to measured steps and shrinks the prices toward the built-in constants.
 
 A step time is modeled as the maximum work of any rank plus the maximum transfer time of any rank.
-First, four factors are fitted without a penalty: for all constants of work, for the dense part, for
-bytes, and for calls. These factors adapt the constants to the machine and its link. Then each price
-may deviate from its scaled constant, against a penalty. All errors are measured on tasks that were
-not used in the fit.
+First, a few factors are fitted almost without a penalty: for all constants of work, for the dense
+part, for bytes, and for calls. These factors adapt the constants to the machine and its link. Then
+each price may deviate from its scaled constant, against a penalty. All errors are measured on tasks
+that were not used in the fit.
 """
 
 import statistics
@@ -17,13 +17,23 @@ from sbpflow.costs.counts import FEATURES, INDEX, NUM_FEATURES, vector_of
 from sbpflow.costs.ids import Floats
 from sbpflow.costs.prices import CALLS, SENT, WORK_MS
 from sbpflow.errors import DataError
-from sbpflow.planner.costs.profile import DENSE_BYTES, ERROR, Link, Profile, partners
+from sbpflow.planner.costs.profile import (
+    DENSE_BYTES,
+    ERROR,
+    WITHIN_HOST_GB_PER_S,
+    Link,
+    Profile,
+    partners,
+)
 
 FOLDS = 4
 LEAST_SAMPLES = 3
 LEAST_PLANS = 3  # rank correlations need at least this many plans of a task
 # weight of a price's squared relative change, relative to the squared relative error of one step
 SHRINKAGE = 0.01
+# The same for the factors of the first fit, which keeps each above 0: on a slow link, short
+# calibrations hardly show the work of the ranks, and without prices of work, no plan is balanced.
+FIRST_SHRINKAGE = 0.001
 DENSE_MS = vector_of(
     {"dense_macs": 2e-7, "dense_elements": 1e-6, "dense_parameters": 5e-6}
 )  # default until a calibration has measured the dense part
@@ -31,20 +41,18 @@ _BYTES = SENT + vector_of({"dense_parameters": DENSE_BYTES})
 _CALLS = vector_of({**CALLS, "always": 1.0})
 _ALWAYS = vector_of({"always": 1.0})
 _NONE = np.zeros(NUM_FEATURES)
-# Each entry is a [2, F] array of ms per count (work, transfers) that one factor of the first fit
-# scales.
-_FACTORS = np.array(
-    [[WORK_MS, _NONE], [DENSE_MS, _NONE], [_ALWAYS, _NONE], [_NONE, 1e-6 * _BYTES], [_NONE, _CALLS]]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One measured plan: the counts ``totals`` [D, F], and the step time in each round."""
+    """One measured plan: the counts ``totals`` [D, F], and the step time in each round. The ranks
+    are on ``num_hosts`` hosts of equal size.
+    """
 
     sample: int
     totals: Floats
     rounds_ms: tuple[float, ...]
+    num_hosts: int = 1
 
     @property
     def step_ms(self) -> float:
@@ -63,7 +71,7 @@ def fit(
             f"calibration: a fit needs at least {LEAST_SAMPLES} measured samples, got "
             f"{len(samples)}; raise --seconds"
         )
-    world_size = len(records[0].totals)
+    world_size, num_hosts = len(records[0].totals), records[0].num_hosts
     work, transfers = fitted_prices(records)
     byte_ms, call_ms = transfers[INDEX["vector_bytes"]], transfers[INDEX["num_id_calls"]]
     errors: dict[str, float] = {}
@@ -72,18 +80,36 @@ def fit(
         errors = {name: statistics.mean(values) for name, values in of_tasks.items()}
     link = Link()
     if world_size > 1:
-        link = Link(
-            within_gb_per_s=1e-6 / max(float(byte_ms), 1e-12),
-            within_call_ms=float(call_ms) / partners(world_size),
-        )
+        link = _link(float(byte_ms), float(call_ms) / partners(world_size), world_size, num_hosts)
     return Profile(
         work_ms={name: float(ms) for name, ms in zip(FEATURES, work, strict=True) if ms},
         link=link,
         world_size=world_size,
         backend=backend,
         errors=errors,
-        sources={"work": "measured", "transfers": "measured"},
+        sources={
+            "work": "measured",
+            "transfers": "measured"
+            if not link.ranks_per_node
+            else f"measured between hosts; {link.within_gb_per_s} GB/s assumed within a host",
+        },
         about=dict(about or {}),
+    )
+
+
+def _link(byte_ms: float, call_ms: float, world_size: int, num_hosts: int) -> Link:
+    """Return the link whose evenly sent bytes and calls have these prices."""
+    rate = 1e-6 / max(byte_ms, 1e-12)  # GB/s
+    if num_hosts in (1, world_size):
+        return Link(within_gb_per_s=rate, within_call_ms=call_ms)
+    per_node = world_size // num_hosts
+    between = rate * _far_share(world_size, num_hosts)
+    return Link(
+        ranks_per_node=per_node,
+        within_gb_per_s=max(WITHIN_HOST_GB_PER_S, between),
+        between_gb_per_s=between,
+        within_call_ms=call_ms,
+        between_call_ms=call_ms,
     )
 
 
@@ -95,17 +121,47 @@ def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Fl
     """
     totals = np.stack([record.totals for record in records])
     ms = np.array([record.step_ms for record in records])
-    scaled, prices = _FACTORS, _FACTORS.sum(axis=0)
+    factors = _factors(totals.shape[1], records[0].num_hosts)
+    scaled, prices = factors, factors.sum(axis=0)
     for _ in range(3):
-        scaled = _FACTORS * _solve(_busiest(totals, prices), _FACTORS, ms)[:, None, None]
+        scaled = (
+            factors * _solve(_busiest(totals, prices), factors, ms, FIRST_SHRINKAGE)[:, None, None]
+        )
         prices = scaled.sum(axis=0)
     if not np.isfinite(shrinkage):
         return prices
     terms = _terms(scaled)
     for _ in range(3):
-        factors = _solve(_busiest(totals, prices), terms, ms, shrinkage)
-        prices = (terms * factors[:, None, None]).sum(axis=0)
+        prices = _solve(_busiest(totals, prices), terms, ms, shrinkage)[:, None, None] * terms
+        prices = prices.sum(axis=0)
     return prices
+
+
+def _factors(world_size: int, num_hosts: int) -> Floats:
+    """Return the ms per count of work and transfers that each factor of the first fit scales.
+
+    Of several hosts, only the links between hosts are priced as transfers. A byte that a two-hop
+    exchange sends to another host then costs more than an evenly sent byte, of which a part stays
+    within the host.
+    """
+    sent = _BYTES.copy()
+    if 1 < num_hosts < world_size:
+        sent[INDEX["host_bytes"]] = 0.0
+        sent[INDEX["network_bytes"]] = 1.0 / _far_share(world_size, num_hosts)
+    return np.array(
+        [
+            [WORK_MS, _NONE],
+            [DENSE_MS, _NONE],
+            [_ALWAYS, _NONE],
+            [_NONE, 1e-6 * sent],
+            [_NONE, _CALLS],
+        ]
+    )
+
+
+def _far_share(world_size: int, num_hosts: int) -> float:
+    """Return the share of evenly sent bytes that leaves the host."""
+    return (world_size - world_size // num_hosts) / (world_size - 1)
 
 
 def predicted_ms(prices: Floats, records: Sequence[Record]) -> Floats:

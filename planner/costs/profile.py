@@ -35,6 +35,7 @@ RANKS_HERE = "ranks on a machine"  # a key of ``about``
 ERROR = "nine of ten steps are within this"  # a key of ``errors``
 # A ring all-reduce sends each 4-byte gradient about twice: to add it, and to distribute the sum.
 DENSE_BYTES = 8.0
+WITHIN_HOST_GB_PER_S = 2.0  # assumed rate of a link that was not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

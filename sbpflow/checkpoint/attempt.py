@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 
-from sbpflow.checkpoint.folder import (
-    drop_partial,
-    partial_folder,
-    piece_file,
-    publish,
-    step_folder,
-)
+from sbpflow.checkpoint.folder import drop_partial, partial_folder, piece_file, publish, step_folder
 from sbpflow.checkpoint.format import (
     Index,
     Patch,

@@ -10,7 +10,6 @@ own content. Reading untrusted files is safe: they contain only JSON and bytes, 
 executed or imported.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -22,7 +21,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from sbpflow.errors import CheckpointError
-from sbpflow.runtime.files.json_file import is_count, object_of, parse_json, why_not
+from sbpflow.runtime.files.json_file import is_count, json_digest, object_of, parse_json, why_not
 from sbpflow.runtime.files.remote_path import AnyPath
 
 FORMAT = "sbpflow-checkpoint"
@@ -168,13 +167,13 @@ def to_json(index: Index) -> str:
     """Return the text of the index file; ``from_json`` reads it."""
     content = _content(index)
     version = VERSION if index.previous is None else DELTA_VERSION
-    head = {"format": FORMAT, "version": version, "sha256": _digest(content)}
+    head = {"format": FORMAT, "version": version, "sha256": json_digest(content)}
     return json.dumps({**head, "content": content}) + "\n"
 
 
 def digest_of(index: Index) -> str:
     """Return the digest that the index file contains."""
-    return _digest(_content(index))
+    return json_digest(_content(index))
 
 
 def _content(index: Index) -> dict[str, Any]:
@@ -247,7 +246,7 @@ def _parse(text: str) -> Index:
     if type(version) is not int or version not in (VERSION, DELTA_VERSION):
         _wrong(f"its version is {version!r}, but this program reads {VERSION} and {DELTA_VERSION}")
     content = tree["content"]
-    if _digest(content) != tree["sha256"]:
+    if json_digest(content) != tree["sha256"]:
         _wrong("its checksum does not match, so it was changed after it was written")
     if content["byte_order"] != sys.byteorder:
         _wrong(f"its byte order is {content['byte_order']}, not {sys.byteorder} as on this machine")
@@ -340,10 +339,6 @@ def cover_fault(whole: Place, places: Sequence[Place]) -> str:
             return f"{place} overlaps another piece"
         reaching.append(place)
     return ""
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _count(value: object) -> int:

@@ -17,6 +17,7 @@ from sbpflow.checkpoint.format import BLOCK_BYTES, Place, SavedTensor
 from sbpflow.checkpoint.keys import Addresses
 from sbpflow.checkpoint.read import Checkpoint
 from sbpflow.checkpoint.write import rectangle_place
+from sbpflow.embedding.plan.growth import TOTALS
 from sbpflow.embedding.state import LogicalTensor, Rectangle, StoredRows
 from sbpflow.embedding.storage.live_rows import Array, Saved, TrainedRows
 from sbpflow.errors import CheckpointError
@@ -135,7 +136,7 @@ class _Growing:
             clock=clock[1:].numpy(),
             times=self._whole("times").numpy(),
         )
-        own = totals.view(-1, part.NUM_TOTALS).sum(0).tolist() if first == 0 else []
+        own = totals.view(-1, len(TOTALS)).sum(0).tolist() if first == 0 else []
         try:
             part.load(saved, own)
         except CheckpointError as error:

@@ -25,7 +25,6 @@ from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.files.local_path import PathError, local_path
 from sbpflow.runtime.files.remote_path import RemotePath, any_path
 
-Tree = Mapping[str, Any]
 Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
 MAX_INT = 2**63 - 1

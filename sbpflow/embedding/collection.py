@@ -36,18 +36,10 @@ from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.embedding.state import LogicalTensor, StoredShard, logical_state
-from sbpflow.embedding.storage.choose import (
-    KernelChoice,
-    choose_kernels,
-    warm_up_kernels,
-)
+from sbpflow.embedding.storage.choose import KernelChoice, choose_kernels, warm_up_kernels
 from sbpflow.embedding.storage.initial import fill_shard
 from sbpflow.embedding.storage.live_rows import Changes, check_numba
-from sbpflow.embedding.storage.store import (
-    RowStore,
-    StoreFactory,
-    device_store,
-)
+from sbpflow.embedding.storage.store import RowStore, StoreFactory, device_store
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.embedding.store_maker import StoreMaker
 from sbpflow.errors import DataError, SbpError

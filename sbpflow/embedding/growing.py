@@ -10,7 +10,7 @@ from torch import Tensor
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.key_exchange import KeyExchange
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.growth import GrowthCounts
+from sbpflow.embedding.plan.growth import TOTALS, GrowthCounts
 from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.base import notify
@@ -133,7 +133,7 @@ class Growing(KeyExchange):
             field.plan.name: GrowthCounts(
                 max_rows=field.plan.num_rows,
                 rows_per_rank=tuple(int(n) for n in totals[index, :, 0]),
-                **dict(zip(self.NAMES, totals[index].sum(0).tolist(), strict=True)),
+                **dict(zip(TOTALS, totals[index].sum(0).tolist(), strict=True)),
             )
             for index, field in enumerate(self.fields)
         }

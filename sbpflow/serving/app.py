@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 _JSON = b"application/json"
 _TEXT = b"text/plain; charset=utf-8"
 _METRICS = CONTENT_TYPE.encode()

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sbpflow.serving.bodies import Scores
 from sbpflow.serving.encoder import Encoded
 from sbpflow.serving.scorer import Model
 
-Scores = NDArray[np.float32]
 _Waiting = tuple[Model, Encoded, "asyncio.Future[Scores]"]
 
 

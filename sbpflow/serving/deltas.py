@@ -32,7 +32,14 @@ import torch
 from torch import Tensor
 
 from sbpflow.errors import DataError
-from sbpflow.runtime.files.json_file import JsonError, is_count, is_number, object_of, read_json
+from sbpflow.runtime.files.json_file import (
+    JsonError,
+    is_count,
+    is_number,
+    json_digest,
+    object_of,
+    read_json,
+)
 from sbpflow.runtime.files.tensors_file import TensorsFile
 from sbpflow.serving.cells import RARE_ID
 from sbpflow.serving.scorer import BundleError, Tensors
@@ -178,7 +185,7 @@ class DeltaWriter:
             "values": {"bytes": path.stat().st_size, "sha256": values},
             **self._counts,
         }
-        digest = _digest(content)
+        digest = json_digest(content)
         whole = {"format": FORMAT, "version": VERSION, "sha256": digest, "content": content}
         with (self._work / DELTA_FILE).open("w", encoding="ascii") as file:
             file.write(json.dumps(whole, indent=1) + "\n")
@@ -239,7 +246,7 @@ def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
                 f"{FORMAT} version {VERSION}"
             )
         content = object_of(tree["content"], "content")
-        if _digest(content) != tree["sha256"]:
+        if json_digest(content) != tree["sha256"]:
             raise JsonError("its checksum does not match")
         values = object_of(content["values"], "values")
         number, step, time = content["number"], content["step"], content["time"]
@@ -270,7 +277,3 @@ def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _is_values(name: str) -> bool:
     return name.startswith("tables/") and not name.endswith("/rows")
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -22,6 +22,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial, Split
 from sbpflow.tensor.global_tensor import GlobalTensor, part_shape
 
+CHANNEL = "dense"
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
@@ -118,10 +119,8 @@ class GradientSync:
         boxing: Boxing | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         id: str = "dense",
-        channel: str = "dense",
     ) -> None:
         _check_leaves(parameters)
-        self.channel = channel
         self._parameters = list(parameters)
         if boxing is None and not parameters:
             raise SbpError(
@@ -169,7 +168,7 @@ class GradientSync:
     def _start(self, bucket: GradientBucket, term: Tensor | None) -> Pending:
         steps = bucket.steps
         if self._boxing.world.rank not in bucket.placement:
-            return self._boxing.start(steps, None, self.channel)
+            return self._boxing.start(steps, None, CHANNEL)
         gradients: list[Tensor] = []
         for number in bucket.members:
             if number < len(self._parameters):
@@ -182,9 +181,9 @@ class GradientSync:
                     "it; pass the term"
                 )
         if len(gradients) == 1:
-            return self._boxing.start(steps, gradients[0], self.channel, donate=True)
+            return self._boxing.start(steps, gradients[0], CHANNEL, donate=True)
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        return self._boxing.start(steps, flat, self.channel, donate=True)
+        return self._boxing.start(steps, flat, CHANNEL, donate=True)
 
 
 class PendingSync:

@@ -21,8 +21,8 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, Partial
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.gradient_sync import CHANNEL
 
-CHANNEL = "dense"
 _EPSILON = 1e-6  # added to the norm before the limit is divided by the norm, as in torch
 
 

@@ -95,12 +95,8 @@ def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
         return rows
     counts = torch.bincount(owner, minlength=world.size)
     rows = rows[torch.argsort(owner, stable=True)]
-    everyone = (tuple(range(world.size)),)
-    bound = rows.numel() * rows.itemsize
-    step = ExchangeStep(
-        id=id, collective="all_to_all", groups=everyone, dtype=torch.int64, bound_bytes=bound,
-        total_bound_bytes=bound * world.size, what="rows of groups",
-    )  # fmt: skip
+    groups, sizes = (tuple(range(world.size)),), (rows.numel(), rows.numel() * world.size)
+    step = ExchangeStep.among(groups, id, "all_to_all", torch.int64, *sizes, "rows of groups")
     transfer = RowTransfer(world, _CHANNEL)
     into = received(step, transfer.start_counts(step, counts.to(world.device)), world.size).tolist()
     pending = transfer.start(step, rows.to(world.device), counts.tolist(), into)

@@ -14,12 +14,7 @@ from sbpflow.boxing.agreement import combine_parts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.errors import MetricError
 from sbpflow.sbp.sbp import Partial
-from sbpflow.training.metrics import (
-    Evaluation,
-    calibration_groups,
-    normalised_entropy,
-    one_class,
-)
+from sbpflow.training.metrics import Evaluation, calibration_groups, normalised_entropy, one_class
 
 NUM_BINS = 10_000
 

@@ -93,7 +93,7 @@ def evaluate(logits: Values, labels: Values, groups: Values | None = None) -> Ev
         loss,
         auc(logits, labels) if reason is None else None,
         reason,
-        gauc=_gauc(logits, labels, groups) if reason is None and groups is not None else None,
+        gauc=gauc(logits, labels, groups) if reason is None and groups is not None else None,
         normalised_entropy=normalised_entropy(loss, positives, rows),
         predicted=math.fsum(p.tolist()),
         positives=positives,
@@ -195,22 +195,13 @@ def auc(scores: Values, labels: Values) -> float:
     return (below + below_or_tied) / (2 * len(positives) * len(negatives))
 
 
-def gauc(scores: Values, labels: Values, groups: Values) -> float:
+def gauc(scores: Values, labels: Values, groups: Values) -> float | None:
     """Return the mean of the groups' AUCs, weighted by rows: sum(n_g AUC_g) / sum(n_g), where n_g
-    is the number of rows of group g. The sums include only groups with both classes. Definition: G.
-    Zhou et al., Deep interest network for click-through rate prediction, KDD 2018, section 6
-    (equation 8), with impressions as weights. ``groups [n]`` can be any integers. Raises
-    MetricError if no group has both classes.
+    is the number of rows of group g. The sums include only groups with both classes; without such a
+    group, the result is None. Definition: G. Zhou et al., Deep interest network for click-through
+    rate prediction, KDD 2018, section 6 (equation 8), with impressions as weights. ``groups [n]``
+    can be any integers.
     """
-    mean = _gauc(scores, labels, groups)
-    if mean is None:
-        raise MetricError(
-            "GAUC: no group has rows of both classes, so there are no pairs to compare"
-        )
-    return mean
-
-
-def _gauc(scores: Values, labels: Values, groups: Values) -> float | None:
     terms, num_rows = group_terms(scores, labels, groups)
     return math.fsum(terms.tolist()) / num_rows if num_rows else None
 

@@ -33,8 +33,7 @@ class Progress:
         first_step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._num_steps, self._first_step = num_steps, first_step
-        self._visible, self._clock = visible, clock
+        self._num_steps, self._visible, self._clock = num_steps, visible, clock
         self._start: tuple[int, float] | None = None
         self._bar = None
         if visible and bar and can_show_bars():

@@ -105,17 +105,13 @@ _FORMER_NAMES = {
 }
 
 
-def current_name(name: str) -> str:
-    """Return the current name of a move in a file written by an earlier version."""
-    return _FORMER_NAMES.get(name, name)
-
-
 def saved_move(name: str, says: str) -> Move:
     """Return the move that a file names; ``says`` distinguishes the two moves named ``clip``.
 
-    Raises ValueError for an unknown name.
+    Files of earlier versions contain former names. Raises ValueError for an unknown name.
     """
-    named = [move for move in KNOWN if move.name == current_name(name)]
+    name = _FORMER_NAMES.get(name, name)
+    named = [move for move in KNOWN if move.name == name]
     if not named:
         raise ValueError(
             f"{name!r} is not a move; the moves are {', '.join(m.name for m in KNOWN)}"

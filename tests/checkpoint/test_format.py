@@ -25,6 +25,7 @@ from sbpflow.checkpoint.format import Index, Place, SavedTensor, cover_fault, fr
 from sbpflow.checkpoint.read import open_checkpoint
 from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.errors import CheckpointError
+from sbpflow.runtime.files.json_file import json_digest
 
 # Bytes; so few that even small tensors have many blocks, some of which begin within a row.
 BLOCK = 64
@@ -231,7 +232,7 @@ def resigned(file, change):
     """Change the index and its checksum, as an attacker would."""
     tree = json.loads(file.read_text())
     change(tree["content"])
-    tree["sha256"] = form._digest(tree["content"])
+    tree["sha256"] = json_digest(tree["content"])
     file.write_text(json.dumps(tree))
 
 

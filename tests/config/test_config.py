@@ -136,7 +136,7 @@ MISTAKES = {
     "train.epoch=3": ["train.epoch: unknown key", "did you mean train.epochs?"],
     "optimizer.tables=5": ["optimizer.tables: 5 (int) is not a group of keys", "name: ftrl"],
     "optimizer.tables.wide.*=5": ["optimizer.tables.wide.*: 5 (int) is not a group of keys"],
-    "optimizer.tables.wide.*.name=adam": ["'adam' is unknown; use one of same, sgd, adagrad"],
+    "optimizer.tables.wide.*.name=adam": ["'adam' is unknown; use one of same, adagrad, ftrl"],
     "optimizer.sparse.name=adam": ["optimizer.sparse.name: 'adam'", "did you mean lazy_adam?"],
     "optimizer.tables.wide.*.beta=1.0": [
         "optimizer.tables.wide.*.beta is a setting of ftrl",

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sbpflow.data.format.ids import HashedIds, NarrowIdTable, WideIdTable, assign_ids
-from sbpflow.data.format.schema import RARE_ID
+from sbpflow.serving.cells import RARE_ID
 
 
 def loads(counts, reserved, ids):

@@ -18,7 +18,8 @@ from sbpflow.config.topology_file import read_topology
 from sbpflow.errors import AbsentError, ConfigError
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.explain import describe, format_plan
-from sbpflow.run.planning.plan_file import _digest, plan_from_json, plan_to_json
+from sbpflow.run.planning.plan_file import plan_from_json, plan_to_json
+from sbpflow.runtime.files.json_file import json_digest
 from sbpflow.runtime.processes.store import TimedStore
 from sbpflow.runtime.ranks import hosts
 from sbpflow.runtime.ranks.hosts import find_topology
@@ -386,5 +387,5 @@ def test_a_plan_file_without_a_topology_is_read(tmp_path):
     _, plan = plan_run(config, FIELDS, world_size=2, device_type="cpu")
     content = json.loads(plan_to_json(plan))
     del content["plan"]["topology"]
-    content["sha256"] = _digest(content["plan"])
+    content["sha256"] = json_digest(content["plan"])
     assert plan_from_json(json.dumps(content)) == replace(plan, topology=Topology.one_host(2))

@@ -16,7 +16,7 @@ import torch
 from sbpflow.boxing.agreement import gather_texts
 from sbpflow.boxing.executor import Boxing
 from sbpflow.costs.counts import INDEX, NUM_FEATURES, vector_of
-from sbpflow.costs.prices import WORK_MS, transfer_ms
+from sbpflow.costs.prices import SENT, WORK_MS, transfer_ms
 from sbpflow.errors import DataError
 from sbpflow.planner.calibration import design
 from sbpflow.planner.calibration.calibrate import QUICK, Journal, calibrate
@@ -38,7 +38,7 @@ from sbpflow.runtime.ranks.topology import Topology
 from tests.planner.tasks import laws_of, make_task, mixed_plan, random_plan
 
 PROFILE = described("h100-dgx")
-FACTS = {"cpu": "one", "world": "2 gloo"}
+FACTS = {"cpu": "one", "world": "2 gloo", "hosts": "1"}
 ENTRY = {
     "sample": 1,
     "name": "a",
@@ -119,6 +119,18 @@ def test_a_sample_is_reproducible():
         for table in first.task.tables
         for shape in shapes_for(table, 4)
     )
+
+
+def test_samples_of_several_hosts_have_plans_in_two_hops():
+    sample = draw_sample(5, 4, "cpu", "sgd", num_hosts=2)
+    plans = dict(draw_plans(sample, 5, 16))
+    shapes = {choice.shape for plan in plans.values() for choice in plan.values()}
+    assert Shape("(S(0), S(0))", "unique", (2, 2)) in shapes
+    assert "all (S(0), S(0)) unique" in plans
+    one = draw_sample(5, 4, "cpu", "sgd")
+    assert not any("(S(0), S(0))" in name for name, _ in draw_plans(one, 5, 16))
+    for plan in plans.values():
+        sample.task.check(plan)
 
 
 def test_the_digest_of_the_drawing_depends_on_its_code(monkeypatch, tmp_path):
@@ -301,6 +313,31 @@ def test_a_fit_finds_the_link_and_adapts_the_constants():
     kept = fitted_prices(records, math.inf)
     ratios = kept[0, WORK_MS > 0] / WORK_MS[WORK_MS > 0]
     np.testing.assert_allclose(ratios, ratios[0])  # prices keep the constants' ratios
+
+
+def test_a_fit_on_several_hosts_finds_the_link_between_them():
+    """On two hosts of two ranks, two thirds of the evenly sent bytes go to the other host."""
+    records = [replace(record, num_hosts=2) for record in synthetic_records(0.0)]
+    profile = fit(records, backend="gloo")
+    flat = fit(synthetic_records(0.0), backend="gloo")
+    assert profile.link.ranks_per_node == 2
+    assert profile.link.num_hosts(4) == 2
+    assert profile.link.between_gb_per_s == pytest.approx(2 / 3 * flat.link.within_gb_per_s)
+    assert "assumed within a host" in profile.sources["transfers"]
+    ours, theirs = profile.prices(4), flat.prices(4)
+    sent = [INDEX[name] for name in ("vector_bytes", "ids_bytes", "num_id_calls")]
+    np.testing.assert_allclose(ours[sent], theirs[sent])
+    network = INDEX["network_bytes"]
+    assert ours[network, 1] == pytest.approx(1.5 * theirs[INDEX["vector_bytes"], 1])
+
+
+def test_a_slow_link_does_not_remove_the_prices_of_work():
+    """If transfers hide the work, its factor stays above 0, so that plans are balanced."""
+    records = [
+        replace(record, rounds_ms=(float(1e-3 * (record.totals @ SENT).max()) + 40.0,))
+        for record in synthetic_records(0.0, samples=3)
+    ]
+    assert (fitted_prices(records, math.inf)[0, WORK_MS > 0] > 0).all()
 
 
 def test_shrinkage_keeps_prices_near_the_constants_with_few_measurements():

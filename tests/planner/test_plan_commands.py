@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import yaml
 
 from sbpflow.errors import ConfigError, PlanError
 from sbpflow.planner.clusters import described, profile_of
@@ -110,6 +111,13 @@ def test_a_described_machine_has_the_memory_of_its_data_sheet(tmp_path):
         plan(words)
     path.write_text(json.dumps({**whole, "device_gb": 600}))
     plan(words)
+    path.write_text(json.dumps({**whole, "device_gb": [1, 600]}))
+    output = tmp_path / "plan.yaml"
+    plan([*words[:-2], "--output", str(output)])
+    assert yaml.safe_load(output.read_text())["tables"]["C1"]["ranks"] == [1]
+    path.write_text(json.dumps({**whole, "device_gb": [600, 600, 600]}))
+    with pytest.raises(ConfigError, match="device_gb: 3 limits for 2 ranks; give one number"):
+        plan(words)
 
 
 def test_names_in_any_script_are_reported(tmp_path):

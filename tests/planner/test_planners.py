@@ -237,7 +237,7 @@ def test_plans_to_measure_differ_and_include_homogeneous_ones():
 
 
 def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_remedies():
-    task_setting = setting(6, 2, device_bytes=30_000_000)
+    task_setting = setting(6, 2, device_bytes=(30_000_000,) * 2)
     cost = TaskCost(PROFILE, task_setting.task)
     planned = make_plan("auto", cost, insertions=SMALL)
     assert not planned.priced.feasible
@@ -248,15 +248,33 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_remedies():
     assert f"rank {rank} needs {held} " in text
     assert f"would fit with {held} per rank" in text  # the size is rounded up, so it is enough
     assert "cache" not in text  # even caching 10 % of the rows takes too much memory
-    total = replace(task_setting.task, device_bytes=int(0.4 * planned.priced.memory.sum() / 2))
+    limit = int(0.4 * planned.priced.memory.sum() / 2)
+    total = replace(task_setting.task, device_bytes=(limit,) * 2)
     tight = TaskCost(PROFILE, total)
     text = infeasible_text(make_plan("auto", tight, insertions=SMALL), tight)
     assert re.search("would fit with [48] ranks", text)
     assert "bfloat16" not in text  # halving the bytes of rows is not enough
     assert "would fit with parallel.storage: {'*': {kind: file, cache: 25%}}" in text
     needed = float(planned.priced.memory.max())
-    enough = TaskCost(PROFILE, replace(task_setting.task, device_bytes=int(needed) + 1))
+    enough = TaskCost(PROFILE, replace(task_setting.task, device_bytes=(int(needed) + 1,) * 2))
     assert make_plan("auto", enough, insertions=SMALL).priced.feasible
+
+
+def test_each_rank_has_its_own_memory_limit():
+    task_setting = setting(10, 2)
+    planned = make_plan("auto", TaskCost(PROFILE, task_setting.task), insertions=SMALL)
+    total = planned.priced.memory.sum()
+    limits = (int(0.75 * total), int(0.33 * total))
+    uneven = TaskCost(PROFILE, replace(task_setting.task, device_bytes=limits))
+    planned = make_plan("auto", uneven, insertions=SMALL)
+    assert planned.priced.feasible
+    assert (planned.priced.memory <= limits).all()
+    assert planned.priced.memory[0] > limits[1]
+    less = replace(task_setting.task, device_bytes=(limits[0], 1_000_000))
+    text = infeasible_text(make_plan("auto", TaskCost(PROFILE, less), insertions=SMALL), uneven)
+    assert "fits 1.00 MB on rank 1: " in text
+    with pytest.raises(ConfigError, match="1 memory limits for 2 ranks"):
+        replace(task_setting.task, device_bytes=(1,))
 
 
 def test_the_pool_has_the_published_sums_and_its_halves_share_no_table():
@@ -282,7 +300,7 @@ def test_an_alternative_fits_if_the_plan_fits():
     held = [price_of(task_setting.problem, (Move(n, tuple(range(option.num_shards))),)).memory.max()
             for n, option in enumerate(task_setting.problem.options[0])]  # fmt: skip
     limit = int(min(held)) + 1  # only the smallest option fits
-    cost = TaskCost(PROFILE, replace(task_setting.task, device_bytes=limit))
+    cost = TaskCost(PROFILE, replace(task_setting.task, device_bytes=(limit,) * 2))
     tight = make_plan("auto", cost, insertions=SMALL)
     assert tight.priced.feasible
     for name, other in report_of(tight, cost).runners_up.items():

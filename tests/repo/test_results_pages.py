@@ -120,6 +120,34 @@ def test_the_job_of_the_planner_took_the_recorded_times():
         assert shown[row] == " | ".join(expected), row
 
 
+def test_planners_on_slow_links_took_the_recorded_times():
+    table = PAGES["planner"].split("## Slow links and memory limits")[1].split("\n## ")[0]
+    names = {f"greedy, by `{name}`": name for name in ("size", "dim", "lookup", "size-lookup")}
+    names |= {name: name.lower() for name in ("EMBark", "NeuroShard", "DreamShard", "AutoShard")}
+    names |= {"TorchRec": "torchrec", "best greedy planner": "greedies, best of 4"}
+    names |= {"`scheme: auto`": "scheme: auto", "`auto`, best of four": "auto, best of 4"}
+    names |= {"`auto`, built-in costs": "auto, built-in constants"}
+    names |= {"`auto`, unsplit tables": "auto, whole or copied"}
+    links = [list(read(f"planner_regimes_{link}.jsonl"))[-1] for link in ("1gbit", "100mbit")]
+    expected: dict[str, str] = {}
+    for row, name in names.items():
+        cells: list[str] = []
+        for link in links:
+            found = link["planners"][name]["all"]
+            low, high = found["interval"]
+            mean = 100 * found["slower_than_auto"]
+            cells += [str(found["tasks"]), f"{mean:+.1f}% ({100 * low:+.1f} to {100 * high:+.1f})"]
+        expected[row] = " | ".join(cells)
+    assert dict(re.findall(r"^\| ([^|\s][^|]*) \| (\d.+) \|$", table, re.M)) == expected
+    assert all(link["do_not_fit"]["auto"] == 0 for link in links)
+    fastest = [f"{100 * link['auto_over_fastest']:.1f}%" for link in links]
+    errors = [f"{100 * link['step_error']:.0f}%" for link in links]
+    words = " ".join(table.split())
+    assert f"is {fastest[0]} (1 Gbit/s) and {fastest[1]} (100 Mbit/s) above" in words
+    assert f"is {errors[0]} at 1 Gbit/s" in words
+    assert f"it is {errors[1]}: only" in words
+
+
 def test_caches_fetched_the_recorded_rows():
     measured: dict[tuple[str, str], list[str]] = {}
     for line in read("cache_fetches.jsonl"):

@@ -128,7 +128,6 @@ COMPILED = (
     "json_loops",
     "key_exchange",
     "mark_loops",
-    "prefetch",
     "shared_loops",
     "slot_loops",
     "encoder_loops",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.__main__ import main
 from sbpflow.data.read.crosses import hashed_ids as hashed_by_loader
 from sbpflow.data.read.loaders import open_loaders
+from sbpflow.embedding.plan.out_of_range import OutOfRange
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.models.dcnv2 import DcnV2Config
 from sbpflow.models.deepfm import DeepFmConfig
@@ -290,7 +292,7 @@ def test_every_model_is_exported_with_all_its_state(ranks, name):
     assert names <= stored
 
 
-@pytest.mark.parametrize("policy", ["clamp", "hash", "error"])
+@pytest.mark.parametrize("policy", get_args(OutOfRange))
 def test_ids_out_of_range_are_treated_as_in_the_run(ranks, tmp_path, policy):
     assert ranks(1, _out_of_range, policy, tmp_path)[0] < 1e-6
 

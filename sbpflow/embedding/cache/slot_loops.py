@@ -4,7 +4,6 @@
 the batches in flight form a ring whose length is a power of two.
 """
 
-from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
 from sbpflow.embedding.cache.slot_layout import (
     FREE,
     HEAD,
@@ -18,7 +17,7 @@ from sbpflow.embedding.cache.slot_layout import (
     STORED,
     TAIL,
 )
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled, prefetch, prefetch_to_write
 
 
 @compiled
@@ -50,7 +49,7 @@ def announce(
     lines = seen.reshape(-1, 1)
     while i < stop and count < width:
         if i + DISTANCE < stop:
-            prefetch(lines, addresses[i + DISTANCE] >> 6)
+            prefetch_to_write(lines, addresses[i + DISTANCE] >> 6)
         row = addresses[i]
         bit, known = 1 << (row & 63), seen[row >> 6]
         seen[row >> 6] = known | bit
@@ -59,7 +58,7 @@ def announce(
         i += 1
     for n in range(first, count):
         if n + DISTANCE < count:
-            prefetch(records, rows[at, n + DISTANCE])
+            prefetch_to_write(records, rows[at, n + DISTANCE])
         row = rows[at, n]
         last = records[row, LAST]
         if last >= oldest:
@@ -98,7 +97,7 @@ def _evict(
     n, head, tail = 0, state[HEAD], state[TAIL]
     while n < count and head < tail:
         if head + DISTANCE < tail:
-            prefetch(records, queue[head + DISTANCE, 0])
+            prefetch_to_write(records, queue[head + DISTANCE, 0])
         row, last = queue[head, 0], queue[head, 1]
         head += 1
         slot = records[row, SLOT]
@@ -114,7 +113,7 @@ def _evict(
         while n < count and left > 0:
             left -= 1
             if left >= DISTANCE:
-                prefetch(records, candidates[at, left - DISTANCE])
+                prefetch_to_write(records, candidates[at, left - DISTANCE])
             row = candidates[at, left]
             slot = records[row, SLOT]
             leaves = (slot >= 0) & (records[row, NEXT] == use)
@@ -151,7 +150,7 @@ def admit(
     num_stored, num_new, added = 0, 0, 0
     for i in range(wanted.size):
         if i + DISTANCE < wanted.size:
-            prefetch(records, wanted[i + DISTANCE])
+            prefetch_to_write(records, wanted[i + DISTANCE])
         row = wanted[i]
         slot = records[row, SLOT]
         lacks = slot < 0
@@ -205,7 +204,7 @@ def release(
     mask = candidates.shape[0] - 1
     for i in range(wanted.size):
         if i + DISTANCE < wanted.size:
-            prefetch(records, wanted[i + DISTANCE])
+            prefetch_to_write(records, wanted[i + DISTANCE])
         row = wanted[i]
         if records[row, SLOT] < 0 or records[row, NEXT] != batch:
             continue
@@ -264,7 +263,7 @@ def put(target: Array, rows: Array, values: Array, first: int) -> None:
     """Set ``target[rows]`` to the columns of ``values`` that start at ``first``."""
     for i in range(rows.size):
         if i + DISTANCE < rows.size:
-            prefetch(target, rows[i + DISTANCE])
+            prefetch_to_write(target, rows[i + DISTANCE])
         row = rows[i]
         for column in range(target.shape[1]):
             target[row, column] = values[i, first + column]

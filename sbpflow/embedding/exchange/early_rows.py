@@ -18,7 +18,7 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class RowSplit:
     """Divides rows [n], which form one block per rank, into chosen rows and others.
 
     ``chosen`` and ``others`` (int64) are the positions of these rows; ``num_chosen`` and
@@ -31,10 +31,10 @@ class Split:
     num_others: list[int]
 
     @staticmethod
-    def of(flags: Tensor, sizes: Sequence[int]) -> "Split":
+    def of(flags: Tensor, sizes: Sequence[int]) -> "RowSplit":
         """Return the split that ``flags`` (bool [n]) define for blocks of ``sizes`` rows."""
         num_chosen = [int(block.sum()) for block in flags.split(list(sizes))]
-        return Split(
+        return RowSplit(
             flags.nonzero().squeeze(1),
             flags.logical_not().nonzero().squeeze(1),
             num_chosen,
@@ -57,9 +57,9 @@ class EarlyInFlight:
     this rank requests. The other fields are transfers in flight.
     """
 
-    owned: Split
+    owned: RowSplit
     flags: Pending | None
-    wanted: Split | None = None
+    wanted: RowSplit | None = None
     vectors: Pending | None = None
 
     def wait(self) -> None:
@@ -79,9 +79,9 @@ class LateInFlight:
     the late rows on this rank. ``flags`` and ``gradients`` are transfers in flight.
     """
 
-    owned: Split
+    owned: RowSplit
     flags: Pending | None
-    wanted: Split | None = None
+    wanted: RowSplit | None = None
     sums: Tensor | None = None
     step: int = 0
     lookup: Lookup | None = None

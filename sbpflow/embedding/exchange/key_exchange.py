@@ -6,7 +6,7 @@ run several batches ahead of the step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,12 +16,11 @@ from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.ids.batch_ids import BatchIds, Lists
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
 from sbpflow.embedding.plan.group_plan import ExchangeStep
-from sbpflow.embedding.plan.growth import has_idle_time
+from sbpflow.embedding.plan.growth import TOTALS, has_idle_time
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.storage.live_rows import NO_TIME, Changes
 from sbpflow.embedding.vocabulary import requests
 from sbpflow.embedding.vocabulary.field_keys import FieldKeys
-from sbpflow.embedding.vocabulary.vocabulary_copy import Totals
 from sbpflow.errors import DataError
 from sbpflow.runtime.compute.compiled import Array
 
@@ -54,8 +53,6 @@ class KeyExchange:
     """Converts the keys of the growing fields of a plan to rows. Every rank must make the same
     calls.
     """
-
-    NAMES = tuple(one.name for one in fields(Totals))
 
     def __init__(self, plan: EmbeddingPlan, boxing: Boxing, shards: Sequence[Shard]) -> None:
         self._plan, self._world = plan, boxing.world
@@ -122,25 +119,19 @@ class KeyExchange:
                 field.part.roll_back()
 
     def totals(self) -> Array:
-        """Return the counts ([fields, ranks, ``NAMES``]), summed over all completed batches; every
+        """Return the counts ([fields, ranks, ``TOTALS``]), summed over all completed batches; every
         rank must call this method.
         """
-        own = np.zeros((len(self.fields), len(self.NAMES)), np.int64)
+        own = np.zeros((len(self.fields), len(TOTALS)), np.int64)
         for index, field in enumerate(self.fields):
             if field.part is not None:
-                own[index] = [getattr(field.part.totals, name) for name in self.NAMES]
+                own[index] = [getattr(field.part.totals, name) for name in TOTALS]
         world = self._world
         if world.size == 1:
             return own[:, None]
-        step = ExchangeStep(
-            id="keys/totals",
-            collective="all_to_all",
-            groups=(tuple(range(world.size)),),
-            dtype=torch.int64,
-            bound_bytes=own.nbytes * world.size,
-            total_bound_bytes=own.nbytes * world.size**2,
-            what="counts of growing fields",
-        )
+        groups, what = (tuple(range(world.size)),), "counts of growing fields"
+        sizes = own.size * world.size, own.size * world.size**2
+        step = ExchangeStep.among(groups, "keys/totals", "all_to_all", torch.int64, *sizes, what)
         got = self._exchange(step, np.tile(own.reshape(-1), world.size), [own.size] * world.size)
         return got.reshape(world.size, *own.shape).swapaxes(0, 1)
 

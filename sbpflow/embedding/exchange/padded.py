@@ -65,7 +65,7 @@ class Capacity:
         return min(1.0, ceil(1000 * rows / self.most(batch_size)) / 1000)
 
 
-class Layout:
+class BufferLayout:
     """Places the unique rows of a batch in one buffer per part of the address space.
 
     Part p contains the addresses from ``bases[p]`` to ``lasts[p]``.

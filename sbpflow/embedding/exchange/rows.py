@@ -12,7 +12,7 @@ from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
 from sbpflow.embedding.exchange.base import GRADIENTS, VECTORS, Group, GroupContext, GroupInFlight
 from sbpflow.embedding.exchange.early_rows import EarlyInFlight, LateInFlight
 from sbpflow.embedding.exchange.id_transfer import IDS
-from sbpflow.embedding.exchange.padded import Capacity, Layout, Slots
+from sbpflow.embedding.exchange.padded import BufferLayout, Capacity, Slots
 from sbpflow.embedding.exchange.shared_state import SharedState
 from sbpflow.embedding.ids.addresses import OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
@@ -21,6 +21,19 @@ from sbpflow.embedding.plan.table_batch import TableBatch
 from sbpflow.embedding.storage.choose import deduplicator
 from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.store import RowStore
+
+
+@dataclass(slots=True)
+class Merged:
+    """The merged ids that the ranks of the host sent to this rank, in an exchange with two hops.
+
+    ``requested`` is the number of distinct ids that this rank forwards to each host, and
+    ``incoming`` the number that it receives from each host.
+    """
+
+    lookup: Lookup
+    requested: list[int] = field(default_factory=list[int])
+    incoming: list[int] = field(default_factory=list[int])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +56,7 @@ class RowsInFlight(GroupInFlight):
     incoming: list[int] = field(default_factory=list[int])
     early: EarlyInFlight | None = None  # Set by ``mark_early``.
     late: LateInFlight | None = None  # Set by ``mark_early`` of the next batch.
+    merged: Merged | None = None  # Set by ``next_round``.
 
 
 class RowGroup(Group[RowsInFlight]):
@@ -71,7 +85,7 @@ class RowGroup(Group[RowsInFlight]):
             dtype=plan.address_dtype(),
             device=self.world.device,
         ).unbind()
-        self._layout = Layout(self._bases, self._lasts)
+        self._layout = BufferLayout(self._bases, self._lasts)
         self._deduplicated = deduplicator(self._store.kernel.name, self._addresses.num_addresses)
         self._ids = RowTransfer(self.world, IDS)
         self._vectors = RowTransfer(self.world, VECTORS)
@@ -94,7 +108,7 @@ class RowGroup(Group[RowsInFlight]):
 
     @abstractmethod
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
-        """Start sending the buffers that ``Layout.lay_out`` returned."""
+        """Start sending the buffers that ``BufferLayout.lay_out`` returned."""
 
     @abstractmethod
     def send_ids(self, batch: RowsInFlight) -> None:
@@ -128,10 +142,11 @@ class RowGroup(Group[RowsInFlight]):
         owner = torch.searchsorted(self._lasts, addresses)
         return addresses - self._bases.index_select(0, owner)
 
-    def step(self, batch: RowsInFlight, purpose: Purpose) -> ExchangeStep:
-        """Return the transfer for ``purpose`` in the current round."""
+    def step(self, batch: RowsInFlight, purpose: Purpose, round: int | None = None) -> ExchangeStep:
+        """Return the transfer for ``purpose`` in a round, by default the current round."""
+        place = purpose, batch.round if round is None else round
         for stage in self.plan.stages(batch.batch_size):
-            if (stage.purpose, stage.round) == (purpose, batch.round):
+            if (stage.purpose, stage.round) == place:
                 return stage.rows
         raise RuntimeError(f"{self.plan.name}: the plan has no transfer for {purpose}")
 

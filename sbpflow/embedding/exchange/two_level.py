@@ -6,41 +6,15 @@ two hops. ``lookup`` and ``send_grads`` start the hop between hosts, so it overl
 following moves. The hop within the host is short, so ranks simply wait until it ends.
 """
 
-from dataclasses import dataclass, field
-
 from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing, Pending
 from sbpflow.embedding.exchange.all_to_all import received
 from sbpflow.embedding.exchange.base import GroupContext
-from sbpflow.embedding.exchange.rows import RowGroup, RowsInFlight
-from sbpflow.embedding.ids.batch_ids import BatchIds
-from sbpflow.embedding.plan.group_plan import ExchangeStep, GroupPlan, Purpose
-from sbpflow.embedding.plan.two_level import HOST, NETWORK, Level, groups_of
+from sbpflow.embedding.exchange.rows import Merged, RowGroup, RowsInFlight
+from sbpflow.embedding.plan.group_plan import GroupPlan
+from sbpflow.embedding.plan.two_level import HOST, groups_of
 from sbpflow.embedding.storage.lookup import Lookup
-
-
-@dataclass(slots=True)
-class Merged:
-    """The merged ids that the ranks of the host sent to this rank.
-
-    ``requested`` is the number of distinct ids that this rank forwards to each host, and
-    ``incoming`` the number that it receives from each host.
-    """
-
-    lookup: Lookup
-    requested: list[int] = field(default_factory=list[int])
-    incoming: list[int] = field(default_factory=list[int])
-
-
-@dataclass(slots=True, kw_only=True)
-class TwoLevelInFlight(RowsInFlight):
-    """The state of a batch in a group with two hops.
-
-    ``requested`` and ``incoming`` are for the hop within the host; ``next_round`` sets ``merged``.
-    """
-
-    merged: Merged | None = None
 
 
 class TwoLevelGroup(RowGroup):
@@ -61,22 +35,14 @@ class TwoLevelGroup(RowGroup):
     def part_ranks(self) -> tuple[int, ...]:
         return tuple(rank for ranks in self._positions for rank in ranks)
 
-    def start_id_exchange(
-        self, local: BatchIds, batch_size: int, *, number: int | None
-    ) -> TwoLevelInFlight:
-        wanted = self._deduplicated(self._addresses.make_lookup(local))
-        batch = TwoLevelInFlight(local=local, batch_size=batch_size, number=number, wanted=wanted)
-        self.begin_counted(batch)
-        return batch
-
     def begin_counted(self, batch: RowsInFlight) -> None:
         self._send_counts(batch, batch.wanted, self._last_of_positions)
 
     def next_round(self, batch: RowsInFlight) -> None:
-        step = self._step(batch, "ids", HOST)
+        step = self.step(batch, "ids", HOST)
         ids = received(step, batch.take_pending(), sum(batch.incoming))
         lookup = self._deduplicated(Lookup(ids))
-        _in_flight(batch).merged = Merged(lookup)
+        batch.merged = Merged(lookup)
         self._send_counts(batch, lookup, self._last_of_hosts)
 
     def _send_counts(self, batch: RowsInFlight, lookup: Lookup, lasts: Tensor) -> None:
@@ -109,53 +75,33 @@ class TwoLevelGroup(RowGroup):
         )
 
     def receive_ids(self, batch: RowsInFlight) -> None:
-        step, count = self._step(batch, "ids", NETWORK), sum(_merged(batch).incoming)
-        batch.lookups = [Lookup(received(step, batch.take_pending(), count))]
+        batch.lookups = [Lookup(self.take(batch, "ids", sum(_merged(batch).incoming)))]
 
     def lookup(self, batch: RowsInFlight) -> None:
         merged = _merged(batch)
         rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
-        rows, step = rows.to(self.plan.comm_dtype), self._step(batch, "vectors", NETWORK)
+        rows, step = rows.to(self.plan.comm_dtype), self.step(batch, "vectors")
         batch.pending = self._vectors.start(step, rows, merged.incoming, merged.requested)
 
     def gather_outputs(self, batch: RowsInFlight) -> Tensor:
-        merged, step = _merged(batch), self._step(batch, "vectors", NETWORK)
-        rows = received(step, batch.take_pending(), sum(merged.requested))
-        rows, step = (
-            rows.index_select(0, merged.lookup.inverse()),
-            self._step(batch, "vectors", HOST),
-        )
+        merged, step = _merged(batch), self.step(batch, "vectors", HOST)
+        rows = self.take(batch, "vectors", sum(merged.requested))
+        rows = rows.index_select(0, merged.lookup.inverse())
         pending = self._vectors.start(step, rows, batch.incoming, batch.requested)
         batch.rows = received(step, pending, sum(batch.requested)).to(self.plan.dtype)
         return super().gather_outputs(batch)
 
     def send_grads(self, batch: RowsInFlight, grad: Tensor) -> None:
-        merged, step = _merged(batch), self._step(batch, "gradients", HOST)
+        merged, step = _merged(batch), self.step(batch, "gradients", HOST)
         sums = self.row_sums(batch, grad)
         pending = self._gradients.start(step, sums, batch.requested, batch.incoming)
         _, sums = merged.lookup.row_gradients(received(step, pending, sum(batch.incoming)))
         # Round only once, after the gradients of all ranks on the host have been summed.
-        sums, step = sums.to(self.plan.grad_comm_dtype), self._step(batch, "gradients", NETWORK)
+        sums, step = sums.to(self.plan.grad_comm_dtype), self.step(batch, "gradients")
         batch.pending = self._gradients.start(step, sums, merged.requested, merged.incoming)
-
-    def receive_grads(self, batch: RowsInFlight) -> None:
-        step = self._step(batch, "gradients", NETWORK)
-        sums = received(step, batch.take_pending(), batch.lookups[0].num_bags)
-        self.keep(batch, batch.lookups, [sums.to(self.plan.dtype)])
-
-    def _step(self, batch: RowsInFlight, purpose: Purpose, level: Level) -> ExchangeStep:
-        stages = self.plan.stages(batch.batch_size)
-        return next(s.rows for s in stages if (s.purpose, s.round) == (purpose, level))
-
-
-def _in_flight(batch: RowsInFlight) -> TwoLevelInFlight:
-    if not isinstance(batch, TwoLevelInFlight):
-        raise TypeError(f"the batch must come from start_id_exchange, got {type(batch).__name__}")
-    return batch
 
 
 def _merged(batch: RowsInFlight) -> Merged:
-    merged = _in_flight(batch).merged
-    if merged is None:
+    if batch.merged is None:
         raise RuntimeError("the ids of the host are not merged yet; call next_round first")
-    return merged
+    return batch.merged

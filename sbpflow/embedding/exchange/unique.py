@@ -13,7 +13,7 @@ from sbpflow.embedding.exchange.base import GroupContext, GroupInFlight
 from sbpflow.embedding.exchange.early_rows import (
     EarlyInFlight,
     LateInFlight,
-    Split,
+    RowSplit,
     UsedRows,
     flag_bytes,
     pack,
@@ -75,7 +75,7 @@ class UniqueGroup(RowGroup):
 
     def _send_flags(
         self, batch: RowsInFlight, purpose: Purpose, flags: Tensor
-    ) -> tuple[Split, Pending]:
+    ) -> tuple[RowSplit, Pending]:
         """Send each rank the ``flags`` of the rows that it requested; return the chosen rows."""
         pending = self._ids.start(
             self.step(batch, purpose),
@@ -83,13 +83,13 @@ class UniqueGroup(RowGroup):
             flag_bytes(batch.incoming),
             flag_bytes(batch.requested),
         )
-        return Split.of(flags, batch.incoming), pending
+        return RowSplit.of(flags, batch.incoming), pending
 
-    def _receive_flags(self, batch: RowsInFlight, purpose: Purpose, pending: Pending) -> Split:
+    def _receive_flags(self, batch: RowsInFlight, purpose: Purpose, pending: Pending) -> RowSplit:
         """Receive the flags of the rows that this rank requested; return the chosen rows."""
         count = sum(flag_bytes(batch.requested))
         flags = received(self.step(batch, purpose), pending, count)
-        return Split.of(unpack(flags, batch.requested), batch.requested)
+        return RowSplit.of(unpack(flags, batch.requested), batch.requested)
 
     def send_early(self, batch: RowsInFlight) -> None:
         early = batch.early

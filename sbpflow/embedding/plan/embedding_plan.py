@@ -110,16 +110,9 @@ class EmbeddingPlan:
         payloads = [("ids/fwd/lists", self.ids_dtype, "ids in lists")]
         if self.weighted:
             payloads.append(("ids/fwd/weights", self.dtype, "weights of ids in lists"))
+        groups, sizes = (self.world.ranks,), (per_rank, batch_size * sum(needs))
         return tuple(
-            ExchangeStep(
-                id=id,
-                collective="all_to_all",
-                groups=(self.world.ranks,),
-                dtype=dtype,
-                bound_bytes=per_rank * dtype.itemsize,
-                total_bound_bytes=batch_size * sum(needs) * dtype.itemsize,
-                what=what,
-            )
+            ExchangeStep.among(groups, id, "all_to_all", dtype, *sizes, what)
             for id, dtype, what in payloads
         )
 
@@ -135,15 +128,15 @@ class EmbeddingPlan:
             step
             for number in range(1, max((group.num_rounds for group in self.groups), default=1))
             for purpose in IDS
-            for step in self._steps(batch_size, purpose, number)
+            for step in self.steps(batch_size, purpose, number)
         ]
         return (
             *self.key_steps(batch_size),
             *self.id_steps(batch_size),
             *self.length_steps(batch_size),
-            *self._steps(batch_size, "counts"),
+            *self.steps(batch_size, "counts", 0),
             *self.list_steps(batch_size),
-            *self._steps(batch_size, "ids"),
+            *self.steps(batch_size, "ids", 0),
             *later,
         )
 
@@ -153,41 +146,19 @@ class EmbeddingPlan:
         The flags and early vectors belong to the next batch, and the late gradients to the previous
         batch.
         """
-        return (
-            *self._steps(batch_size, "vectors", None),
-            *self.flag_steps(batch_size),
-            *self.late_flag_steps(batch_size),
-            *self.late_steps(batch_size),
-            *self.early_steps(batch_size),
-        )
-
-    def flag_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of flags, which say which of the requested rows are early."""
-        return self._steps(batch_size, "flags", None)
-
-    def early_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of early rows."""
-        return self._steps(batch_size, "early vectors", None)
+        purposes: tuple[Purpose, ...]
+        purposes = ("vectors", "flags", "late flags", "late gradients", "early vectors")
+        return tuple(step for purpose in purposes for step in self.steps(batch_size, purpose))
 
     def push_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return the transfers of gradients that the update of the step waits for."""
-        return self._steps(batch_size, "gradients", None)
+        return self.steps(batch_size, "gradients")
 
-    def late_flag_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of flags, which say which of the gradients are late."""
-        return self._steps(batch_size, "late flags", None)
-
-    def late_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of late gradients."""
-        return self._steps(batch_size, "late gradients", None)
-
-    def count_steps(self, batch_size: int) -> tuple[Step, ...]:
-        """Return the transfers of row counts and row ids, a subset of ``ahead_steps``."""
-        return tuple(step for group in self.groups for step in group.steps(batch_size, *IDS))
-
-    def _steps(self, batch_size: int, purpose: Purpose, number: int | None = 0) -> tuple[Step, ...]:
-        """Return the steps of all groups for ``purpose`` in round ``number``, or in all rounds if
-        it is ``None``.
+    def steps(
+        self, batch_size: int, purpose: Purpose, number: int | None = None
+    ) -> tuple[Step, ...]:
+        """Return the steps of all groups for ``purpose`` in round ``number``, or by default in all
+        rounds.
         """
         return tuple(
             step

@@ -54,6 +54,29 @@ class ExchangeStep:
     total_bound_bytes: int
     what: str
 
+    @staticmethod
+    def among(
+        groups: tuple[tuple[int, ...], ...],
+        id: str,
+        collective: str,
+        dtype: torch.dtype,
+        per_rank: int,
+        total: int,
+        what: str,
+    ) -> "ExchangeStep":
+        """Return a transfer of rows. One rank sends up to ``per_rank`` elements, and all ranks
+        together send up to ``total`` elements.
+        """
+        return ExchangeStep(
+            id=id,
+            collective=collective,
+            groups=groups,
+            dtype=dtype,
+            bound_bytes=per_rank * dtype.itemsize,
+            total_bound_bytes=total * dtype.itemsize,
+            what=what,
+        )
+
     def group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that exchange rows with ``rank``, including ``rank`` itself."""
         return next(ranks for ranks in self.groups if rank in ranks)
@@ -439,18 +462,17 @@ class GroupPlan:
         total = sum(table.num_rows + 1 for table in self.tables)
         return torch.int32 if total < 2**31 else torch.int64
 
-    def row_step(
-        self, name: str, collective: str, dtype: torch.dtype, per_rank: int, total: int, what: str
-    ) -> ExchangeStep:
-        """Return a transfer of rows among all ranks. One rank sends up to ``per_rank`` elements,
-        and all ranks together send up to ``total`` elements.
-        """
-        return ExchangeStep(
-            id=f"{self.name}/{name}",
-            collective=collective,
-            groups=(self.world.ranks,),
-            dtype=dtype,
-            bound_bytes=per_rank * dtype.itemsize,
-            total_bound_bytes=total * dtype.itemsize,
-            what=what,
-        )
+    def row_stage(
+        self,
+        purpose: Purpose,
+        name: str,
+        collective: str,
+        dtype: torch.dtype,
+        per_rank: int,
+        total: int,
+        what: str,
+    ) -> Stage:
+        """Return a stage with one transfer of rows among all ranks; see ``ExchangeStep.among``."""
+        id, groups = f"{self.name}/{name}", (self.world.ranks,)
+        step = ExchangeStep.among(groups, id, collective, dtype, per_rank, total, what)
+        return Stage(purpose=purpose, steps=(step,))

@@ -84,9 +84,9 @@ class Growth:
         _check(self, "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrowthCounts:
-    """The counts of a growing field over all ranks, as of the last completed batch.
+@dataclass(slots=True)
+class Totals:
+    """The counts of a growing field as of the last completed batch.
 
     ``live`` keys have rows; ``pending`` keys have occurred, but not often enough. ``admitted``,
     ``evicted``, ``forgotten``, and the lookups are totals since the table was created.
@@ -95,7 +95,6 @@ class GrowthCounts:
     for other keys.
     """
 
-    max_rows: int
     live: int = 0
     pending: int = 0
     admitted: int = 0
@@ -104,7 +103,21 @@ class GrowthCounts:
     lookups: int = 0
     pending_lookups: int = 0
     refused_lookups: int = 0
-    rows_per_rank: tuple[int, ...] = ()  # number of live keys by rank
+
+    def add(self, other: "Totals") -> None:
+        for name in TOTALS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+TOTALS = tuple(field.name for field in fields(Totals))
+
+
+@dataclass(slots=True, kw_only=True)
+class GrowthCounts(Totals):
+    """The counts of a growing field over all ranks, and the number of live keys of each rank."""
+
+    max_rows: int
+    rows_per_rank: tuple[int, ...] = ()
 
     @property
     def load_factor(self) -> float:

@@ -11,7 +11,7 @@ import torch
 
 from sbpflow.costs.counts import Counts, Cut, Facts
 from sbpflow.embedding.plan.boxed_exchanges import LEAST_COLUMNS, is_column_split, is_copied, powers
-from sbpflow.embedding.plan.group_plan import Cuts, Exchange, GroupPlan, Member, Stage
+from sbpflow.embedding.plan.group_plan import Cuts, Exchange, GroupPlan, Member, Purpose, Stage
 from sbpflow.embedding.plan.tables import TableConfig, shards_of
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -45,60 +45,52 @@ class RowExchange(Exchange):
         others = (batch_size - batch_size // size) * lookups
         fans, collective = (size - 1, "all_gather") if self.to_all else (1, "all_to_all")
         to_others = (size - 1, size * (size - 1))
-        counts = group.row_step("fwd/counts", "all_to_all", torch.int64, *to_others, "row counts")
-        sent, what = (most * fans, rows * fans), "each rank's unique rows"
-        ids = group.row_step("fwd/ids", collective, group.address_dtype(), *sent, what)
+        sent, what, dtype = (most * fans, rows * fans), "each rank's unique rows", torch.int64
         return (
-            Stage(purpose="counts", steps=(counts,)),
-            Stage(purpose="ids", steps=(ids,)),
+            group.row_stage("counts", "fwd/counts", "all_to_all", dtype, *to_others, "row counts"),
+            group.row_stage("ids", "fwd/ids", collective, group.address_dtype(), *sent, what),
             *self.row_stages(group, most, rows, others),
         )
 
 
 def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
-    what = "rows requested by other ranks"
-    step = group.row_step("fwd/vectors", "all_to_all", group.comm_dtype, per_rank, total, what)
-    return Stage(purpose="vectors", steps=(step,))
+    sizes, what = (per_rank, total), "rows requested by other ranks"
+    return group.row_stage("vectors", "fwd/vectors", "all_to_all", group.comm_dtype, *sizes, what)
 
 
-def _early(group: GroupPlan, per_rank: int, total: int) -> Stages:
-    """Return the stages of early rows. All ranks except one together request at most ``per_rank``
-    rows.
+def _flags(group: GroupPlan, purpose: Purpose, name: str, others: int, total: int) -> Stage:
+    """Return the stage that sends one bit per requested row. All ranks except one together request
+    at most ``others`` rows.
     """
-    size, dim = group.world.size, group.stacks[0].dim
+    size, what = group.world.size, "one bit per row requested by other ranks"
     # The bits for each pair of ranks are padded to whole bytes.
-    sizes = (per_rank // 8 + size - 1, total // 8 + size * (size - 1))
-    what = "one bit per row requested by other ranks"
-    flags = group.row_step("fwd/flags", "all_to_all", torch.uint8, *sizes, what)
-    what = "rows that the previous batch does not use"
-    rows = (per_rank * dim, total * dim)
-    vectors = group.row_step("fwd/early", "all_to_all", group.comm_dtype, *rows, what)
+    sizes = (others // 8 + size - 1, total // 8 + size * (size - 1))
+    return group.row_stage(purpose, name, "all_to_all", torch.uint8, *sizes, what)
+
+
+def _early(group: GroupPlan, others: int, total: int) -> Stages:
+    """Return the stages of early rows."""
+    dim, what = group.stacks[0].dim, "rows that the previous batch does not use"
+    rows, dtype = (others * dim, total * dim), group.comm_dtype
     return (
-        Stage(purpose="flags", steps=(flags,)),
-        Stage(purpose="early vectors", steps=(vectors,)),
+        _flags(group, "flags", "fwd/flags", others, total),
+        group.row_stage("early vectors", "fwd/early", "all_to_all", dtype, *rows, what),
     )
 
 
 def _gradients(group: GroupPlan, collective: str, per_rank: int, total: int) -> Stage:
-    dtype, what = group.grad_comm_dtype, "unique rows' gradients"
-    step = group.row_step("bwd/vectors", collective, dtype, per_rank, total, what)
-    return Stage(purpose="gradients", steps=(step,))
+    sizes, what = (per_rank, total), "unique rows' gradients"
+    dtype = group.grad_comm_dtype
+    return group.row_stage("gradients", "bwd/vectors", collective, dtype, *sizes, what)
 
 
 def _late(group: GroupPlan, per_rank: int, total: int, others: int) -> Stages:
-    """Return the stages of late gradients. One rank requests at most ``per_rank`` rows, and any
-    ``size - 1`` ranks together request at most ``others``.
-    """
-    size, dim = group.world.size, group.stacks[0].dim
-    sizes = (others // 8 + size - 1, total // 8 + size * (size - 1))
-    what = "one bit per row requested by other ranks"
-    flags = group.row_step("bwd/late flags", "all_to_all", torch.uint8, *sizes, what)
-    dtype, what = group.grad_comm_dtype, "gradients of rows that the next batch does not use"
-    rows = (per_rank * dim, total * dim)
-    gradients = group.row_step("bwd/late", "all_to_all", dtype, *rows, what)
+    """Return the stages of late gradients. One rank requests at most ``per_rank`` rows."""
+    dim, what = group.stacks[0].dim, "gradients of rows that the next batch does not use"
+    rows, dtype = (per_rank * dim, total * dim), group.grad_comm_dtype
     return (
-        Stage(purpose="late flags", steps=(flags,)),
-        Stage(purpose="late gradients", steps=(gradients,)),
+        _flags(group, "late flags", "bwd/late flags", others, total),
+        group.row_stage("late gradients", "bwd/late", "all_to_all", dtype, *rows, what),
     )
 
 

@@ -80,15 +80,9 @@ class UniqueTwoLevel(Exchange):
             purpose: Purpose, level: Level, dtype: torch.dtype, most: int, total: int, what: str
         ) -> Stage:
             direction = "bwd" if purpose == "gradients" else "fwd"
-            step = ExchangeStep(
-                id=f"{group.name}/{direction}/{purpose}.{('host', 'network')[level]}",
-                collective="all_to_all",
-                groups=groups_of(group.stacks[0].layouts[0].placement)[level],
-                dtype=dtype,
-                bound_bytes=most * dtype.itemsize,
-                total_bound_bytes=total * dtype.itemsize,
-                what=what,
-            )
+            id = f"{group.name}/{direction}/{purpose}.{('host', 'network')[level]}"
+            groups = groups_of(group.stacks[0].layouts[0].placement)[level]
+            step = ExchangeStep.among(groups, id, "all_to_all", dtype, most, total, what)
             return Stage(purpose=purpose, steps=(step,), round=level)
 
         def counts(level: Level, ranks: int) -> Stage:

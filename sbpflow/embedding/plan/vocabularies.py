@@ -61,30 +61,22 @@ def key_steps(
         return ()
     lookups = sum(vocabulary.hotness for vocabulary in vocabularies)
     most, every = -(-batch_size // world.size) * lookups, batch_size * lookups
-    counts = 8 * world.size * len(vocabularies)
+    counts = world.size * len(vocabularies)
     timed = any(has_idle_time(vocabulary.growth) for vocabulary in vocabularies)
-    told, what = counts + 8 * world.size * timed, " and event times" * timed
+    told, what = counts + world.size * timed, " and event times" * timed
     steps = [
         ("keys/counts", "all_to_all", told, told * world.size, f"numbers of unique keys{what}"),
-        ("keys/fwd", "all_to_all", 16 * most, 16 * every, "unique keys and their counts"),
-        ("keys/rows", "all_to_all", 8 * every, 8 * every, "rows of the keys"),
+        ("keys/fwd", "all_to_all", 2 * most, 2 * every, "unique keys and their counts"),
+        ("keys/rows", "all_to_all", every, every, "rows of the keys"),
     ]
     if not all(vocabulary.is_local for vocabulary in vocabularies):
-        sent, sizes = 16 * every * (world.size - 1), 2 * counts
+        sent, sizes = 2 * every * (world.size - 1), 2 * counts
         steps += [
             ("keys/changed", "all_to_all", sizes, sizes * world.size, "sizes of keys/new"),
             ("keys/new", "all_gather", sent, sent, "new keys and freed rows"),
         ]
     return tuple(
-        ExchangeStep(
-            id=id,
-            collective=collective,
-            groups=(world.ranks,),
-            dtype=torch.int64,
-            bound_bytes=per_rank,
-            total_bound_bytes=total,
-            what=what,
-        )
+        ExchangeStep.among((world.ranks,), id, collective, torch.int64, per_rank, total, what)
         for id, collective, per_rank, total, what in steps
     )
 

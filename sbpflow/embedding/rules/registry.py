@@ -1,26 +1,18 @@
 """Finds built-in sparse optimizers, and users' own classes whose modules have been imported."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import isabstract
+from pkgutil import iter_modules
 from typing import Any, TypeGuard
 
-from sbpflow.embedding.rules.adagrad import Adagrad
+from sbpflow.embedding import rules
 from sbpflow.embedding.rules.base import CompiledKernel, SparseOptimizer
-from sbpflow.embedding.rules.ftrl import Ftrl
-from sbpflow.embedding.rules.lazy_adam import LazyAdam
-from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
-from sbpflow.embedding.rules.sgd import Sgd
 from sbpflow.errors import ConfigError, SbpError
 from sbpflow.runtime.fields.own_class import import_own_class
-
-RULES: dict[str, type[SparseOptimizer]] = {
-    str(kind.__dataclass_fields__["name"].default): kind
-    for kind in (Sgd, Adagrad, RowwiseAdagrad, LazyAdam, Ftrl)
-}
 
 
 def known_rules(name: object = None) -> Mapping[str, type[SparseOptimizer]]:
@@ -51,6 +43,18 @@ def _is_rule(kind: object) -> TypeGuard[type[SparseOptimizer]]:
         return False
     own_fields = vars(kind).get("__dataclass_fields__", {})  # {} if the class is not a dataclass
     return "name" in own_fields and isinstance(own_fields["name"].default, str)
+
+
+def _built_in() -> Iterator[type[SparseOptimizer]]:
+    """Yield the optimizers that the modules of this package define."""
+    for module in iter_modules(rules.__path__, f"{rules.__name__}."):
+        if module.name != __name__:
+            yield from filter(_is_rule, vars(import_module(module.name)).values())
+
+
+RULES: dict[str, type[SparseOptimizer]] = {
+    str(kind.__dataclass_fields__["name"].default): kind for kind in _built_in()
+}
 
 
 def rule_class(name: str) -> type[SparseOptimizer]:

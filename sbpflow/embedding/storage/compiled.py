@@ -8,12 +8,12 @@ compiled on first use for its argument types and cached in the user's cache dire
 """
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 from numba.extending import intrinsic
 
-from sbpflow.runtime.compute.compiled import Array, compiled, prefetch
+from sbpflow.runtime.compute.compiled import Array, Node, compiled, prefetch
 from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 
 U64 = np.uint64
@@ -24,25 +24,16 @@ _DIGIT_BITS, _DIGITS = 11, 1 << 11
 AHEAD = 16
 
 
-class _Builder(Protocol):
-    """The part of llvmlite's builder that this module uses."""
-
-    def fma(self, a: object, b: object, c: object) -> object: ...
-
-
-def _type_of_fma(_: object, a: Callable[..., object], b: object, c: object) -> object:
-    """Return the signature and the code generator of ``fma``, as numba requires."""
-
-    def generate(
-        _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
-    ) -> object:
+@intrinsic
+def _fma(_: Node, a: Node, b: Node, c: Node) -> Node:
+    def generate(_context: Node, builder: Node, _signature: Node, values: Node) -> Node:
         return builder.fma(*values)
 
     return a(a, b, c), generate
 
 
 # ``fma`` returns a * b + c in the arguments' floating-point type and rounds once.
-fma = cast("Callable[[float, float, float], float]", intrinsic(_type_of_fma))
+fma = cast("Callable[[float, float, float], float]", _fma)
 
 
 @compiled
@@ -50,7 +41,7 @@ def take_rows(block: Array, at: Array, out: Array) -> None:
     """Copy the rows ``at`` [n] of ``block`` to ``out`` [n, width]."""
     for i in range(at.size):
         if i + AHEAD < at.size:
-            prefetch(block, np.intp(at[i + AHEAD]))
+            prefetch(block, at[i + AHEAD])
         row = np.uintp(at[i])  # unsigned, so that numba generates no code for negative indices
         for k in range(out.shape[1]):
             out[i, k] = block[row, k]
@@ -186,7 +177,7 @@ def sum_rows(grads: Array, inverse: Array, sums: Array) -> None:
     width = grads.shape[1]
     for i in range(inverse.size):
         if i + AHEAD < inverse.size:
-            prefetch(sums, np.intp(inverse[i + AHEAD]))
+            prefetch(sums, inverse[i + AHEAD])
         j = np.uintp(inverse[i])
         for k in range(width):
             sums[j, k] += grads[i, k]
@@ -281,7 +272,7 @@ def put_uniform_rows(
     """
     for i in range(rows.size):
         if i + AHEAD < rows.size:
-            prefetch(block, np.intp(at[i + AHEAD]))
+            prefetch(block, at[i + AHEAD])
         row = rows[i]
         shard, end = 0, bases.size
         while end - shard > 1:
@@ -299,7 +290,7 @@ def put_value(block: Array, at: Array, value: float) -> None:
     """Set every element of ``block[at]`` to ``value``."""
     for i in range(at.size):
         if i + AHEAD < at.size:
-            prefetch(block, np.intp(at[i + AHEAD]))
+            prefetch(block, at[i + AHEAD])
         row = np.uintp(at[i])
         for k in range(block.shape[1]):
             block[row, k] = value

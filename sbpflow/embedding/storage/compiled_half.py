@@ -5,7 +5,7 @@ The rules in the docstring of ``compiled`` apply; all results of this module are
 """
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 from llvmlite import ir
@@ -13,49 +13,30 @@ from numba import types
 from numba.extending import intrinsic
 
 from sbpflow.embedding.storage.compiled import GAMMA_64, U64, fma, mixed
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, Node, compiled
 
 
-class _Builder(Protocol):
-    """The part of llvmlite's builder that this module uses."""
-
-    def zext(self, value: object, kind: object) -> object: ...
-    def shl(self, value: object, by: object) -> object: ...
-    def bitcast(self, value: object, kind: object) -> object: ...
-    def fpext(self, value: object, kind: object) -> object: ...
-
-
-# Calling a numba type creates a signature.
-_FLOAT = cast("Callable[[object], object]", types.float32)
-
-
-def _type_of_from_bfloat16(_: object, a: object) -> object:
-    """Return the signature and the code generator of ``_from_bfloat16``, as numba requires."""
-
-    def generate(
-        _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
-    ) -> object:
+@intrinsic
+def _from_bits(_: Node, a: Node) -> Node:
+    def generate(_context: Node, builder: Node, _signature: Node, values: Node) -> Node:
         word = ir.IntType(32)
         bits = builder.shl(builder.zext(values[0], word), ir.Constant(word, 16))
         return builder.bitcast(bits, ir.FloatType())
 
-    return _FLOAT(a), generate
+    return types.float32(a), generate
 
 
-def _type_of_from_float16(_: object, a: object) -> object:
-    """Return the signature and the code generator of ``_from_float16``, as numba requires."""
-
-    def generate(
-        _context: object, builder: _Builder, _signature: object, values: tuple[object, ...]
-    ) -> object:
+@intrinsic
+def _from_half(_: Node, a: Node) -> Node:
+    def generate(_context: Node, builder: Node, _signature: Node, values: Node) -> Node:
         return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
 
-    return _FLOAT(a), generate
+    return types.float32(a), generate
 
 
 # These functions convert the int16 bits of a half-precision number exactly to float32.
-_from_bfloat16 = cast("Callable[[int], float]", intrinsic(_type_of_from_bfloat16))
-_from_float16 = cast("Callable[[int], float]", intrinsic(_type_of_from_float16))
+_from_bfloat16 = cast("Callable[[int], float]", _from_bits)
+_from_float16 = cast("Callable[[int], float]", _from_half)
 
 
 @compiled

@@ -38,7 +38,7 @@ class RowArrays(NamedTuple):
 def _step_sgd(weights: Array, at: Array, grads: Array, lr: float, keep: float) -> None:
     for j in range(at.size):
         if j + AHEAD < at.size:
-            prefetch(weights, np.intp(at[j + AHEAD]))
+            prefetch(weights, at[j + AHEAD])
         a = at[j]
         for k in range(grads.shape[1]):
             weights[a, k] = fma(grads[j, k], -lr, weights[a, k] * keep)
@@ -61,8 +61,8 @@ def _step_adagrad(
 ) -> None:
     for j in range(at.size):
         if j + AHEAD < at.size:
-            prefetch(weights, np.intp(at[j + AHEAD]))
-            prefetch(total, np.intp(rows[j + AHEAD]))
+            prefetch(weights, at[j + AHEAD])
+            prefetch(total, rows[j + AHEAD])
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             state = fma(grads[j, k], grads[j, k], total[r, k])
@@ -92,8 +92,8 @@ def _step_rowwise_adagrad(
     one = lr / lr
     for j in range(at.size):
         if j + AHEAD < at.size:
-            prefetch(weights, np.intp(at[j + AHEAD]))
-            prefetch(total, np.intp(rows[j + AHEAD]))
+            prefetch(weights, at[j + AHEAD])
+            prefetch(total, rows[j + AHEAD])
         a, r = at[j], rows[j]
         state = total[r] + squares[j]
         total[r] = state
@@ -132,9 +132,9 @@ def _step_lazy_adam(
     half, one = take / (take + take), take / take
     for j in range(at.size):
         if j + AHEAD < at.size:
-            prefetch(weights, np.intp(at[j + AHEAD]))
-            prefetch(mean, np.intp(rows[j + AHEAD]))
-            prefetch(square, np.intp(rows[j + AHEAD]))
+            prefetch(weights, at[j + AHEAD])
+            prefetch(mean, rows[j + AHEAD])
+            prefetch(square, rows[j + AHEAD])
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, m = grads[j, k], mean[r, k]
@@ -184,9 +184,9 @@ def _step_ftrl(
 ) -> None:
     for j in range(at.size):
         if j + AHEAD < at.size:
-            prefetch(weights, np.intp(at[j + AHEAD]))
-            prefetch(total, np.intp(rows[j + AHEAD]))
-            prefetch(linear, np.intp(rows[j + AHEAD]))
+            prefetch(weights, at[j + AHEAD])
+            prefetch(total, rows[j + AHEAD])
+            prefetch(linear, rows[j + AHEAD])
         a, r = at[j], rows[j]
         for k in range(grads.shape[1]):
             g, before, w = grads[j, k], total[r, k], weights[a, k]

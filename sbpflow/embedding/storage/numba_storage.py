@@ -21,6 +21,7 @@ from sbpflow.embedding.storage import compiled, compiled_half
 from sbpflow.embedding.storage.base import notify
 from sbpflow.embedding.storage.lookup import Lookup, sum_bags
 from sbpflow.embedding.storage.numba_rules import RowArrays
+from sbpflow.embedding.storage.rounding import DROPPED_BITS
 from sbpflow.embedding.storage.torch_storage import CHUNK_ROWS, TorchStorage
 from sbpflow.runtime.files.cache_dir import code_cache
 from sbpflow.runtime.random.streams import step_keys, stream_key
@@ -34,8 +35,6 @@ _NUMBERS = cast(
     "dict[torch.dtype, Callable[[float | Tensor], float]]",
     {torch.float32: np.float32, torch.float64: np.float64},
 )
-# Number of mantissa bits that float32 has and the half-precision dtype does not.
-_DROPPED = {torch.bfloat16: 16, torch.float16: 13}
 # Merging takes time proportional to the number of lists, so it is used only up to this number of
 # lists.
 MOST_MERGED = 4
@@ -196,7 +195,7 @@ class NumbaStorage(TorchStorage):
             return sum_bags(block, self._indexed(lookup))
         if self.dtype != torch.float32:
             return super().pool(block, lookup)
-        dropped = _DROPPED[block.dtype]
+        dropped = DROPPED_BITS[block.dtype]
         bits, at = block.view(torch.int16).numpy(), lookup.slots.contiguous().numpy()
         out = torch.empty(lookup.num_bags, block.shape[1])
         if lookup.offsets is None:
@@ -250,7 +249,7 @@ class NumbaStorage(TorchStorage):
                 addresses[part] if addresses.size else addresses,
                 noise.words_per_row,
                 noise.first_column,
-                _DROPPED[self.weights.dtype],
+                DROPPED_BITS[self.weights.dtype],
             )
 
     def _step(

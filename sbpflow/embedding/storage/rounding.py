@@ -13,7 +13,7 @@ from sbpflow.embedding.plan.tables import Shard
 from sbpflow.runtime.random.streams import GAMMA, mix, step_keys, stream_key
 
 # Number of mantissa bits that float32 has and the narrow dtype does not.
-_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 # Each 64-bit word of random bits is shared by this many columns, which use 16 bits each.
 COLUMNS_PER_WORD = 4
 
@@ -66,7 +66,7 @@ def round_randomly(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     is exact in the normal range of ``dtype``; float16 subnormals (below 6.1e-5) are rounded to
     nearest afterwards. Infinity and NaN are kept, and a finite value never becomes infinite.
     """
-    bits = _DROPPED_BITS[dtype]
+    bits = DROPPED_BITS[dtype]
     narrow = values.to(torch.float32)
     raw = narrow.view(torch.int32)
     finite = torch.isfinite(narrow)

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from sbpflow.embedding.cache.prefetch import DISTANCE
 from sbpflow.embedding.vocabulary.key_map import (
     ADDRESS,
     ADMIT_COUNT,
@@ -26,7 +25,7 @@ from sbpflow.embedding.vocabulary.key_map import (
     prefetch_home,
     value_of,
 )
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled
 from sbpflow.runtime.random.streams import unmix
 
 MAX_COUNT = 2**30

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from sbpflow.embedding.cache.prefetch import DISTANCE, prefetch
 from sbpflow.embedding.vocabulary.key_map import (
     ADDRESS,
     EDGE,
@@ -32,7 +31,7 @@ from sbpflow.embedding.vocabulary.key_map import (
     value_at,
     value_of,
 )
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled, prefetch_to_write
 
 
 @compiled
@@ -209,7 +208,7 @@ def decide(
         heads[:] = tails[:]  # counts have changed, and with them the order of eviction
     for i in range(candidates.size):
         if i + DISTANCE < candidates.size:
-            prefetch(slots, home(candidates[i + DISTANCE], scale, first))
+            prefetch_to_write(slots, home(candidates[i + DISTANCE], scale, first))
         address = candidates[i]
         if i > 0 and address == candidates[i - 1]:
             continue

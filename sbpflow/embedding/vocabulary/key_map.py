@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sbpflow.embedding.cache.prefetch import prefetch
 from sbpflow.embedding.plan.growth import NUM_BUCKETS
 from sbpflow.embedding.storage.compiled import mixed
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled, prefetch_to_write
 
 U64, I64, I32 = np.uint64, np.int64, np.int32
 SHIFT = 64 - (NUM_BUCKETS.bit_length() - 1)
@@ -84,8 +83,8 @@ def prefetch_home(slots: Array, address: int, scale: int, first: int) -> None:
     line.
     """
     place = home(address, scale, first)
-    prefetch(slots, place)
-    prefetch(slots, place + 2)
+    prefetch_to_write(slots, place)
+    prefetch_to_write(slots, place + 2)
 
 
 @compiled

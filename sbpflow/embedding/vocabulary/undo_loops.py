@@ -1,6 +1,5 @@
 """Compiled loops that undo logged changes and load saved keys."""
 
-from sbpflow.embedding.cache.prefetch import DISTANCE
 from sbpflow.embedding.vocabulary.key_map import (
     ADDRESS,
     ENTRIES,
@@ -19,7 +18,7 @@ from sbpflow.embedding.vocabulary.key_map import (
     value_at,
     value_of,
 )
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled
 
 
 @compiled

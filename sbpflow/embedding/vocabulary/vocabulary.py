@@ -9,20 +9,15 @@ batch that reuses it is looked up; by then, all earlier batches have completed.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of
+from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, Totals, first_row_of
 from sbpflow.embedding.storage.live_rows import NO_TIME, Changes, Saved
 from sbpflow.embedding.vocabulary import counting_loops, eviction_loops, undo_loops
 from sbpflow.embedding.vocabulary import key_map as km
-from sbpflow.embedding.vocabulary.vocabulary_copy import (
-    Clock,
-    Totals,
-    VocabularyCopy,
-    used_slots,
-)
+from sbpflow.embedding.vocabulary.vocabulary_copy import Clock, VocabularyCopy, used_slots
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.compute.compiled import Array
 
@@ -49,8 +44,6 @@ class _Step:
 
 class Vocabulary:
     """The keys of buckets [first_bucket, last_bucket) of a table of ``num_rows`` rows."""
-
-    NUM_TOTALS = len(fields(Totals))
 
     def __init__(self, growth: Growth, num_rows: int, first_bucket: int, last_bucket: int) -> None:
         self.growth, self.buckets = growth, (first_bucket, last_bucket)

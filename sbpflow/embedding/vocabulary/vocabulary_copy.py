@@ -1,33 +1,16 @@
-"""Copies of vocabularies for checkpoints, and the totals and clocks of vocabularies."""
+"""Copies of vocabularies for checkpoints, and the clocks of vocabularies."""
 
 from bisect import bisect_left, bisect_right
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
 import numpy as np
 
+from sbpflow.embedding.plan.growth import Totals
 from sbpflow.embedding.storage.live_rows import NO_TIME, Saved
 from sbpflow.embedding.vocabulary import counting_loops
 from sbpflow.embedding.vocabulary import key_map as km
 from sbpflow.runtime.compute.compiled import Array
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over completed batches; see ``GrowthCounts``."""
-
-    live: int = 0
-    pending: int = 0
-    admitted: int = 0
-    evicted: int = 0
-    forgotten: int = 0
-    lookups: int = 0
-    pending_lookups: int = 0
-    refused_lookups: int = 0
-
-    def add(self, other: "Totals") -> None:
-        for one in fields(other):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 @dataclass(slots=True)

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.model_tables import (
-    TableRules,
-    TableShape,
-    growth_of,
-    shape_of,
-    table_of,
-)
+from sbpflow.config.model_tables import TableRules, TableShape, growth_of, shape_of, table_of
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.costs.ids import IdFrequencies
 from sbpflow.embedding.plan.growth import Growth

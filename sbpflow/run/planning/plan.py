@@ -152,16 +152,16 @@ class RunPlan:
     def transfers(self) -> frozenset[str]:
         """Return the subset of ``step_schedule.TRANSFERS`` that a step of this run performs."""
         tables, rows = self.embeddings, self.batch_size
-        counted = tables.count_steps(rows)
+        counted = (*tables.steps(rows, "counts"), *tables.steps(rows, "ids"))
         by_kind: dict[str, Sequence[Step]] = {
             IDS: tables.id_steps(rows),
             COUNTS: (*tables.length_steps(rows), *counted),
             COUNTED_IDS: (*tables.list_steps(rows), *counted),
-            FLAGS: tables.flag_steps(rows),
-            EARLY_VECTORS: tables.early_steps(rows),
+            FLAGS: tables.steps(rows, "flags"),
+            EARLY_VECTORS: tables.steps(rows, "early vectors"),
             VECTORS: tables.forward_steps(rows),
             ROW_GRADIENTS: tables.push_steps(rows),
-            LATE_GRADIENTS: tables.late_steps(rows),
+            LATE_GRADIENTS: tables.steps(rows, "late gradients"),
             DENSE_GRADIENTS: self.dense_gradients.steps,
         }
         return frozenset(kind for kind, steps in by_kind.items() if any(_sends(s) for s in steps))

@@ -5,7 +5,6 @@ sparse optimizer is identified by its name or, for a custom optimizer, by "class
 """
 
 import dataclasses
-import hashlib
 import json
 import types
 import typing
@@ -19,7 +18,7 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.rules.registry import known_rules, rule_class
 from sbpflow.errors import DataError
 from sbpflow.run.planning.plan import RunPlan
-from sbpflow.runtime.files.json_file import object_of, parse_json, why_not
+from sbpflow.runtime.files.json_file import json_digest, object_of, parse_json, why_not
 from sbpflow.runtime.files.run_folder import PLAN_FILE
 from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.training.step_schedule import (
@@ -61,11 +60,7 @@ def _classes() -> dict[str, type[Any]]:
 def plan_to_json(plan: RunPlan) -> str:
     """Encode the plan as text; ``plan_from_json`` decodes it into an equal plan."""
     content = _encode(plan)
-    return json.dumps({"format": FORMAT, "sha256": _digest(content), "plan": content})
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps({"format": FORMAT, "sha256": json_digest(content), "plan": content})
 
 
 def plan_from_json(text: str) -> RunPlan:
@@ -76,7 +71,7 @@ def plan_from_json(text: str) -> RunPlan:
     try:
         content = object_of(parse_json(text), "the file")
         version = content["format"]
-        if _digest(content["plan"]) != content["sha256"]:
+        if json_digest(content["plan"]) != content["sha256"]:
             raise ValueError("its checksum does not match, so the file was changed")
         known = version is not True and version in (FORMAT, WITHOUT_LOOKAHEAD)
         plan = _decode(content["plan"]) if known else None

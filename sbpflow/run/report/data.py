@@ -13,12 +13,11 @@ from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.planning.explain import describe
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.run.planning.plan_file import plan_from_json
+from sbpflow.run.report.charts import Point
 from sbpflow.run.report.events import Event, check_event, time_of
 from sbpflow.runtime.files.json_file import JsonError, parse_json, read_text
 from sbpflow.runtime.files.run_folder import PLAN_FILE
 from sbpflow.training.report import METRICS_FILE, START_FILE
-
-Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from sbpflow.checkpoint.rewrite import (
     write_full,
 )
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.growth import GrowthCounts
+from sbpflow.embedding.plan.growth import TOTALS
 from sbpflow.embedding.plan.vocabularies import VocabularyPlan
 from sbpflow.embedding.storage.live_rows import NO_TIME
 from sbpflow.errors import CheckpointError, ConfigError
@@ -29,7 +29,6 @@ from sbpflow.runtime.files.remote_path import AnyPath
 from sbpflow.runtime.random.streams import mix
 from sbpflow.serving.cells import RARE_ID
 
-_NUM_TOTALS = len(fields(GrowthCounts)) - 2  # all counts except ``max_rows`` and ``rows_per_rank``
 _LIVE = ("keys", "last_uses", "counts")
 _PENDING = ("pending_keys", "pending_last_uses", "pending_counts")
 
@@ -150,7 +149,7 @@ def _new_vocabulary(name: str, keys: Tensor, counts: Tensor) -> dict[str, NewTen
         "pending_counts": none,
         "clock": torch.zeros(2, dtype=torch.int64),  # batches and samples so far: none
         "times": torch.tensor([NO_TIME]),
-        "totals": torch.zeros(_NUM_TOTALS, dtype=torch.int64),
+        "totals": torch.zeros(len(TOTALS), dtype=torch.int64),
     }
     return {f"vocabularies/{name}/{kind}": given(value) for kind, value in columns.items()}
 

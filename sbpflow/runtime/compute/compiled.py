@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from sbpflow.runtime.files.cache_dir import code_cache
 
 Array = np.ndarray[Any, Any]
-_Node = Any  # part of an expression that numba compiles
+Node = Any  # part of an expression that numba compiles
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -44,8 +44,8 @@ def _compiled(function: FunctionT, *, fastmath: bool) -> FunctionT:
 
 
 @intrinsic
-def _pointer(_: _Node, address: _Node, like: _Node) -> _Node:
-    def generate(context: _Node, builder: _Node, signature: _Node, values: _Node) -> _Node:
+def _pointer(_: Node, address: Node, like: Node) -> Node:
+    def generate(context: Node, builder: Node, signature: Node, values: Node) -> Node:
         return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like.dtype)(address, like), generate
@@ -58,28 +58,33 @@ compiled for each length.
 """
 
 
-@intrinsic
-def _prefetch(_: _Node, array: _Node, row: _Node) -> _Node:
-    def generate(context: _Node, builder: _Node, signature: _Node, values: _Node) -> _Node:
-        kind = signature.args[0]
-        place = [values[1], *[context.get_constant(signature.args[1], 0)] * (kind.ndim - 1)]
-        view = context.make_array(kind)(context, builder, values[0])
-        # Use numba's own helpers to compute the address of the element without reading the element.
-        pointer = cast(Any, cgutils).get_item_pointer(context, builder, kind, view, place)
-        number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
-        call = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cast(Any, cgutils).get_or_insert_function(
-            builder.module, call, "llvm.prefetch.p0"
-        )
-        # Arguments of llvm.prefetch: for reading, keep in all cache levels, data cache.
-        hints = [ir.Constant(number, hint) for hint in (0, 3, 1)]
-        builder.call(function, [builder.bitcast(pointer, byte), *hints])
-        return context.get_dummy_value()
+def _prefetch(write: int) -> Callable[[Array, Any], None]:
+    @intrinsic
+    def start(_: Node, array: Node, row: Node) -> Node:
+        def generate(context: Node, builder: Node, signature: Node, values: Node) -> Node:
+            kind = signature.args[0]
+            place = [values[1], *[context.get_constant(types.intp, 0)] * (kind.ndim - 1)]
+            view = context.make_array(kind)(context, builder, values[0])
+            # Use numba's own helpers to compute the address of the element without reading it.
+            pointer = cast(Any, cgutils).get_item_pointer(context, builder, kind, view, place)
+            number, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+            call = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+            function = cast(Any, cgutils).get_or_insert_function(
+                builder.module, call, "llvm.prefetch.p0"
+            )
+            # Arguments of llvm.prefetch: read or write, keep in all cache levels, data cache.
+            hints = [ir.Constant(number, hint) for hint in (write, 3, 1)]
+            builder.call(function, [builder.bitcast(pointer, byte), *hints])
+            return context.get_dummy_value()
 
-    return types.void(array, row), generate
+        return types.void(array, types.intp), generate
+
+    return cast("Callable[[Array, Any], None]", start)
 
 
-prefetch = cast("Callable[[Array, np.intp], None]", _prefetch)
-"""In compiled functions, ``prefetch(array, row)`` starts loading the beginning of ``array[row]``;
-``row`` is an intp.
+prefetch = _prefetch(0)
+"""In compiled functions, ``prefetch(array, row)`` starts loading the beginning of ``array[row]``.
 """
+prefetch_to_write = _prefetch(1)
+"""Like ``prefetch``, for rows that will be changed."""
+DISTANCE = 48  # Loops over keys and slots prefetch a row this many rows before they use it.

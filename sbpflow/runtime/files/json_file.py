@@ -5,6 +5,7 @@ returns numbers and strings that cause errors only when they are used. Callers m
 structure of the values. ``read_text`` is for files with one JSON value per line.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -112,6 +113,11 @@ def why_not(error: Exception) -> str:
     """Return a decoder's error as a short reason, for use in a message."""
     text = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."
+
+
+def json_digest(content: object) -> str:
+    """Return the SHA-256 of a JSON value, which files contain to detect changes."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def is_number(value: object) -> bool:

@@ -1,6 +1,5 @@
 """Manages run folders: only one run uses a folder at a time, and files of earlier runs are kept."""
 
-import logging
 import re
 import shlex
 from collections.abc import Sequence
@@ -8,8 +7,6 @@ from pathlib import Path
 
 from sbpflow.errors import ConfigError
 from sbpflow.runtime.files.file_lock import HeldError, hold, sign
-
-logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 METRICS_FILE = "metrics.jsonl"

@@ -21,11 +21,7 @@ from datetime import timedelta
 from typing import Literal
 
 from sbpflow.errors import PeerLostError
-from sbpflow.runtime.processes.environment import (
-    existing_group,
-    machine_name,
-    rank_and_world_size,
-)
+from sbpflow.runtime.processes.environment import existing_group, machine_name, rank_and_world_size
 from sbpflow.runtime.processes.launch_id import launch_id
 from sbpflow.runtime.processes.store import TimedStore, open_store, polls, store_of_group
 

@@ -23,13 +23,7 @@ from difflib import get_close_matches
 from types import FrameType
 from typing import NoReturn
 
-from sbpflow.errors import (
-    MESSAGE_ERRORS,
-    AbsentError,
-    ConfigError,
-    PeerLostError,
-    PeerStoppedError,
-)
+from sbpflow.errors import MESSAGE_ERRORS, AbsentError, ConfigError, PeerLostError, PeerStoppedError
 from sbpflow.runtime.processes.exit_messages import Meeting, Reason
 from sbpflow.runtime.processes.shutdown import close_process_groups
 from sbpflow.runtime.processes.store import first_line

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, Node, compiled
 
 # Number of the futex system call by machine type (Linux: asm/unistd.h).
 FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
@@ -23,21 +23,21 @@ _SPINS = 200  # checks before sleeping; all together take a few microseconds
 _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
-def _atomic(load: bool) -> Any:  # noqa: ANN401 (an intrinsic of numba)
+def _atomic(load: bool) -> Node:
     number = ir.IntType(32)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
+    def generate(context: Node, builder: Node, signature: Node, args: Node) -> Node:
         pointer = builder.inttoptr(args[0], number.as_pointer())
         if load:
             return builder.load_atomic(pointer, "seq_cst", 4)
         builder.store_atomic(args[1], pointer, "seq_cst", 4)
         return context.get_dummy_value()
 
-    def typed_load(typing: Any, address: Any) -> Any:  # noqa: ANN401
+    def typed_load(typing: Node, address: Node) -> Node:
         """Read the int32 at ``address`` atomically, ordered with all other accesses."""
         return types.int32(types.int64), generate
 
-    def typed_store(typing: Any, address: Any, value: Any) -> Any:  # noqa: ANN401
+    def typed_store(typing: Node, address: Node, value: Node) -> Node:
         """Write the int32 at ``address`` atomically, ordered with all other accesses."""
         return types.void(types.int64, types.int32), generate
 

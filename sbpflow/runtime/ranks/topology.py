@@ -87,6 +87,13 @@ class Topology:
         return max(map(len, self.hosts))
 
     @property
+    def num_equal_hosts(self) -> int:
+        """Return the number of hosts, or 1 if they differ in size or have non-consecutive ranks."""
+        ranks = [rank for host in self.hosts for rank in host]
+        even = self.ranks_per_host is not None and ranks == sorted(ranks)
+        return len(self.hosts) if even else 1
+
+    @property
     def far_share(self) -> float:
         """Return the largest share of its peers that any rank has on other hosts."""
         return (self.size - min(map(len, self.hosts))) / max(1, self.size - 1)

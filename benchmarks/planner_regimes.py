@@ -1,0 +1,227 @@
+"""Measures the plans of all planners where plans differ: on two hosts joined by a slow link, most
+of the time with little memory.
+
+    python -m benchmarks.planner_link --link 1gbit --ranks 4 --output PROFILE
+    python -m benchmarks.planner_regimes --link 1gbit --profile PROFILE --journal FILE
+
+The hosts are network namespaces with two ranks each. A third of the tasks has no memory limit, a
+third has equal limits, and in a third, the ranks of the second host have half of the memory of the
+others. In half of the tasks with limits, one table is too large for any rank. Plans that do not fit
+are counted and not measured. The plans of a task run alternately (``planner_worker.py``). Finished
+tasks are kept in the journal, so the benchmark continues where it stopped.
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.planner_plans import Named, make_sample, planners_of, plans_of
+from benchmarks.planner_steps import OURS, Case, best_of, compared, measured_cases
+from benchmarks.planner_worker import half_interval
+from benchmarks.record import Results
+from sbpflow.planner.calibration.design import draw_plans
+from sbpflow.planner.clusters import ETHERNET_CALL_MS, ETHERNET_SHARE, with_link
+from sbpflow.planner.costs.cost import TaskCost
+from sbpflow.planner.costs.profile import WITHIN_HOST_GB_PER_S, Link, Profile, load
+from sbpflow.planner.planners import GREEDY, LEARNED
+from sbpflow.planner.published.setting import Setting
+from sbpflow.planner.search.problem import price_of
+from sbpflow.planner.shapes import problem_of, table_wise
+from sbpflow.planner.task import Plan, Task
+
+RANKS, HOSTS = 4, 2
+TASKS, TABLES, BATCH = 12, (10, 26, 40), 4096
+LIMITS = ("none", "equal", "unequal")
+SLACK = 1.15  # memory of all ranks, relative to that of whole tables
+GIANT = 0.4  # share of the largest table in the bytes of all rows, in every other task with limits
+DRAWN_EVERY = 3  # in every third task, random plans are measured, too
+OTHERS = (*(name for name in GREEDY if name != "random"), "embark", *LEARNED, "torchrec")
+COMPARED = (
+    *OURS, *OTHERS, "scheme: auto", "auto, built-in constants", "auto, whole or copied",
+)  # fmt: skip
+
+
+def limits_of(number: int) -> str:
+    return LIMITS[number * len(LIMITS) // TASKS]
+
+
+def giant_of(number: int) -> float:
+    """Return the share of the largest table, or 0 if no table is especially large."""
+    return GIANT if number % 2 and limits_of(number) != "none" else 0.0
+
+
+def nominal_link(rate: str) -> Link:
+    """Return the link of ``--link`` without any measurement; the ranks of a host share it."""
+    match = re.fullmatch(r"(\d+)([gm])bit", rate)
+    if match is None:
+        raise SystemExit(f"--link: {rate!r}; use a rate such as 1gbit or 100mbit")
+    gbit = int(match[1]) * (1.0 if match[2] == "g" else 1e-3)
+    each = RANKS // HOSTS
+    return Link(
+        ranks_per_node=each,
+        within_gb_per_s=WITHIN_HOST_GB_PER_S,
+        between_gb_per_s=gbit / 8 * ETHERNET_SHARE / each,
+        within_call_ms=ETHERNET_CALL_MS,
+        between_call_ms=ETHERNET_CALL_MS,
+    )
+
+
+def task_of(number: int, profile: Profile, batch: int) -> Task:
+    """Return the task with this number, with its hosts and memory limits."""
+    tables = TABLES[number % len(TABLES)]
+    sample = make_sample(number, RANKS, num_tables=tables, batch_size=batch, giant=giant_of(number))
+    task = replace(sample.task, num_hosts=HOSTS)
+    if limits_of(number) == "none":
+        return task
+    whole = Setting(task, problem_of(TaskCost(profile, task), table_wise))
+    even = SLACK * float(price_of(whole.problem, GREEDY["size"](whole)).memory.mean())
+    shares = (4 / 3, 2 / 3) if limits_of(number) == "unequal" else (1.0, 1.0)
+    each = tuple(int(even * shares[rank * HOSTS // RANKS]) for rank in range(RANKS))
+    return replace(task, device_bytes=each)
+
+
+def drawn_plans(task: Task, number: int, count: int) -> dict[str, Plan]:
+    """Return random plans, half of them with one shape for all tables as far as possible."""
+    sample = make_sample(number, RANKS, num_tables=len(task.tables), batch_size=task.batch_size)
+    sample = replace(sample, task=task)
+    return {f"drawn {name}": plan for name, plan in draw_plans(sample, number, count)}
+
+
+def fitting(task: Task, profile: Profile, plans: Named) -> tuple[Named, list[str]]:
+    """Return the plans that fit, and the names of the others."""
+    cost, limits = TaskCost(profile, task), task.device_bytes or (math.inf,) * RANKS
+    fits = {
+        name: all(
+            held <= limit
+            for held, limit in zip(cost.predict(plan).memory_bytes, limits, strict=True)
+        )
+        for name, (plan, _) in plans.items()
+    }
+    return {n: p for n, p in plans.items() if fits[n]}, [n for n, fit in fits.items() if not fit]
+
+
+def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> dict[str, Any]:
+    """Plan one task with every planner, measure the plans that fit, and return the journal's
+    line.
+    """
+    task, link = task_of(number, profile, args.batch), nominal_link(args.link)
+    published = planners_of(profile, task, OTHERS)
+    plans = plans_of(task, profile, published, link)
+    plans = {name: plans[name] for name in COMPARED if name in plans}
+    if args.drawn and number % DRAWN_EVERY == 0:
+        cost = TaskCost(profile, task)
+        plans |= {
+            name: (plan, cost.predict(plan).step_ms)
+            for name, plan in drawn_plans(task, number, args.drawn).items()
+        }
+    none = [name for name in OTHERS if name not in plans]
+    plans, too_large = fitting(task, profile, plans)
+    case = Case(
+        number=number,
+        tables=len(task.tables),
+        batch=args.batch,
+        plans=plans,
+        giant=giant_of(number),
+    )
+    print(f"task {number}: {len(case.distinct())} plans, do not fit: {too_large}", flush=True)
+    words = ["--seconds", str(args.seconds)]
+    (result,) = measured_cases([case], RANKS, args.link, words)
+    names = [names[0] for names in case.distinct().values()]
+    times = dict(zip(names, result["rounds"], strict=True))
+    row = compared(case, times)
+    errors = [abs(case.plans[name][1] / row["plans"][name]["ms"] - 1) for name in names]
+    return {
+        "number": number,
+        "tables": case.tables,
+        "limits": limits_of(number),
+        "giant": case.giant,
+        "batch": args.batch,
+        "rounds": len(times["auto"]),
+        "do_not_fit": [*none, *too_large],
+        "step_error": round(statistics.median(errors), 4),
+        "split_tables": sum(choice.shape.num_shards > 1 for choice in plans["auto"][0].values()),
+        **row,
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return, for every planner, its mean slowdown relative to ``auto`` over the tasks in which its
+    plan fits, with Student's interval; and the same for tasks with and without limits.
+    """
+    names = dict.fromkeys([*COMPARED, *best_of(())])
+    groups = {
+        "all": list(rows),
+        "limits": [row for row in rows if row["limits"] != "none"],
+        "no limits": [row for row in rows if row["limits"] == "none"],
+    }
+    planners = {
+        name: {group: over for group, chosen in groups.items() if (over := _over(chosen, name))}
+        for name in names
+    }
+    return {
+        "planners": planners,
+        "do_not_fit": {name: sum(name in row["do_not_fit"] for row in rows) for name in COMPARED},
+        "auto_over_fastest": round(statistics.mean(row["auto_over_fastest"] for row in rows), 4),
+        "spearman_predicted": round(statistics.mean(row["spearman_predicted"] for row in rows), 3),
+        "step_error": round(statistics.median(row["step_error"] for row in rows), 4),
+    }
+
+
+def _over(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    logs = [
+        math.log1p(row["plans"][name]["slower_than_auto"]) for row in rows if name in row["plans"]
+    ]
+    if len(logs) < 2:
+        return {}
+    mean, half = statistics.mean(logs), half_interval(logs)
+    return {
+        "tasks": len(logs),
+        "slower_than_auto": round(math.expm1(mean), 4),
+        "interval": [round(math.expm1(mean - half), 4), round(math.expm1(mean + half), 4)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--link", default="1gbit", help="the rate of each host's link")
+    parser.add_argument("--profile", type=Path, required=True)
+    parser.add_argument("--journal", type=Path, required=True)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--seconds", type=float, default=150.0, help="of rounds per task")
+    parser.add_argument("--tasks", type=int, nargs="*", default=list(range(TASKS)))
+    parser.add_argument("--drawn", type=int, default=20, help="random plans in every third task")
+    parser.add_argument(
+        "--replace-rate",
+        action="store_true",
+        help="replace the rate between hosts in the profile, which was measured on another link",
+    )
+    args = parser.parse_args()
+    profile = load(args.profile)
+    if args.replace_rate:
+        rate = nominal_link(args.link).between_gb_per_s
+        link = replace(profile.link, between_gb_per_s=rate)
+        profile = with_link(profile, link, f"{args.link} between hosts")
+    known: dict[int, dict[str, Any]] = {}
+    if args.journal.is_file():
+        lines = [json.loads(line) for line in args.journal.read_text().splitlines()]
+        known = {line["number"]: line for line in lines}
+    for number in args.tasks:
+        if number not in known:
+            known[number] = measured_task(number, args, profile)
+            with args.journal.open("a", encoding="ascii") as file:
+                file.write(json.dumps(known[number]) + "\n")
+    results = Results(f"planner_regimes_{args.link}", recorded=len(known) == TASKS)
+    for number in sorted(known):
+        results.add(benchmark="task", link=args.link, ranks=RANKS, hosts=HOSTS, **known[number])
+    rows = [known[number] for number in sorted(known)]
+    results.add(benchmark="summary", link=args.link, tasks=len(rows), **summary(rows))
+
+
+if __name__ == "__main__":
+    main()
