@@ -280,7 +280,9 @@ def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> Non
     """
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="number of concurrent tasks (default: all CPUs)")
-    text = f"where tasks run: {default} or processes on this machine, or a cluster"
+    text = (
+        f"where tasks run: in {default} or processes on this machine, or on a Ray or Dask cluster"
+    )
     names = (default, "processes", "ray", "dask")
     add("--engine", default=default, choices=names, help=f"{text} (default {default})")
     add("--address", metavar="A", help="running Ray or Dask cluster, such as auto or "

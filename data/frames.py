@@ -17,8 +17,8 @@ from sbpflow.data.prepare.remote import input_path
 from sbpflow.errors import ConfigError, DataError
 
 _NEEDS_SCHEMA = (
-    "data: this table needs a schema. Check the proposal below and pass it as schema (a mapping, "
-    'or the path of a YAML file), or accept it unchanged with schema="auto"'
+    "data: this table needs a schema. Check the proposal below and pass it as schema (a mapping or "
+    'the path of a YAML file), or accept it unchanged with schema="auto"'
 )
 Frame = Any  # a pandas or Polars DataFrame, or an Arrow table; pandas and pyarrow are optional
 
@@ -44,8 +44,8 @@ def prepared_set(
         parts = cast("Mapping[str, Frame]", data)
         if "train" not in parts or set(parts) - set(SPLITS):
             raise ConfigError(
-                f"data: contains rows for {', '.join(map(str, parts)) or 'nothing'}; use train "
-                "and, if needed, val and test"
+                f"data contains rows for {', '.join(map(str, parts)) or 'nothing'}; pass rows for "
+                "train and, optionally, val and test"
             )
         for part, rows in parts.items():
             words.append(input_of(rows, folder / f"{part}.arrow", f"data[{part!r}]"))
@@ -99,7 +99,7 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
             ) from error
         except (ValueError, TypeError, pl.exceptions.PolarsError) as error:
             raise DataError(
-                f"{key}: cannot be read as a table: {error}; every column must have a single type"
+                f"{key} cannot be read as a table: {error}; every column must have a single type"
             ) from error
     else:
         raise ConfigError(

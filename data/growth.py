@@ -16,8 +16,8 @@ def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[d
     """For each row-split table with a grown vocabulary, return the number of new values and the
     load balance.
 
-    ``tables`` comes from ``run.explain.describe``. ``max_over_mean`` is the maximum number of train
-    lookups per part, divided by the mean; 1 means perfect balance.
+    ``tables`` are those of ``run.planning.explain.describe``. ``max_over_mean`` is the maximum
+    number of train lookups per part, divided by the mean; 1 means perfect balance.
     """
     grown = {entry["name"]: entry["grown"] for entry in manifest.content["fields"]
              if entry.get("grown", {}).get("values")}  # fmt: skip
@@ -51,9 +51,10 @@ def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[d
 def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
     """Format the result of ``growth_of`` with one line per table."""
     lines = [
-        f"  {entry['table']}: {entry['new_values']:,} new values: {entry['in_spare_ids']:,} in "
+        f"  {entry['table']} has {entry['new_values']:,} new values: {entry['in_spare_ids']:,} in "
         f"spare rows and {entry['behind_the_old']:,} in rows after the old ones; the most loaded "
-        f"of {entry['parts']} row parts has {entry['max_over_mean']:.2f} times the mean load"
+        f"of the {entry['parts']} parts of its rows has {entry['max_over_mean']:.2f} times the "
+        "mean load"
         for entry in entries
     ]
     return "\n".join(["grown vocabularies:", *lines]) if lines else ""
@@ -63,8 +64,8 @@ def growing_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[
     """Return the limits of each growing table, and the number of its keys in train
     (``train_keys``).
 
-    ``tables`` comes from ``run.explain.describe``. ``train_keys`` is None for encoded rows, which
-    have no statistics.
+    ``tables`` are those of ``run.planning.explain.describe``. ``train_keys`` is None for encoded
+    rows, which have no statistics.
     """
     stats = load_stats(manifest) if manifest.content.get("stats") else []
     keys = {field.name: field.distinct for field in stats}

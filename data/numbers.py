@@ -14,7 +14,7 @@ def check_ranges(*checks: tuple[str, float, float, float]) -> None:
     """Raise ConfigError for the first (key, value, min, max) whose value is out of range or NaN."""
     for key, value, least, most in checks:
         if not least <= value <= most:
-            raise ConfigError(f"{key}: {value} must be from {least} to {most}")
+            raise ConfigError(f"{key} must be between {least} and {most}, got {value}")
 
 
 def by_column(
@@ -36,7 +36,7 @@ def by_column(
         pairs = [item.split("=") for item in text.split(",")]
         values = tuple((name.strip(), number(value)) for name, value in pairs)
     except ValueError as error:
-        raise ConfigError(f"{key}: {text!r} must be {example}") from error
+        raise ConfigError(f"{key} must be {example}, got {text!r}") from error
     names = [name for name, _ in values]
     if unknown := [name for name in names if name not in columns]:
         raise ConfigError(f"{key}: {unknown[0]!r} is not a column; use {', '.join(columns)}")

@@ -60,8 +60,8 @@ class Scoring:
         self.is_folder = not output.suffix
         if output.suffix not in _WRITERS and not self.is_folder:
             raise ConfigError(
-                f"--output {output}: must end in {', '.join(_WRITERS)}, which is the format of the "
-                "file, or have no suffix to write a folder of Parquet files; use, for example, "
+                f"--output must end in {', '.join(_WRITERS)}, which is the format of the file, or "
+                f"have no suffix to write a folder of Parquet files, got {output}; for example, "
                 "--output scores.parquet"
             )
         self._inputs, self.output, self.like = tuple(inputs), output, like
@@ -96,7 +96,8 @@ class Scoring:
         except OSError as error:
             reason = (error.strerror or "cannot be written").lower()
             raise ConfigError(
-                f"--output {path}: {path.parent}: {reason}; use, for example, scores.parquet"
+                f"--output {path}: the folder {path.parent} cannot be used ({reason}); use, for "
+                "example, scores.parquet"
             ) from error
 
     def encode(
@@ -147,8 +148,8 @@ class Scoring:
         if not manifest.splits[self.split]:
             names = ", ".join(name for name, rows in manifest.splits.items() if rows)
             raise ConfigError(
-                f"--split: {self.split} of {self.rows} has no rows; non-empty splits: {names}; "
-                f"use, for example, --split {names.split(', ')[0]}"
+                f"--split: the split {self.split} of {self.rows} has no rows; use a split with "
+                f"rows ({names}), for example, --split {names.split(', ')[0]}"
             )
         return manifest
 
@@ -217,8 +218,8 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
     elif digest in (like.vocabulary_digest, *(ancestor.digest for ancestor in like.ancestors)):
         return
     raise ConfigError(
-        f"--input {manifest.path}: the ids are not from the model's vocabulary; use the "
-        f"raw rows as input, or encode them with `sbpflow encode --like {like.path}`"
+        f"--input: the ids in {manifest.path} are not from the model's vocabulary; use the raw "
+        f"rows as input, or encode them with `sbpflow encode --like {like.path}`"
     )
 
 
@@ -235,7 +236,7 @@ def row_keys(manifest: Manifest, split: str, start: int, stop: int) -> "dict[str
     if key.type == "string":
         return {name: pl.Series(_texts(manifest, split, start, stop), dtype=pl.String)}
     if key.type != "int64":
-        raise ValueError(f"row key {key.name}: type {key.type!r}; use string or int64")
+        raise ValueError(f"row key {key.name} must have type string or int64, got {key.type!r}")
     out = np.empty(stop - start, dtype=np.int64)
     part = SplitPart(manifest, split, "row_key", 0)
     part.read(start, stop, out)

@@ -69,13 +69,13 @@ class ScoreBlocks:
         elif mark is not None and mark != plan:
             if not overwrite:
                 raise ConfigError(
-                    f"--output {folder}: contains unfinished scores for other rows, weights, or "
+                    f"--output {folder} contains unfinished scores for other rows, weights, or "
                     "options; use another folder, or --overwrite to replace them"
                 )
             shutil.rmtree(folder)
         elif mark is None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(
-                f"--output {folder}: is not empty, but does not contain scores; use a new folder"
+                f"--output {folder} is not empty, but does not contain scores; use a new folder"
             )
         folder.mkdir(exist_ok=True)
         write_record(self.mark, plan)

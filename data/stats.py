@@ -245,8 +245,8 @@ def out_of_range(
     place = tuple(np.argwhere((ids < 0) | (ids >= field.rows))[0])
     where = f"row {start + int(place[0])}" if ids.ndim == 2 else "a row"
     return DataError(
-        f"{manifest.path}: {where} of {split} has {field.name} id {ids[place]}, "
-        f"but its table has rows 0..{field.rows - 1}; run `sbpflow verify` to find the damaged file"
+        f"{manifest.path}: {where} of {split} has id {ids[place]} for {field.name}, but its table "
+        f"has rows 0..{field.rows - 1}; run `sbpflow verify` to find the damaged file"
     )
 
 
@@ -281,7 +281,7 @@ def load_stats(manifest: Manifest) -> list[FieldStats]:
     """
     raw = manifest.content.get("stats")
     if not raw:
-        raise DataError(f"{manifest.path}: no statistics in the manifest; use --recount")
+        raise DataError(f"{manifest.path}: the manifest has no statistics; use --recount")
     try:
         stats = [FieldStats(**entry) for entry in raw]
         for entry, field in zip(stats, manifest.fields, strict=True):

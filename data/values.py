@@ -80,7 +80,7 @@ def value_blocks(
 
 @dataclass(frozen=True, slots=True)
 class _KnownValues:
-    """The values of a field with their ids. The row of a value is its id minus ``shift``."""
+    """The values of a field, and their ids. The row of a value is its id minus ``shift``."""
 
     stored: Vocabulary
     kind: Kind
@@ -119,8 +119,8 @@ def _known_values(
     if field not in schema.sparse or field not in vocabulary["fields"]:
         known = [name for name in schema.sparse if name in vocabulary["fields"]]
         raise ConfigError(
-            f"{field}: crosses, buckets, and hashed columns have no stored values; use the table "
-            f"of one of {', '.join(known) or 'no column here'}"
+            f"{field}: the values of crosses, buckets, and hashed columns are not stored; use the "
+            f"table of one of {', '.join(known) or 'no column here'}"
         )
     entry, rows = vocabulary["fields"][field], manifest.field(field).rows
     fetch_vocabularies(manifest)
@@ -136,11 +136,10 @@ def _decoded(stored: Vocabulary, kind: Kind, places: slice | NDArray[np.int64]) 
         strings = stored.strings(places)
         if strings is None:
             raise ConfigError(
-                f"values: not given, but the vocabulary of {stored.name} has only hashes of its "
-                "strings; in Python, pass the strings (for example, "
-                f"values=frame[{stored.name!r}]), or "
-                'prepare the set with --keep-strings (in sbpflow.fit, prepare={"keep_strings": '
-                "True})"
+                f"values is not given, but the vocabulary of {stored.name} stores only hashes of "
+                "its strings; in Python, pass the strings (for example, "
+                f"values=frame[{stored.name!r}]), or prepare the set with --keep-strings (in "
+                f'sbpflow.fit, prepare={{"keep_strings": True}})'
             )
         # a fixed-width dtype would pad all strings to the length of the longest
         return np.array(strings, dtype=object)
@@ -175,8 +174,8 @@ def values_with_keys(
             continue
         if field.name not in stored:
             raise ConfigError(
-                f"field {field.name}: {fitted.path} has no vocabulary for it; use a set with keys "
-                f"for {', '.join(stored) or 'no field'} only"
+                f"field {field.name}: {fitted.path} has no vocabulary for this field; use a set "
+                f"with keys for {', '.join(stored) or 'no field'} only"
             )
         own = stored[field.name]
         arrays = (

@@ -37,7 +37,7 @@ class DcnV2Config(ModelOptions):
     ] = None
     structure: Annotated[
         Literal["parallel", "stacked"],
-        Key("results", "Whether the MLP runs in parallel with the cross layers, or after them."),
+        Key("results", "Whether the MLP runs in parallel with the cross layers or after them."),
     ] = "parallel"
     hidden: Hidden = (500, 500, 500)
     numeric: Annotated[
@@ -67,8 +67,8 @@ class DcnV2Config(ModelOptions):
         """
         if not fields.sparse:
             raise ConfigError(
-                "model.name: dcnv2 crosses embeddings, but the data has no sparse fields; use "
-                "model.name: wdl"
+                "model.name: dcnv2 needs embeddings to cross, but the data has no sparse fields; "
+                "use model.name: wdl"
             )
         numbers, dim = len(fields.dense), self.embedding_dim
         bottom = MlpShape(

@@ -177,7 +177,10 @@ class LayeredSpec(ABC):
         if device.type == "meta":
             return ShapesOnly(self.parameters, layouts, boxing, dtype)
         if problem := compiler_problem(device.type):
-            raise ConfigError(f"model.compile: true, but {problem}, or use model.compile: false")
+            raise ConfigError(
+                f"model.compile: true is not possible, because {problem}; or use model.compile: "
+                "false"
+            )
         keep_compiled_privately()
         module = PlainModel(self, seed=seed, dtype=dtype).to(device)
         module.compile()

@@ -54,7 +54,7 @@ class WideConfig:
         for index, cross in enumerate(self.crosses):
             key = f"model.wide.crosses[{index}]"
             if len(cross) not in sizes or len(set(cross)) != len(cross):
-                three = ", or three with model.wide.hash_size" if self.hash_size is None else ""
+                three = " (three with model.wide.hash_size)" if self.hash_size is None else ""
                 raise ConfigError(
                     f"{key}: {list(cross)} is not a cross; list two different columns{three} "
                     "(for example, [C1, C2])"
@@ -191,13 +191,13 @@ def _check_crosses(
         for other in permutations(cross):
             if "x".join(other) in prepared:
                 raise ConfigError(
-                    f"model.wide.crosses: {name} is in the data as {'x'.join(other)}; write "
-                    f"[{', '.join(other)}]"
+                    f"model.wide.crosses: the data contains this cross as {'x'.join(other)}, not "
+                    f"as {name}; write [{', '.join(other)}]"
                 )
         needed = ",".join("x".join(cross) for cross in crosses)
         raise ConfigError(
-            f"model.wide.crosses: {name} is not in the data (crosses in the data: "
-            f"{', '.join(prepared) or 'none'}); prepare the data again with --crosses {needed}, or "
+            f"model.wide.crosses: the data has no cross {name} (it has "
+            f"{', '.join(prepared) or 'none'}); prepare the data again with --crosses {needed}, "
             "let the loader hash crosses with model.wide.hash_size=1000000, or remove the wide "
             "part with model.wide.crosses: []"
         )

@@ -93,13 +93,13 @@ def profile_of(name: str | None) -> Profile:
         return described(name)
     if name is not None and not Path(name).exists():
         raise ConfigError(
-            f"--profile: {name} is neither a file nor a known machine; use {', '.join(MACHINES)} "
+            f"--profile: {name} is neither a file nor a known machine; use {', '.join(MACHINES)}, "
             "or the file of a calibration"
         )
     if name is None and not default_path().is_file():
         raise ConfigError(
-            f"--profile: not given, and there is no calibration at {default_path()}; run sbpflow "
-            "calibrate (under five minutes), or plan from a data sheet with --profile "
+            f"--profile is not given, and there is no calibration at {default_path()}; run "
+            "sbpflow calibrate (under five minutes), or plan from a data sheet with --profile "
             f"{next(iter(MACHINES))}"
         )
     return load(default_path() if name is None else Path(name))
@@ -169,14 +169,14 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
         link = MACHINES[name].link
         if ranks_per_node not in (1, link.ranks_per_node):
             raise ConfigError(
-                f"--ranks-per-node: {ranks_per_node}; a node of {name} has {link.ranks_per_node} "
-                "ranks; remove --ranks-per-node"
+                f"--ranks-per-node is {ranks_per_node}, but a node of {name} has "
+                f"{link.ranks_per_node} ranks; remove --ranks-per-node"
             )
         return link, f"links of {name}"
     if rate is None or not int(rate[1]):
         raise ConfigError(
-            f"--link: {name!r}; use {', '.join(MACHINES)}, or the rate of a node's adapter such as "
-            "25gbit"
+            f"--link must be {', '.join(MACHINES)}, or the rate of a node's adapter, such as "
+            f"25gbit, got {name!r}"
         )
     link = Link(
         ranks_per_node=ranks_per_node,

@@ -45,10 +45,11 @@ def infeasible_text(planned: Planned, cost: TaskCost) -> str:
     enough = f"{_size(memory.max())} per rank" if equal else f"{_size(memory[rank])} on rank {rank}"
     largest = max(task.tables, key=lambda table: table.num_rows * table.dim)
     lines = [
-        f"no plan found fits {most}: in the plan with the smallest excess, rank {rank} needs "
+        f"no plan found fits in {most}: in the plan with the smallest excess, rank {rank} needs "
         f"{_size(memory[rank])} ({_size(memory[rank] - limits[rank])} too much), and all ranks "
-        f"need {_size(memory.sum())} of {_size(limits.sum())}",
-        f"the largest table is {largest.name}, {largest.num_rows:,} rows x {largest.dim}",
+        f"together need {_size(memory.sum())} of {_size(limits.sum())}",
+        f"the largest table is {largest.name}, with {largest.num_rows:,} rows of {largest.dim} "
+        "columns",
         f"a plan would fit with {enough}",
         *(f"a plan would fit with {change}" for change in _changes(cost)),
     ]

@@ -64,6 +64,7 @@ class PlannedRun:
     """A plan, its rules for ``plan_run``, and the predicted step time."""
 
     task: Task
+    cost: TaskCost
     plan: Plan
     prediction: Prediction
     seconds: float
@@ -89,6 +90,18 @@ class PlannedRun:
             f"{placed} of {len(self.plan)} tables planned in {self.seconds:.1f} s; "
             f"predicted step time {self.prediction.step_ms:.2f} ms"
         )
+
+    def report(self) -> str:
+        """Return the predicted times of each rank, and the best alternative for each table, as
+        text; "" if ``parallel.tables`` sets all layouts.
+        """
+        if len(self.plan) == len(self.task.pinned):
+            return ""
+        from sbpflow.planner.planners import priced_plan  # loads all planners
+        from sbpflow.planner.report import as_text, report_of
+
+        planned = priced_plan("parallel.plan: auto", self.plan, self.cost, seconds=self.seconds)
+        return as_text(report_of(planned, self.cost))
 
     def against(self, measured_ms: float) -> str:
         """Return the log line for the end of a run; ``measured_ms`` is not finite if no step was
@@ -139,6 +152,7 @@ def plan_tables(
         plan = chosen_once(cost, seed, lambda: choose(cost, seed=seed))
     return PlannedRun(
         task=task,
+        cost=cost,
         plan=plan,
         prediction=cost.predict(plan),
         seconds=time.perf_counter() - start,
@@ -218,8 +232,9 @@ def _stats_of(
     largest = max(fields, key=lambda field: field.distinct)
     if not largest.unique_ratio:
         raise ConfigError(
-            f"parallel.plan: auto: the data set is too small for batch statistics of "
-            f"{largest.name}; use 1,024 training rows or more, or parallel.scheme: auto"
+            "parallel.plan: auto needs at least 1,024 training rows to measure the ids of "
+            f"batches, but the data set is smaller (table {largest.name}); use more rows, or "
+            "parallel.scheme: auto"
         )
     return from_ratios(
         {int(size): ratio for size, ratio in largest.unique_ratio.items()},

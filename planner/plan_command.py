@@ -20,13 +20,20 @@ from sbpflow.planner.calibration.measure import measure_in_turns
 from sbpflow.planner.clusters import MACHINES, memory_of, profile_name, profile_of
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.feasible import checked
-from sbpflow.planner.planners import PLANNERS, Planned, PlannerName, make_plan, planner_of
+from sbpflow.planner.planners import (
+    PLANNERS,
+    Planned,
+    PlannerName,
+    make_plan,
+    planner_of,
+    priced_plan,
+)
 from sbpflow.planner.report import as_html, as_json, as_text, report_of
 from sbpflow.planner.search.auto import NUM_ALIKE
 from sbpflow.planner.search.local import weights_of
 from sbpflow.planner.search.problem import Assignment, price_of
 from sbpflow.planner.search.seeds import families, homogeneous
-from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
+from sbpflow.planner.shapes import assignment_of, plan_of
 from sbpflow.planner.tables_file import read_tables
 from sbpflow.planner.task import plan_from_yaml, plan_of_tree, plan_to_yaml, plan_tree
 from sbpflow.runtime.files.json_file import JsonError, is_number, list_of, read_json
@@ -99,17 +106,7 @@ def explain(argv: Sequence[str]) -> str:
     args = parser.parse_args(argv)
     cost = _cost(args)
     given = plan_from_yaml(args.plan, cost.task)
-    problem = problem_of(cost, given=given)
-    assignment = assignment_of(problem, given)
-    planned = Planned(
-        planner=f"{args.plan}",
-        plan=given,
-        assignment=assignment,
-        priced=price_of(problem, assignment),
-        problem=problem,
-        seconds=0.0,
-    )
-    return _write(args, cost, planned)
+    return _write(args, cost, priced_plan(f"{args.plan}", given, cost))
 
 
 def compare(argv: Sequence[str]) -> str:
@@ -133,28 +130,32 @@ def compare(argv: Sequence[str]) -> str:
 def _cost(args: Namespace) -> TaskCost:
     """Check all arguments before any search, and return the task's prices."""
     if args.world_size < 1:
-        raise ConfigError(f"--world-size: {args.world_size}; use 1 or more (for example, 4)")
+        raise ConfigError(
+            f"--world-size must be 1 or more, got {args.world_size}; for example, --world-size 4"
+        )
     report, measure = getattr(args, "report", None), getattr(args, "measure", 0)
     if report and report.suffix not in WRITERS:
-        raise ConfigError(f"--report: {report}; the name must end in {', '.join(WRITERS)}")
+        raise ConfigError(f"--report must end in {', '.join(WRITERS)}, got {report}")
     if measure < 0:
-        raise ConfigError(f"--measure: {measure}; use 0 or more plans (for example, 4)")
+        raise ConfigError(f"--measure must be 0 or more, got {measure}; for example, --measure 4")
     for key in ("report", "output"):
         path: Path | None = getattr(args, key, None)
         if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"--{key}: {path}: no folder {path.parent}; create it first")
+            raise ConfigError(
+                f"--{key} {path}: the folder {path.parent} does not exist; create it first"
+            )
     tables = read_tables(args.tables)
     if measure and set(tables.laws) != {table.name for table in tables.tables}:
         raise ConfigError(
-            "--measure: ids are sampled by each table's zipf, which some tables lack; give every "
+            "--measure samples ids from each table's zipf, but some tables have none; give every "
             'table "zipf": {"s": .., "q": ..}, or omit --measure'
         )
     profile, limit = profile_of(args.profile), memory_of(args.profile)
     device = profile.device_type
     if measure and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"--measure: --profile {args.profile} describes GPUs, but this machine has no usable "
-            "GPU; omit --measure or --profile"
+            f"--measure: the profile {args.profile} describes GPUs, but this machine has no "
+            "usable GPU; omit --measure or --profile"
         )
     task = tables.task(args.world_size, device, device_bytes=limit)
     return TaskCost(profile, replace(task, num_hosts=profile.link.num_hosts(args.world_size)))
@@ -246,7 +247,9 @@ def _times(path: Path, count: int) -> list[float]:
     except (FileNotFoundError, JsonError) as error:
         raise ConfigError(f"--measure: the ranks wrote no times ({error}); run it again") from error
     if len(times) != count or not all(map(is_number, times)):
-        raise ConfigError(f"--measure: the ranks wrote {len(times)} times for {count} plans")
+        raise ConfigError(
+            f"--measure: the ranks wrote {len(times)} times, but there are {count} plans"
+        )
     return times
 
 
@@ -265,7 +268,9 @@ def measure(argv: Sequence[str]) -> str:
     try:
         plans = [plan_of_tree(tree) for tree in list_of(read_json(args.plans), str(args.plans))]
     except (FileNotFoundError, JsonError) as error:
-        raise ConfigError(f"--plans: {error}; use the file written by plan --measure") from error
+        raise ConfigError(
+            f"--plans: {error}; use the file that `sbpflow plan --measure` wrote"
+        ) from error
     with World.start("auto") as world:
         if world.device.type == "cpu":
             torch.set_num_threads(1)

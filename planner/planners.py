@@ -31,7 +31,7 @@ from sbpflow.planner.published.neuroshard import NeuroShard
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.auto import Found, search
 from sbpflow.planner.search.problem import Assignment, Priced, Problem, price_of
-from sbpflow.planner.shapes import plan_of, problem_of
+from sbpflow.planner.shapes import assignment_of, plan_of, problem_of
 from sbpflow.planner.task import Plan
 from sbpflow.planner.workloads import random_task
 
@@ -82,10 +82,24 @@ class Planned:
     found: Found | None = None
 
 
+def priced_plan(name: str, plan: Plan, cost: TaskCost, *, seconds: float = 0.0) -> Planned:
+    """Price an existing plan; ``name`` says where the plan comes from."""
+    problem = problem_of(cost, given=plan)
+    assignment = assignment_of(problem, plan)
+    return Planned(
+        planner=name,
+        plan=plan,
+        assignment=assignment,
+        priced=price_of(problem, assignment),
+        problem=problem,
+        seconds=seconds,
+    )
+
+
 def planner_of(name: str) -> PlannerName:
     """Return ``name``; raise ConfigError if no planner has this name."""
     if name not in PLANNERS:
-        raise ConfigError(f"--planner: {name!r}; use {', '.join(PLANNERS)}")
+        raise ConfigError(f"--planner must be one of {', '.join(PLANNERS)}, got {name!r}")
     return name
 
 
@@ -136,7 +150,9 @@ def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting
     if name == "embark":
         return embark
     if name not in LEARNED:
-        raise ConfigError(f"--planner: {name!r} is not published; use {', '.join(PLANNERS[1:])}")
+        raise ConfigError(
+            f"--planner: {name!r} is not a published planner; use {', '.join(PLANNERS[1:])}"
+        )
     kind, path = LEARNED[name], path_of(name, like, seed)
     model = kind.blank(like.task.world_size)
     if not load_model(model, path):

@@ -57,7 +57,7 @@ def clusters(argv: Sequence[str]) -> str:
 
 def _table(args: Namespace) -> str:
     if bad := [ranks for ranks in args.ranks if ranks < 1]:
-        raise ConfigError(f"--ranks: {bad[0]}; use 1 or more (for example, --ranks 8 16 32)")
+        raise ConfigError(f"--ranks must be 1 or more, got {bad[0]}; for example, --ranks 8 16 32")
     profile, tables = _profile(args), read_tables(args.tables)
     costs = [_cost(profile, tables, ranks, args) for ranks in sorted(args.ranks)]
     planner = planner_of(args.planner)
@@ -84,12 +84,16 @@ def _profile(args: Namespace) -> Profile:
     if args.link is None:
         if args.ranks_per_node != 1:
             raise ConfigError(
-                f"--ranks-per-node: {args.ranks_per_node} is the number of ranks that share an "
-                "adapter of --link; also give --link, such as --link 25gbit, or remove it"
+                f"--ranks-per-node {args.ranks_per_node} is the number of ranks that share an "
+                "adapter of --link, which is not given; add --link (for example, --link 25gbit), "
+                "or remove --ranks-per-node"
             )
         return profile
     if args.ranks_per_node < 1:
-        raise ConfigError(f"--ranks-per-node: {args.ranks_per_node}; use 1 or more, such as 8")
+        raise ConfigError(
+            f"--ranks-per-node must be 1 or more, got {args.ranks_per_node}; for example, "
+            "--ranks-per-node 8"
+        )
     return with_link(profile, *link_of(args.link, args.ranks_per_node))
 
 

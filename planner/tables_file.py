@@ -96,28 +96,34 @@ def read_tables(path: Path) -> TablesFile:
     try:
         tree = read_json(path, max_bytes=MOST_BYTES)
     except FileNotFoundError as error:
-        raise ConfigError(f"--tables: {path}: there is no such file") from error
+        raise ConfigError(f"--tables: the file {path} does not exist") from error
     except JsonError as error:
         raise ConfigError(
             f"--tables: {error}; planner/tables_file.py describes the format"
         ) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} is {kind_name(tree)}; use an object with a list of tables")
+        raise ConfigError(
+            f"{path} must contain an object with a list of tables, but it is {kind_name(tree)}"
+        )
     given = cast("dict[str, Any]", tree)
     _check_keys(str(path), given, KEYS)
     listed = given.get("tables")
     if not isinstance(listed, list) or not listed:
         raise ConfigError(
-            f"{path}: tables: the list is missing or empty; give one or more tables, such as "
-            '[{"name": "C1", ..}]'
+            f"{path}: the list tables is missing or empty; give one or more tables, such as "
+            f'[{{"name": "C1", ..}}]'
         )
     parts = [_table(f"{path}: tables[{n}]", table) for n, table in enumerate(cast("Any", listed))]
     names = [table.name for table, *_ in parts]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{path}: tables: repeated names {', '.join(repeated)}; use unique names")
+        raise ConfigError(
+            f"{path}: several tables are named {', '.join(repeated)}; use unique names"
+        )
     optimizer = given.get("optimizer", "rowwise_adagrad")
     if not isinstance(optimizer, str) or optimizer not in RULES:
-        raise ConfigError(f"{path}: optimizer: {brief(optimizer)}; use {', '.join(RULES)}")
+        raise ConfigError(
+            f"{path}: optimizer must be one of {', '.join(RULES)}, got {brief(optimizer)}"
+        )
     return TablesFile(
         tables=tuple(table for table, *_ in parts),
         features=tuple(feature for _, feature, *_ in parts),
@@ -150,7 +156,9 @@ def _dense(where: str, given: object) -> DenseWork:
     if given is None:
         return DenseWork()
     if not isinstance(given, dict):
-        raise ConfigError(f'{where}: {given!r}; use an object such as {{"parameters": 500000}}')
+        raise ConfigError(
+            f'{where} must be an object such as {{"parameters": 500000}}, got {given!r}'
+        )
     tree = cast("dict[str, Any]", given)
     _check_keys(where, tree, DENSE_KEYS)
     parameters = _whole(f"{where}.parameters", tree.get("parameters"))
@@ -166,16 +174,18 @@ _Table = tuple[TableConfig, FeatureConfig, float, IdStats, Law | None]
 
 def _table(where: str, tree: object) -> _Table:
     if not isinstance(tree, dict):
-        raise ConfigError(f'{where}: {tree!r}; use an object such as {{"name": "C1", "rows": 100}}')
+        raise ConfigError(
+            f'{where} must be an object such as {{"name": "C1", "rows": 100}}, got {tree!r}'
+        )
     given = cast("dict[str, Any]", tree)
     _check_keys(where, given, TABLE_KEYS)
     name = given.get("name")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f'{where}.name: {name!r}; use a non-empty string such as "C1"')
+        raise ConfigError(f'{where}.name must be a non-empty string, such as "C1", got {name!r}')
     rows, dim = _whole(f"{where}.rows", given.get("rows")), _whole(f"{where}.dim", given.get("dim"))
     ids = _number(f"{where}.ids_per_sample", given.get("ids_per_sample", 1.0), least=0.0)
     if ids > MOST_IDS:
-        raise ConfigError(f"{where}.ids_per_sample: {ids:g}; use {MOST_IDS:,} or less")
+        raise ConfigError(f"{where}.ids_per_sample must be {MOST_IDS:,} or less, got {ids:g}")
     stats, law = _stats(where, given, rows, ids)
     stats = replace(stats, distinct=min(stats.distinct, float(rows)))
     hotness = max(1, math.ceil(ids))
@@ -188,7 +198,7 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
     laws = [key for key in LAWS if key in given]
     if len(laws) != 1:
         raise ConfigError(
-            f"{where}: has {' and '.join(laws) or 'no statistics of its ids'}; give exactly one of "
+            f"{where} has {' and '.join(laws) or 'no statistics of its ids'}; give exactly one of "
             f'{", ".join(LAWS)} (for example, "zipf": {{"s": 1.05, "q": 2.0}})'
         )
     value = given[laws[0]]
@@ -196,7 +206,8 @@ def _stats(where: str, given: dict[str, Any], rows: int, ids: float) -> tuple[Id
         return from_sample(_sample(f"{where}.sample", value, rows), ids), None
     if not isinstance(value, dict):
         raise ConfigError(
-            f"{where}.{laws[0]}: {value!r}; see planner/tables_file.py for the format"
+            f"{where}.{laws[0]} is not valid, got {value!r}; planner/tables_file.py describes the "
+            "format"
         )
     tree = cast("dict[str, Any]", value)
     if laws[0] == "bins":
@@ -214,7 +225,7 @@ def _number(key: str, value: object, *, least: float) -> float:
     """Return the value as a float; raise ConfigError unless it is finite and above ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value < MOST:
         bound = "above 0" if least == 0.0 else "0 or more"
-        raise ConfigError(f"{key}: {value!r}; use a number, {bound} and below {MOST:g}")
+        raise ConfigError(f"{key} must be a number, {bound} and below {MOST:g}, got {value!r}")
     return float(value)
 
 
@@ -228,7 +239,9 @@ def _whole(key: str, value: object) -> int:
         or not 1 <= value < MOST
         or value != int(value)
     ):
-        raise ConfigError(f"{key}: {value!r}; use a whole number, 1 or more and below {MOST:g}")
+        raise ConfigError(
+            f"{key} must be a whole number, 1 or more and below {MOST:g}, got {value!r}"
+        )
     return int(value)
 
 
@@ -236,23 +249,33 @@ def _sample(key: str, value: object, rows: int) -> list[int]:
     """Return a list of two or more row ids of the table; raise ConfigError for any other value."""
     ids = cast("list[Any]", value)
     if not isinstance(value, list) or len(ids) < 2:
-        raise ConfigError(f"{key}: use a list of 2 or more ids in order (for example, [3, 17, 3])")
+        raise ConfigError(
+            f"{key} must be a list of 2 or more ids in the order of their occurrence (for "
+            "example, [3, 17, 3])"
+        )
     for place, row in enumerate(ids):
         if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < rows:
-            raise ConfigError(f"{key}[{place}]: {row!r}; use ids of rows, 0 to {rows - 1}")
+            raise ConfigError(
+                f"{key}[{place}] must be the id of a row, 0 to {rows - 1}, got {row!r}"
+            )
     return ids
 
 
 def _bins(key: str, value: object) -> list[float]:
     values = cast("list[Any]", value)
     if not isinstance(value, list) or len(values) != NUM_BINS:
-        raise ConfigError(f"{key}: use a list of {NUM_BINS} numbers, one share for each bin")
+        raise ConfigError(f"{key} must be a list of {NUM_BINS} numbers, one share for each bin")
     shares = [_number(f"{key}[{n}]", share, least=-1e-9) for n, share in enumerate(values)]
     if not any(shares):
-        raise ConfigError(f"{key}: all are 0; use a share above 0 (for example, 1.0 for the first)")
+        raise ConfigError(
+            f"{key}: all shares are 0, but at least one must be above 0 (for example, the first "
+            "could be 1.0)"
+        )
     return shares
 
 
 def _check_keys(where: str, tree: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     if unknown := sorted(set(tree) - set(keys)):
-        raise ConfigError(f"{where}: unknown keys {', '.join(unknown)}; use {', '.join(keys)}")
+        raise ConfigError(
+            f"{where} has unknown keys {', '.join(unknown)}; the keys are {', '.join(keys)}"
+        )

@@ -112,7 +112,7 @@ def choice_of(given: TableLayout, world_size: int) -> Choice:
     layout = given.layout
     if any(isinstance(sbp, Split) and sbp.sizes is not None for sbp in layout.nd_sbp):
         raise ConfigError(
-            f"{given.key}: {layout} has sizes, but planners split evenly; remove sizes"
+            f"{given.key}: {layout} has sizes, but planners split tables evenly; remove sizes"
         )
     ranks, kinds = layout.placement.ranks, layout.nd_sbp
     if len(kinds) == 2:
@@ -184,8 +184,8 @@ class Task:
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.batch_size < self.world_size:
             raise ConfigError(
-                f"task: {self.batch_size} samples over {self.world_size} ranks; give each rank at "
-                "least one sample (for example, 4096 samples over 4 ranks)"
+                f"task: {self.batch_size} samples cannot be split over {self.world_size} ranks; "
+                "give each rank at least one sample (for example, 4096 samples on 4 ranks)"
             )
         if self.device_bytes is not None and len(self.device_bytes) != self.world_size:
             raise ConfigError(
@@ -194,8 +194,9 @@ class Task:
             )
         if missing := [table.name for table in self.tables if table.name not in self.stats]:
             raise ConfigError(
-                f"task: no id statistics for {', '.join(missing[:5])}; give statistics for every "
-                "table (for example, zipf_mandelbrot(num_rows, 1.05, 2.0, ids_per_sample=1))"
+                f"task: there are no id statistics for {', '.join(missing[:5])}; give statistics "
+                "for every table (for example, zipf_mandelbrot(num_rows, 1.05, 2.0, "
+                "ids_per_sample=1))"
             )
 
     @cached_property
@@ -248,8 +249,8 @@ class Task:
         names = {table.name for table in self.tables}
         if lost := sorted(names - set(plan)) or sorted(set(plan) - names):
             raise ConfigError(
-                f"plan: tables {', '.join(lost[:5])} are in only one of the task and the plan; "
-                "give a choice for every table of the task, and for no others"
+                f"plan: tables {', '.join(lost[:5])} are in either the task or the plan, but not "
+                "in both; give a choice for every table of the task, and for no other table"
             )
         embedding_plan(self, plan)
 
@@ -313,8 +314,9 @@ def plan_from_yaml(path: Path, task: Task) -> Plan:
     for pattern, rule in planned.items():
         if rule.comm_dtype is not None and DTYPES[rule.comm_dtype] != comm_dtype:
             raise ConfigError(
-                f"{path}: tables.{pattern}.comm_dtype: {rule.comm_dtype}; the planner prices all "
-                f"vectors as {str(comm_dtype).removeprefix('torch.')}; remove it"
+                f"{path}: tables.{pattern}.comm_dtype is {rule.comm_dtype}, but the planner "
+                f"assumes that all vectors are sent as {str(comm_dtype).removeprefix('torch.')}; "
+                "remove it"
             )
     layouts = resolve_table_layouts(
         ParallelConfig(plan=str(path)),

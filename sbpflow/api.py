@@ -220,13 +220,13 @@ class Run:
         _check_alone()
         if self._saved is None:
             raise CheckpointError(
-                f"{self.dir}: has no checkpoint, because checkpoint.every is 0; train with "
+                f"{self.dir} has no checkpoint, because checkpoint.every is 0; train with "
                 "checkpoint.every: 1000"
             )
         checkpoint = find_checkpoint(self._saved)
         if checkpoint.run != self._id:
             raise CheckpointError(
-                f"{self.dir}: now contains the checkpoints of a later run; this run's files were "
+                f"{self.dir} now contains the checkpoints of a later run; this run's files were "
                 "moved to a subfolder previous-N, which sbpflow.load can read; use a different "
                 "run.dir for every run"
             )
@@ -281,7 +281,7 @@ def _check_ranks(ranks: int, own_classes: list[str]) -> None:
     for name in own_classes:
         if ranks > 1 and name.startswith("__main__:"):
             raise ConfigError(
-                f"ranks: {ranks}, but {name} is defined in this notebook or script, which other "
+                f"ranks is {ranks}, but {name} is defined in this notebook or script, which other "
                 "processes cannot import; move the class to a file such as my_model.py and name "
                 f"it my_model:{name.partition(':')[2]}, or use ranks=1"
             )

@@ -299,10 +299,10 @@ class Manifest:
         if "x" in name[1:-1]:
             wanted = ",".join([*(cross.name for cross in self.crosses), name])
             raise DataError(
-                f"{self.path}: no cross {name!r} in this set (it has: {known}); "
-                f"prepare the set again with --crosses {wanted}"
+                f"{self.path}: this set has no cross {name!r} (it has {known}); prepare the set "
+                f"again with --crosses {wanted}"
             )
-        raise DataError(f"{self.path}: no field {name!r} in this set; it has: {known}")
+        raise DataError(f"{self.path}: this set has no field {name!r}; it has {known}")
 
 
 def _facts_of(field: Field) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class FileRows:
             with contextlib.suppress(DataError):  # another process may have just removed the file
                 return read_array(self._path, self._dtype, self._shape, start, stop)
         raise DataError(
-            f"{self._path}: was removed {_CACHE_TRIES} times before it could be read; use a larger "
+            f"{self._path} was removed {_CACHE_TRIES} times before it could be read; use a larger "
             "data.cache.size"
         )
 

@@ -37,6 +37,6 @@ def copy_metadata(manifest: Manifest, target: AnyPath) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(
-            f"{target}: cannot store the vocabularies of {manifest.origin} ({reason}); free some "
-            "space, or set another checkpoint.dir"
+            f"the vocabularies of {manifest.origin} cannot be stored in {target} ({reason}); free "
+            "some space, or set another checkpoint.dir"
         ) from error

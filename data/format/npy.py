@@ -65,7 +65,7 @@ def check_array(path: Path, dtype: str, shape: tuple[int, ...]) -> None:
             head = file.read(HEADER_BYTES)
             num_bytes = file.seek(0, os.SEEK_END)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
+        raise DataError(f"{path} cannot be read ({error}); {_AGAIN}") from error
     wanted = HEADER_BYTES + prod(shape) * np.dtype(dtype).itemsize
     if head != header(dtype, shape) or num_bytes != wanted:
         size = f"{shape[0]} rows x {shape[1]}" if len(shape) == 2 else f"{shape[0]}"
@@ -79,7 +79,7 @@ def check_file(path: Path, dtype: str, shape: tuple[int, ...], crc32: int) -> No
     """Raise DataError if the file does not have this dtype, shape, and checksum."""
     check_array(path, dtype, shape)
     if file_crc32(path) != crc32:
-        raise DataError(f"{path}: checksum differs from the manifest; {_AGAIN}")
+        raise DataError(f"{path}: the checksum differs from the one in the manifest; {_AGAIN}")
 
 
 def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
@@ -113,7 +113,7 @@ def read_array(
             file.seek(HEADER_BYTES + start * row_bytes)
             num_bytes = file.readinto(out.reshape(-1).view(np.uint8).data) if out.size else 0
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}); {_AGAIN}") from error
+        raise DataError(f"{path} cannot be read ({error}); {_AGAIN}") from error
     if num_bytes != out.nbytes:
         raise DataError(f"{path} was truncated while it was read; {_AGAIN}")
     return out

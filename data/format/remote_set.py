@@ -53,7 +53,8 @@ def open_remote(url: RemotePath, key: str, options: "DataCache | None" = None) -
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(
-            f"data.cache.dir: {limit.folder}: {reason}; use a folder that you can write to"
+            f"data.cache.dir: {limit.folder} cannot be used ({reason}); use a folder that you can "
+            "write to"
         ) from error
     return Manifest(folder, content, cache)
 

@@ -298,18 +298,18 @@ class Schema:
     def _check_text(self, key: str) -> None:
         if self.separator not in SEPARATORS:
             known = " ".join(repr(separator) for separator in SEPARATORS)
-            raise ConfigError(f"{key}: separator {self.separator!r} must be one of {known}")
+            raise ConfigError(f"{key}: separator must be one of {known}, got {self.separator!r}")
         if self.quote not in (None, '"', "'"):
             raise ConfigError(
-                f"{key}: quote {self.quote!r} must be '\"' or \"'\"; omit quote for unquoted text"
+                f"{key}: quote must be '\"' or \"'\", got {self.quote!r}; omit it for unquoted text"
             )
         for column in self.many:
             self._check_list_column(f"{key}: sparse {column.name}", column)
         for column in self.numbers:
             if column.indicator and column.buckets:
                 raise ConfigError(
-                    f"{key}: dense {column.name}: buckets already have an id for missing values; "
-                    "remove missing: indicator"
+                    f"{key}: dense {column.name} has buckets, which already have an id for "
+                    "missing values; remove missing: indicator"
                 )
             if column.indicator and f"{column.name}_missing" in self.used:
                 raise ConfigError(f"{key}: '{column.name}_missing' is another column; rename it")
@@ -317,7 +317,9 @@ class Schema:
     def _check_list_column(self, key: str, column: ListColumn) -> None:
         separator, inline = column.separator, column.inline
         if len(separator) != 1 or separator in "\n\r" or not separator.isascii():
-            raise ConfigError(f"{key}: separator {separator!r} must be one character, such as '|'")
+            raise ConfigError(
+                f"{key}: separator must be one character, such as '|', got {separator!r}"
+            )
         if inline is not None and (
             len(inline) != 1
             or not inline.isascii()
@@ -326,8 +328,8 @@ class Schema:
             or (inline == self.separator and self.quote is None)
         ):
             raise ConfigError(
-                f"{key}: weights after {inline!r} must be one character, such as ':', that is not "
-                "part of numbers and not another separator"
+                f"{key}: weights.after must be one character, such as ':', that occurs neither in "
+                f"numbers nor as another separator, got {inline!r}"
             )
         if separator == self.separator and self.quote is None:
             raise ConfigError(

@@ -103,9 +103,10 @@ class ShardCache:
         need = sum(self._files[name].num_bytes for name in names)
         if need > self._limit.num_bytes:
             raise ConfigError(
-                f"data.cache.size: {self._limit.num_bytes / 1e9:g} GB is too small, because every "
-                f"batch of a shuffled epoch has rows from all {need / 1e9:.3g} GB of {split}; use "
-                f"at least data.cache.size='{need / 1e9 * 1.05:.3g} GB', or data.shuffle=none"
+                f"data.cache.size: {self._limit.num_bytes / 1e9:g} GB is not enough, because "
+                f"every batch of a shuffled epoch has rows from all {need / 1e9:.3g} GB of "
+                f"{split}; use at least data.cache.size='{need / 1e9 * 1.05:.3g} GB', or "
+                "data.shuffle=none"
             )
         pin = (self.folder / f"{split}{_PIN}").open("a", encoding="ascii")
         fcntl.flock(pin, fcntl.LOCK_SH)

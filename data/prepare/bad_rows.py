@@ -62,9 +62,9 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
     limit = options.max_bad_fraction
     if num_lines == 0:
         files = ", ".join(map(str, options.inputs))
-        raise DataError(f"--input {files}: has no rows; name files with one row per line")
+        raise DataError(f"--input {files} has no rows; name files with one row per line")
     if num_lines == num_bad:
-        problem = f"none of the {num_lines} lines is a valid row"
+        problem = f"none of the {num_lines} lines is valid"
     elif num_bad > max(limit, early) * num_lines:
         first = "first " if early else ""
         problem = (
@@ -87,9 +87,10 @@ def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
     if schema.label_rule is not None and positives in (0, total):
         seen = dict.fromkeys(cell for piece in staged for cell in piece.label_cells)
         raise DataError(
-            f"--schema: label: {'no row' if positives == 0 else 'every row'} has a {schema.label} "
-            f"that {schema.label_rule}, so all labels would be equal; write a rule that separates "
-            f"the values of this column (for example, {', '.join(map(repr, list(seen)[:5]))})"
+            f"--schema: {'no row' if positives == 0 else 'every row'} has a {schema.label} that "
+            f"{schema.label_rule}, so all labels would be equal; under label, write a rule that "
+            "separates the values of this column (for example, "
+            f"{', '.join(map(repr, list(seen)[:5]))})"
         )
 
 
@@ -143,23 +144,23 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
             return []
         columns = f"the columns of {options.like}: {', '.join(schema.columns or schema.used)}"
         return [
-            f"new rows must have {columns}; the first line of a text file may name them, in any "
-            "order and with any separator"
+            f"new rows must have {columns}; the first line of a text file may name these columns, "
+            "in any order and with any separator"
         ]
     not_hex = any(_NOT_HEX in reason for _, reason, _, _ in examples)
     if schema == CRITEO and (text is not None or settings or not_hex):
         needs = f", which probably needs {keys}" if settings else ""
         return [
-            "without --schema, lines must have Criteo's format: 40 cells separated by tabs, no "
-            "column names, eight hex digits per category; describe any other table in a --schema "
-            f"file{needs} (docs/data.md)"
+            "without --schema, lines must have Criteo's format: 40 cells separated by tabs, "
+            "without column names and with eight hex digits per category; describe any other "
+            f"table in a --schema file{needs} (see docs/data.md)"
         ]
     advice = [f"the schema probably needs {keys}"] if settings else []
     words = _columns_of_words(examples, schema)
     advice += [
-        f"{name}: contains words such as {', '.join(map(repr, cells[:2]))}; "
+        f"column {name} contains words such as {', '.join(map(repr, cells[:2]))}; "
         f"{'use' if name in schema.sparse else 'make it a sparse column of'} kind string, or list "
-        "words that mean missing in `missing_values`"
+        "the words that mean missing under `missing_values`"
         for name, cells in words.items()
     ]
     rest = (example for example in examples if _misfit(example)[0] not in words)
@@ -213,7 +214,9 @@ def _cell_advice(example: tuple[int, str, str, str]) -> str:
     if not rule or not cell:
         return ""
     if rule != NOT_A_TIME and not re.search("[0-9]", cell):
-        return f"{name}: if {cell!r} means missing, add `missing_values: [{json.dumps(cell)}]`"
+        return (
+            f"column {name}: if {cell!r} means missing, add `missing_values: [{json.dumps(cell)}]`"
+        )
     if rule == NOT_A_NUMBER and re.fullmatch(NUMBER, cell.replace(",", ".", 1)):
         return f'{name}: for a decimal comma, write `decimal: ","` in its options'
     return f"{name}: {_FIXES[rule]}"

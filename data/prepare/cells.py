@@ -306,7 +306,9 @@ def times(cells: pl.Series, kind: TimeKind) -> pl.Series:
     if kind == "integer":
         return key_of(cells, "integer").reinterpret(signed=True)
     if kind != "date" and "%" not in kind:
-        raise ValueError(f"time: kind {kind!r}; use date, integer or a format such as %d/%m/%Y")
+        raise ValueError(
+            f"the kind of time must be date, integer, or a format such as %d/%m/%Y, got {kind!r}"
+        )
     if cells.dtype == pl.String and kind != "date":
         return cells.str.to_datetime(kind, strict=False, time_unit="us").cast(pl.Int64)
     if cells.dtype == pl.String:

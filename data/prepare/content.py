@@ -125,7 +125,7 @@ def options_like(manifest: Manifest, options: PrepareOptions) -> PrepareOptions:
     content = manifest.content
     if content.get("vocabulary") is None or "schema" not in content:
         raise ConfigError(
-            f"--like {manifest.origin}: this set does not store the values of its ids, so new "
+            f"--like: the set {manifest.origin} does not store the values of its ids, so new "
             f"values cannot be mapped to them; {HOW_TO_HAVE_VALUES}"
         )
     saved = content["options"]

@@ -184,7 +184,7 @@ class _PieceEncoder:
         self._lists = {name: pl.read_ipc(list_file(path, name)) for name in names}
         self.clamped: dict[str, int] = {}
         self.rare: dict[str, int] = {}
-        """Number of lookups of values that are rare in train or absent from it, by field"""
+        """Number of lookups of values that are rare in train, or do not occur in it, by field"""
         self.ranges: dict[str, tuple[float, float]] = {}
         """Smallest and largest value of each dense column"""
         self._keys: list[NDArray[np.int64]] = []
@@ -334,7 +334,9 @@ class _PieceEncoder:
                 text = "".join(keys.to_list()).encode()
                 parts["row_key_bytes"] = np.frombuffer(text, dtype=np.uint8)
             else:
-                raise ValueError(f"row_key: kind {schema.row_key[1]!r}; use integer or string")
+                raise ValueError(
+                    f"the kind of row_key must be integer or string, got {schema.row_key[1]!r}"
+                )
         return parts
 
 

@@ -20,7 +20,7 @@ def fetch_table(source: Input, work: Path) -> Input:
         source.path.fetch(target)
     if target.stat().st_size != source.num_bytes:
         raise DataError(
-            f"{source.path}: has {target.stat().st_size} bytes now but had {source.num_bytes} "
+            f"{source.path} has {target.stat().st_size} bytes now but had {source.num_bytes} "
             "before; rerun this command after the file has been written completely"
         )
     return replace(source, path=target)

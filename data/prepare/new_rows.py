@@ -31,7 +31,7 @@ def encode(
     """Encode the rows of ``inputs`` into ``output`` with the ids and constants of the set ``like``,
     whose rows are not read.
 
-    The return value and the errors are those of ``prepare``.
+    Return the same value and raise the same errors as ``prepare``.
     """
     if output.resolve() == like.resolve():
         raise ConfigError(

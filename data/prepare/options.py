@@ -127,15 +127,19 @@ class PrepareOptions:
         for name, size in self.hash_sizes:
             if name in self.keys:
                 raise ConfigError(
-                    f"--keys: {name} also has a --hash-size, which gives it ids; remove one"
+                    f"--keys: {name} also has a --hash-size, which assigns its ids; remove one of "
+                    "the two"
                 )
             if not NUM_RESERVED_IDS < size < 2**31:
-                raise ConfigError(f"--hash-size: {name}={size} must be 3 or more and below 2^31")
+                raise ConfigError(
+                    f"--hash-size must be 3 or more and below 2^31, got {name}={size}"
+                )
         self._check_shared()
         lists = {column.name for column in self.schema.many}
         if crossed := [name for pair in self.crosses for name in pair if name in lists]:
             raise ConfigError(
-                f"--crosses: cells of {crossed[0]!r} contain several values; cross other columns"
+                f"--crosses: cells of {crossed[0]!r} contain several values and cannot be "
+                "crossed; choose other columns"
             )
         self.split.check_column(self.schema.time)
         self.engine.check()
@@ -160,12 +164,13 @@ class PrepareOptions:
                 )
             if (name in self.keys) != (other in self.keys):
                 raise ConfigError(
-                    f"--keys: {other} and {name} share the vocabulary {vocabulary}, so either both "
-                    f"or neither have keys; use, for example, --keys {other},{name}"
+                    f"--keys: {other} and {name} share the vocabulary {vocabulary}, so both or "
+                    f"neither must have keys; use, for example, --keys {other},{name}"
                 )
         if same := [pair for pair in self.crosses if "x".join(pair) in first]:
             raise ConfigError(
-                f"--crosses: {'x'.join(same[0])!r} is also the name of a vocabulary; rename it"
+                f"--crosses: {'x'.join(same[0])!r} is also the name of a vocabulary; rename that "
+                "vocabulary"
             )
 
 

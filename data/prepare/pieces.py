@@ -72,7 +72,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
             is_text=not source.is_table,
         )
         raise DataError(
-            f"{source.path}: no column{'s' if len(absent) > 1 else ''} {shown}; the columns "
+            f"{source.path} has no column{'s' if len(absent) > 1 else ''} {shown}; its columns "
             f"are {has}; {advice}"
         )
     return columns

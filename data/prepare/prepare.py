@@ -176,8 +176,8 @@ def _check_weights(fitted: Mapping[str, Any], options: PrepareOptions) -> None:
     weight = options.schema.weight
     if weight is not None and not fitted[weight]["mean"] > 0:
         raise DataError(
-            f"--schema: all weights in column {weight!r} are 0 in the train split, so they cannot "
-            "be scaled to mean 1; remove `weight` from the schema"
+            f"--schema: all weights in column {weight!r} of the train split are 0 and cannot be "
+            "scaled to mean 1; remove `weight` from the schema"
         )
 
 

@@ -276,7 +276,7 @@ def _why_unused(column: ColumnFacts, is_sparse: bool) -> str:
     if column.distinct == 1:
         return f"only the value {column.values[0]!r:.40}"
     if column.kind == "text" and column.is_unique:
-        return f"every row has its own text{_remark(column)}"
+        return f"each row has a different text{_remark(column)}"
     if PATTERN.fullmatch(column.name) or (is_sparse and not FIELD_NAME.fullmatch(column.name)):
         return f"rename the column; a name {NAME_RULE}"
     return ""

@@ -113,7 +113,9 @@ def _are_names(cells: Sequence[str]) -> bool:
 def _cells(source: Input, text: str, separator: str, num_rows: int) -> pl.DataFrame:
     names, body = _names(text, separator), text.partition("\n")[2]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"{source.path}: the header names {twice[0]!r} twice; rename one column")
+        raise DataError(
+            f"{source.path}: the header contains {twice[0]!r} twice; rename one of the columns"
+        )
     while body.count('"') % 2:  # the end of the sample may cut off a quoted cell
         body = body[: body.rfind('"')]
         body = body[: body.rfind("\n") + 1]

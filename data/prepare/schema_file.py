@@ -118,7 +118,9 @@ class _Reader:
 
     def names(self, key: str, values: Collection[object]) -> None:
         if nested := [entry for entry in values if not isinstance(entry, str | int)]:
-            raise ConfigError(f"{self.key}: {key} contains {nested[0]!r}; write column names")
+            raise ConfigError(
+                f"{self.key}: {key} must list column names, but contains {nested[0]!r}"
+            )
 
     def name(self, key: str, value: object) -> str:
         fits = isinstance(value, str | int) and not isinstance(value, bool)
@@ -165,7 +167,7 @@ class _Reader:
 
     def choice(self, key: str, value: object, known: Collection[str]) -> str:
         if value not in known:
-            raise ConfigError(f"{self.key}: {key} {value} must be one of {', '.join(known)}")
+            raise ConfigError(f"{self.key}: {key} must be one of {', '.join(known)}, got {value}")
         return cast("str", value)
 
     def pair(
@@ -228,7 +230,7 @@ class _Reader:
         self.need(decimal in (".", ","), f"{place}decimal", decimal, "'.' or ','")
         if decimal == "," and kind == "integer":
             raise ConfigError(
-                f"{self.key}: {place}integers cannot have a decimal comma; remove decimal"
+                f"{self.key}: {place}integers cannot have a decimal comma; remove `decimal`"
             )
         return DenseColumn(
             name=name,
@@ -269,8 +271,8 @@ class _Reader:
         place = f"sparse {name}: "
         if "max" in how and "width" in how:
             raise ConfigError(
-                f"{self.key}: {place}has both max and width; write max for lists, or width for a "
-                "fixed number of ids"
+                f"{self.key}: {place}has both max and width; use max for lists of any length, or "
+                "width for a fixed number of ids"
             )
         key = "width" if "width" in how else "max"
         weights, inline = how.get("weights"), None
@@ -281,7 +283,7 @@ class _Reader:
             )
             weights, inline = None, str(weights["after"])
         if "weights" in how and "width" in how:
-            raise ConfigError(f"{self.key}: {place}weights need lists; write max instead of width")
+            raise ConfigError(f"{self.key}: {place}weights need lists; use max instead of width")
         return ListColumn(
             name=name,
             separator=str(how.get("separator", "|")),
@@ -321,14 +323,18 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
     pairs = [_pair(item.strip(), sparse) for item in text.split(",")]
     for pair in pairs:
         if len(pair) != 2 or pair[0] == pair[1]:
-            raise ConfigError(f"--crosses: {'x'.join(pair)!r} must name two columns, such as C1xC2")
+            raise ConfigError(
+                "--crosses: each cross must combine two columns, such as C1xC2, got "
+                f"{'x'.join(pair)!r}"
+            )
         if absent := [name for name in pair if name not in sparse]:
             raise ConfigError(
                 f"--crosses: {absent[0]!r} is not a sparse column; use {', '.join(sparse)}"
             )
     if len({frozenset(pair) for pair in pairs}) < len(pairs):
         raise ConfigError(
-            f"--crosses: {text!r} contains a cross twice; AxB and BxA are the same cross"
+            f"--crosses: {text!r} contains a cross twice, because AxB and BxA are the same cross; "
+            "remove one"
         )
     return tuple((pair[0], pair[1]) for pair in pairs)
 

@@ -156,8 +156,8 @@ def _check_start(source: Input) -> None:
         if start and not _MAGIC[suffix].startswith(start):
             raise ConfigError(
                 f"--input {source.path}: the suffix is {suffix}, but this is not a "
-                f"{FORMAT_NAMES[suffix]} file (it starts with {start!r}); rename plain text to "
-                f"{source.path.stem}"
+                f"{FORMAT_NAMES[suffix]} file (it starts with {start!r}); if it is plain text, "
+                f"rename it to {source.path.stem}"
             )
         raw.seek(0)
         with _text_of(source.path, raw) as text:
@@ -222,7 +222,8 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
 def no_line_end(path: InputPath) -> DataError:
     """Return the error for a line without a newline."""
     return DataError(
-        f"{path}: no line end within {MAX_LINE_BYTES >> 20} MiB; use a text table with line ends"
+        f"{path}: there is no line end within {MAX_LINE_BYTES >> 20} MiB; use a text table with "
+        "line ends"
     )
 
 

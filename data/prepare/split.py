@@ -76,8 +76,8 @@ class SplitRule:
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
                     if (split, pattern) not in used]:  # fmt: skip
             raise ConfigError(
-                f"--split: none of the files {', '.join(names[:8])} go to {idle[0]} (each file "
-                f"goes to the first pattern that matches it); write {_EXAMPLES}"
+                f"--split: no file goes to {idle[0]} (the files are {', '.join(names[:8])}, and "
+                f"each goes to the first pattern that matches it); write {_EXAMPLES}"
             )
         if self.patterns and None not in used:
             raise ConfigError(
@@ -90,8 +90,8 @@ class SplitRule:
         """
         if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
             raise ConfigError(
-                f"--split: train gets none of the {num_rows} rows, but ids and vocabularies need "
-                "train rows; write, for example, time:1,0,0"
+                f"--split: none of the {num_rows} rows goes to train, but ids and vocabularies "
+                "are made from train rows; write, for example, time:1,0,0"
             )
 
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
@@ -131,13 +131,16 @@ def parse_split(text: str) -> SplitRule:
     if kind == "time" and "<" in rest:
         return _by_date(text, rest)
     if kind not in ("time", "ratio"):
-        raise ConfigError(f"--split: {text!r} is unknown; write {_EXAMPLES}")
+        raise ConfigError(f"--split: {text!r} is not a kind of split; write {_EXAMPLES}")
     try:
         train, val, test = (float(part) for part in rest.split(","))
     except ValueError as error:
         raise ConfigError(f"--split: {text!r} needs three fractions; write {_EXAMPLES}") from error
     if not (train > 0 and val >= 0 and test >= 0 and abs(train + val + test - 1) < 1e-6):
-        raise ConfigError(f"--split: {text!r} needs fractions that add up to 1, with train above 0")
+        raise ConfigError(
+            "--split: the fractions must add up to 1, and the fraction of train must be above 0, "
+            f"got {text!r}; write, for example, time:0.8,0.1,0.1"
+        )
     return SplitRule(cast("SplitKind", kind), (train, val, test))
 
 
@@ -150,7 +153,7 @@ def _by_date(text: str, rest: str) -> SplitRule:
     times = tuple(time.strip() for _, _, time in pairs)
     if len(names) != 1 or not pairs[0][0] or not 1 <= len(times) <= 2 or not all(times):
         raise ConfigError(
-            f"--split: {text!r} must name one column and one or two times; write {_EXAMPLES}"
+            f"--split must name one column and one or two times, got {text!r}; write {_EXAMPLES}"
         )
     (name,) = names
     for time in times:
@@ -165,15 +168,20 @@ def _moment(text: str, kind: str) -> int:
     """
     if kind == "integer":
         if not text.lstrip("-").isdecimal():
-            raise ConfigError(f"--split: {text!r} must be an integer like the values of the column")
+            raise ConfigError(
+                f"--split: the time must be an integer, like the values of the column, got {text!r}"
+            )
         return int(text)
     if kind != "date" and "%" not in kind:
-        raise ValueError(f"time: kind {kind!r}; use date, integer or a format such as %d/%m/%Y")
+        raise ValueError(
+            f"the kind of time must be date, integer, or a format such as %d/%m/%Y, got {kind!r}"
+        )
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(
-            f"--split: {text!r} must be a date (for example, 2024-05-01 or 2024-05-01T12:00:00)"
+            "--split: the time must be a date (for example, 2024-05-01 or 2024-05-01T12:00:00), "
+            f"got {text!r}"
         ) from error
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
@@ -183,5 +191,7 @@ def _moment(text: str, kind: str) -> int:
 def _patterns(text: str, rest: str) -> tuple[tuple[str, str], ...]:
     pairs = [item.partition("=") for item in rest.split(",")]
     if any(split not in ("val", "test") or not pattern for split, _, pattern in pairs):
-        raise ConfigError(f"--split: {text!r} must name val or test files; write {_EXAMPLES}")
+        raise ConfigError(
+            f"--split must assign files to val or test, got {text!r}; write {_EXAMPLES}"
+        )
     return tuple((split, pattern) for split, _, pattern in pairs)

@@ -264,16 +264,16 @@ class RowLoader:
         for key, value in wanted.items():
             if state.get(key) != value:
                 raise DataError(
-                    f"{self._manifest.path}: {key} of the saved state is {state.get(key)!r}, but "
-                    f"{key} of this loader is {value!r}; use the same rows and order as the loader "
-                    "that saved the state"
+                    f"{self._manifest.path}: {key} is {state.get(key)!r} in the saved state and "
+                    f"{value!r} in this loader; use the same rows and order as the loader that "
+                    "saved the state"
                 )
         for key, most in (("epoch", MAX_SEED), ("cursor", self._rows.num_rows)):
             value = state.get(key)
             if type(value) is not int or not 0 <= value <= most:
                 raise DataError(
-                    f"{self._manifest.path}: {key} of the saved state is {value!r}, but must be a "
-                    f"whole number from 0 to {most}"
+                    f"{self._manifest.path}: {key} of the saved state must be a whole number from "
+                    f"0 to {most}, got {value!r}"
                 )
         self._epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
         self._restored = True
@@ -289,7 +289,7 @@ class RowLoader:
 
 def _check_integer(key: str, value: object, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:  # True is an instance of int
-        raise ConfigError(f"{key}: {value!r} must be a whole number from {least} to {most}")
+        raise ConfigError(f"{key} must be a whole number from {least} to {most}, got {value!r}")
 
 
 def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
@@ -338,8 +338,7 @@ def open_loader(
     _check_integer("data.batch_size", batch_size, 1, 2**31 - 1)
     if batch_size < world_size:
         raise ConfigError(
-            f"data.batch_size: {batch_size} rows cannot be split over {world_size} ranks; "
-            f"use {world_size} or more"
+            f"data.batch_size must be at least {world_size}, the number of ranks, got {batch_size}"
         )
     for key, value, legal in (
         ("data.loader", backend, ("auto", *FEEDS)),
@@ -347,11 +346,11 @@ def open_loader(
         ("tail", tail, ("keep", "drop")),
     ):
         if value not in legal:
-            raise ConfigError(f"{key}: {value!r} must be one of {', '.join(legal)}")
+            raise ConfigError(f"{key} must be one of {', '.join(legal)}, got {value!r}")
     if device is not None and not isinstance(device, torch.device):
         raise ConfigError(
-            f"device: {device!r} is {type(device).__name__}, not torch.device; use, for example, "
-            'device=torch.device("cpu")'
+            f"device must be a torch.device, got {device!r} ({type(device).__name__}); for "
+            'example, device=torch.device("cpu")'
         )
     if manifest.cache is not None and shuffle != "none":
         # Each batch has rows of all shards, so all shards are downloaded and mapped.

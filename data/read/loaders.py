@@ -26,15 +26,15 @@ def open_loaders(
     """
     if not manifest.labelled:
         raise ConfigError(
-            f"data.path: {manifest.path} has rows without labels, which can only be scored; train "
+            f"data.path: the rows in {manifest.path} have no labels and can only be scored; train "
             "on a set made by `sbpflow prepare`"
         )
     num_rows = manifest.splits["train"]
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):
         raise ConfigError(
-            f"data.batch_size: {config.batch_size} rows, but the train split of {manifest.path} "
-            f"has only {num_rows}, so data.tail: {config.tail} leaves no batch; use a smaller "
-            "batch_size or data.tail: keep"
+            f"data.batch_size is {config.batch_size}, but the train split of {manifest.path} has "
+            f"only {num_rows} rows, so data.tail: {config.tail} leaves no batch; use a smaller "
+            "batch_size, or data.tail: keep"
         )
     backend = choose_backend(config.loader)
     return {

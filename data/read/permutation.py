@@ -25,7 +25,9 @@ class Permutation:
 
     def __init__(self, size: int, *key: int) -> None:
         if not 0 < size < 2**63:
-            raise ValueError(f"a permutation of {size} items is not possible; use 1 to 2^63 - 1")
+            raise ValueError(
+                f"the size of a permutation must be between 1 and 2^63 - 1, got {size}"
+            )
         self._size = np.uint64(size)
         self._side = np.uint64(math.isqrt(size - 1) + 1)
         # Unlike ``Generator``, ``SeedSequence`` gives the same words in every numpy version.

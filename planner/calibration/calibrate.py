@@ -81,7 +81,7 @@ class Journal:
             text = read_text(path, keep_bad_bytes=True) if path.is_file() else ""
         except JsonError as error:
             raise ConfigError(
-                f"planner: {error}; move or delete the file to measure again"
+                f"planner: {error}; to measure again, move or delete the file"
             ) from error
         *lines, cut_off = text.split("\n")
         damaged = 0
@@ -106,7 +106,9 @@ class Journal:
         entry = build(_Entry, {k: tree[k] for k in _Entry.__dataclass_fields__ if k in tree})
         ranks = int(self._facts["world"].split()[0])
         if [len(row) for row in entry.totals] != [NUM_FEATURES] * ranks or not entry.rounds_ms:
-            raise ConfigError(f"totals: use {NUM_FEATURES} counts for each of {ranks} ranks")
+            raise ConfigError(
+                f"each list in totals must have {NUM_FEATURES} counts for each of {ranks} ranks"
+            )
         self._keep(entry)
 
     def _keep(self, entry: _Entry) -> None:

@@ -50,7 +50,9 @@ def _settings(args: Namespace) -> Settings:
         import_rule("--optimizer", args.optimizer)
     rule_class(args.optimizer)
     if args.seconds is not None and args.seconds <= 0:
-        raise ConfigError(f"--seconds: {args.seconds}; use a number above 0 (for example, 270)")
+        raise ConfigError(
+            f"--seconds must be above 0, got {args.seconds}; for example, --seconds 270"
+        )
     seconds = settings.seconds if args.seconds is None else args.seconds
     return replace(settings, optimizer=args.optimizer, seed=args.seed, seconds=seconds)
 

@@ -68,8 +68,8 @@ def fit(
     samples = {record.sample for record in records}
     if len(samples) < LEAST_SAMPLES:
         raise DataError(
-            f"calibration: {len(samples)} measured samples; use {LEAST_SAMPLES} or more, by "
-            "raising --seconds"
+            f"calibration: a fit needs at least {LEAST_SAMPLES} measured samples, got "
+            f"{len(samples)}; raise --seconds"
         )
     world_size, num_hosts = len(records[0].totals), records[0].num_hosts
     work, transfers = fitted_prices(records)

@@ -48,7 +48,9 @@ def from_histogram(rows: Sequence[float], mass: Sequence[float], ids_per_sample:
     share = np.asarray(mass, dtype=np.float64)
     used = (count > 0) & (share > 0)
     if not used.any():
-        raise ConfigError("ids: no row has any lookup; use, for example, rows [100] and mass [1.0]")
+        raise ConfigError(
+            "ids: no row has any lookups; use, for example, rows [100] and mass [1.0]"
+        )
     count, share = count[used], share[used] / share[used].sum()
     each = share / count
     curve = curve_of(count, share, _DRAWS)
@@ -114,8 +116,8 @@ def from_bins(
     """
     if len(bin_rows) != NUM_BINS or len(bin_lookups) != NUM_BINS:
         raise ConfigError(
-            f"ids: bins.rows has {len(bin_rows)} values and bins.lookups {len(bin_lookups)}; use "
-            f"{NUM_BINS}"
+            f"ids: bins.rows and bins.lookups must have {NUM_BINS} values each, got "
+            f"{len(bin_rows)} and {len(bin_lookups)}"
         )
     lookups = BIN_SAMPLES * ids_per_sample
     per_row = np.array([1.0, *(1.5 * 2.0 ** (j - 1) for j in range(1, NUM_BINS))])
@@ -130,7 +132,8 @@ def from_sample(ids: Sequence[int] | NDArray[np.int64], ids_per_sample: float) -
     drawn = np.asarray(ids)
     if drawn.size < 2:
         raise ConfigError(
-            f"ids: the sample size is {drawn.size}; use 2 or more ids, or a whole batch"
+            f"ids: a sample must have 2 or more ids, got {drawn.size}; use more ids, or a whole "
+            "batch"
         )
     sizes = np.unique(np.geomspace(2, drawn.size, 16).astype(np.int64))
     unique = [float(len(np.unique(drawn[:n]))) for n in sizes]

@@ -124,8 +124,8 @@ class Profile:
         """
         if world_size > 1 and not self.link.within_gb_per_s:
             raise ConfigError(
-                f"planner: the profile was measured on one rank and has no transfer times "
-                f"for a world of {world_size}; run sbpflow calibrate --ranks 2"
+                "planner: the profile was measured on one rank, so it has no transfer times for "
+                f"{world_size} ranks; run sbpflow calibrate --ranks 2"
             )
         work = vector_of(self.work_ms)
         if world_size == 1:
@@ -171,8 +171,8 @@ def load(path: Path) -> Profile:
     """Read a profile; raise ConfigError if it is missing or invalid."""
     if not path.is_file():
         raise ConfigError(
-            f"planner: no calibration at {path}; run sbpflow calibrate (under five minutes), or "
-            "use parallel.scheme: auto, which needs no calibration"
+            f"planner: there is no calibration at {path}; run sbpflow calibrate (under five "
+            "minutes), or use parallel.scheme: auto, which needs no calibration"
         )
     try:
         return _from_tree(object_of(read_json(path, max_bytes=MOST_BYTES), str(path)))
@@ -188,20 +188,23 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
     key.
     """
     if tree.get("format") != FORMAT:
-        raise ConfigError(f"format is {brief(tree.get('format'))}; this version reads {FORMAT}")
+        raise ConfigError(
+            f"its format is {brief(tree.get('format'))}, but this version reads {FORMAT}"
+        )
     if missing := sorted(set(Profile.__dataclass_fields__) - set(tree)):
         raise ConfigError(f"missing keys: {', '.join(missing)}")
     profile = build(Profile, {key: value for key, value in tree.items() if key != "format"})
     if unknown := sorted(set(profile.work_ms) - set(INDEX)):
-        raise ConfigError(f"work_ms: {brief(unknown[0])} is not a count of this version")
+        raise ConfigError(f"work_ms: {brief(unknown[0])} is not a count in this version")
     if profile.backend not in BACKENDS.values():
         raise ConfigError(
-            f"backend: {brief(profile.backend)}; use {' or '.join(BACKENDS.values())}"
+            f"backend must be {' or '.join(sorted(set(BACKENDS.values())))}, got "
+            f"{brief(profile.backend)}"
         )
     needed = ["within"] if profile.world_size > 1 else []
     for key in (f"{where}_gb_per_s" for where in (*needed, *_between(profile.link))):
         if not getattr(profile.link, key):
-            raise ConfigError(f"link.{key}: 0 is not a bandwidth; use GB/s (for example, 12.5)")
+            raise ConfigError(f"link.{key} must be above 0 GB/s, got 0; for example, 12.5")
     ranks_here = profile.about.get(RANKS_HERE, "1")
     if not ranks_here.isdecimal() or len(ranks_here) > 9:
         raise ConfigError(f"about.{RANKS_HERE}: {brief(ranks_here)} is not a number of ranks")

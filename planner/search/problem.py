@@ -84,14 +84,14 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.names or len(self.names) != len(self.options):
             raise PlanError(
-                f"got {len(self.names)} table names, but options for {len(self.options)} tables; "
-                "give at least one table, and options for every table"
+                f"plan: got options for {len(self.options)} tables, but {len(self.names)} table "
+                "names; give at least one table, and options for every table"
             )
         for name, options in zip(self.names, self.options, strict=True):
             if all(option.num_shards > self.num_ranks for option in options):
                 raise PlanError(
                     f"table {name}: no layout is allowed on {self.num_ranks} ranks; allow whole "
-                    "tables, S(0) or B"
+                    "tables, S(0), or B"
                 )
 
     @property
@@ -213,11 +213,11 @@ def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
         option, ranks = options[move.option], set(move.ranks)
         if len(move.ranks) != option.num_shards or len(ranks) != len(move.ranks):
             raise PlanError(
-                f"table {name}: {option.shape} has {option.num_shards} shards, on ranks "
-                f"{list(move.ranks)}; give each shard a different rank"
+                f"table {name}: {option.shape} has {option.num_shards} shards, but they are on "
+                f"ranks {list(move.ranks)}; give each shard its own rank"
             )
         if outside := sorted(ranks - set(range(problem.num_ranks))):
             raise PlanError(
-                f"table {name}: ranks {outside} are outside a world of {problem.num_ranks}; use "
-                f"0 to {problem.num_ranks - 1}"
+                f"table {name}: ranks {outside} are not in a world of {problem.num_ranks} ranks; "
+                f"use 0 to {problem.num_ranks - 1}"
             )

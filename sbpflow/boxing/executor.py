@@ -243,14 +243,15 @@ class Boxing:
         if part_shape is None:
             if part is not None and part.numel():
                 raise SbpError(
-                    f"{step.id}: rank {self.world.rank} is outside {step.src}; pass None"
+                    f"{step.id}: rank {self.world.rank} is not in {step.src}, so it has no part; "
+                    "pass None"
                 )
             return torch.empty(0, dtype=step.dtype, device=self.world.device_of(step.dst))
         if part is None or part.shape != part_shape or part.dtype != step.dtype:
             passed = "None" if part is None else f"{part.dtype}{list(part.shape)}"
             raise SbpError(
-                f"{step.id}: rank {self.world.rank} passed {passed}; under {step.src} its part of "
-                f"{list(step.shape)} is {step.dtype}{list(part_shape)}"
+                f"{step.id}: rank {self.world.rank} passed {passed}, but its part of "
+                f"{list(step.shape)} with {step.src} is {step.dtype}{list(part_shape)}"
             )
         if step.src.placement.device_type != step.dst.placement.device_type:
             return part.to(self.world.device_of(step.dst))

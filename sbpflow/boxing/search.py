@@ -52,7 +52,7 @@ def cheapest_route(
             price = _price(layout, after, shape, dtype, backend)
             pushed += 1
             heapq.heappush(queue, (cost + price, len(route), pushed, (*route, after)))
-    raise SbpError(f"found no route from {src} to {dst} for shape {list(shape)}")
+    raise SbpError(f"there is no route from {src} to {dst} for shape {list(shape)}")
 
 
 # Routes between the same layouts share most of their steps: of the steps on all routes that the

@@ -116,8 +116,8 @@ def check_dtype(layout: Layout, dtype: torch.dtype) -> None:
     if dtype in TERM_DTYPES or not any(isinstance(sbp, Partial) for sbp in layout.nd_sbp):
         return
     raise SbpError(
-        f"{layout} of {dtype}: P needs a dtype that supports addition (float16 to float64, "
-        f"bfloat16, int8 to int64, or uint8); convert to "
+        f"{layout} cannot have dtype {dtype}, because P needs a dtype that supports addition "
+        "(float16 to float64, bfloat16, int8 to int64, or uint8); convert to "
         f"{_WIDER.get(dtype, torch.float64)} first, or use S or B"
     )
 
@@ -131,8 +131,8 @@ def make_step(
     if any(elements_sent(src, dst, shape).values()):
         if dtype.itemsize > 8:
             raise SbpError(
-                f"gloo and NCCL cannot send {dtype}; convert it, or send its real and imaginary "
-                "parts"
+                f"gloo and NCCL cannot send {dtype}; convert the tensor, or send its real and "
+                "imaginary parts"
             )
         groups, changes = _groups_of(src, dst, shape)
         collective = _choose_collective(src, dst, shape, dtype, backend, groups, changes)

@@ -44,7 +44,7 @@ def checkpoints_of(path: AnyPath) -> list[AnyPath]:
         return [path]
     if not paths:
         raise CheckpointError(
-            f"{path}: has no checkpoints; give a checkpoint, a folder of checkpoints, or the "
+            f"{path} has no checkpoints; give a checkpoint, a folder of checkpoints, or the "
             "folder of a run"
         )
     return paths
@@ -107,7 +107,7 @@ def _verified(folder: AnyPath, faults: dict[AnyPath, str]) -> tuple[Checkpoint |
         if checkpoint.before is not None:
             _, fault = _verified(checkpoint.before.path, faults)
             fault = (
-                f"{folder}: is a delta, and a checkpoint that it needs is damaged: {fault}"
+                f"{folder} is a delta, and a checkpoint that it needs is damaged: {fault}"
                 if fault
                 else ""
             )
@@ -257,6 +257,6 @@ def check_last(checkpoint: Checkpoint) -> None:
     for other in list_checkpoints(checkpoint.path.parent):
         if other != checkpoint.path and checkpoint.path in needed_by([other]):
             raise CheckpointError(
-                f"{checkpoint.path}: must not be changed, because the delta {other.name} "
-                f"continues it; compact {other} instead"
+                f"{checkpoint.path} must not be changed, because the delta {other.name} depends "
+                f"on it; compact {other} instead"
             )

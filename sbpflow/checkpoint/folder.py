@@ -87,8 +87,8 @@ class Claim:
         except OSError as error:
             raise failed(self._file, error) from error
         raise CheckpointError(
-            f"{self._file.parent}: another run has started saving there, so this run cannot; stop "
-            "one of them, or use another checkpoint.dir"
+            f"{self._file.parent}: another run has started saving here, so this run cannot; stop "
+            "one of the runs, or use another checkpoint.dir"
         )
 
 
@@ -127,12 +127,12 @@ def checked(path: AnyPath, *, run: str | None = None) -> Checkpoint:
     checkpoint = open_checkpoint(path)
     if _STEP.fullmatch(path.name) and step_of(path) != checkpoint.step:
         raise CheckpointError(
-            f"{path}: contains the checkpoint of step {checkpoint.step}; restore the right files, "
+            f"{path} contains the checkpoint of step {checkpoint.step}; restore the right files, "
             f"or rename the folder to step-{checkpoint.step}"
         )
     if run is not None and checkpoint.run != run:
         raise CheckpointError(
-            f"{path}: was written by another run ({checkpoint.run}, not {run}); move it elsewhere, "
+            f"{path} was written by another run ({checkpoint.run}, not {run}); move it elsewhere, "
             "and set checkpoint.resume to its new path to resume from it"
         )
     return checkpoint

@@ -197,7 +197,7 @@ def from_json(text: str, path: AnyPath) -> Index:
         return _parse(text)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: is not a checkpoint index that this version can read ({why_not(error)}); "
+            f"{path} is not a checkpoint index that this version can read ({why_not(error)}); "
             "use another checkpoint"
         ) from error
 
@@ -259,7 +259,7 @@ def _parse(text: str) -> Index:
     for name, tensor in tensors.items():
         num_rows = tensor.whole.num_rows
         if tensor.keys is not None and tensors[tensor.keys].whole.num_rows + 1 != num_rows:
-            _wrong(f"{name}: has {num_rows} rows, but must have one more than {tensor.keys}")
+            _wrong(f"{name} has {num_rows} rows, but must have one more than {tensor.keys}")
     documents = object_of(content["documents"], "documents")
     if not isinstance(content["run"], str):
         _wrong(f"its run is {content['run']!r}, not a string")
@@ -315,7 +315,7 @@ def _tensor_from_json(name: str, value: Mapping[str, Any], files: Mapping[str, i
         if len(piece.crc32) != -(-num_bytes // BLOCK_BYTES):
             _wrong(f"{name}: {piece.place} has a wrong number of checksums, {len(piece.crc32)}")
     if tensor.pieces and tensor.patches:
-        _wrong(f"{name}: has both pieces and patches")
+        _wrong(f"{name} has both pieces and patches")
     places = [part.place for part in (*tensor.pieces, *tensor.patches)]
     if reason := cover_fault(tensor.whole, places):
         _wrong(f"{name}: {reason}")

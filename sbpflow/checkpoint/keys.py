@@ -104,7 +104,7 @@ def key_changes(members: Sequence["Checkpoint"], table: str) -> KeyChanges:
     name = f"tables/{table}"
     last, before, keys = members[-1], members[0].before, members[-1].saved(name).keys
     if before is None or keys is None:
-        raise CheckpointError(f"{last.path}: {name} has no keys, or is not part of a delta")
+        raise CheckpointError(f"{last.path}: {name} has no keys or is not part of a delta")
     own, earlier = last.addresses(keys), before.addresses(keys)
     is_changed = torch.zeros(own.count + 1, dtype=torch.bool)
     for member in members:
@@ -180,8 +180,8 @@ def _read(
         num_missing -= int((~is_old[index]).sum()) * values.shape[1]
     if num_missing:
         raise CheckpointError(
-            f"{checkpoint.path}: {name}: lacks {num_missing} values, whose keys are not in "
-            f"{before.path} either; use another checkpoint"
+            f"{checkpoint.path}: {name} lacks {num_missing} values, and {before.path} does not "
+            "have their keys either; use another checkpoint"
         )
 
 

@@ -50,7 +50,7 @@ def open_checkpoint(path: str | AnyPath) -> "Checkpoint":
         fault = f"has no {INDEX_FILE}" if exists else "does not exist"
         example = folder / "step-1000" if exists else "runs/train/checkpoints/step-1000"
         raise CheckpointError(
-            f"{folder}: {fault}; give the folder of one checkpoint (for example, {example})"
+            f"{folder}: {fault}; give the folder of a checkpoint (for example, {example})"
         ) from error
     except JsonError as error:
         raise CheckpointError(f"{error}; use another checkpoint") from error
@@ -68,22 +68,22 @@ def _open_previous(folder: AnyPath, index: Index, previous: Previous) -> "Checkp
     path = parent / f"step-{previous.step}"
     if previous.step >= index.step:
         raise CheckpointError(
-            f"{folder}: is a delta that continues step {previous.step}, which is not before its "
+            f"{folder} is a delta that continues step {previous.step}, which is not before its "
             "own step; use another checkpoint"
         )
     try:
         before = open_checkpoint(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder}: is a delta that needs {path}; {error}") from error
+        raise CheckpointError(f"{folder} is a delta that needs {path}; {error}") from error
     number = 1 if before.previous is None else before.previous.number + 1
     if (digest_of(before.index), number) != (previous.sha256, previous.number):
         raise CheckpointError(
-            f"{folder}: is a delta, but {path} is not the checkpoint that it continues; restore "
+            f"{folder} is a delta, but {path} is not the checkpoint that it continues; restore "
             "that checkpoint, or use another one"
         )
     if _tables(before, index) != _tables(index, index):
         raise CheckpointError(
-            f"{folder}: does not have the same tables as {path}, which it "
+            f"{folder} does not have the same tables as {path}, which it "
             "continues; use another checkpoint"
         )
     return before
@@ -173,7 +173,7 @@ class Checkpoint:
         none.
         """
         if name not in self.tensors:
-            raise CheckpointError(f"{self.path}: has no tensor {name}")
+            raise CheckpointError(f"{self.path} has no tensor {name}")
         return self.tensors[name]
 
     def read_into(self, name: str, place: Place, out: Tensor) -> None:
@@ -287,7 +287,7 @@ class Checkpoint:
                 raise _unreadable(path, error) from error
             if actual != size:
                 raise CheckpointError(
-                    f"{path}: has {actual:,} bytes instead of {size:,}; use another checkpoint"
+                    f"{path} has {actual:,} bytes instead of {size:,}; use another checkpoint"
                 )
 
     def _values(
@@ -391,4 +391,4 @@ def _within(part: Place, whole: Place) -> tuple[slice, slice]:
 
 def _unreadable(path: AnyPath, error: OSError) -> CheckpointError:
     reason = (error.strerror or str(error)).lower()
-    return CheckpointError(f"{path}: cannot be read ({reason}); use another checkpoint")
+    return CheckpointError(f"{path} cannot be read ({reason}); use another checkpoint")

@@ -58,7 +58,7 @@ def _check_shape(
         shape = (*saved.shape[:1], *shape[1:])
     if saved.column_starts != tensor.column_starts:
         raise CheckpointError(
-            f"{checkpoint.path}: {name}: saved as {_shards(saved.column_starts)}, but this run "
+            f"{checkpoint.path}: {name} was saved as {_shards(saved.column_starts)}, but this run "
             f"has {_shards(tensor.column_starts)}; this state has one value per row and column "
             "shard, so the column shards must be the same; use the layout and row_state of the "
             "saved run, or train with row_state: logical"
@@ -75,8 +75,8 @@ def _check_shape(
             else "use the model of the run that saved it"
         )
         raise CheckpointError(
-            f"{checkpoint.path}: {name}: saved as {list(saved.shape)}, but this run has "
-            f"{list(shape)}; {fix}"
+            f"{checkpoint.path}: {name} was saved with shape {list(saved.shape)}, but has "
+            f"{list(shape)} in this run; {fix}"
         )
 
 
@@ -148,9 +148,9 @@ class _Growing:
         values, saved = rectangle.values, self._checkpoint.tensors[name].whole
         shard = tensor.shard
         if not isinstance(values, StoredRows) or not isinstance(values.store, TrainedRows):
-            raise TypeError(f"{name}: rows of keys must be StoredRows, not {type(values)}")
+            raise TypeError(f"{name}: the rows of keys must be StoredRows, not {type(values)}")
         if shard is None:
-            raise TypeError(f"{name}: has rows on this rank, but no shard")
+            raise TypeError(f"{name} has rows on this rank, but no shard")
         columns = replace(saved, col_start=rectangle.col_start, col_stop=rectangle.col_stop)
         parts = [(slice(0, 1), 0)]  # the shared row
         parts += [(slice(keys.start + 1, keys.stop + 1), row) for keys, row in self._parts]

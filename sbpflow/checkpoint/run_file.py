@@ -59,7 +59,7 @@ def read_run(folder: AnyPath) -> RunFacts | None:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = why_not(error).removeprefix(f"{path}: ")
         raise CheckpointError(
-            f"{path}: cannot be used ({reason}), but it identifies the run of these checkpoints. "
+            f"{path} cannot be used ({reason}), but it identifies the run of these checkpoints. "
             "Restore an undamaged copy; or set checkpoint.resume=never to start over (the "
             f"checkpoints are moved aside); or set another run.dir and checkpoint.resume={folder} "
             "to resume from the newest checkpoint"
@@ -91,12 +91,12 @@ def _from_text(text: str) -> RunFacts:
     content = cast("dict[str, Any]", tree if is_first else tree["content"])
     run = RunFacts(run=content["run"], facts=content["facts"], status=content["status"])
     if run.status not in get_args(Status):
-        raise ValueError(f"status: {run.status!r} is not one of {', '.join(get_args(Status))}")
+        raise ValueError(f"status is {run.status!r}, not one of {', '.join(get_args(Status))}")
     if not _RUN.fullmatch(run.run):
-        raise ValueError(f"run: {run.run!r} is not 12 hexadecimal digits")
+        raise ValueError(f"run is {run.run!r}, not 12 hexadecimal digits")
     facts: dict[str, object] = content["facts"]
     if not facts or not all(isinstance(value, str) for value in facts.values()):
-        raise ValueError("facts: must map strings to strings")
+        raise ValueError("facts must map strings to strings")
     if text != (json.dumps(_content(run)) + "\n" if is_first else _to_text(run)):
         raise ValueError("its checksum does not match: it was changed after it was written")
     return run

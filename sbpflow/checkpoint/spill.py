@@ -57,8 +57,8 @@ class SpillFile:
             count = os.preadv(self._file, [data], extent.offset)
         if count != extent.num_bytes or crc32(data) != extent.crc32:
             raise CheckpointError(
-                f"{self._path}: the disk did not return the bytes written to it; earlier "
-                "checkpoints are unchanged; check the disk, or use another checkpoint.dir"
+                f"{self._path}: the disk did not return the bytes that were written to it; "
+                "earlier checkpoints are unchanged; check the disk, or use another checkpoint.dir"
             )
         return data
 

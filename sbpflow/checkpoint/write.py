@@ -131,8 +131,8 @@ class PieceWriter:
         """Return the piece for the index; all of its bytes must have been written."""
         if self._written != self._num_bytes:
             raise RuntimeError(
-                f"{self._file.path}: only {self._written} of {self._num_bytes} "
-                "bytes of a piece were written"
+                f"only {self._written} of {self._num_bytes} bytes of a piece were written to "
+                f"{self._file.path}"
             )
         return Piece(
             file=self._file.path.name,
@@ -176,6 +176,6 @@ def failed(path: AnyPath, error: OSError) -> CheckpointError:
     """Return the CheckpointError for a file that cannot be written."""
     reason = (error.strerror or str(error)).lower()
     return CheckpointError(
-        f"{path}: cannot be written ({reason}); earlier checkpoints are unchanged; free disk "
+        f"{path} cannot be written ({reason}); earlier checkpoints are unchanged; free disk "
         "space, keep fewer checkpoints (checkpoint.keep), or use another checkpoint.dir"
     )

@@ -60,7 +60,9 @@ def checkpoint(argv: Sequence[str]) -> int:
     elif args.command == "to-keys":
         text = _to_keys(args.path, args.data, args.output)
     else:
-        raise ValueError(f"checkpoint {args.command}; use one of {', '.join(commands.choices)}")
+        raise ValueError(
+            f"checkpoint has no command {args.command}; use one of {', '.join(commands.choices)}"
+        )
     print(text)
     return 0 if good else 1
 

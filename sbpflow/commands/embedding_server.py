@@ -37,7 +37,9 @@ def embedding_server(argv: Sequence[str]) -> int:
     key, addresses, _ = named
     index = _index_of(args.index, len(addresses), key)
     if args.memory_gb is not None and not args.memory_gb > 0:
-        raise ConfigError(f"--memory-gb: {args.memory_gb} is not above 0; use, for example, 64")
+        raise ConfigError(
+            f"--memory-gb must be above 0, got {args.memory_gb}; for example, --memory-gb 64"
+        )
     limit = memory_bytes("cpu") or sys.maxsize if args.memory_gb is None else args.memory_gb * 1e9
     server = make_server(named, int(limit))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s embedding server: %(message)s")
@@ -56,8 +58,8 @@ def _index_of(text: str, count: int, key: str) -> int:
     match = _INDEX.fullmatch(text)
     if match is None or int(match[2]) != count or int(match[1]) >= count:
         raise ConfigError(
-            f"--index: {text!r} is not K/{count} with K below {count}, for the {count} addresses "
-            f"in {key}.addresses; use, for example, 0/{count}"
+            f"--index must be K/{count} with K below {count}, because {key}.addresses lists "
+            f"{count} servers, got {text!r}; for example, --index 0/{count}"
         )
     return int(match[1])
 
@@ -71,8 +73,8 @@ def _listen(address: tuple[str, int], key: str) -> socket.socket:
         listener.bind(place)
     except OSError as error:
         raise ConfigError(
-            f"{key}: cannot listen on {address[0]}:{address[1]} ({error.strerror}); use an address "
-            "of this machine and a free port"
+            f"{key}: this server cannot listen on {address[0]}:{address[1]} ({error.strerror}); "
+            "use an address of this machine and a free port"
         ) from error
     listener.listen(_BACKLOG)
     return listener

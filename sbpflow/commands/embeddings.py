@@ -41,7 +41,7 @@ def embeddings(argv: Sequence[str]) -> int:
     if output.suffix not in _SUFFIXES or output.exists():
         fault = f"must end in {' or '.join(_SUFFIXES)}"
         if output.exists():
-            fault = "already exists; use another path, or remove it first"
+            fault = "already exists; remove it first, or use another path"
         parser.error(f"--output {output}: {fault}")
     checkpoint, config = saved_run(args)
     manifest, feature, keys = source_of(checkpoint, config, args.table)

@@ -85,6 +85,6 @@ def explain(argv: Sequence[str]) -> int:
         ]
         text = format_summary(plan, helps, shards=args.shards, forecast=rows)
     rates = "\n".join(rate_lines(facts["caches"], speed, folder)) if speed else ""
-    parts = (text, rates, growth_text(growth), growing_text(growing))
+    parts = (text, planned and planned.report(), rates, growth_text(growth), growing_text(growing))
     print("\n\n".join(part for part in parts if part))
     return 0

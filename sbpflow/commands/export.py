@@ -107,7 +107,7 @@ def export_to(
     from sbpflow.serving.deltas import BUNDLE_FILE
 
     if (url / BUNDLE_FILE).exists():
-        raise ConfigError(f"--output {url}: already exists; use a new folder")
+        raise ConfigError(f"--output {url} already exists; use a new folder")
     with TemporaryDirectory(prefix="sbpflow-") as name:
         export_model(checkpoint, config, Path(name) / "bundle", **options)
         return [url / name for name in upload(Path(name) / "bundle", url, last=(BUNDLE_FILE,))]
@@ -238,7 +238,7 @@ def _raw_rows(like: "Manifest", growing: "Growing") -> "RawInput | None":
     if content is None:
         if growing:
             raise ConfigError(
-                f"{next(iter(growing))}: is a growing field, but the set was generated and has no "
+                f"{next(iter(growing))} is a growing field, but the set was generated and has no "
                 f"original text, so a bundle cannot compute keys; {HOW_TO_HAVE_VALUES}"
             )
         return None

@@ -108,8 +108,8 @@ def _check_no_bundle(key: str, folder: Path) -> None:
 
     if (folder / BUNDLE_FILE).is_file():
         raise ConfigError(
-            f"{key}: {folder} is a bundle, and servers would not load the exports step-N in it; "
-            f"use another folder, such as {folder}-live"
+            f"{key}: {folder} is a bundle, and servers would not load exports step-N from it; use "
+            f"another folder, such as {folder}-live"
         )
 
 

@@ -21,7 +21,7 @@ def local_servers(path: Path, overrides: Sequence[str], count: int) -> Generator
     The servers listen on loopback and exit when the context or this process ends.
     """
     if count < 1:
-        raise ConfigError(f"--servers: {count} servers; use 1 or more (for example, --servers 2)")
+        raise ConfigError(f"--servers must be 1 or more, got {count}; for example, --servers 2")
     from sbpflow.config.load import load_config
     from sbpflow.models.registry import MODELS
 
@@ -29,14 +29,15 @@ def local_servers(path: Path, overrides: Sequence[str], count: int) -> Generator
     patterns = [pattern for pattern, rule in rules.items() if rule.kind == "servers"]
     if not patterns:
         raise ConfigError(
-            f"--servers: {count}, but no rule of parallel.storage has kind: servers; remove "
-            "it, or add, for example, 'parallel.storage={\"*.C1\": {kind: servers, cache: 10%}}'"
+            f"--servers is {count}, but no rule of parallel.storage has kind: servers; remove "
+            '--servers, or add such a rule (for example, \'parallel.storage={"*.C1": {kind: '
+            "servers, cache: 10%}}')"
         )
     for pattern in patterns:
         if rules[pattern].addresses is not None:
             raise ConfigError(
-                f"--servers: {count} with parallel.storage.{pattern}.addresses, which lists "
-                "servers that are already running; remove one of them"
+                f"--servers {count} cannot be combined with parallel.storage.{pattern}.addresses, "
+                "which lists servers that are already running; remove one of the two"
             )
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sbpflow-")))

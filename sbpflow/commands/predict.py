@@ -121,8 +121,8 @@ def _predict_as_tasks(
     engine_name = f"--engine {args.engine}"
     if not scoring.is_folder:
         raise ConfigError(
-            f"{engine_name}: --output must be a folder, without a suffix, got {scoring.output}; "
-            f"for example, --output {scoring.output.with_suffix('')}"
+            f"--output must be a folder, without a suffix, with {engine_name}, got "
+            f"{scoring.output}; for example, --output {scoring.output.with_suffix('')}"
         )
     if world_size_of_environment() > 1:
         raise ConfigError(

@@ -16,7 +16,10 @@ def add_model(
     """Add the arguments. ``name`` is an option, or a positional argument without dashes."""
     add = parser.add_argument
     options: dict[str, Any] = {"required": required} if name.startswith("-") else {}
-    text = "a checkpoint, or a run folder, whose best (or else newest good) checkpoint is used"
+    text = (
+        "a checkpoint, or a run folder (its best checkpoint is used, or else its newest "
+        "undamaged one)"
+    )
     add(name, type=any_path, metavar="DIR", help=text, **options)
     which = parser.add_mutually_exclusive_group()
     for name, text in (("best", "best checkpoint by val"), ("last", "newest good checkpoint")):
@@ -29,7 +32,10 @@ def add_model(
         )
     text = "class of a custom model, which is imported only if this option names it"
     add("--model", metavar="package.module:Class", help=text)
-    text = "class of a custom table optimizer, imported only if named; repeat for each class"
+    text = (
+        "class of a custom table optimizer, which is imported only if this option names it; "
+        "repeat for each class"
+    )
     add("--optimizer", metavar="package.module:Class", action="append", default=[], help=text)
     text = "override of a key of the run, such as data.batch_size=4096"
     add("overrides", nargs="*", metavar="key=value", help=text)

@@ -18,7 +18,9 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         prog="sbpflow serve", description="Answer HTTP requests with the scores of exported models."
     )
     add = parser.add_argument
-    text = "folder of an exported model; with several models, name each (the first is the default)"
+    text = (
+        "folder of an exported model; with several models, name each one (the first is the default)"
+    )
     add("models", nargs="+", metavar="[NAME=]DIR", help=text)
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=8000, help="port, or 0 for any free port (default 8000)")
@@ -54,9 +56,11 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     for name in ("workers", "max_body_bytes", "max_rows", "batch_rows", "poll_seconds"):
         if not getattr(args, name) > 0:
             key = name.replace("_", "-")
-            raise ConfigError(f"--{key}: {getattr(args, name)} is not above 0; use 1 or more")
+            raise ConfigError(
+                f"--{key} must be above 0, got {getattr(args, name)}; for example, --{key} 1"
+            )
     if args.port not in range(1 << 16):
-        raise ConfigError(f"--port: {args.port} is not a port; use 0 to 65535")
+        raise ConfigError(f"--port must be between 0 and 65535, got {args.port}")
     return args
 
 
@@ -72,11 +76,14 @@ def folders_of(models: Sequence[str]) -> dict[str, Path]:
         name = name if given else folder.resolve().name
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{text}: {name!r} cannot be used in a path; use only letters, digits, and "
-                f"the characters ._- as in main={folder}"
+                f"{text}: {name!r} cannot be part of a path; use only letters, digits, and the "
+                f"characters ._- (for example, main={folder})"
             )
         if name in folders:
-            raise ConfigError(f"{text}: the name {name!r} is used twice; use NAME=DIR")
+            raise ConfigError(
+                f"{text}: the name {name!r} is used twice; name each model differently, as in "
+                "NAME=DIR"
+            )
         folders[name] = folder
     return folders
 
@@ -87,7 +94,7 @@ def serve(argv: Sequence[str]) -> int:
     folders = folders_of(args.models)
     if args.shadow is not None and args.shadow not in list(folders)[1:]:
         others = " or ".join(list(folders)[1:]) or "a second model, as in a=DIR b=DIR --shadow b"
-        raise ConfigError(f"--shadow: {args.shadow!r} does not name a second model; use {others}")
+        raise ConfigError(f"--shadow must name a second model, got {args.shadow!r}; use {others}")
     try:
         from sbpflow.serving.app import Limits
         from sbpflow.serving.server import Settings, run_server

@@ -52,9 +52,9 @@ class CheckpointConfig:
         bool | Metric,
         Key(
             "execution",
-            "Keep the checkpoint with the best value of a metric on val, and end the run "
-            "with the weights of this checkpoint. With true, the metric is "
-            "train.stop.metric, or AUC without train.stop. train.stop implies keep_best.",
+            "Keep the checkpoint with the best value of a metric on val, and end the run with "
+            "the weights of this checkpoint. With true, the metric is train.stop.metric if "
+            "train.stop is set, and AUC otherwise. train.stop implies keep_best.",
         ),
     ] = False
     background: Annotated[

@@ -45,8 +45,8 @@ def check(
     ):
         if value and device_type != "cuda":
             raise ConfigError(
-                f"parallel.{key}: {show(value)} on {device_type}, {reason}; remove it, or use "
-                "parallel.device: cuda"
+                f"parallel.{key}: {show(value)} is not supported on {device_type}, {reason}; "
+                "remove it, or use parallel.device: cuda"
             )
     layouts = resolve_table_layouts(
         parallel, tables, schemes, world_size, device_type, planned, hosts
@@ -54,8 +54,9 @@ def check(
     for name, given in layouts.items():
         if parallel.row_buffer_fraction is not None and is_two_level(given.layout):
             raise ConfigError(
-                f"parallel.row_buffer_fraction: {parallel.row_buffer_fraction} with {given.layout} "
-                f"of {name}, whose two rounds of ids need exact counts; remove it, or use sbp: S(0)"
+                f"parallel.row_buffer_fraction: {parallel.row_buffer_fraction} does not support "
+                f"{given.layout} of {name}, whose two rounds of ids need exact counts; remove it, "
+                "or use sbp: S(0)"
             )
     return layouts
 
@@ -105,7 +106,7 @@ def data_path(config: Config) -> AnyPath:
     """Return ``data.path``; raise ConfigError if it is missing or is neither a folder nor a URL."""
     path = config.data.path
     if path is None:
-        raise ConfigError(f"data.path: not given; use data.path=DIR; {HOW_TO_MAKE_DATA}")
+        raise ConfigError(f"data.path is not given; use data.path=DIR; {HOW_TO_MAKE_DATA}")
     if isinstance(path, Path) and (problem := data_folder_problem(path)):
         raise ConfigError(problem)
     return path

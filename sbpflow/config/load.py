@@ -77,7 +77,7 @@ def config_from_tree(
     _apply_all(saved, overrides, lambda tree: _import_optimizers(tree, own_optimizers))
     if unused := set(own_optimizers) - {own for _, own in _own_optimizers(saved)}:
         names = ", ".join(sorted(unused))
-        raise ConfigError(f"--optimizer: no table uses {names}; remove the unused names")
+        raise ConfigError(f"--optimizer: no table uses {names}; remove these names")
     known, name = dict(models), _mapping(saved.get("model")).get("name")
     if isinstance(name, str) and name not in known:
         if own_model != name:
@@ -87,7 +87,9 @@ def config_from_tree(
             )
         known[name] = import_model(name)
     elif own_model is not None:
-        raise ConfigError(f"--model: {own_model}, but the saved model is {name!r}; remove --model")
+        raise ConfigError(
+            f"--model is {own_model}, but the saved model is {name!r}; remove --model"
+        )
     return build(Config, saved, {"model": known})
 
 
@@ -117,7 +119,7 @@ def import_model(name: str) -> type[Any]:
     if not tagged or not callable(getattr(kind, "spec", None)):
         raise ConfigError(
             f"model.name: {name} is not a model configuration; it must be a dataclass with a "
-            "field name: str and a method spec(fields), as in examples/"
+            "field `name: str` and a method `spec(fields)`, as in examples/"
         )
     return kind
 
@@ -216,11 +218,14 @@ def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: is a {type(tree).__name__}, not groups such as 'run: {{...}}'")
+        raise ConfigError(
+            f"{path} must contain groups such as 'run: {{...}}', but it contains a "
+            f"{type(tree).__name__}"
+        )
     return tree
 
 
@@ -258,7 +263,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     """Write one ``key=value`` into the raw tree; ``build`` checks the key and value later."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip(". "):
-        raise ConfigError(f"{brief(override)}: write key=value, such as run.seed=7")
+        raise ConfigError(
+            f"{brief(override)} is not a setting; write key=value, such as run.seed=7"
+        )
     try:
         value = load_yaml(text)
     except ConfigError as error:
@@ -271,7 +278,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             child = node[name] = {}
         if not isinstance(child, dict):
             owner = ".".join(path[: depth + 1])
-            raise ConfigError(f"{key}: {owner} is the value {brief(child)}, not a group of keys")
+            raise ConfigError(
+                f"{key}: {owner} has the value {brief(child)} and is not a group of keys"
+            )
         node = child
     node.pop(path[-1], None)  # a new pattern of parallel.tables must come last to take precedence
     node[path[-1]] = value

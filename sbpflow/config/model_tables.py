@@ -65,7 +65,7 @@ class FieldRule:
     def __post_init__(self) -> None:
         if self.vocabulary == "fitted" and (given := _growth_keys(self)):
             raise ConfigError(
-                f"{given[0]}: has no effect with vocabulary: fitted; remove it, or use vocabulary: "
+                f"{given[0]} has no effect with vocabulary: fitted; remove it, or use vocabulary: "
                 "dynamic"
             )
 
@@ -126,25 +126,25 @@ def growth_of(rules: TableRules | None, field: str, *, keyed: bool) -> Growth | 
     example = f"{{vocabulary: dynamic, evict: {{max_rows: {16 * MIN_ROWS}}}}}"
     if keyed and not growing:
         raise ConfigError(
-            f"{key}: the data has 64-bit keys for this field, whose rows are assigned during "
-            f"training; use, for example, {key}: {example}"
+            f"{key}: the data has 64-bit keys for this field, and training assigns rows to the "
+            f"keys; use, for example, {key}: {example}"
         )
     if growing and not keyed:
         raise ConfigError(
-            f"{key}.vocabulary: dynamic, but the data has ids of a fitted vocabulary; prepare the "
-            f"data with `--keys {field}`, or use {key}.vocabulary: fitted"
+            f"{key}.vocabulary is dynamic, but the data has ids of a fitted vocabulary; prepare "
+            f"the data with `--keys {field}`, or use {key}.vocabulary: fitted"
         )
     settings = {name: given[name] for name in _GROWTH if name in given}
     if not growing:
         if settings and "vocabulary" not in given:
             raise ConfigError(
-                f"{key}.{min(settings)}: has no effect without vocabulary: dynamic; add that "
-                f"setting, or remove {min(settings)}"
+                f"{key}.{min(settings)} has no effect without vocabulary: dynamic; add "
+                f"vocabulary: dynamic, or remove {min(settings)}"
             )
         return None
     if "evict" not in settings:
         raise ConfigError(
-            f"{key}.evict: not given, but a growing table needs a row limit; use, for example, "
+            f"{key}.evict is not given, but a growing table needs a row limit; use, for example, "
             f"evict: {{max_rows: {16 * MIN_ROWS}}}"
         )
     return Growth(**settings)
@@ -177,4 +177,4 @@ def check_matches(key: str, patterns: Iterable[str], names: Iterable[str], kind:
         if not any(fnmatchcase(name, pattern) for name in known):
             near = difflib.get_close_matches(pattern, known, 3, cutoff=0.5) or known[:5]
             hint = f"did you mean {' or '.join(near)}?" if near else f"there is no {kind}"
-            raise ConfigError(f"{key}.{pattern}: matches no {kind}; {hint}")
+            raise ConfigError(f"{key}.{pattern} matches no {kind}; {hint}")

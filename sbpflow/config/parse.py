@@ -103,7 +103,7 @@ class _UnknownKeyError(ConfigError):
         """
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:
-            return f"{self.key}: was renamed to {current}; write {_join(group, current)}"
+            return f"{self.key} was renamed to {current}; write {_join(group, current)}"
         near = [_join(group, match) for match in difflib.get_close_matches(name, self.siblings, 3)]
         if not near:
             leaves = {key.rpartition(".")[2] for key in all_keys}
@@ -135,7 +135,9 @@ def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxy
     for name, field in fields.items():
         if name not in values and field.default is MISSING and field.default_factory is MISSING:
             example = show(_example(field, hints[name]))
-            raise ConfigError(f"{_join(key, name)}: not given; use, for example, {name}: {example}")
+            raise ConfigError(
+                f"{_join(key, name)} is not given; use, for example, {name}: {example}"
+            )
     try:
         return cls(**values)
     except ConfigError as error:
@@ -187,11 +189,11 @@ def _parse_marked(value: object, args: tuple[Any, ...], key: str, example: objec
         return None
     for mark in args[1:]:
         if isinstance(mark, Range) and not mark.holds(parsed):
-            raise ConfigError(f"{key}: {brief(value)} is not {mark}{_eg(key, example)}")
+            raise ConfigError(f"{key} must be {mark}, got {brief(value)}{_eg(key, example)}")
         if isinstance(mark, MaxEntries) and len(parsed) > mark.count:
             raise ConfigError(
-                f"{key}: the list has {len(parsed):,} entries; use at most "
-                f"{mark.count}{_eg(key, example)}"
+                f"{key}: the list has {len(parsed):,} entries, but at most {mark.count} are "
+                f"supported{_eg(key, example)}"
             )
         if isinstance(mark, PathOr) and parsed not in mark.words:
             parsed = str(_parse_path(parsed, key, example, any_path if mark.urls else local_path))
@@ -238,7 +240,7 @@ def _parse_tagged(
     name: object = value.get("name", default)
     if name is None:
         raise ConfigError(
-            f"{key}.name: not given; use one of {', '.join(by_name)} (for example, name: "
+            f"{key}.name is not given; use one of {', '.join(by_name)} (for example, name: "
             f"{next(iter(by_name))})"
         )
     if not isinstance(name, str) or name not in by_name:
@@ -251,8 +253,8 @@ def _parse_tagged(
         users = [tag for tag, kind in by_name.items() if other in _fields(kind)]
         if users and name not in users:
             raise ConfigError(
-                f"{key}.{other}: {name} has no such setting (only {', '.join(users)}); remove it, "
-                f"or give the whole group (for example, {key}: {show(by_name[name]())})"
+                f"{key}.{other} is a setting of {', '.join(users)}, not of {name}; remove it, or "
+                f"give the whole group (for example, {key}: {show(by_name[name]())})"
             )
     kind = by_name[name]
     if name == _tag(kind):
@@ -282,8 +284,8 @@ def _parse_tuple(value: object, kind: Any, key: str, example: object) -> tuple[A
     items = typing.cast("Sequence[object]", value)
     if len(items) > MAX_ENTRIES:
         raise ConfigError(
-            f"{key}: the list has {len(items):,} entries; use at most "
-            f"{MAX_ENTRIES:,}{_eg(key, example)}"
+            f"{key}: the list has {len(items):,} entries, but at most {MAX_ENTRIES:,} are "
+            f"supported{_eg(key, example)}"
         )
     kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
     if len(items) != len(kinds):
@@ -299,8 +301,8 @@ def _parse_mapping(value: object, kind: Any, key: str, example: object) -> dict[
         _refuse(key, value, "a group of keys", example)
     if len(value) > MAX_ENTRIES:
         raise ConfigError(
-            f"{key}: the group has {len(value):,} keys; use at most {MAX_ENTRIES:,}, and patterns "
-            "that match several names"
+            f"{key}: the group has {len(value):,} keys, but at most {MAX_ENTRIES:,} are "
+            "supported; use patterns that match several names"
         )
     return {str(name): parse(item, kind, f"{key}.{name}", None) for name, item in value.items()}
 
@@ -369,9 +371,9 @@ def _kind_name(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"
     if origin is tuple and args[-1] is Ellipsis:
-        return f"a list, each entry {_kind_name(args[0])}"
+        return f"a list in which each entry is {_kind_name(args[0])}"
     if origin is tuple:
-        return f"a list of {len(args)}, each {_kind_name(args[0])}"
+        return f"a list of {len(args)} entries, each of which is {_kind_name(args[0])}"
     return _NAMES.get(kind, "a group of keys")
 
 

@@ -92,8 +92,8 @@ class DataConfig:
         Literal["runs", "blocks", "rows", "none"],
         Key(
             "results",
-            "What is shuffled in an epoch: runs of 16 rows, blocks of 4,096 rows, single "
-            "rows, or nothing (none).",
+            "What is shuffled in an epoch: runs of 16 rows, blocks of 4,096 rows, single rows, "
+            "or nothing (none).",
         ),
     ] = "runs"
     tail: Annotated[
@@ -104,8 +104,8 @@ class DataConfig:
         OutOfRange,
         Key(
             "results",
-            "What to do with IDs outside the table: raise an error, use the nearest row, or"
-            " use a row selected by a hash of the ID. Replaced IDs are counted.",
+            "What to do with IDs outside the table: raise an error, use the nearest row (clamp), "
+            "or use a row selected by a hash of the ID. Replaced IDs are counted.",
         ),
     ] = "error"
 
@@ -381,13 +381,13 @@ class TrainConfig:
         for key, given in (("stop", self.stop), ("plateau", self.plateau)):
             if given is not None and not self.eval_every:
                 raise ConfigError(
-                    f"train.{key}: needs evaluations of val during training, but eval_every is 0; "
+                    f"train.{key} needs evaluations of val during training, but eval_every is 0; "
                     "use, for example, train.eval_every: 1000"
                 )
         if len(set(self.trackers)) < len(self.trackers):
             raise ConfigError(
-                f"train.trackers: {list(self.trackers)} names a tracker twice; use, for example, "
-                f"{list(dict.fromkeys(self.trackers))}"
+                f"train.trackers: {list(self.trackers)} contains a tracker twice; use, for "
+                f"example, {list(dict.fromkeys(self.trackers))}"
             )
         if self.profile is not None and self.profile[1] < self.profile[0]:
             raise ConfigError(
@@ -436,38 +436,38 @@ class Config:
     def __post_init__(self) -> None:
         if self.export is not None and not self.checkpoint.every:
             raise ConfigError(
-                "export.dir: the run exports its checkpoints, but checkpoint.every is 0, so "
-                "nothing is saved; use, for example, checkpoint.every: 1000"
+                "export.dir: the run is to export its checkpoints, but it saves none, because "
+                "checkpoint.every is 0; use, for example, checkpoint.every: 1000"
             )
         if self.export is not None and self.export.deltas and not self.checkpoint.deltas:
             raise ConfigError(
-                f"export.deltas: {self.export.deltas}, but checkpoint.deltas is 0, so the run "
+                f"export.deltas is {self.export.deltas}, but checkpoint.deltas is 0, so the run "
                 "does not know which rows have changed; use checkpoint.deltas: "
-                f"{self.export.deltas}, or export.deltas: 0 for bundles only"
+                f"{self.export.deltas}, or, to write only bundles, export.deltas: 0"
             )
         keep, stop = self.checkpoint.keep_best, self.train.stop
         if stop is not None and keep not in (True, False, stop.metric):
             raise ConfigError(
-                f"checkpoint.keep_best: {keep}, but train.stop.metric is {stop.metric}; both must "
-                "watch the same metric; use, for example, checkpoint.keep_best: true"
+                f"checkpoint.keep_best is {keep}, but train.stop.metric is {stop.metric}; both "
+                "must watch the same metric; use, for example, checkpoint.keep_best: true"
             )
         if self.best_metric is not None and not self.checkpoint.every:
             key = "checkpoint.keep_best" if stop is None else "train.stop"
             raise ConfigError(
-                f"{key}: the run ends with its best weights, which it reads from a checkpoint, but "
-                f"checkpoint.every is 0, so nothing is saved; use, for example, checkpoint.every: "
-                f"1000, or remove {key}"
+                f"{key}: the run ends with its best weights, which it reads from a checkpoint, "
+                "but it saves none, because checkpoint.every is 0; use, for example, "
+                f"checkpoint.every: 1000, or remove {key}"
             )
         if keep and not self.train.eval_every:
             raise ConfigError(
-                "checkpoint.keep_best: needs evaluations of val during training, but "
+                "checkpoint.keep_best needs evaluations of val during training, but "
                 "train.eval_every is 0; use, for example, train.eval_every: 1000"
             )
         if self.parallel.cuda_graph and self.train.accumulate > 1:
             raise ConfigError(
-                f"parallel.cuda_graph: true with train.accumulate: {self.train.accumulate}, but a "
-                "graph computes the gradients of one batch only; use train.accumulate=1 and a "
-                "larger data.batch_size, or remove cuda_graph"
+                "parallel.cuda_graph: true cannot be combined with train.accumulate: "
+                f"{self.train.accumulate}, because a graph computes the gradients of one batch "
+                "only; use train.accumulate=1 and a larger data.batch_size, or remove cuda_graph"
             )
         if self.train.plateau is not None:
             self.optimizer.refuse_one_rate("train.plateau")

@@ -13,7 +13,7 @@ from sbpflow.runtime.fields.keys import Key
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _CACHE = re.compile(rf"(\d+(?:\.\d+)?)\s*(%|{'|'.join(_UNITS)})")
-_EXAMPLES = 'for example 10% or "4 GB"'
+_EXAMPLES = 'for example, 10% or "4 GB"'
 
 
 def num_bytes_of(key: str, text: str, example: str) -> int:
@@ -72,16 +72,21 @@ class StorageRule:
         """Raise ConfigError if the keys contradict each other."""
         self._check_servers(key)
         if self.path is not None and self.kind != "file":
-            raise ConfigError(f"{key}.path: {self.path} with kind: {self.kind}; use kind: file")
+            raise ConfigError(
+                f"{key}.path: {self.path} has no effect with kind: {self.kind}; use kind: file, "
+                "or remove path"
+            )
         if self.kind == "device":
             if self.cache is not None:
                 raise ConfigError(
-                    f"{key}.cache: {self.cache} with kind: device, which stores all rows on the "
-                    "device; remove cache, or use kind: file"
+                    f"{key}.cache: {self.cache} has no effect with kind: device, which stores all "
+                    "rows on the device; use kind: file, or remove cache"
                 )
             return
         if self.cache is None:
-            raise ConfigError(f"{key}.cache: not given for kind: {self.kind}; {_EXAMPLES}")
+            raise ConfigError(
+                f"{key}.cache is not given, but kind: {self.kind} needs a cache; {_EXAMPLES}"
+            )
         number, unit = self._parsed(key)
         if not 0 < number <= (100 if unit == "%" else float("inf")):
             raise ConfigError(
@@ -91,20 +96,23 @@ class StorageRule:
     def _check_servers(self, key: str) -> None:
         for name, value in (("addresses", self.addresses), ("secret_file", self.secret_file)):
             if value is not None and self.kind != "servers":
-                raise ConfigError(f"{key}.{name}: given with kind: {self.kind}; use kind: servers")
+                raise ConfigError(
+                    f"{key}.{name} has no effect with kind: {self.kind}; use kind: servers, or "
+                    f"remove {name}"
+                )
         if self.addresses is None:
             return
         if not self.addresses or len(set(self.addresses)) < len(self.addresses):
             raise ConfigError(
-                f"{key}.addresses: {list(self.addresses)}; list one or more addresses, each once, "
-                "such as [10.0.0.1:7070, 10.0.0.2:7070]"
+                f"{key}.addresses must list one or more addresses, each once, such as "
+                f"[10.0.0.1:7070, 10.0.0.2:7070], got {list(self.addresses)}"
             )
         for address in self.addresses:
             split_address(address, f"{key}.addresses")
         if self.secret_file is None:
             raise ConfigError(
-                f"{key}.secret_file: not given for addresses; use a file with the secret of the "
-                "servers, such as /etc/sbpflow/secret"
+                f"{key}.secret_file is not given, but addresses needs it; use a file with the "
+                "secret of the servers, such as /etc/sbpflow/secret"
             )
 
     def share(self, key: str, num_bytes: float) -> float:
@@ -131,8 +139,8 @@ def split_address(address: str, key: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(
-            f"{key}: {address!r} is not host:port with a port from 1 to 65535; use, for example, "
-            "10.0.0.1:7070"
+            f"{key}: {address!r} does not have the form host:port with a port from 1 to 65535; "
+            "use, for example, 10.0.0.1:7070"
         )
     return host, int(port)
 
@@ -150,8 +158,8 @@ def server_rule(rules: Mapping[str, StorageRule]) -> tuple[str, StorageRule] | N
         for name in ("addresses", "secret_file"):
             if getattr(rule, name) != getattr(first, name):
                 raise ConfigError(
-                    f"{key}.{name}: differs from {first_key}.{name}; all tables use the same "
-                    "servers, so give the same value"
+                    f"{key}.{name} differs from {first_key}.{name}, but all tables use the same "
+                    "servers; give both the same value"
                 )
     return server_rules[0] if server_rules else None
 
@@ -175,7 +183,7 @@ def named_servers(rules: Mapping[str, StorageRule]) -> NamedServers:
     key, rule = keyed_rule
     if rule.addresses is None or rule.secret_file is None:
         raise ConfigError(
-            f"{key}.addresses: not given for kind: servers; list the servers, such as "
+            f"{key}.addresses is not given, but kind: servers needs it; list the servers, such as "
             "[10.0.0.1:7070], or start servers with `sbpflow train -n 2 --servers 2`"
         )
     places = tuple(split_address(address, f"{key}.addresses") for address in rule.addresses)

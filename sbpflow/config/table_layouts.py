@@ -60,7 +60,9 @@ def _dense_layout(
             f"{key}: {brief(text)} does not fit {name} {list(shape)}: {error}"
         ) from error
     if isinstance(layout.nd_sbp[0], Partial):
-        raise ConfigError(f"{key}: {text} is not a parameter layout; {name} supports {legal}")
+        raise ConfigError(
+            f"{key}: {text} cannot be the layout of a parameter; {name} supports {legal}"
+        )
     return layout
 
 
@@ -118,7 +120,7 @@ def _rule_of(
             f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
         )
     raise ConfigError(
-        f"parallel.scheme: {scheme or 'not given'}, and no pattern of parallel.tables matches "
+        f"parallel.scheme is {scheme or 'not given'}, and no pattern of parallel.tables matches "
         f"{name}; set parallel.scheme to one of {', '.join(get_args(Scheme))}, or add "
         f"parallel.tables: {{{name}: {{sbp: S(0)}}}}"
     )
@@ -154,8 +156,8 @@ def _fit(
     if isinstance(sbps[0], Broadcast) and placement.size not in (1, world_size):
         ranks = list(placement.ranks)
         raise ConfigError(
-            f"{key} ({name}): B on ranks {ranks} of {world_size}; B needs all ranks or a single "
-            f"one: remove ranks, or use ranks: [{ranks[0]}]"
+            f"{key} ({name}): B needs either all {world_size} ranks or a single one, got {ranks}; "
+            f"remove the key ranks, or use ranks: [{ranks[0]}]"
         )
     if rule.splits_rows_twice:
         _check_hosts(f"{key}.ranks ({name})", placement, world_size, hosts)
@@ -163,7 +165,7 @@ def _fit(
     legal = legal_exchanges(layout, world_size)
     if rule.exchange is not None and rule.exchange not in legal:
         raise ConfigError(
-            f"{key}.exchange: {rule.exchange} does not support {rule.sbp} of {name} on "
+            f"{key}.exchange: {rule.exchange} does not support {rule.sbp} for {name} on "
             f"{placement.size} of {world_size} ranks; use {' or '.join(legal)}"
         )
     return TableLayout(
@@ -182,14 +184,14 @@ def _check_hosts(key: str, grid: Placement, world_size: int, hosts: Hosts | None
     shown = [list(host) for host in hosts or ()]
     if grid.size != world_size:
         raise ConfigError(
-            f"{key}: {grid} has {grid.size} of {world_size} ranks; (S(0), S(0)) uses all ranks: "
-            "remove ranks to use the hosts of the run"
+            f"{key}: (S(0), S(0)) needs all {world_size} ranks, but {grid} has {grid.size}; "
+            "remove the key ranks to use the hosts of the run"
         )
     for row in grid.axis_groups(1):
         if len({host_of.get(rank) for rank in row}) > 1:
             raise ConfigError(
                 f"{key}: {grid} has ranks {list(row)} in one row, but they are on different hosts "
-                f"({shown}); remove ranks to use the hosts of the run"
+                f"({shown}); remove the key ranks to use the hosts of the run"
             )
 
 
@@ -203,9 +205,10 @@ def _fit_axis(
     sizes = rule.axis_sizes(axis)
     if sbp.dim == 1 and sizes is None and length < num_ranks:
         raise ConfigError(
-            f"{key} ({name}): S(1) needs a column for each of {num_ranks} ranks, but {name} has "
-            f"{length}; use S(0), {length} rank{'s' * (length > 1)}, explicit sizes, or a "
-            f"table with at least {num_ranks} columns"
+            f"{key} ({name}): S(1) needs at least one column for each of {num_ranks} ranks, but "
+            f"{name} has {length} column{'s' * (length > 1)}; use S(0), {length} "
+            f"rank{'s' * (length > 1)}, explicit sizes, or a table with at least {num_ranks} "
+            "columns"
         )
     fit = f"use, for example, {list(balanced_sizes(length, num_ranks))}"
     if sizes is None:
@@ -216,7 +219,7 @@ def _fit_axis(
         )
     if sum(sizes) != length:
         raise ConfigError(
-            f"{key}.sizes: {list(sizes)} sum to {sum(sizes)}, but {name} has {length} "
+            f"{key}.sizes: {list(sizes)} adds up to {sum(sizes)}, but {name} has {length} "
             f"{('rows', 'columns')[sbp.dim]}; {fit}"
         )
     return Split(sbp.dim, sizes)

@@ -84,36 +84,39 @@ class TableRule:
         sbps = self.parsed(key)
         if self.exchange not in (None, *exchange_names()):
             raise ConfigError(
-                f"{key}.exchange: {brief(self.exchange)}; use {', '.join(exchange_names())}"
+                f"{key}.exchange must be one of {', '.join(exchange_names())}, got "
+                f"{brief(self.exchange)}"
             )
         placement = self.placement(key, "cpu", 1)
         if self.sizes is None:
             return
         if self.splits_rows_twice:
             raise ConfigError(
-                f"{key}.sizes: {self.sbp} splits rows evenly over hosts and ranks; remove sizes, "
-                "or use sbp: S(0)"
+                f"{key}.sizes: {self.sbp} splits rows evenly over hosts and ranks and takes no "
+                "sizes; remove sizes, or use sbp: S(0)"
             )
         if not isinstance(sbps[0], Split):
             raise ConfigError(
-                f"{key}.sizes: {sbps[0]} does not split the table; remove sizes, or use S(0)"
+                f"{key}.sizes: {sbps[0]} does not split the table and takes no sizes; remove "
+                "sizes, or use sbp: S(0)"
             )
         if len(sbps) == 1 and any(isinstance(size, tuple) for size in self.sizes):
             raise ConfigError(
-                f"{key}.sizes: {self.sbp} has one axis; use, for example, sizes: [60, 40]"
+                f"{key}.sizes: {self.sbp} has one axis and takes one list; use, for example, "
+                "sizes: [60, 40]"
             )
         lists = [size for size in self.sizes if isinstance(size, tuple)]
         if len(sbps) == 2 and (len(lists) != 2 or len(self.sizes) != 2):
             raise ConfigError(
-                f"{key}.sizes: {self.sbp} takes row sizes and column sizes; use, for example, "
-                "sizes: [[60, 40], [8, 8]]"
+                f"{key}.sizes: {self.sbp} takes a list of row sizes and a list of column sizes; "
+                "use, for example, sizes: [[60, 40], [8, 8]]"
             )
         for axis, num_ranks in enumerate(placement.shape):
             sizes = self.axis_sizes(axis) or ()
             if self.ranks is not None and len(sizes) != num_ranks:
                 raise ConfigError(
-                    f"{key}.sizes: {len(sizes)} sizes {list(sizes)} for {num_ranks} ranks along "
-                    f"axis {axis} of {placement}; give one size per rank"
+                    f"{key}.sizes: {list(sizes)} has {len(sizes)} sizes, but axis {axis} of "
+                    f"{placement} has {num_ranks} ranks; give one size per rank"
                 )
 
     @property
@@ -126,7 +129,7 @@ class TableRule:
 
         B, S(0), or S(1) on a list of ranks; (S(0), S(1)) or (S(0), S(0)) on a grid.
         """
-        accepted = "use B, S(0) or S(1) for a table, or (S(0), S(1)) or (S(0), S(0)) on a grid"
+        accepted = "use B, S(0), or S(1) for a table, or (S(0), S(1)) or (S(0), S(0)) on a grid"
         try:
             nd_sbp = parse_nd_sbp(self.sbp)
         except SbpError as error:
@@ -159,7 +162,9 @@ class TableRule:
             return Placement.line(device_type, world_size)
         example = "[0, 1]" if axes == 1 else "[[0, 1], [2, 3]]"
         if ranks is None:
-            raise ConfigError(f"{key}.ranks: not given; {self.sbp} needs a grid such as {example}")
+            raise ConfigError(
+                f"{key}.ranks is not given, but {self.sbp} needs a grid such as {example}"
+            )
         try:
             placement = Placement.of(device_type, ranks)
         except SbpError as error:
@@ -250,8 +255,8 @@ class ParallelConfig:
         Example({"*.weight": "S(0)"}),
         Key(
             "execution",
-            "Layouts of dense parameters over all ranks, by pattern of parameter names; B "
-            "if no pattern matches. Weights are [outputs, inputs]: S(0) with bias S(0) is "
+            "Layouts of dense parameters over all ranks, by pattern of parameter names; the "
+            "default is B. Weights are [outputs, inputs]: S(0) with bias S(0) is "
             "column-parallel, and S(1) is row-parallel.",
         ),
     ] = field(default_factory=dict[str, str])
@@ -266,7 +271,7 @@ class ParallelConfig:
     kernels: Annotated[
         Mapping[str, KernelRequest],
         Example({"*.C1": "torch"}),
-        Key("execution", "Kernels by pattern of table names, instead of parallel.kernel."),
+        Key("execution", "Kernels, by pattern of table names, used instead of parallel.kernel."),
     ] = field(default_factory=dict[str, KernelRequest])
     dtype: Annotated[Dtype, Key("results", "Number format of the arithmetic.")] = "float32"
     tf32: Annotated[
@@ -342,21 +347,23 @@ class ParallelConfig:
         server_rule(self.storage)
         if self.plan is not None and self.scheme is not None:
             raise ConfigError(
-                f"parallel.plan: {self.plan} with parallel.scheme: {self.scheme}; both lay out all "
-                "tables: remove one (for example, parallel.scheme=null)"
+                f"parallel.plan: {self.plan} cannot be combined with parallel.scheme: "
+                f"{self.scheme}, because both lay out all tables; remove one of them (for "
+                "example, parallel.scheme=null)"
             )
         if self.cuda_graph and self.checked:
             raise ConfigError(
-                "parallel.cuda_graph: true with parallel.checked: true, which compares the ranks "
-                "on the host at every transfer; remove one (for example, parallel.checked=false)"
+                "parallel.cuda_graph: true cannot be combined with parallel.checked: true, which "
+                "compares the ranks on the host at every transfer; remove one of them (for "
+                "example, parallel.checked=false)"
             )
         named = {"table_dtype": self.table_dtype, "comm_dtype": self.comm_dtype}
         named |= {f"tables.{p}.comm_dtype": r.comm_dtype for p, r in self.tables.items()}
         for key, value in named.items():
             if value in ("float32", "float64") and value != self.dtype:
                 raise ConfigError(
-                    f"parallel.{key}: {value} with parallel.dtype: {self.dtype}; use "
-                    f"{self.dtype}, float16 or bfloat16"
+                    f"parallel.{key}: {value} cannot be combined with parallel.dtype: "
+                    f"{self.dtype}; use {self.dtype}, float16, or bfloat16"
                 )
 
 

@@ -50,8 +50,8 @@ class _Description:
         if isinstance(self.hosts, tuple) and each is None:
             return sum(map(len, self.hosts))
         raise ConfigError(
-            "hosts, ranks_per_host: give lists of ranks, such as hosts: [[0, 1], [2, 3]], or two "
-            "numbers above 0, such as hosts: 2 and ranks_per_host: 2"
+            "hosts and ranks_per_host: give either lists of ranks, such as hosts: [[0, 1], [2, "
+            "3]], or two numbers above 0, such as hosts: 2 and ranks_per_host: 2"
         )
 
     def topology(self) -> Topology:
@@ -81,8 +81,8 @@ def read_topology(path: Path, *, world_size: int) -> Topology:
         described = build(_Description, tree)
         if described.size != world_size:
             raise ConfigError(
-                f"hosts: {described.size} ranks, but this run has {world_size}; describe "
-                f"{world_size} ranks, or start {described.size} ranks"
+                f"hosts: the file describes {described.size} ranks, but this run has "
+                f"{world_size}; describe {world_size} ranks, or start {described.size} ranks"
             )
         return described.topology()
     except ConfigError as error:

@@ -91,9 +91,9 @@ class LossConfig:
     def __post_init__(self) -> None:
         if self.focal_gamma and self.label_smoothing:
             raise ConfigError(
-                f"train.loss.focal_gamma: {self.focal_gamma} with label_smoothing "
-                f"{self.label_smoothing}, but the focal loss needs labels 0 and 1; remove one "
-                "(for example, label_smoothing: 0.0)"
+                f"train.loss.focal_gamma: {self.focal_gamma} cannot be combined with "
+                f"label_smoothing: {self.label_smoothing}, because the focal loss needs labels 0 "
+                "and 1; remove one of them (for example, label_smoothing: 0.0)"
             )
 
     @property
@@ -159,8 +159,8 @@ class ScheduleConfig:
                 )
         if self.shape == "cosine" and self.power != 1.0:
             raise ConfigError(
-                f"{self.key}.power: {self.power} applies only to shape: polynomial; remove it, or "
-                "use shape: polynomial"
+                f"{self.key}.power: {self.power} applies only to shape: polynomial; use this "
+                "shape, or remove power"
             )
         if self.decay_steps is not None and self.decay_start < self.warmup_steps:
             raise ConfigError(

@@ -21,7 +21,10 @@ MAX_DIGITS = 40
 def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
     """Return the value of YAML text; raise a one-line ConfigError for text that is not accepted."""
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"{len(text):,} characters of YAML; use at most {MAX_CHARACTERS:,}")
+        raise ConfigError(
+            f"the text has {len(text):,} characters, but YAML of at most {MAX_CHARACTERS:,} is "
+            "supported"
+        )
     try:
         # Aliases share an object; copy it, so that overriding one occurrence does not change the
         # others.
@@ -62,7 +65,7 @@ class _Loader(yaml.SafeLoader):
         if is_alias and event.anchor in self._open:
             raise ConfigError(f"line {line}: *{event.anchor} is used inside its own definition")
         if len(self._open) > MAX_DEPTH:
-            raise ConfigError(f"line {line}: more than {MAX_DEPTH} levels of nesting")
+            raise ConfigError(f"line {line}: there are more than {MAX_DEPTH} levels of nesting")
         before = self._count
         self._open.append(None if is_alias else event.anchor)
         node = super().compose_node(parent, index)
@@ -70,7 +73,9 @@ class _Loader(yaml.SafeLoader):
         self._count += self._sizes[id(node)] if is_alias else 1
         self._sizes.setdefault(id(node), self._count - before)
         if self._count > MAX_VALUES:
-            raise ConfigError(f"line {line}: more than {MAX_VALUES:,} values with aliases expanded")
+            raise ConfigError(
+                f"line {line}: there are more than {MAX_VALUES:,} values after aliases are expanded"
+            )
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: ANN401
@@ -83,7 +88,7 @@ class _Loader(yaml.SafeLoader):
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: {brief(node.value)} is not a valid {tag}; "
-                "correct it, or write text in quotes and without a tag"
+                "correct it, or, if it is text, put it in quotes and remove the tag"
             ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -97,7 +102,8 @@ class _Loader(yaml.SafeLoader):
             key: object = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | None):
                 raise ConfigError(
-                    f"line {line}: a key is a {type(key).__name__}; use text, such as name: value"
+                    f"line {line}: a key must be text, as in name: value, but this key is a "
+                    f"{type(key).__name__}"
                 )
             if key in seen:
                 raise ConfigError(f"line {line}: key {key!r} appears twice; remove one of them")
@@ -107,8 +113,8 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > MAX_DIGITS:
             raise ConfigError(
-                f"line {node.start_mark.line + 1}: a number of {len(node.value):,} characters; use "
-                f"at most {MAX_DIGITS}"
+                f"line {node.start_mark.line + 1}: a number has {len(node.value):,} characters, "
+                f"but at most {MAX_DIGITS} are supported"
             )
         return super().construct_yaml_int(node)
 

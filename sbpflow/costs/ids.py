@@ -48,8 +48,8 @@ class IdCurve:
         for name, values in (("draws", self.draws), ("unique", self.unique)):
             if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
                 raise ConfigError(
-                    f"ids: {name} {list(values)} must be positive and ascending (for example, "
-                    "[100, 200])"
+                    f"ids: {name} must be positive and ascending (for example, [100, 200]), got "
+                    f"{list(values)}"
                 )
 
     def touched(self, draws: float) -> float:

@@ -20,7 +20,7 @@ def why_not_captured(stores: Iterable[tuple[TableBatch, RowStore]], num_ranks: i
         if stack.ragged:
             return f"table {table} has lists of ids, whose total length varies between batches"
         if not isinstance(store, DeviceStore):
-            return f"table {table} has rows outside device memory"
+            return f"table {table} has rows that are not in device memory"
         if not isinstance(store.kernel, TorchStorage):
             return f"table {table}: kernel {store.kernel.name} reads its learning rate on the host"
     return ""

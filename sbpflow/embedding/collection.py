@@ -66,10 +66,11 @@ class EmbeddingCollection:
     ) -> None:
         """Allocate the stores and, with ``initialize``, fill them with initial values.
 
-        ``kernel`` is a request, or a mapping from table to kernel if the kernels have already been
-        chosen. On CUDA, ``row_buffer_fraction`` makes training batches send rows in fixed-size
-        buffers, whose size is this fraction of the maximum. ``stores`` creates the row store of
-        each stack. If ``compiled`` is false, ids are read without numba, which takes 0.5 s to load.
+        ``kernel`` is the requested kernel or, if the kernels have already been chosen, a mapping
+        from table to kernel. On CUDA, ``row_buffer_fraction`` makes training batches send rows in
+        fixed-size buffers, whose size is this fraction of the maximum. ``stores`` creates the row
+        store of each stack. If ``compiled`` is false, ids are read without numba, which takes 0.5 s
+        to load.
         """
         self.plan, self._world = plan, (world := boxing.world)
         self._num_begun = 0  # number of training batches so far
@@ -123,7 +124,7 @@ class EmbeddingCollection:
             share = balanced_sizes(batch_size, self._world.size)[self._world.rank]
             if local.num_samples != share:
                 raise DataError(
-                    f"rank {self._world.rank}: got ids of {local.num_samples} samples; pass "
+                    f"rank {self._world.rank}: got the ids of {local.num_samples} samples; pass "
                     f"{share} samples, this rank's share of a batch of {batch_size}"
                 )
             changes: Sequence[Changes] = ()
@@ -172,9 +173,7 @@ class EmbeddingCollection:
     def _counts(
         self, parts: list[GroupInFlight], rounds: int = 1
     ) -> list[tuple[GroupInFlight, Callable[[], Tensor | None]]]:
-        """Return the sources of counts: one for each group with at least ``rounds`` rounds of
-        ids.
-        """
+        """Return a source of counts for each group that has at least ``rounds`` rounds of ids."""
         return [
             (part, partial(group.counts, part))
             for group, part in zip(self._groups, parts, strict=True)
@@ -182,8 +181,8 @@ class EmbeddingCollection:
         ]
 
     def _next_round(self, batch: EmbeddingsInFlight, number: int) -> None:
-        """Run id round ``number``, which is not the first. The host waits for the counts of this
-        round.
+        """Run round ``number`` of the id exchange (not the first round). The host waits for the
+        counts of this round.
         """
         parts = [pair for pair in self._parts(batch) if pair[0].plan.num_rounds > number]
         for group, part in parts:
@@ -330,7 +329,9 @@ class EmbeddingCollection:
         gradient.
         """
         if step < 1:
-            raise SbpError(f"update: step {step}; use 1 or more, because steps are counted from 1")
+            raise SbpError(
+                f"update: step must be 1 or more, because steps are counted from 1, got {step}"
+            )
         self.check_late()
         self.apply(step)
 
@@ -350,7 +351,7 @@ class EmbeddingCollection:
             self.growing.end_step()
 
     def describe_buffers(self) -> list[str]:
-        """Return a line for each group with fixed-size buffers."""
+        """Describe the groups that use fixed-size buffers, with one line per group."""
         return self._padded.describe()
 
     def why_not_captured(self) -> str:
@@ -407,12 +408,12 @@ class EmbeddingCollection:
     def apply_gradients(self, step: int) -> None:
         """Update the rows of the last training ``forward``, using the ``.grad`` of its outputs.
 
-        ``step`` is as in ``update``.
+        See ``update`` for ``step``.
         """
         batch, self._last = self._last, None
         if batch is None:
             raise RuntimeError(
-                "apply_gradients: no batch to train on; call forward(training=True) first"
+                "apply_gradients: there is no batch to train on; call forward(training=True) first"
             )
         self.send_grads(batch)
         self.receive_grads(batch)

@@ -94,7 +94,9 @@ class Growing(KeyExchange):
         """
         names = [field.plan.name for field in self.fields]
         if name not in names:
-            raise ConfigError(f"erase: field {name!r} does not grow; use {', '.join(names)}")
+            raise ConfigError(
+                f"erase: field {name!r} is not a growing field; use {', '.join(names)}"
+            )
         changes: list[Changes] = []
         none = np.empty(0, np.int64)
         for field in self.fields:

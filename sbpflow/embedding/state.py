@@ -79,7 +79,7 @@ class StoredRows:
     def write(self, values: Tensor) -> None:
         """Set the rows."""
         if isinstance(self.store, SelectedRows | KeyColumn):
-            raise TypeError(f"{type(self.store).__name__} is read-only; write to the store")
+            raise TypeError(f"{type(self.store).__name__} is read-only; write to the store instead")
         shape = (self.stop - self.start, *self._like().shape[1:])
         self.store.write(slice(self.start, self.stop), {self.key: values.view(shape)})
 

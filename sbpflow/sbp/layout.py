@@ -38,8 +38,8 @@ class Layout:
         object.__setattr__(self, "nd_sbp", as_nd_sbp(nd_sbp))
         if len(self.nd_sbp) != self.placement.ndim:
             raise SbpError(
-                f"{format_nd_sbp(self.nd_sbp)} has {len(self.nd_sbp)} entries, but "
-                f"the placement has {self.placement.ndim} axes {self.placement.shape}"
+                f"{format_nd_sbp(self.nd_sbp)} has {len(self.nd_sbp)} entries, but the placement "
+                f"has {self.placement.ndim} axes {self.placement.shape}"
             )
         for axis, sbp in enumerate(self.nd_sbp):
             if isinstance(sbp, Split) and sbp.sizes is not None:
@@ -106,7 +106,7 @@ class Layout:
                 dims = "S(0)" if len(shape) == 1 else f"S(0)..S({len(shape) - 1})"
                 raise SbpError(
                     f"{self} splits dim {sbp.dim}, but the shape {list(shape)} has only "
-                    f"{len(shape)} dim{'s' * (len(shape) > 1)}; use {dims}, B or P"
+                    f"{len(shape)} dim{'s' * (len(shape) > 1)}; use {dims}, B, or P"
                     if shape
                     else f"{self} splits a tensor without dims; use B or P"
                 )
@@ -137,7 +137,7 @@ def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
         return balanced_sizes(size, parts)
     if sum(sbp.sizes) != size:
         raise SbpError(
-            f"the sizes of {sbp} sum to {sum(sbp.sizes)}, but the length of the dim is {size}"
+            f"the sizes of {sbp} add up to {sum(sbp.sizes)}, but the length of the dim is {size}"
         )
     return sbp.sizes
 

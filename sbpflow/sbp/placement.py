@@ -44,16 +44,16 @@ class Placement:
                 f"device type {self.device_type!r} is unknown; use {' or '.join(DEVICE_TYPES)}"
             )
         if not self.ranks:
-            raise SbpError("ranks []: a placement needs at least one rank, such as [0]")
+            raise SbpError("a placement needs at least one rank, such as [0], got []")
         if math.prod(self.shape) != len(self.ranks):
             raise SbpError(
-                f"{len(self.ranks)} ranks do not fill a grid of shape {self.shape}, "
-                f"which needs {math.prod(self.shape)}"
+                f"a grid of shape {self.shape} needs {math.prod(self.shape)} ranks, got "
+                f"{len(self.ranks)}"
             )
         if len(set(self.ranks)) != len(self.ranks):
             raise SbpError(f"ranks {self.ranks} contain duplicates; list each rank once")
         if min(self.ranks) < 0:
-            raise SbpError(f"ranks {self.ranks} must be 0 or more")
+            raise SbpError(f"ranks must be 0 or more, got {self.ranks}")
 
     @staticmethod
     def of(device_type: str, ranks: NestedRanks) -> "Placement":
@@ -152,20 +152,27 @@ def _flatten(nested: object, depth: int, flat: list[int], shape: list[int]) -> N
     """Append all ranks to ``flat`` in order, and the length of each nesting level to ``shape``."""
     ranks = _plain(nested)
     if not isinstance(ranks, Sequence) or isinstance(ranks, str):
-        raise SbpError(f"ranks {ranks!r} are not whole numbers; write [0, 1] or [[0, 1], [2, 3]]")
+        raise SbpError(
+            f"ranks must be whole numbers, as in [0, 1] or [[0, 1], [2, 3]], got {ranks!r}"
+        )
     if depth == len(shape):
         if flat:
-            raise SbpError(f"ranks {ranks} mix depths; nest all rows to the same depth")
+            raise SbpError(
+                f"ranks {ranks} are nested to different depths; nest all rows to the same depth"
+            )
         shape.append(len(ranks))
     if len(ranks) != shape[depth]:
         raise SbpError(
-            f"ranks {ranks} are ragged; every row of a grid needs {shape[depth]} entries"
+            f"ranks {ranks} have rows of different lengths; every row of the grid needs "
+            f"{shape[depth]} entries"
         )
     for entry in map(_plain, cast("Sequence[object]", ranks)):
         rank = whole(entry)
         if rank is not None:
             if depth + 1 < len(shape):
-                raise SbpError(f"ranks {ranks} mix depths; nest all rows to the same depth")
+                raise SbpError(
+                    f"ranks {ranks} are nested to different depths; nest all rows to the same depth"
+                )
             flat.append(rank)
         else:
             _flatten(entry, depth + 1, flat, shape)

@@ -31,7 +31,7 @@ class Split:
         dim = whole(self.dim)
         if dim is None or dim < 0:
             raise SbpError(
-                f"S({self.dim}): the dim must be 0 or more, such as S(0); count dims from the front"
+                f"S({self.dim}): the dim must be 0 or more, as in S(0); count dims from the front"
             )
         object.__setattr__(self, "dim", dim)
         if self.sizes is None:
@@ -40,8 +40,8 @@ class Split:
         sizes = [whole(s) for s in value] if isinstance(value, Iterable) else [None]
         if any(size is None or size < 0 for size in sizes):
             raise SbpError(
-                f"S({dim}): sizes {value} must be non-negative integers, one per coordinate, "
-                "such as (3, 5)"
+                f"S({dim}): the sizes must be non-negative integers, one per coordinate, such as "
+                f"(3, 5), got {value}"
             )
         object.__setattr__(self, "sizes", tuple(sizes))
 
@@ -84,7 +84,7 @@ _SBP = re.compile(
     re.ASCII,
 )
 MAX_CHARACTERS = 100_000
-_FORMS = "write S(0), S(1), S(0)[3, 5] with sizes, B, P, P(max) or P(min)"
+_FORMS = "write S(0), S(1), S(0)[3, 5] with sizes, B, P, P(max), or P(min)"
 
 
 def parse_sbp(text: str) -> Sbp:
@@ -93,7 +93,7 @@ def parse_sbp(text: str) -> Sbp:
     """
     if len(text) > MAX_CHARACTERS or re.search(r"\d{19}", text):
         raise SbpError(
-            f"{text[:40]!r}.. of {len(text):,} characters is not a layout; {_FORMS}, in at most "
+            f"{text[:40]!r}.. of {len(text):,} characters is not a layout; {_FORMS}, with at most "
             f"{MAX_CHARACTERS:,} characters and with numbers of at most 18 digits"
         )
     match = _SBP.fullmatch(text.strip())
@@ -140,7 +140,7 @@ def as_nd_sbp(value: NdSbp | Sbp | str) -> NdSbp:
         sbps: list[Any] = [parse_sbp(e) if isinstance(e, str) else e for e in entries]
         if all(isinstance(sbp, Split | Broadcast | Partial) for sbp in sbps):
             return tuple(sbps)
-    raise SbpError(f"{entries!r} is not a layout; {_FORMS}, one per axis: (S(0), B)")
+    raise SbpError(f"{entries!r} is not a layout; {_FORMS}, one per axis, as in (S(0), B)")
 
 
 def whole(value: object) -> int | None:

@@ -66,7 +66,8 @@ def check_rows(number: int, max_rows: int) -> None:
     """Raise BodyError (413) for more than ``max_rows`` rows."""
     if number > max_rows:
         raise BodyError(
-            f"the request has {number:,} rows; the server accepts up to {max_rows:,} (--max-rows)",
+            f"the request has {number:,} rows, but the server accepts at most {max_rows:,} "
+            "(--max-rows)",
             413,
         )
 
@@ -129,7 +130,7 @@ def _read_json(body: bytes, max_rows: int) -> Any:
     (key, found), wanted = next(iter(keys.items())), list if "rows" in keys else dict
     if not isinstance(found, wanted):
         use = '[{"column": value, ..}, ..]' if wanted is list else '{"column": [value, ..], ..}'
-        raise BodyError(f"{key}: is {kind_name(found)}; use {use}")
+        raise BodyError(f"{key} is {kind_name(found)}; use {use}")
     if wanted is list:
         check_rows(len(found), max_rows)
         for row, cells in enumerate(found):

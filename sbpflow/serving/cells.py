@@ -113,7 +113,7 @@ def key_of(cell: object, kind: str) -> tuple[int, int]:
         if not _KEY.fullmatch(cell) or (number := int(cell)) not in _INT64:
             raise Misfit
         return number & _ALL_BITS, 0
-    raise ValueError(f"kind {kind!r} is not supported; use hex, integer or string")
+    raise ValueError(f"the kind must be hex, integer, or string, got {kind!r}")
 
 
 def _number_text(cell: float, kind: str) -> int | str:

@@ -74,7 +74,8 @@ class RawRows:
         if isinstance(rows, str | bytes) or isinstance(rows[0], str | bytes):
             return self._text_columns(text_of(rows, self.header))
         raise TypeError(
-            f"rows: {type(rows[0]).__name__} is not a row; give dicts, a data frame, or text lines"
+            "each row must be a dict, a text line, or a row of a data frame, got "
+            f"{type(rows[0]).__name__}"
         )
 
     def with_missing(self, cells: Any) -> Any:

@@ -107,7 +107,7 @@ def newest_bundle(folder: Path) -> Path:
     bundles = bundles_in(folder)
     if not bundles:
         raise DataError(
-            f"{folder}: has neither {BUNDLE_FILE} nor bundles step-N; use the output of `sbpflow "
+            f"{folder} has neither {BUNDLE_FILE} nor bundles step-N; use the output of `sbpflow "
             "export`, or wait for the first export of a run"
         )
     return bundles[-1]
@@ -206,8 +206,9 @@ def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
     for key, value in wanted.items():
         if getattr(head, key) != value:
             raise DataError(
-                f"{folder}: its {key} is {getattr(head, key)!r}, not {value!r}: it belongs to "
-                "another chain, or a delta is missing; load the newest bundle"
+                f"{folder}: {key} is {getattr(head, key)!r}, but {value!r} is expected, so the "
+                "delta belongs to another chain or an earlier delta is missing; load the newest "
+                "bundle"
             )
     tensors = _read_values(folder / VALUES_FILE, values)
     tables: dict[str, tuple[Tensor, Mapping[str, Tensor]]] = {}
@@ -216,7 +217,7 @@ def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
         suffixes = ("", "/int8", "/scale", "/low")
         parts = {end: tensors.pop(table + end) for end in suffixes if table + end in tensors}
         if not parts or any(part.shape[:1] != rows.shape for part in parts.values()):
-            raise DataError(f"{folder}: {table} does not have a value for each of its rows")
+            raise DataError(f"{folder}: {table} must have one value for each of its rows")
         tables[table.removeprefix("tables/")] = rows, parts
     vocabulary: dict[str, tuple[Tensor, Tensor]] = {}
     for name in [
@@ -225,7 +226,7 @@ def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
         start = name.removesuffix("/ids")
         keys, ids = tensors.pop(f"{start}/keys", torch.empty(0)), tensors.pop(name)
         if keys.shape != ids.shape or {keys.dtype, ids.dtype} != {torch.int64}:
-            raise DataError(f"{folder}: {start} does not have an id for each of its keys")
+            raise DataError(f"{folder}: {start} must have one id for each of its keys")
         vocabulary[start.removeprefix(_VOCABULARY)] = keys, ids
     dense = {name.removeprefix("dense/"): values for name, values in tensors.items()}
     return Delta(head=head, digest=digest, tables=tables, dense=dense, vocabulary=vocabulary)
@@ -264,10 +265,10 @@ def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             if (file.tell(), digest) != (values["bytes"], values["sha256"]):
-                raise DataError(f"{path}: is damaged; load the newest bundle")
+                raise DataError(f"{path} is damaged; load the newest bundle")
         rows, others = Tensors(path), Tensors(path)
     except (OSError, BundleError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); load the newest bundle") from error
+        raise DataError(f"{path} cannot be read ({error}); load the newest bundle") from error
     # A server reads changed rows from the file for as long as it uses the delta. All other values
     # have their own mapping, which is released with their version, so that their pages do not stay
     # in memory.

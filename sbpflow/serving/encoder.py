@@ -247,7 +247,7 @@ class Encoder:
         for name in required:
             if len(columns[name]) != num_rows:
                 raise ValueError(
-                    f"column {name!r}: has {len(columns[name])} rows, but {required[0]!r} has "
+                    f"column {name!r} has {len(columns[name])} rows, but {required[0]!r} has "
                     f"{num_rows}; give columns of equal length"
                 )
         cells = Cells.empty(num_rows, len(self._dense), len(self.singles))

@@ -140,7 +140,7 @@ class Follower:
             later = [path.name for path in (bundle / DELTAS_FOLDER).glob("[0-9]*")]
             if any(int(name) > number for name in later if name.isdigit()):
                 raise DataError(
-                    f"{delta_folder(bundle, number)}: is missing, but later deltas exist; write a "
+                    f"{delta_folder(bundle, number)} is missing, but later deltas exist; write a "
                     "new bundle"
                 ) from None
             return None
@@ -158,7 +158,7 @@ class Follower:
         if not np.isfinite(scores).all():
             raise DataError(
                 f"{delta_folder(bundle, number)}: the score of a sample row is "
-                f"{scores[~np.isfinite(scores)][0]}; write a delta with finite values"
+                f"{scores[~np.isfinite(scores)][0]}; write a delta that gives finite scores"
             )
         self.count("deltas_applied")
         return replace(

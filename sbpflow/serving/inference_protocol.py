@@ -58,26 +58,28 @@ def read_request(body: bytes, max_rows: int) -> tuple[str | None, dict[str, list
         name, values = _column(tensor, f"inputs[{number}]")
         check_rows(len(values), max_rows)
         if name in columns:
-            raise BodyError(f"inputs[{number}]: {name!r} is given twice; use one input per column")
+            raise BodyError(
+                f"inputs[{number}]: the name {name!r} is used twice; use one input per column"
+            )
         columns[name] = values
     number = request.get("id")
     if number is not None and not isinstance(number, str):
-        raise BodyError(f"id: {number!r} is not a string")
+        raise BodyError(f"id must be a string, got {number!r}")
     outputs = request.get("outputs") or [{"name": "score"}]
     if not isinstance(outputs, list) or any(
         not isinstance(output, dict) or output.get("name") != "score" for output in outputs
     ):
-        raise BodyError('outputs: the only output of the model is "score"')
+        raise BodyError('outputs may only list "score", the only output of the model')
     return number, columns
 
 
 def _column(tensor: object, where: str) -> tuple[str, list[Any]]:
     if not isinstance(tensor, dict):
-        raise BodyError(f"{where}: is not an object; use {_EXAMPLE}")
+        raise BodyError(f"{where} is not an object; use {_EXAMPLE}")
     tensor = cast("dict[str, Any]", tensor)
     name, shape, values = tensor.get("name"), tensor.get("shape"), tensor.get("data")
     if not isinstance(name, str) or not isinstance(values, list):
-        raise BodyError(f'{where}: needs a string "name" and a list "data"; use {_EXAMPLE}')
+        raise BodyError(f'{where} needs a string "name" and a list "data"; use {_EXAMPLE}')
     values = cast("list[Any]", values)
     if shape == [len(values), 1] and any(isinstance(value, list) for value in values):
         values = [value[0] if isinstance(value, list) and value else value for value in values]

@@ -109,8 +109,10 @@ def _legal(ids: Array, limit: Any, policy: str, names: Any) -> Array:
     if policy == "error":
         at = np.argwhere(outside)[0]
         name = names if isinstance(names, str) else names[at[1]]
-        raise IndexError(f"{name}: id {ids[tuple(at)]} in row {at[0]} is not a row of its table")
-    raise ValueError(f"out_of_range: {policy!r} is not supported; use clamp, hash or error")
+        raise IndexError(
+            f"{name}: the id {ids[tuple(at)]} in row {at[0]} is not a row of its table"
+        )
+    raise ValueError(f"out_of_range must be clamp, hash, or error, got {policy!r}")
 
 
 def bag_vectors(lookup: Lookup, vectors: Tensor, encoded: Encoded, dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,7 @@ class Tensors:
                 header = json.loads(opened.read(size))
         except (OSError, ValueError) as error:
             raise BundleError(
-                f"{file}: cannot be read ({error}); export the bundle again"
+                f"{file} cannot be read ({error}); export the bundle again"
             ) from error
         self._start, self._file = 8 + size, file
         header.pop("__metadata__", None)
@@ -40,7 +40,7 @@ class Tensors:
         expected = self._start + max(ends, default=0)
         if len(self._bytes) != expected:
             raise BundleError(
-                f"{file}: has {len(self._bytes):,} bytes instead of {expected:,}; export the "
+                f"{file} has {len(self._bytes):,} bytes instead of {expected:,}; export the "
                 "bundle again"
             )
 
@@ -180,7 +180,7 @@ class Store:
         shapes = [(num_rows, *part.shape[1:]) for part in self._base]
         if [tuple(value.shape) for value in values] != shapes:
             found = [tuple(value.shape) for value in values]
-            raise BundleError(f"changed rows: must have the shapes {shapes}, got {found}")
+            raise BundleError(f"changed rows must have the shapes {shapes}, got {found}")
         return tuple(
             value.to(part.dtype).contiguous()
             for value, part in zip(values, self._base, strict=True)

@@ -178,9 +178,7 @@ class Model:
             table = self._known("tables", name, self.content["tables"])
             at = torch.from_numpy(np.asarray(rows, dtype=np.int64))
             if len(at) and (int(at.min()) < 0 or int(at.max()) >= table["rows"]):
-                raise BundleError(
-                    f"table {name}: has {table['rows']} rows, got row {int(at.max())}"
-                )
+                raise BundleError(f"table {name} has {table['rows']} rows, got row {int(at.max())}")
             own = changed.setdefault(table["store"], [])
             values = values if isinstance(values, tuple) else _tensor(values)
             own.append((at + table["first"], values))
@@ -342,7 +340,7 @@ def _compiled_part(
 ) -> Callable[[Mapping[str, Tensor]], Dense] | None:
     """Return the compiled dense part; if this machine cannot run it, warn and return None."""
     if not file.exists():
-        raise BundleError(f"{file}: does not exist; export the run with --compile")
+        raise BundleError(f"{file} does not exist; export the run with --compile")
     made = content["compiled"]
     problem = ""
     if missing := sorted(set(made["cpu"]) - cpu_features()):
@@ -380,4 +378,4 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BundleError(f"{file}: cannot be read ({error}); export the bundle again") from error
+        raise BundleError(f"{file} cannot be read ({error}); export the bundle again") from error

@@ -93,6 +93,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *_: Tensor) -> None:
         raise SbpError(
-            f"{ctx.name} has no second derivative; compute second derivatives on a plain tensor or "
-            "within one part, without conversions"
+            f"{ctx.name} has no second derivative; compute second derivatives on a plain tensor, "
+            "or within one part without conversions"
         )

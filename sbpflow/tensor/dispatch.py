@@ -115,7 +115,7 @@ def check_tensor(op: str, name: str, x: object) -> None:
     """Raise SbpError, with advice, unless ``x`` is a global tensor."""
     if isinstance(x, GlobalTensor):
         return
-    fix = "pass a tensor from GlobalTensor.from_full, GlobalTensor.from_local or an op"
+    fix = "pass a tensor from GlobalTensor.from_full, GlobalTensor.from_local, or an op"
     kind = "None" if x is None else f"a {type(x).__name__}"
     if isinstance(x, Tensor):
         kind = f"a plain tensor of shape {list(x.shape)}"
@@ -133,7 +133,7 @@ def check_list(op: str, tensors: object, rest: str) -> None:
     """Raise SbpError unless ``tensors`` is a list or tuple of one or more global tensors."""
     if not isinstance(tensors, list | tuple):
         kind = repr(tensors) if isinstance(tensors, GlobalTensor) else f"a {type(tensors).__name__}"
-        raise SbpError(f"{op}: needs a list of tensors, got {kind}; write {op}([a, b], {rest})")
+        raise SbpError(f"{op} needs a list of tensors, got {kind}; write {op}([a, b], {rest})")
     if not tensors:
         raise SbpError(f"{op}: the list of tensors is empty; pass one tensor or more")
     check_tensors(op, *cast("Sequence[object]", tensors))
@@ -147,7 +147,7 @@ def checked_dim(x: GlobalTensor, dim: int, op: str) -> int:
     try:
         dim = index(dim)
     except TypeError as error:
-        raise SbpError(f"{op}: dim {dim!r} must be an integer, such as 0 or -1") from error
+        raise SbpError(f"{op}: dim must be an integer, such as 0 or -1, got {dim!r}") from error
     if not -x.ndim <= dim < x.ndim:
         legal = f"use 0..{x.ndim - 1}" if x.ndim > 1 else "use 0" if x.ndim else "it has no dims"
         raise SbpError(f"{op}: dim {dim} is out of range for {x!r}; {legal}")
@@ -164,7 +164,7 @@ def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> 
     chosen = sorted(checked_dim(x, dim, op) for dim in listed)
     if repeated := [a for a, b in pairwise(chosen) if a == b]:
         raise SbpError(
-            f"{op}: dims {list(listed)} contains dim {repeated[0]} twice; list each dim once"
+            f"{op}: dims {list(listed)} contain dim {repeated[0]} twice; list each dim once"
         )
     return chosen
 
@@ -176,7 +176,7 @@ def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
         return tuple(map(index, numbers))
     except TypeError as error:
         raise SbpError(
-            f"{op}: {name} {value!r} must be one or more integers, such as 0 or (0, 1)"
+            f"{op}: {name} must be one or more integers, such as 0 or (0, 1), got {value!r}"
         ) from error
 
 

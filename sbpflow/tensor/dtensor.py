@@ -89,8 +89,8 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
             if nested and len(set(sizes)) > 1:
                 raise SbpError(
                     f"{layout} splits dim {sbp.dim} of {list(shape)} twice, and torch.chunk would "
-                    f"split the dim into {sizes}; convert to a layout that splits the dim at most "
-                    "once, such as B, first"
+                    f"split the dim into {sizes}; first convert to a layout that splits the dim "
+                    "at most once, such as B"
                 )
             lengths[sbp.dim] = sizes[0] if nested else lengths[sbp.dim]
             nd_sbp.append(Split(sbp.dim, None if even else sizes))
@@ -124,5 +124,5 @@ def _to_ours(placements: Sequence[DPlacement]) -> tuple[Sbp, ...]:
         elif isinstance(placement, DPartial) and placement.reduce_op in ("sum", "max", "min"):
             ours.append(Partial(placement.reduce_op))
         else:
-            raise SbpError(f"{placement} has no sbp; redistribute to Shard or Replicate first")
+            raise SbpError(f"{placement} has no sbp; first redistribute to Shard or Replicate")
     return tuple(ours)

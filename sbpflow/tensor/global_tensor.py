@@ -85,7 +85,7 @@ class GlobalTensor:
             return x
         if replicas == "first":
             return _spread_first(x)
-        raise SbpError(f"from_local: replicas={replicas!r}; use equal or first")
+        raise SbpError(f"from_local: replicas must be equal or first, got {replicas!r}")
 
     @staticmethod
     def from_full(full: Tensor, layout: Layout, boxing: Boxing) -> "GlobalTensor":
@@ -214,7 +214,7 @@ class GlobalTensor:
             gradient = ones_like(self)
         elif gradient.shape != self.shape:
             raise SbpError(
-                f"backward(): gradient {gradient!r} must have the same shape as {self!r}"
+                f"backward(): the gradient must have the same shape as {self!r}, got {gradient!r}"
             )
         if not self.part.requires_grad:
             raise SbpError(
@@ -280,8 +280,8 @@ def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
     text, result = format_nd_sbp(layout.nd_sbp), format_nd_sbp(dst.nd_sbp)
     if dst.has_extremum:
         raise SbpError(
-            f"grad_sbp {text}: each rank stores the gradient of its own term of a {result} "
-            "result; omit grad_sbp"
+            f"grad_sbp {text} does not apply to a {result} result, because each rank stores the "
+            "gradient of its own term; omit grad_sbp"
         )
     if layout.has_extremum:
         raise SbpError(

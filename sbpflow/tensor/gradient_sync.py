@@ -124,8 +124,7 @@ class GradientSync:
         self._parameters = list(parameters)
         if boxing is None and not parameters:
             raise SbpError(
-                "gradients: the list of parameters is empty, so boxing= is required; "
-                "pass boxing=boxing"
+                "gradients: an empty list of parameters needs boxing; pass boxing=boxing"
             )
         self._boxing = boxing or parameters[0].boxing
         if plan is None:
@@ -135,7 +134,7 @@ class GradientSync:
             plan = plan_gradients(parameters, backend=backend, bucket_bytes=bucket_bytes, id=id)
         elif plan.num_leaves != len(parameters):
             raise SbpError(
-                f"gradients: the plan has {plan.num_leaves} leaves, but there are "
+                f"gradients: the plan is for {plan.num_leaves} leaves, but there are "
                 f"{len(parameters)} parameters; call plan_gradients with these parameters"
             )
         self.plan = plan
@@ -178,7 +177,8 @@ class GradientSync:
                 gradients.append(term)
             else:
                 raise SbpError(
-                    "gradients: the plan contains a total; pass this rank's term to start()"
+                    "gradients: the plan computes a total, so start() needs this rank's term of "
+                    "it; pass the term"
                 )
         if len(gradients) == 1:
             return self._boxing.start(steps, gradients[0], CHANNEL, donate=True)
@@ -227,7 +227,10 @@ def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
         part = parameter.part
         fault = ""
         if not part.requires_grad:
-            fault = "does not require grad; remove it, or call requires_grad_() on every rank"
+            fault = (
+                "does not require grad; remove it from the list, or call requires_grad_() on "
+                "every rank"
+            )
         elif not part.is_leaf:
             fault = (
                 "is not a leaf, so it does not keep its gradient; pass the tensors on which "

@@ -28,8 +28,8 @@ def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[in
     for rank, (ndim, *_) in enumerate(rows):
         if ndim > MAX_DIMS:
             raise SbpError(
-                f"infer_shape: the part of rank {rank} has {ndim} dims, but at most {MAX_DIMS} are "
-                "supported; reshape the part, or pass the shape to from_local"
+                f"infer_shape: at most {MAX_DIMS} dims are supported, but the part of rank {rank} "
+                f"has {ndim}; reshape the part, or pass the shape to from_local"
             )
     parts = {rank: tuple(rows[rank][1 : 1 + rows[rank][0]]) for rank in layout.placement.ranks}
     return full_shape(parts, layout)

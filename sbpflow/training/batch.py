@@ -65,6 +65,6 @@ def check_batch(batch: object) -> None:
     for name in ("labels", "dense", "ids", "batch_size"):
         if not hasattr(batch, name):
             raise SbpError(
-                f"step: {type(batch).__name__} is not a batch: it has no attribute {name}; pass "
-                "a batch from a loader, or a list of them"
+                f"step: a {type(batch).__name__} is not a batch, because it has no attribute "
+                f"{name}; pass a batch from a loader, or a list of them"
             )

@@ -155,11 +155,10 @@ class Graphs(Generic[InputsT]):
                 results = self._work(inputs, seed)
         except RuntimeError as error:
             raise ConfigError(
-                "parallel.cuda_graph: true, but the dense part cannot be captured: "
-                f"{_first_line(error)}; a captured model must not synchronize with the device "
-                "(item(), a mask as an index, print) or copy tensors from the host; change the "
-                "model, or use "
-                "parallel.cuda_graph=false"
+                "parallel.cuda_graph: true is not possible, because the dense part cannot be "
+                f"captured ({_first_line(error)}); a captured model must not synchronize with the "
+                "device (item(), a mask as an index, print) or copy tensors from the host; "
+                "change the model, or use parallel.cuda_graph=false"
             ) from error
         return _Captured(graph, inputs, [leaf.grad for leaf in self._leaves], results)
 

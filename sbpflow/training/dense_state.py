@@ -94,7 +94,7 @@ def _logical(name: str, parameter: GlobalTensor, values: Tensor) -> LogicalTenso
         if len(slices) > 2 and lengths != parameter.shape[1:]:
             raise SbpError(
                 f"{name}: {parameter!r} is split along a dim other than 0, so its parts are not "
-                "rectangles; state of more than two dims can be split along dim 0 only: use S(0)"
+                "rectangles; state of more than two dims can be split only along dim 0; use S(0)"
             )
         mine = (
             Rectangle(

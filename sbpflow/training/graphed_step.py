@@ -114,7 +114,10 @@ class GraphedStep:
         """Return a log line that says which part of a step is replayed."""
         optimizer = "" if self.updates_dense else ", without the dense optimizer"
         if self.why_not_all:
-            return f"the dense part is replayed{optimizer}; tables run op by op: {self.why_not_all}"
+            return (
+                f"the dense part is replayed{optimizer}; the tables run op by op: "
+                f"{self.why_not_all}"
+            )
         return f"the whole step after sorting the ids is replayed{optimizer}"
 
     def run_dense(self, inputs: DenseInputs, seed: int) -> Tensor:

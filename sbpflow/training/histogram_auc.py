@@ -62,13 +62,13 @@ class ScoreHistogram:
         counts, (nans, wrong) = self.counts[:-2].cpu().view(2, -1), self.counts[-2:].tolist()
         if nans or wrong:
             raise MetricError(
-                f"{nans} predictions are NaN" if nans else f"{wrong} labels are not 0 or 1"
+                f"{nans} predictions are NaN" if nans else f"{wrong} labels are neither 0 nor 1"
             )
         negatives, positives = (row.tolist() for row in counts)
         num_negative, num_positive = sum(negatives), sum(positives)
         rows = num_negative + num_positive
         if not rows:
-            raise MetricError("no predictions; a metric needs at least one row")
+            raise MetricError("there are no predictions, but a metric needs at least one row")
         sums = self.sums.tolist()
         logloss, reason = sums[0] / rows, one_class(num_positive, rows)
         area, bound = None, None

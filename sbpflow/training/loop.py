@@ -281,8 +281,8 @@ def _with_best_weights(
 def _check_profile(profiler: StepProfiler | None, last: int) -> None:
     if profiler is not None and profiler.first > last:
         raise ConfigError(
-            f"train.profile: starts at step {profiler.first}, but the run has {last} steps; use, "
-            f"for example, [{max(1, last - 2)}, {last}]"
+            f"train.profile starts at step {profiler.first}, but the run has only {last} steps; "
+            f"use, for example, [{max(1, last - 2)}, {last}]"
         )
 
 
@@ -303,7 +303,7 @@ def _check_val(
     key = "train.stop" if train.stop else "train.plateau" if train.plateau else _KEEP_BEST
     if watchers.active and not rows:
         raise ConfigError(
-            f"{key}: watches the split val, but the data has no val rows; prepare the data with "
+            f"{key} watches the split val, but the data has no val rows; prepare the data with "
             f"a val split, or remove {key}"
         )
     if watchers.active and train.eval_every >= last:

@@ -215,8 +215,8 @@ def group_terms(scores: Values, labels: Values, groups: Values) -> tuple[NDArray
     values, is_positive, group = _scores(scores, labels), _labels(labels), _flat(groups)
     if len(group) != len(values):
         raise MetricError(
-            f"{len(values)} predictions, but {len(group)} group IDs; pass one group ID per "
-            "prediction"
+            f"there are {len(values)} predictions, but {len(group)} group IDs; pass one group ID "
+            "per prediction"
         )
     order = np.lexsort((values, group))
     values, is_positive, group = values[order], is_positive[order], group[order]
@@ -252,9 +252,12 @@ def logloss(logits: Values, labels: Values) -> float:
 def _scores(scores: Values, labels: Values) -> NDArray[np.generic]:
     values = _flat(scores)
     if len(values) != len(_flat(labels)):
-        raise MetricError(f"{len(values)} predictions for {len(_flat(labels))} labels")
+        raise MetricError(
+            f"there are {len(values)} predictions, but {len(_flat(labels))} labels; pass one "
+            "label per prediction"
+        )
     if len(values) == 0:
-        raise MetricError("no predictions; a metric needs at least one row")
+        raise MetricError("there are no predictions, but a metric needs at least one row")
     nans = int(np.isnan(values).sum())
     if nans:
         row = int(np.isnan(values).argmax())
@@ -267,7 +270,7 @@ def _labels(labels: Values) -> NDArray[np.bool_]:
     is_positive = flat == 1
     if not bool(np.all(is_positive | (flat == 0))):
         wrong = flat[~(is_positive | (flat == 0))][0]
-        raise MetricError(f"label {wrong} is not 0 or 1")
+        raise MetricError(f"labels must be 0 or 1, got {wrong}")
     return is_positive
 
 

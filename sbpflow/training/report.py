@@ -119,7 +119,7 @@ def _cut(file: TextIOWrapper, length: int) -> None:
     size = file.seek(0, io.SEEK_END)
     if size < length:
         logger.warning(
-            "%s: has %d bytes, but had %d at the checkpoint; lines are missing",
+            "%s has %d bytes, but had %d at the checkpoint; lines are missing",
             file.name,
             size,
             length,

@@ -82,12 +82,10 @@ class NoCheckpoints:
     best_metric: Metric | None = None
 
     def leave(self) -> None:
-        raise RuntimeError("leave() was called, but a run without checkpoints cannot be stopped")
+        raise RuntimeError("a run without checkpoints cannot be stopped with leave()")
 
     def load_weights(self, step: int) -> None:
-        raise RuntimeError(
-            f"load_weights({step}) was called, but a run without checkpoints does not save weights"
-        )
+        raise RuntimeError(f"load_weights({step}) needs checkpoints, but this run saves none")
 
     def is_due(self, step: int, *, last: bool, best: bool) -> bool:
         del step, last, best

@@ -113,7 +113,9 @@ def saved_move(name: str, says: str) -> Move:
     name = _FORMER_NAMES.get(name, name)
     named = [move for move in KNOWN if move.name == name]
     if not named:
-        raise ValueError(f"unknown move {name!r}; known: {', '.join(m.name for m in KNOWN)}")
+        raise ValueError(
+            f"{name!r} is not a move; the moves are {', '.join(m.name for m in KNOWN)}"
+        )
     return next((move for move in named if move.says == says), named[0])
 
 

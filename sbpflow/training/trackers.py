@@ -41,8 +41,8 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
     """Raise ConfigError if the package of a tracker in ``names`` is not installed."""
     if missing := [name for name in names if find_spec(name) is None]:
         raise ConfigError(
-            f"train.trackers: {show(missing)}: packages are not installed; run "
-            f"`pip install {' '.join(missing)}`, or remove the names"
+            f"train.trackers: the packages of {show(missing)} are not installed; run `pip install "
+            f"{' '.join(missing)}`, or remove the names"
         )
 
 
@@ -74,7 +74,7 @@ def _open(name: TrackerName, config: Config, run: str, resumed_step: int | None)
 
 
 def _cannot_start(name: TrackerName, error: Exception, hint: str) -> ConfigError:
-    return ConfigError(f"train.trackers: {name} cannot start ({error}); {hint}, or remove the name")
+    return ConfigError(f"train.trackers: {name} cannot start ({error}); {hint}, or remove {name}")
 
 
 class _TensorBoard:

@@ -288,15 +288,15 @@ class Trainer:
     def _take(self, batches: list[Batch]) -> list[_BatchInFlight]:
         """Return the batches in flight: announced batches from the window, or else new ones."""
         if not batches:
-            raise SbpError("step: no batch has rows; pass at least one batch with rows")
+            raise SbpError("step: none of the batches has rows; pass at least one batch with rows")
         for group in self.embedding_plan.groups:
             group.check_step(len(batches))
         for place, (flight, batch) in enumerate(zip(self._window, batches, strict=False)):
             if flight.batch is not batch:
                 raise SbpError(
-                    f"step: batch {place} of {len(batches)} is not the batch announced at this "
-                    "position, whose ids may be in flight; pass the announced batches in order, "
-                    "or call drain() first"
+                    f"step: batch {place} of {len(batches)} is not the batch that was announced "
+                    "at this position, whose ids may be in flight; pass the announced batches in "
+                    "order, or call drain() first"
                 )
         in_flight = [
             self._window.popleft()
@@ -308,9 +308,9 @@ class Trainer:
             flight.begins_step != (flight is in_flight[0]) for flight in in_flight
         ):
             raise SbpError(
-                f"step: got {len(batches)} batches, but they were announced for different steps, "
-                "and growing tables depend on the steps; announce all but the first batch of a "
-                "step with begins_step=False"
+                f"step: the {len(batches)} batches were announced for different steps, and "
+                "growing tables depend on the steps; announce all but the first batch of a step "
+                "with begins_step=False"
             )
         step_size = sum(batch.batch_size for batch in batches)
         for number, flight in enumerate(in_flight):
@@ -331,7 +331,7 @@ class Trainer:
                 raise
             place = self._window.index(flight) + 1
             raise DataError(
-                f"announced batch {place} after step {self.num_steps}: {error}"
+                f"batch {place} announced after step {self.num_steps}: {error}"
             ) from error
 
     def _is_planned(self, flight: _BatchInFlight) -> bool:

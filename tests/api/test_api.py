@@ -133,7 +133,7 @@ def test_the_process_state_is_unchanged(tmp_path):
     with pytest.raises(ConfigError, match=r"^train\.epoch: unknown key"):
         fit(tmp_path / "other", train={"epoch": 1})
     large = {**CONFIG, "data": {"batch_size": 5000, "tail": "drop"}}
-    with pytest.raises(ConfigError, match=r"^data\.batch_size: 5000 rows, but the train split"):
+    with pytest.raises(ConfigError, match=r"^data\.batch_size is 5000, but the train split"):
         sbpflow.fit(large, data=rows(100), schema=SCHEMA, run={"dir": tmp_path / "other"})
     assert state() == before
     assert threading.active_count() <= threads + 1, "tqdm has one"
@@ -163,7 +163,7 @@ def test_two_ranks_train_equally_and_leave_the_process_state_unchanged(run, tmp_
 def test_an_error_of_the_ranks_is_raised_in_the_caller(tmp_path):
     before = state()
     tables = {"kernel": "torch", "device": "cpu", "tables": {"none": {"sbp": "B"}}, "scheme": "1"}
-    with pytest.raises(ConfigError, match=r"^parallel\.tables\.none: matches no table") as mistake:
+    with pytest.raises(ConfigError, match=r"^parallel\.tables\.none matches no table") as mistake:
         fit(tmp_path / "run", ranks=2, parallel=tables)
     assert "[rank" not in str(mistake.value)
     assert state() == before
@@ -260,7 +260,7 @@ class OfCell(DlrmConfig):
 def test_a_class_of_a_cell_trains_here_and_is_refused_elsewhere(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "OfCell", OfCell, raising=False)
     model = {**CONFIG["model"], "name": "__main__:OfCell"}
-    with pytest.raises(ConfigError, match=r"^ranks: 2, but __main__:OfCell is defined in this"):
+    with pytest.raises(ConfigError, match=r"^ranks is 2, but __main__:OfCell is defined in this"):
         fit(tmp_path / "run", ranks=2, model=model)
     own = fit(tmp_path / "run", model=model)
     assert own.result["auc"] == run.result["auc"]
@@ -305,14 +305,14 @@ def test_missing_values_of_pandas_are_missing(run):
 def test_errors_use_the_callers_names_for_rows_in_memory(run, tmp_path):
     new = rows(30)
     with pytest.raises(
-        DataError, match=r"^data: no column 'price'; the columns are user, item, city, click"
+        DataError, match=r"^data has no column 'price'; its columns are user, item, city, click"
     ):
         run.predict(new.drop(columns="price"))
     new["price"] = "$1,234.50"
     with pytest.raises(DataError) as error:
         run.predict(new)
     assert "data:1: price is not a number: '$1,234.50'" in str(error.value)
-    with pytest.raises(DataError, match=r"data\['val'\]: no column 'price'"):
+    with pytest.raises(DataError, match=r"data\['val'\] has no column 'price'"):
         fit(tmp_path / "run", {"train": rows(300), "val": rows(30).drop(columns="price")})
 
 
@@ -333,7 +333,7 @@ def test_the_splits_may_be_given_as_separate_tables(run, tmp_path):
     own = fit(tmp_path / "run", parts)
     assert own.result["auc"] == pytest.approx(run.result["auc"], abs=0.05)
     assert own.evaluate(table[2700:])["auc"] == pytest.approx(own.result["auc"], abs=1e-6)
-    with pytest.raises(ConfigError, match=r"^data: contains rows for train, tests; use train and"):
+    with pytest.raises(ConfigError, match=r"^data contains rows for train, tests; pass rows for"):
         fit(tmp_path / "run", {"train": table, "tests": table})
 
 
@@ -440,7 +440,7 @@ MISTAKES = {
     "group": ({"epochs": 3}, r"^epochs: unknown key; did you mean train\.epochs"),
     "option": ({"prepare": {"min_counts": 2}}, r"^unrecognized arguments: --min-counts 2; usage"),
     "schema": ({"schema": {"labels": "x"}}, r"^schema: labels is 'x'; write a list of names$"),
-    "no data": ({"data": None, "schema": None}, r"^data\.path: not given; use data\.path=DIR"),
+    "no data": ({"data": None, "schema": None}, r"^data\.path is not given; use data\.path=DIR"),
 }
 
 

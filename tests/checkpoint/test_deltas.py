@@ -115,7 +115,7 @@ def names(folder: Path) -> list[str]:
 
 def test_compacting_a_chain_gives_the_bytes_of_a_full_checkpoint(folder, capsys):
     chain, full = folder / "deltas", folder / "full"
-    with pytest.raises(CheckpointError, match="the delta step-8 continues it"):
+    with pytest.raises(CheckpointError, match="the delta step-8 depends on it"):
         checkpoint(["compact", str(chain / "step-7")])
     assert checkpoint(["compact", str(chain)]) == 0
     assert "step-8 is now a full checkpoint" in capsys.readouterr().out
@@ -144,7 +144,7 @@ def test_ls_and_verify_support_deltas(folder, capsys):
     assert checkpoint(["verify", str(chain)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["DAMAGED"] * 4 + ["ok"] * 4
-    assert "step-8: is a delta, and a checkpoint that it needs is damaged" in lines[0]
+    assert "step-8 is a delta, and a checkpoint that it needs is damaged" in lines[0]
     assert checkpoint(["prune", str(chain), "--keep", "1"]) == 0
     assert names(chain) == ["step-8", "step-7", "step-6", "step-5", *names(chain)[4:]]
     assert names(chain)[4:] == ["step-4", "step-3", "step-2", "step-1"], "step-4 needs the others"
@@ -168,11 +168,11 @@ def test_a_delta_without_its_predecessor_is_refused(folder):
     chain = folder / "deltas"
     shutil.copytree(folder / "full" / "step-6", chain / "other")
     shutil.rmtree(chain / "step-6")
-    with pytest.raises(CheckpointError, match=r"step-7: is a delta that needs .*step-6"):
+    with pytest.raises(CheckpointError, match=r"step-7 is a delta that needs .*step-6"):
         open_checkpoint(chain / "step-7")
     (chain / "other").rename(chain / "step-6")
     with pytest.raises(
-        CheckpointError, match=r"step-7: is a delta, but .* is not the checkpoint that it continues"
+        CheckpointError, match=r"step-7 is a delta, but .* is not the checkpoint that it continues"
     ):
         open_checkpoint(chain / "step-7")
 

@@ -229,7 +229,7 @@ def one_cannot_write(world: World, folder):
 
     def full(self, data):
         if world.rank == 1:
-            raise CheckpointError("rank-1.bin: cannot be written (no space left on device)")
+            raise CheckpointError("rank-1.bin cannot be written (no space left on device)")
         real(self, data)
 
     messages = []
@@ -249,7 +249,7 @@ def one_cannot_write(world: World, folder):
 
 def test_every_rank_gets_the_reason_of_a_failed_write(ranks, memory):
     for message in ranks(2, one_cannot_write, memory):
-        assert message == ["rank 1: rank-1.bin: cannot be written (no space left on device)"] * 2
+        assert message == ["rank 1: rank-1.bin cannot be written (no space left on device)"] * 2
     assert sorted(path.name for path in memory.iterdir()) == ["step-1", "step-3"]
 
 

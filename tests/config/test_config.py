@@ -75,7 +75,7 @@ def test_a_scheme_on_the_command_line_replaces_the_plan_in_the_file(load, caplog
 )
 def test_a_plan_and_a_scheme_in_the_same_place_are_refused(load, caplog, text, overrides):
     message = refused(load, *overrides, text=text)
-    assert message.startswith("parallel.plan: auto with parallel.scheme: 1")
+    assert message.startswith("parallel.plan: auto cannot be combined with parallel.scheme: 1")
     assert not caplog.messages
 
 
@@ -128,7 +128,7 @@ def test_common_ways_to_write_a_float_are_accepted(load, text):
 def test_an_optimizer_name_brings_its_own_settings(load):
     assert load("", "optimizer.sparse.name=sgd").optimizer.sparse == Sgd()
     message = refused(load, "optimizer.sparse={name: sgd, betas: [0.9, 0.99]}")
-    assert "optimizer.sparse.betas: sgd has no such setting (only lazy_adam)" in message
+    assert "optimizer.sparse.betas is a setting of lazy_adam, not of sgd" in message
 
 
 # overrides: parts of the expected message (the key, the value or a near match, and a valid value)
@@ -139,37 +139,43 @@ MISTAKES = {
     "optimizer.tables.wide.*.name=adam": ["'adam' is unknown; use one of same, adagrad, ftrl"],
     "optimizer.sparse.name=adam": ["optimizer.sparse.name: 'adam'", "did you mean lazy_adam?"],
     "optimizer.tables.wide.*.beta=1.0": [
-        "optimizer.tables.wide.*.beta: same has no",
-        "(only ftrl)",
+        "optimizer.tables.wide.*.beta is a setting of ftrl",
+        "is a setting of ftrl, not of",
     ],
-    "optimizer.tables.wide.*.lr=0": ["optimizer.tables.wide.*.lr: 0 is not > 0"],
+    "optimizer.tables.wide.*.lr=0": ["optimizer.tables.wide.*.lr must be > 0, got 0"],
     "optimizer.clip=5": ["optimizer.clip: 5 (int)", "clip: {norm: 10.0}"],
-    "optimizer.clip.norm=-1": ["optimizer.clip.norm: -1 is not > 0", "norm: 10.0"],
+    "optimizer.clip.norm=-1": ["optimizer.clip.norm must be > 0, got -1", "norm: 10.0"],
     "optimizer.dense_schedule.decay_start=3": ["optimizer.dense_schedule.decay_start: 3", "decay_"],
     "train.stop.metric=f1": ["train.stop.metric: 'f1' is not one of auc", "metric: auc"],
-    "train.plateau.factor=1.0": ["train.plateau.factor: 1.0 is not > 0 and < 1", "factor: 0.1"],
+    "train.plateau.factor=1.0": [
+        "train.plateau.factor must be > 0 and < 1, got 1.0",
+        "factor: 0.1",
+    ],
     "train.profile=[5, 3]": ["train.profile: [5, 3] ends before", "[3, 5]"],
     "train.slices=C1": ["train.slices: C1 (str) is not a list"],
-    "train.loss.label_smoothing=1": ["train.loss.label_smoothing: 1 is not >= 0 and < 1"],
+    "train.loss.label_smoothing=1": ["train.loss.label_smoothing must be >= 0 and < 1, got 1"],
     "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.dense.lr"],
     "snapshots.every=3": ["snapshots: unknown key", "the top level has run, data"],
     "train.epochs=three": ["train.epochs: three (str)", "a whole number", "epochs: 1"],
-    "train.epochs=0": ["train.epochs: 0", ">= 1", "epochs: 1"],
+    "train.epochs=0": ["train.epochs must be >= 1, got 0", ">= 1", "epochs: 1"],
     "train.max_steps=1.5": ["train.max_steps: 1.5 (float)", "max_steps: 100"],
     "run.seed=true": ["run.seed: true (bool)", "a whole number", "seed: 7"],
-    "run.seed=-1": ["run.seed: -1", ">= 0"],
+    "run.seed=-1": ["got -1", ">= 0"],
     "run.dir=7": ["run.dir: 7 (int)", "a path", "dir: runs/train"],
     "train.progress=1": ["train.progress: 1 (int)", "true or false", "progress: true"],
-    "model.dropout=1": ["model.dropout: 1 ", "< 1", "dropout: 0.5"],
+    "model.dropout=1": ["model.dropout must be >= 0 and < 1, got 1 ", "< 1", "dropout: 0.5"],
     "optimizer.dense.lr=fast": ["optimizer.dense.lr: fast (str)", "finite number", "lr: 0.001"],
     "optimizer.dense.lr=.nan": ["optimizer.dense.lr: .nan", "finite number"],
-    "optimizer.dense.lr=0": ["optimizer.dense.lr: 0", "> 0"],
+    "optimizer.dense.lr=0": ["optimizer.dense.lr must be > 0, got 0", "> 0"],
     "optimizer.dense.betas=[0.9]": ["optimizer.dense.betas: [0.9]", "betas: [0.9, 0.999]"],
     "optimizer.schedule={decay_start: 20, end_factor: 0.0}": [
         "optimizer.schedule.decay_start: 20",
         "decay_steps: 10000",
     ],
-    "optimizer.schedule={decay_steps: 9, end_factor: 5}": ["schedule.end_factor: 5", "<= 1"],
+    "optimizer.schedule={decay_steps: 9, end_factor: 5}": [
+        "schedule.end_factor must be >= 0 and <= 1, got 5",
+        "<= 1",
+    ],
     "optimizer.sparse.name=lazyadam": ["optimizer.sparse.name: 'lazyadam'", "lazy_adam"],
     "optimizer.sparse=[]": ["optimizer.sparse: []", "a group of keys"],
     "model.hidden=400": ["model.hidden: 400 (int)", "a list", "hidden: [1024, 1024]"],
@@ -184,13 +190,13 @@ MISTAKES = {
     ],
     "parallel.scheme=4": ["parallel.scheme: 4 is not one of dp, 1, 2, 3"],
     "data.path.x=3": ["data.path: {x: 3} (dict)", "a path"],
-    "run.seed": ["'run.seed': write key=value", "run.seed=7"],
+    "run.seed": ["'run.seed' is not a setting; write key=value", "run.seed=7"],
     "run.seed=[1": ["run.seed: '[1' is not a YAML value"],
-    "parallel.tables.deep.C1={ranks: [0]}": ["parallel.tables.deep.C1.sbp: not given", "S(0)"],
-    "parallel.tables.deep.C1.sbp=P": ["deep.C1.sbp: P", "B, S(0) or S(1)"],
-    "parallel.tables.deep.C1.sbp=S(2)": ["deep.C1.sbp: S(2)", "B, S(0) or S(1)"],
-    "parallel.tables.deep.C1.sbp=X": ["deep.C1.sbp: 'X'", "B, S(0) or S(1)"],
-    "parallel.tables.deep.C1.sbp=(S(0), S(1))": ["deep.C1.ranks: not given", "[[0, 1], [2, 3]]"],
+    "parallel.tables.deep.C1={ranks: [0]}": ["parallel.tables.deep.C1.sbp is not given", "S(0)"],
+    "parallel.tables.deep.C1.sbp=P": ["deep.C1.sbp: P", "B, S(0), or S(1)"],
+    "parallel.tables.deep.C1.sbp=S(2)": ["deep.C1.sbp: S(2)", "B, S(0), or S(1)"],
+    "parallel.tables.deep.C1.sbp=X": ["deep.C1.sbp: 'X'", "B, S(0), or S(1)"],
+    "parallel.tables.deep.C1.sbp=(S(0), S(1))": ["deep.C1.ranks is not given", "[[0, 1], [2, 3]]"],
     "parallel.tables.deep.C1={sbp: S(0), ranks: [[0, 1]]}": ["deep.C1.ranks", "[0, 1]"],
     "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 0]}": [
         "deep.C1.ranks: [0, 0]",
@@ -199,7 +205,9 @@ MISTAKES = {
     ],
     "parallel.tables.deep.C1={sbp: S(0), ranks: []}": ["deep.C1.ranks: []", "[0, 1]"],
     "parallel.tables.deep.C1={sbp: B, sizes: [1]}": ["deep.C1.sizes", "remove sizes"],
-    "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 1], sizes: [9]}": ["1 sizes [9] for 2 ranks"],
+    "parallel.tables.deep.C1={sbp: S(0), ranks: [0, 1], sizes: [9]}": [
+        "[9] has 1 sizes, but axis 0"
+    ],
     "parallel.tables.deep.C1={sbp: S(0), exchange: pull}": ["'pull'", "reduce, unique"],
 }
 
@@ -239,7 +247,7 @@ def test_a_missing_file_without_neighbors_names_a_value_that_passes(tmp_path, ke
 
 
 def test_the_message_for_missing_data_shows_how_to_generate_data(load, tmp_path):
-    with pytest.raises(ConfigError, match=r"data.path: not given.*sbpflow synth"):
+    with pytest.raises(ConfigError, match=r"data.path is not given.*sbpflow synth"):
         data_path(load(""))
     with pytest.raises(ConfigError, match=r"data.path: /no/such does not exist.*sbpflow synth"):
         data_path(load("data: {path: /no/such}"))
@@ -297,5 +305,5 @@ def test_model_tables_are_set_by_pattern(load):
     facts = config_facts(load("", "model.fields.*_shop.table=shop"))
     assert facts["model.fields.*_shop.table"] == "shop"
     assert facts["model.fields (order)"] == "['*_shop']"
-    assert "model.tables.x.dim: 0 is not >= 1" in refused(load, "model.tables.x.dim=0")
+    assert "model.tables.x.dim must be >= 1 and" in refused(load, "model.tables.x.dim=0")
     assert "model.tables.x.initial_range" in refused(load, "model.tables.x.initial_range=-1")

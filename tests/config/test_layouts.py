@@ -98,8 +98,8 @@ MISFITS = [
         2,
         ["no pattern", "matches wide.C1xC2", "dp, 1, 2, 3, auto"],
     ),
-    ("{scheme: 1, tables: {deep.C4: {sbp: B}}}", 2, ["deep.C4: matches no table", "deep.C1"]),
-    ("{scheme: 1, tables: {Deep.*: {sbp: B}}}", 2, ["Deep.*: matches no table"]),
+    ("{scheme: 1, tables: {deep.C4: {sbp: B}}}", 2, ["deep.C4 matches no table", "deep.C1"]),
+    ("{scheme: 1, tables: {Deep.*: {sbp: B}}}", 2, ["Deep.* matches no table"]),
     (
         "{scheme: 1, tables: {deep.C1: {sbp: S(0), ranks: [0, 2]}}}",
         2,
@@ -108,7 +108,7 @@ MISFITS = [
     (
         "{scheme: 1, tables: {deep.C1: {sbp: S(0), sizes: [30, 30]}}}",
         2,
-        ["deep.C1.sizes: [30, 30] sum to 60", "50 rows", "[25, 25]"],
+        ["deep.C1.sizes: [30, 30] adds up to 60", "50 rows", "[25, 25]"],
     ),
     (
         "{scheme: 1, tables: {deep.C1: {sbp: S(1), sizes: [8, 9]}}}",
@@ -118,7 +118,7 @@ MISFITS = [
     (
         "{scheme: 1, tables: {wide.*: {sbp: S(1)}}}",
         2,
-        ["wide.C1xC2 has 1; use S(0), 1 rank", "at least 2 columns"],
+        ["wide.C1xC2 has 1 column; use S(0), 1 rank", "at least 2 columns"],
     ),
     (
         "{scheme: 1, tables: {deep.C1: {sbp: S(0), sizes: [25, 25]}}}",
@@ -128,7 +128,7 @@ MISFITS = [
     (
         "{scheme: 1, tables: {deep.C1: {sbp: B, ranks: [0, 1]}}}",
         3,
-        ["B on ranks [0, 1] of 3", "ranks: [0]"],
+        ["B needs either all 3 ranks or a single one, got [0, 1]", "ranks: [0]"],
     ),
     (
         "{scheme: 1, tables: {deep.C1: {sbp: S(0), exchange: columns}}}",
@@ -207,16 +207,19 @@ def test_explicit_sizes_may_leave_a_rank_without_columns(resolve):
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
-        ('{sbp: "(S(0), S(1))"}', "deep.C1.ranks: not given; (S(0), S(1)) needs a grid"),
+        ('{sbp: "(S(0), S(1))"}', "deep.C1.ranks is not given, but (S(0), S(1)) needs a grid"),
         ('{sbp: "(S(0), S(1))", ranks: [0, 1]}', "[0, 1] has 1 axes, but (S(0), S(1)) has 2"),
         ('{sbp: "(S(0), S(1))", ranks: [[0, 1], [2]]}', "for example, ranks: [[0, 1], [2, 3]]"),
         ('{sbp: "(S(1), S(0))", ranks: [[0, 1], [2, 3]]}', "deep.C1.sbp: (S(1), S(0)) is not a"),
         ("{sbp: S(0), ranks: [[0, 1], [2, 3]]}", "has 2 axes, but S(0) has 1"),
-        (f"{{{GRID}, sizes: [25, 25]}}", "takes row sizes and column sizes"),
-        (f"{{{GRID}, sizes: [[25, 25]]}}", "takes row sizes and column sizes"),
+        (f"{{{GRID}, sizes: [25, 25]}}", "takes a list of row sizes and a list of column sizes"),
+        (f"{{{GRID}, sizes: [[25, 25]]}}", "takes a list of row sizes and a list of column sizes"),
         (f"{{{GRID}, sizes: [[25, 25], [8, 8], [1]]}}", "for example, sizes: [[60, 40], [8, 8]]"),
-        (f"{{{GRID}, sizes: []}}", "takes row sizes and column sizes"),
-        (f"{{{GRID}, sizes: [[25, 26], [8, 8]]}}", "[25, 26] sum to 51, but deep.C1 has 50 rows"),
+        (f"{{{GRID}, sizes: []}}", "takes a list of row sizes and a list of column sizes"),
+        (
+            f"{{{GRID}, sizes: [[25, 26], [8, 8]]}}",
+            "[25, 26] adds up to 51, but deep.C1 has 50 rows",
+        ),
         (f"{{{GRID}, exchange: columns}}", "columns does not support (S(0), S(1))"),
         ("{sbp: S(0), sizes: [[25, 25], [8, 8]]}", "S(0) has one axis"),
     ],

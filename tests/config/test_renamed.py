@@ -23,7 +23,7 @@ from sbpflow.models.registry import MODELS
     ],
 )
 def test_an_old_name_is_rejected_with_the_new_name(override, key, current):
-    with pytest.raises(ConfigError, match=f"^{key}: .* write {current}$"):
+    with pytest.raises(ConfigError, match=f"^{key} .* write {current}$"):
         load_config("configs/scheme3.yaml", [override], models=MODELS)
 
 

@@ -41,7 +41,7 @@ def test_an_empty_file_is_reported_as_empty(tmp_path, name, schema):
 @pytest.mark.parametrize(
     ("text", "schema", "advice"),
     [
-        (ROWS.replace(",", "\t"), None, "describe any other table in a --schema file (docs"),
+        (ROWS.replace(",", "\t"), None, "describe any other table in a --schema file (see docs"),
         (ROWS, None, 'in a --schema file, which probably needs `separator: ","`'),
         (ROWS, UNNAMED, 'the schema probably needs `separator: ","`'),
         (f"click,income,city\n{ROWS}", NAMED, 'write `separator: ","` in the schema'),
@@ -75,7 +75,7 @@ def test_rows_with_other_categories_are_advised_to_use_a_schema(tmp_path):
     row = "\t".join(["1", *["3"] * 13, *["Berlin"] * 26])
     message = message_of(tmp_path, f"{row}\n" * 3, None)
     assert "3 x C1 is not eight hex digits" in message
-    assert "describe any other table in a --schema file (docs/data.md)" in message
+    assert "describe any other table in a --schema file (see docs/data.md)" in message
 
 
 def test_a_row_that_no_key_would_fix_gets_no_advice(tmp_path):

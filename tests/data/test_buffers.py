@@ -96,7 +96,7 @@ def test_training_needs_labels(tmp_path):
     manifest = make_set(tmp_path / "set", 100)
     content = {k: v for k, v in manifest.content.items() if k != "fingerprint"}
     write_manifest(manifest.path, {**content, "labelled": False})
-    with pytest.raises(ConfigError, match=r"data.path: .* rows without labels"):
+    with pytest.raises(ConfigError, match=r"data.path: the rows in .* have no labels"):
         open_loaders(
             load_manifest(manifest.path), DataConfig(batch_size=8), 0, 1, seed=1,
             device=torch.device("cpu"),

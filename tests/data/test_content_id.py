@@ -146,7 +146,7 @@ def test_a_state_of_an_earlier_version_is_compared_by_fingerprint(tmp_path, row_
     loader.load_state_dict(state)
     other = open_loader(recut(row_set(9000), tmp_path / "set", 333), batch_size=700)
     with pytest.raises(
-        DataError, match=r"fingerprint of the saved state is .*, but .* the same rows"
+        DataError, match=r"fingerprint is .* in the saved state and .* the same rows"
     ):
         other.load_state_dict(state)
 

@@ -203,11 +203,11 @@ def test_damaged_parquet_gives_a_message_or_a_count(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("file:val=day_9*", "go to val=day_9* ("),
-        ("file:val=*,test=rows*", "go to test=rows* ("),
+        ("file:val=day_9*", "no file goes to val=day_9* ("),
+        ("file:val=*,test=rows*", "no file goes to test=rows* ("),
         ("file:val=rows*", "leave none for train"),
-        ("time:0.0001,0.5,0.4999", "train gets none of the 600 rows"),
-        ("ratio:0.00001,0.5,0.49999", "train gets none of the 600 rows"),
+        ("time:0.0001,0.5,0.4999", "none of the 600 rows goes to train"),
+        ("ratio:0.00001,0.5,0.49999", "none of the 600 rows goes to train"),
     ],
 )
 def test_a_split_without_train_rows_does_not_replace_a_set(
@@ -237,8 +237,8 @@ def test_a_split_may_have_only_val_files(tmp_path, source):
         (["--hash-size", "C3=10,C3=12"], "contains C3 twice"),
         (["--hash-size", "C3"], "C3=1000000"),
         (["--hash-size", "2"], "must be 3 or more"),
-        (["--max-bad-fraction", "nan"], "from 0 to 1"),
-        (["--workers", "100000"], "from 1 to 256"),
+        (["--max-bad-fraction", "nan"], "between 0 and 1"),
+        (["--workers", "100000"], "between 1 and 256"),
         (["--seed", "-1"], "--seed"),
     ],
 )
@@ -256,7 +256,7 @@ def test_an_option_out_of_range_gives_one_message(tmp_path, capsys, source, argu
 def test_a_value_for_all_columns_is_quoted_as_given(tmp_path, capsys, command):
     assert main([*command, "--output", str(tmp_path / "set")]) == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith(f"error: {command[-2]}: 'abc' must be a number")
+    assert error.startswith(f"error: {command[-2]} must be a number")
     assert len(error) < 120
 
 
@@ -286,7 +286,7 @@ def test_the_message_after_an_interrupt_explains_what_a_rerun_does(
     ("schema", "message"),
     [
         ("columns: [label, C1, C1]\nsparse: [C1]\n", "columns lists 'C1' twice"),
-        ("sparse: [C1]\nseparator: '5'\n", "separator '5' must be one of"),
+        ("sparse: [C1]\nseparator: '5'\n", "separator must be one of"),
         ('sparse: [C1]\nseparator: "\\n"\n', "must be one of"),
         ("sparse: [C1]\nseparator: '\"'\n", "must be one of"),
         ("sparse: [C1]\ndense: [__split]\n", "the name '__split' is reserved"),
@@ -297,7 +297,7 @@ def test_the_message_after_an_interrupt_explains_what_a_rerun_does(
             "sparse: [a/b]\n",
             "'a/b': a name is used in file names and options, so it must start with a letter",
         ),
-        ("sparse: [[C1]]\n", "sparse contains ['C1']; write column names"),
+        ("sparse: [[C1]]\n", "sparse must list column names, but contains ['C1']"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),
     ],
 )
@@ -359,7 +359,7 @@ def test_plain_text_named_gz_is_refused(tmp_path, capsys):
     path.write_bytes(write_rows(tmp_path / "rows.tsv", ROWS[:5]).read_bytes())
     message = refused(capsys, tmp_path / "set", "--input", path)
     assert "this is not a gzip file" in message
-    assert "rename plain text to rows.tsv" in message
+    assert "if it is plain text, rename it to rows.tsv" in message
 
 
 def test_files_of_a_folder_that_are_not_read_are_logged(tmp_path, caplog):
@@ -385,7 +385,7 @@ def test_the_message_for_many_bad_lines_names_the_given_limit(tmp_path, capsys):
     path = tmp_path / "rows.tsv"
     path.write_text("x\n" * 12_000)
     message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
-    assert "is a valid row" in message
+    assert "is valid" in message
     path.write_text("x\n" * 12_000 + "\t".join(ROWS[0]) + "\n")
     message = refused(capsys, tmp_path / "set", "--input", path, "--max-bad-fraction", "0.002")
     assert "more than --max-bad-fraction 0.002" in message

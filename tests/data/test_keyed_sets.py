@@ -279,7 +279,7 @@ def test_growth_and_shared_vocabularies_are_checked(keyed, tmp_path, capsys):
     )
     words = ["prepare", "--input", source, "--output", tmp_path / "s", "--schema", schema]
     assert main([*map(str, words), "--keys", "city"]) == 2
-    assert "so either both or neither have keys" in capsys.readouterr().err
+    assert "so both or neither must have keys" in capsys.readouterr().err
     assert main([*map(str, words), "--keys", "city,user"]) == 0
     fields = load_manifest(tmp_path / "s").fields
     assert [(field.vocabulary, field.keyed) for field in fields] == [("places", True)] * 2

@@ -136,10 +136,10 @@ def test_an_id_out_of_range_is_reported_with_its_row_and_found_by_verify(copy, c
     words.flush()
     assert main(["stats", str(copy.path), "--recount"]) == 2
     error = capsys.readouterr().err
-    assert f"row 31 of train has C2 id {bad}, but its table has rows 0..499" in error
+    assert f"row 31 of train has id {bad} for C2, but its table has rows 0..499" in error
     assert "sbpflow verify" in error
     assert main(["verify", str(copy.path)]) == 2
-    assert "train-20.npy: checksum differs" in capsys.readouterr().err
+    assert "train-20.npy: the checksum differs" in capsys.readouterr().err
 
 
 def test_the_loader_delivers_ids_without_checking_them(copy):
@@ -155,7 +155,7 @@ def test_recounting_a_set_with_a_missing_shard_gives_one_line(copy, capsys):
     (copy.path / "train-20.npy").unlink()
     assert main(["stats", str(copy.path), "--recount"]) == 2
     error = capsys.readouterr().err
-    assert "train-20.npy: cannot be read" in error
+    assert "train-20.npy cannot be read" in error
     assert len(error.splitlines()) == 1
 
 

@@ -265,7 +265,7 @@ def test_a_file_in_another_format_is_refused_before_its_end(tmp_path):
         (["--split", "weekday"], "time:0.8,0.1,0.1"),
         (["--hash-size", "many"], "C3=1000000"),
         (["--hash-size", "C99=10"], "C99"),
-        (["--min-count", "0"], "from 1 to"),
+        (["--min-count", "0"], "between 1 and"),
         (["--dense", "sqrt"], "log3"),
         (["--schema", "nowhere.yaml"], "nowhere.yaml"),
     ],

@@ -366,13 +366,13 @@ def test_generated_ids_follow_the_rule_of_prepare(generator, generated):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rows", "0"], "from 1 to"),
+        (["--rows", "0"], "between 1 and"),
         (["--rows", "10", "--auc", "1.5"], "--auc"),
         (["--rows", "10", "--split", "ratio:0.8,0.1,0.1"], "such as time:0.8,0.1,0.1"),
         (["--rows", "10", "--hot", "C99=3"], "C99"),
         (["--rows", "10", "--hot", "C1"], "such as C1=3"),
         (["--rows", "10", "--skew", "C1=x"], "such as C1=3"),
-        (["--rows", "10", "--vocab-scale", "2"], "from 1e-06 to 1"),
+        (["--rows", "10", "--vocab-scale", "2"], "between 1e-06 and 1"),
         (["--rows", "10", "--format", "tsv", "--hot", "C1=2"], "--format prepared"),
     ],
 )
@@ -403,7 +403,7 @@ def test_a_number_out_of_range_gives_key_value_and_rule(tmp_path, capsys, key, v
     error = capsys.readouterr().err
     assert error.startswith(f"error: {key}")
     assert len(error.splitlines()) == 1
-    assert any(rule in error for rule in ("must be from", "twice", "for example"))
+    assert any(rule in error for rule in ("must be between", "twice", "for example"))
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_a_generated_set_cannot_encode_new_rows(tmp_path, capsys):
     for command in (["encode"], ["prepare"], ["prepare", "--grow"]):
         assert main([*command, "--like", str(tmp_path / "ids"), *text]) == 2
         message = capsys.readouterr().err
-        assert f"--like {tmp_path / 'ids'}: this set does not store the values" in message
+        assert f"--like: the set {tmp_path / 'ids'} does not store the values" in message
         assert "synth --format tsv" in message
     nowhere = ["--input", str(tmp_path / "nowhere.tsv"), *text[2:]]
     assert main(["encode", "--like", str(tmp_path / "ids"), *nowhere]) == 2

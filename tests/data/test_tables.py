@@ -246,8 +246,8 @@ def test_growth_changes_no_id_and_fills_spare_ids_first(tmp_path, capsys):
     (shop,) = (entry for entry in json.loads(report)["growth"] if entry["table"] == "deep.shop")
     assert (shop["new_values"], shop["in_spare_ids"], shop["behind_the_old"]) == (12, 5, 7)
     assert shop["max_over_mean"] == pytest.approx(max(parts) / np.mean(parts), abs=1e-3)
-    line = "deep.shop: 12 new values: 5 in spare rows and 7 in rows after the old ones;"
-    assert f"{line} the most loaded of 4 row parts has" in explained(capsys, big.path)
+    line = "deep.shop has 12 new values: 5 in spare rows and 7 in rows after the old ones;"
+    assert f"{line} the most loaded of the 4 parts of its rows has" in explained(capsys, big.path)
     assert "grown" not in explained(capsys, same.path)
 
 
@@ -280,7 +280,7 @@ def test_a_changed_bit_in_a_vocabulary_is_found(tmp_path, as_csv, capsys):
     raw[-1] ^= 1
     path.write_bytes(raw)
     assert main(["verify", str(tmp_path / "set")]) == 2
-    assert "shop.ids.npy: checksum differs" in capsys.readouterr().err
+    assert "shop.ids.npy: the checksum differs" in capsys.readouterr().err
 
 
 def test_a_set_of_format_1_is_refused_with_the_command_to_rebuild_it(tmp_path, capsys):

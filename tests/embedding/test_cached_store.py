@@ -346,7 +346,7 @@ def test_a_failure_of_the_mover_ends_training_with_its_reason(fail_at):
     store = make_store(40, seed=0, fail_at=fail_at)
     expected = initial(torch.arange(ROWS))[WEIGHTS]
     with pytest.raises(
-        TrainingError, match=r"parallel\.storage\.t: moving rows of table t failed: .*No space"
+        TrainingError, match=r"parallel\.storage\.t: rows of table t could not be moved: .*No space"
     ):
         train(store, batches(4, 60), 3, expected)
     for call in (lambda: store.read(slice(0, 3)), lambda: store.announce(99, batches(4)[0])):

@@ -377,7 +377,7 @@ def test_resumed_cached_tables_grow(ranks, alone, tmp_path, shares):
         ({"deep": Spec("S(0)", "reduce", ranks=(1, 0))}, "ranks out of order"),
         (
             {"deep": Spec("S(0)", "reduce", sizes=(101, MIN_ROWS - 101))},
-            r"101, .* a single key bucket; .* for example \[32768, 32768\]",
+            r"101, .* a single key bucket; .*\(for example, \[32768, 32768\]\)",
         ),
         (
             {"deep": Spec("S(0)", "reduce", sizes=(4, MIN_ROWS - 4))},
@@ -425,7 +425,7 @@ def test_erased_keys_leave_no_trace(ranks, tmp_path, layout):
         assert keys <= set(kept.tolist())
     assert saved["tables/deep.f"].shape[0] == 1 + saved["vocabularies/f/keys"].size
     run = ranks(1, erase_unknown, CASE)
-    assert "erase: field 'h' does not grow; use f, g" in run[0]
+    assert "erase: field 'h' is not a growing field; use f, g" in run[0]
 
 
 def erase_unknown(world, case):

@@ -77,46 +77,50 @@ def test_matrix_and_lists_are_ordered_by_sample():
 CHANGES = {
     "feature c is missing": {"c": None},
     "feature x is unknown": {"x": torch.tensor([1, 2])},
-    "have different numbers of samples": {"a": torch.tensor([1, 2, 3])},
-    "feature a: got Bags for 1 ids per sample": {"a": Bags(torch.ones(2).int(), torch.arange(3))},
-    "feature c: .* pass Bags": {"c": torch.tensor([1, 2])},
-    r"feature b: ids are torch.int64\[2\]; use": {"b": torch.tensor([1, 2])},
-    r"feature a: ids are torch.float32\[2\]; use": {"a": torch.tensor([1.0, 2.0])},
-    "feature c: values are torch.float32": {"c": Bags(torch.ones(3), torch.tensor([0, 0, 3]))},
-    "feature c: offsets run from 0 to 2; use 0 to 3": {
+    "must have the same number of samples": {"a": torch.tensor([1, 2, 3])},
+    "feature a has exactly 1 ids per sample, got Bags": {
+        "a": Bags(torch.ones(2).int(), torch.arange(3))
+    },
+    "feature c .* pass Bags": {"c": torch.tensor([1, 2])},
+    r"feature b: ids must be .* got torch.int64\[2\]": {"b": torch.tensor([1, 2])},
+    r"feature a: ids must be .* got torch.float32\[2\]": {"a": torch.tensor([1.0, 2.0])},
+    "feature c: values and offsets must be .* got values torch.float32": {
+        "c": Bags(torch.ones(3), torch.tensor([0, 0, 3]))
+    },
+    "feature c: offsets must run from 0 to 3": {
         "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 0, 2]))
     },
-    r"feature c: sample 1 has 4 ids; use 0\.\.3": {
+    r"feature c: sample 1 has 4 ids, but 0\.\.3": {
         "c": Bags(torch.tensor([7, 8, 9, 1]), torch.tensor([0, 0, 4]))
     },
     "feature c: sample 0 has -1 ids": {"c": Bags(torch.tensor([7]), torch.tensor([0, -1, 1]))},
-    "feature d: weights are none; use one for each of 3 ids": {
+    "feature d: there must be one weight for each of 3 ids, got none": {
         "d": Bags(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]))
     },
-    r"feature c: offsets have shape \[0\]; use \[samples \+ 1\]": {
+    r"feature c: offsets must have shape \[samples \+ 1\], got \[0\]": {
         "c": Bags(torch.tensor([7]), torch.tensor([], dtype=torch.int64))
     },
-    "feature c: values are torch.int64.*offsets torch.float32": {
+    "feature c: values and offsets must be .* got values torch.int64.*offsets torch.float32": {
         "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0.0, 1.7, 3.0]))
     },
-    "feature a: ids have type list; use a tensor or Bags": {"a": [1, 2]},
-    "feature c: got weights": {
+    "feature a: ids must be a tensor or Bags, got list": {"a": [1, 2]},
+    "feature c is not a weighted feature, got weights": {
         "c": Bags(torch.tensor([7, 8, 9]), torch.tensor([0, 0, 3]), torch.ones(3))
     },
-    r"field a: id 10 in row 1 of rank 1's part of the batch; use 0\.\.9": {
+    r"field a has id 10 in row 1 of rank 1's part of the batch, but only ids 0\.\.9": {
         "a": torch.tensor([0, 10])
     },
-    r"feature d: weights require grad.*pass weights.detach\(\)": {
+    r"feature d: weights are treated as data.*pass weights.detach\(\)": {
         "d": Bags(
             torch.tensor([1, 2, 3]),
             torch.tensor([0, 1, 3]),
             torch.tensor([0.5, 1.0, 2.0], requires_grad=True),
         )
     },
-    r"field b: id -1 in row 0 of rank 1's part of the batch; use 0\.\.19": {
+    r"field b has id -1 in row 0 of rank 1's part of the batch, but only ids 0\.\.19": {
         "b": torch.tensor([[0, -1], [5, 6]])
     },
-    r"field c: id 30 in row 1 of rank 1's part of the batch; use 0\.\.29": {
+    r"field c has id 30 in row 1 of rank 1's part of the batch, but only ids 0\.\.29": {
         "c": Bags(torch.tensor([7, 8, 30]), torch.tensor([0, 0, 3]))
     },
 }
@@ -134,7 +138,7 @@ def test_malformed_ids_are_rejected_with_the_feature_name(message):
 def test_a_matrix_is_accepted_only_for_fixed_length_features():
     with pytest.raises(DataError, match=r"pass a dictionary with Bags for \['c', 'd'\]"):
         reader(make_plan()).read(torch.zeros(2, 3, dtype=torch.int32))
-    with pytest.raises(DataError, match=r"use int32 or int64 \[samples, 3\]"):
+    with pytest.raises(DataError, match=r"must be int32 or int64 \[samples, 3\]"):
         reader(make_plan(features=FEATURES[:2])).read(torch.zeros(2, 2, dtype=torch.int32))
 
 
@@ -146,7 +150,7 @@ def test_ids_of_unused_features_are_not_checked(policy):
     assert one.out_of_range.tolist() == [0, 0]
     ids[1, 0] = 10
     if policy == "error":
-        with pytest.raises(DataError, match=r"field a: id 10 in row 1.*use 0\.\.9"):
+        with pytest.raises(DataError, match=r"field a has id 10 in row 1.*only ids 0\.\.9"):
             one.read(ids)
     else:
         one.read(ids)
@@ -169,7 +173,7 @@ def plan_shared(policy: str, big: int = 1000) -> EmbeddingPlan:
 def test_replacing_ids_requires_tables_of_equal_size(policy):
     message = (
         f"feature x: out_of_range {policy} .* small \\(10 rows\\), big \\(1000 rows\\); "
-        "use .* equal num_rows, or out_of_range: error"
+        "give .* the same num_rows, or use out_of_range: error"
     )
     with pytest.raises(ConfigError, match=message):
         plan_shared(policy)
@@ -181,7 +185,7 @@ def test_replacing_ids_requires_tables_of_equal_size(policy):
 def test_id_must_be_a_row_of_every_table_of_its_feature():
     one = reader(plan_shared("error"))
     assert one.read(torch.tensor([[9]])).matrix.tolist() == [[9]]
-    with pytest.raises(DataError, match=r"field x: id 500 in row 0.*use 0\.\.9"):
+    with pytest.raises(DataError, match=r"field x has id 500 in row 0.*only ids 0\.\.9"):
         one.read(torch.tensor([[500]]))
 
 
@@ -217,9 +221,9 @@ def test_hashed_ids_spread_over_the_table():
 
 
 def test_invalid_plans_are_rejected():
-    with pytest.raises(ConfigError, match="feature a: got hotness 0; use 1 or more"):
+    with pytest.raises(ConfigError, match="feature a: hotness must be 1 or more, got 0"):
         FeatureConfig(name="a", hotness=0)
-    with pytest.raises(ConfigError, match=r"table t: got features \[\]; list at least one feature"):
+    with pytest.raises(ConfigError, match=r"table t: features must contain at least one feature"):
         TableConfig(name="t", features=(), num_rows=1, dim=1)
     table = TableConfig(name="t", features=("nowhere",), num_rows=1, dim=1)
     world = Placement.line("cpu", 1)
@@ -231,7 +235,7 @@ def test_invalid_plans_are_rejected():
     with pytest.raises(ConfigError, match="table t: the data has no feature 'nowhere'"):
         plan([OutputConfig(name="o", tables=(table,))])
     twice = [OutputConfig(name=name, tables=(table,)) for name in "op"]
-    with pytest.raises(ConfigError, match="table t: the name is used twice"):
+    with pytest.raises(ConfigError, match="table t: this name is used twice"):
         plan(twice)
 
 
@@ -321,7 +325,7 @@ def test_ids_without_fitting_bounds_are_checked(bounds):
     """Table d has only 40 rows, so ids within larger bounds must still be checked."""
     given = as_batch(bounds)
     given.lists.values[5] = 40
-    with pytest.raises(DataError, match="field d: id 40"):
+    with pytest.raises(DataError, match="field d has id 40"):
         reader(make_plan()).read(given)
     assert reader(make_plan()).read(as_batch(bounds)).lists.values.tolist() == [1, 7, 8, 9, 2, 3]
 
@@ -353,9 +357,9 @@ def test_matrix_features_of_a_ragged_table_become_lists():
 
 def test_batch_of_wrong_shape_is_rejected():
     given = as_batch()
-    with pytest.raises(DataError, match=r"a matrix \[2, 2\] and 2 lists; use \[samples, 3\]"):
+    with pytest.raises(DataError, match=r"a matrix \[samples, 3\] .* got \[2, 2\] and 2 lists"):
         reader(make_plan()).read(BatchIds(given.matrix[:, :2], given.lists, BOUNDS))
-    with pytest.raises(DataError, match="features have different numbers of samples"):
+    with pytest.raises(DataError, match="features must have the same number of samples"):
         reader(make_plan()).read(BatchIds(given.matrix[:1], given.lists, BOUNDS))
     with pytest.raises(DataError, match="and 0 lists"):
         reader(make_plan()).read(BatchIds(given.matrix, None, BOUNDS))

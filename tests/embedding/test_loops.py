@@ -163,8 +163,8 @@ def test_bad_id_among_many_is_found(monkeypatch, policy):
 
 @pytest.mark.parametrize(
     ("offsets", "message"),
-    [([0, 9, 4], "sample 0 has 9 ids"), ([1, 2, 4], "offsets run from 1"),
-     ([0, 2, 3], "offsets run from 0 to 3"), ([0, 3, 2, 4], "have different numbers of samples")],
+    [([0, 9, 4], "sample 0 has 9 ids"), ([1, 2, 4], "they run from 1"),
+     ([0, 2, 3], "they run from 0 to 3"), ([0, 3, 2, 4], "must have the same number of samples")],
 )  # fmt: skip
 def test_bad_offsets_are_rejected(offsets, message):
     plan = make_plan(2, "unique", weighted=False)

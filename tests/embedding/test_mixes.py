@@ -368,8 +368,8 @@ def passed_samples(world, exchange: str) -> str:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_batch_part_of_wrong_size_is_rejected(ranks, exchange):
     messages = ranks(2, passed_samples, exchange)
-    assert "rank 0: got ids of 3 samples; pass 4" in messages[0]
-    assert "rank 1: got ids of 5 samples" in messages[1]
+    assert "rank 0: got the ids of 3 samples; pass 4" in messages[0]
+    assert "rank 1: got the ids of 5 samples" in messages[1]
 
 
 class Watched(DeviceStore):

@@ -251,7 +251,7 @@ def test_torch_is_chosen_if_no_other_kernel_is_installed(monkeypatch):
     plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
     assert {c.reason for c in choose_kernels(plan, "auto").values()} == {"FBGEMM is not installed"}
     for name, product in (("fbgemm", "FBGEMM"), ("numba", "numba"), ("triton", "Triton")):
-        message = rf"parallel\.kernel: {name}, but {product} is not installed"
+        message = rf"parallel\.kernel: {name} is not available, because {product} is not installed"
         with pytest.raises(ConfigError, match=message):
             choose_kernels(plan, name)
 
@@ -259,19 +259,19 @@ def test_torch_is_chosen_if_no_other_kernel_is_installed(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": "float32"}, "dtype: 'float32'; use torch.float32 or torch.float64"),
-        ({"dtype": torch.int64}, "dtype: torch.int64; use torch.float32 or torch.float64"),
-        ({"backend": "mpi"}, "backend: 'mpi'; use gloo or nccl"),
-        ({"backend": None}, "backend: None; use gloo or nccl"),
+        ({"dtype": "float32"}, "dtype must be torch.float32 or torch.float64, got 'float32'"),
+        ({"dtype": torch.int64}, "dtype must be torch.float32 or torch.float64, got torch.int64"),
+        ({"backend": "mpi"}, "backend must be gloo or nccl, got 'mpi'"),
+        ({"backend": None}, "backend must be gloo or nccl, got None"),
         (
             {"row_dtype": "float16"},
-            r"row_dtype: 'float16'.*use torch.float32, torch.float16, or torch.bfloat16",
+            r"row_dtype must be torch.float32, torch.float16, or torch.bfloat16 .*got 'float16'",
         ),
         (
             {"comm_dtype": "bfloat16"},
-            r"table a: comm_dtype 'bfloat16'.*use torch.float32, torch.float16, or torch.bfloat16",
+            r"comm_dtype must be torch.float32, torch.float16, or torch.bfloat16 .*got 'bfloat16'",
         ),
-        ({"out_of_range": "wrap"}, "out_of_range: 'wrap'; use error or clamp or hash"),
+        ({"out_of_range": "wrap"}, "out_of_range must be error or clamp or hash, got 'wrap'"),
     ],
 )
 def test_invalid_arguments_are_reported_with_the_choices(change, message):

@@ -236,7 +236,7 @@ def test_default_grid_has_a_row_per_host():
     [
         ({}, ((0, 1, 2), (3,)), r"equally many ranks on every host, but the hosts have 3, 1; use"),
         ({"ranks": ((0, 2), (1, 3))}, HOSTS.hosts, r"ranks \[0, 2\] in one row, .*different hosts"),
-        ({"ranks": ((0, 1),)}, HOSTS.hosts, r"has 2 of 4 ranks; \(S\(0\), S\(0\)\) uses all ranks"),
+        ({"ranks": ((0, 1),)}, HOSTS.hosts, r"\(S\(0\), S\(0\)\) needs all 4 ranks, but .* has 2"),
         ({"exchange": "reduce"}, HOSTS.hosts, r"reduce does not support .*; use unique"),
     ],
 )  # fmt: skip
@@ -248,14 +248,16 @@ def test_unsupported_grids_are_refused(changes, hosts, says):
 def test_unsupported_settings_are_refused():
     with pytest.raises(ConfigError, match=r"sizes: \(S\(0\), S\(0\)\) splits rows evenly"):
         TableRule(sbp="(S(0), S(0))", sizes=((5, 4), (1, 1))).check("parallel.tables.t")
-    with pytest.raises(ConfigError, match=r"use ascending ranks: \[\[0, 1\], \[2, 3\]\]"):
+    with pytest.raises(ConfigError, match=r"list them in ascending order: \[\[0, 1\], \[2, 3\]\]"):
         make_case(((1, 0), (2, 3))).plan(4)
     config = wdl()
     config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=0.5))
-    with pytest.raises(ConfigError, match=r"row_buffer_fraction: 0.5 with .*exact counts; remove"):
+    with pytest.raises(
+        ConfigError, match=r"row_buffer_fraction: 0.5 does not .*exact counts; remove"
+    ):
         plan_run(config, FIELDS, world_size=4, device_type="cuda", topology=HOSTS)
     hosts = Spec("(S(0), S(0))", "unique", ranks=((0,), (1,), (2,)))
-    with pytest.raises(ConfigError, match=r"65536 rows for 3 hosts; use 2, 4, 8, .. hosts, or"):
+    with pytest.raises(ConfigError, match=r"65536 rows .* over 3 hosts; use 2, 4, 8, .. hosts, or"):
         GrowingCase(deep=hosts, wide=hosts).plan(3)
 
 

@@ -257,7 +257,7 @@ def test_without_abstract_sockets_the_launcher_is_trusted_with_a_warning(monkeyp
             monkeypatch.delenv("LOCAL_WORLD_SIZE")
         else:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-        with pytest.raises(ConfigError, match=f"LOCAL_WORLD_SIZE={shown}: .*which of the 4 ranks"):
+        with pytest.raises(ConfigError, match=f"LOCAL_WORLD_SIZE={shown} .*which of the 4 ranks"):
             find_all(4, dist.HashStore(), timeout_s=1.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert find_all(4, dist.HashStore())[0].hosts == ((0, 1, 2, 3),)
@@ -283,13 +283,19 @@ def test_a_topology_knows_the_hosts_of_ranks():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"hosts": ()}, r"hosts: \[\]; each host needs at least one rank"),
-        ({"hosts": ((0,), ())}, r"hosts: \[\[0\], \[\]\]; each host needs"),
+        ({"hosts": ()}, r"each host needs at least one rank.* got \[\]"),
+        ({"hosts": ((0,), ())}, r"each host needs .* got \[\[0\], \[\]\]"),
         ({"hosts": ((0, 1), (1,))}, "must be on exactly one host"),
         ({"hosts": ((0, 2),)}, "must be on exactly one host"),
-        ({"memory_bytes": (1,)}, r"memory: \[1\]; give a number above 0 for each of the 2"),
-        ({"speeds": (1.0, 0.0)}, r"speed: \[1.0, 0.0\]; give a number above 0"),
-        ({"network_link": Link(gb_per_s=0.0)}, "network_link: 0.0 GB/s, 0.25 ms; gb_per_s must"),
+        (
+            {"memory_bytes": (1,)},
+            r"memory must have a number above 0 for each of the 2 .* got \[1\]",
+        ),
+        ({"speeds": (1.0, 0.0)}, r"speed must have a number above 0 .* got \[1.0, 0.0\]"),
+        (
+            {"network_link": Link(gb_per_s=0.0)},
+            "network_link.gb_per_s must be above 0 .* got 0.0 and 0.25",
+        ),
     ],
 )
 def test_an_invalid_topology_is_refused(wrong, message):
@@ -327,16 +333,16 @@ def test_a_file_describes_other_machines(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "hosts: not given; use, for example, hosts:"),
-        ("hosts: 2", "hosts, ranks_per_host: give lists of ranks, such as"),
-        ("{hosts: 0, ranks_per_host: 2}", "hosts, ranks_per_host: give lists of ranks, such as"),
-        ("{hosts: [[0, 1]], ranks_per_host: 2}", "hosts, ranks_per_host: give lists"),
-        ("{hosts: 1000000000000, ranks_per_host: 9}", "hosts: 9000000000000 ranks, but this run"),
-        ("hosts: [[0, 1, 2]]", "hosts: 3 ranks, but this run has 4; describe 4 ranks, or start 3"),
+        ("", "hosts is not given; use, for example, hosts:"),
+        ("hosts: 2", "hosts and ranks_per_host: give either lists of ranks, such as"),
+        ("{hosts: 0, ranks_per_host: 2}", "hosts and ranks_per_host: give either lists of ranks"),
+        ("{hosts: [[0, 1]], ranks_per_host: 2}", "hosts and ranks_per_host: give either lists"),
+        ("{hosts: 1000000000000, ranks_per_host: 9}", "describes 9000000000000 ranks, but this"),
+        ("hosts: [[0, 1, 2]]", "describes 3 ranks, but this run has 4; describe 4 ranks, or"),
         ("hosts: [[0, 1], [1, 2]]", "must be on exactly one host"),
-        ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}", r"memory: .* for each of the 4 ranks"),
-        ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed: .* give a number above 0"),
-        ("{hosts: [[0, 1, 2, 3]], network_link: {}}", "network_link.gb_per_s: not given"),
+        ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}", r"memory must .* for each of the 4 ranks"),
+        ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed must have a number above 0"),
+        ("{hosts: [[0, 1, 2, 3]], network_link: {}}", "network_link.gb_per_s is not given"),
         ("{hosts: [[0, 1, 2, 3]], link: 1}", "link: unknown key; did you mean"),
         ("{hosts: [[0, 1, 2, 3]], host_link: {gb_per_s: 1, source: guess}}",
          "host_link.source: 'guess' is not one of measured, given, assumed"),
@@ -359,14 +365,14 @@ def test_explain_shows_hosts_and_which_values_are_assumed(tmp_path):
         "1 host of 4 ranks (assumed): [0, 1, 2, 3]",
         "links: on a host 2 GB/s, 0.25 ms a call (assumed)",
     ]
-    assert lines[3].endswith("GB (measured); its relative speed: 1 (assumed)")
+    assert lines[3].endswith("GB (measured); relative speed of each rank: 1 (assumed)")
     config = replace(config, parallel=replace(config.parallel, topology=file))
     _, plan = plan_run(config, FIELDS, world_size=4, device_type="cpu")
     assert format_plan(plan).splitlines()[1:4] == [
         "2 hosts of 2 ranks (given): [0, 1] [2, 3]",
         "links: on a host 8 GB/s, 0.25 ms a call (measured); between hosts 0.125 GB/s, 0.4 ms a "
         "call (given)",
-        "a rank's memory: 64, 64, 32, 32 GB (given); its relative speed: 1.5 (given)",
+        "memory of each rank: 64, 64, 32, 32 GB (given); relative speed of each rank: 1.5 (given)",
     ]
     assert describe(plan)["topology"]["hosts"] == ((0, 1), (2, 3))
     assert plan.priced[0].ms > usual.priced[0].ms

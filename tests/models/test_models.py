@@ -178,7 +178,7 @@ ONLY_NUMBERS = Fields.of(["I1", "I2"], {})
     [
         (["model.name=dlrm"], CRITEO_X4, "dlrm .* 0 dense and 39 sparse"),
         (["model.name=deepfm"], ONLY_NUMBERS, "deepfm .* 0 sparse and 2 dense"),
-        (["model.name=dcnv2"], NOTHING, "dcnv2 crosses embeddings"),
+        (["model.name=dcnv2"], NOTHING, "dcnv2 needs embeddings to cross"),
         (["model.name=dcnv2", "model.bottom=[8]"], CRITEO_X1, r"bottom: \[8\] has no effect"),
         (["model.name=dcnv2", "model.hidden=[]"], CRITEO_X1, r"model.hidden: \[\] has no layer"),
         (["model.name=dlrm", "model.compile=true", "model.norm=batch"], CRITEO_X1,

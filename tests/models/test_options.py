@@ -181,9 +181,9 @@ def refused_without_compiler(world):
 
 def test_compile_without_a_compiler_is_refused_by_name(ranks, monkeypatch):
     (message,) = ranks(1, refused_without_compiler)
-    wanted = r"model.compile: true, but no C++ compiler was found (tried "
+    wanted = r"model.compile: true is not possible, because no C++ compiler was found (tried "
     assert message.startswith(wanted), message
-    assert message.endswith(", or use model.compile: false")
+    assert message.endswith("; or use model.compile: false")
     monkeypatch.setattr(compiler, "find_spec", lambda name: None)
     assert compiler.compiler_problem("cuda").startswith(
         "triton, which compiles for CUDA, is not installed"

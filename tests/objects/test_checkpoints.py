@@ -124,14 +124,14 @@ def test_a_later_run_takes_the_folder(folder):
     first.check()
     second = Claim(folder)
     second.check()
-    with pytest.raises(CheckpointError, match="another run has started saving there"):
+    with pytest.raises(CheckpointError, match="another run has started saving here"):
         first.check()
 
 
 def test_a_failing_upload_leaves_no_checkpoint(s3, quick):
     folder = any_path("s3://bucket/run")
     s3.fault = lambda request: "503" if "index.json" in request.path else ""
-    with pytest.raises(CheckpointError, match=r"step-2: cannot be written \(.* \(5 tries"):
+    with pytest.raises(CheckpointError, match=r"step-2 cannot be written \(.* \(5 tries"):
         save(folder, 2, 2)
     s3.clear()
     assert list_checkpoints(folder) == []

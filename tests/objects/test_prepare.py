@@ -65,7 +65,7 @@ def test_an_interrupted_upload_continues(s3, inputs, cache, tmp_path, capsys):
     s3.fault = fault
     assert command() == 2
     message = capsys.readouterr().err
-    assert re.search(r"s3://bucket/set/val-\d+\.npy: cannot be written \(5 tries", message)
+    assert re.search(r"s3://bucket/set/val-\d+\.npy cannot be written \(5 tries", message)
     assert "manifest.json" not in SET.sizes()
     first = {r.path for r in s3.requests if r.method == "PUT"}
     done = set(SET.sizes())

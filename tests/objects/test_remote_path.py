@@ -58,12 +58,12 @@ def test_a_failing_store_is_reported_with_the_url_and_the_error(s3, quick, caplo
     s3.fault = lambda request: "503"
     with caplog.at_level(logging.DEBUG, "sbpflow"), pytest.raises(StoreError) as caught:
         FILE.read_bytes()
-    assert str(caught.value).startswith(f"s3://bucket/x/file: cannot be read ({TRIES} tries in ")
+    assert str(caught.value).startswith(f"s3://bucket/x/file cannot be read ({TRIES} tries in ")
     assert re.search("SlowDown|Service Unavailable", str(caught.value))
     assert SECRET not in str(caught.value) + caplog.text
     assert caught.value.__cause__ is None
     with pytest.raises(
-        CheckpointError, match=r"s3://bucket/x/file: cannot be written \(.* \(5 tries"
+        CheckpointError, match=r"s3://bucket/x/file cannot be written \(.* \(5 tries"
     ):
         with named(FILE):
             FILE.write_bytes(b"")

@@ -123,7 +123,7 @@ def test_an_interrupted_run_on_s3_equals_a_run_on_local_files(s3, cache, tmp_pat
     is_over = False
     monkeypatch.setattr(remote_path, "_FIRST_PAUSE_S", 0.001)
     s3.fault = interrupt
-    with pytest.raises(CheckpointError, match=r"run/step-6: cannot be written \(.* \(5 tries"):
+    with pytest.raises(CheckpointError, match=r"run/step-6 cannot be written \(.* \(5 tries"):
         train_command.main(words(*given))
     s3.clear()
     assert [path.name for path in list_checkpoints(url / "run")] == ["step-4", "step-2"]

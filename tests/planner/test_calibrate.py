@@ -360,5 +360,5 @@ def test_the_regret_is_of_the_plan_that_the_model_chooses():
 
 
 def test_too_few_tasks_are_refused():
-    with pytest.raises(DataError, match="2 measured samples; use 3 or more"):
+    with pytest.raises(DataError, match="at least 3 measured samples, got 2"):
         fit(synthetic_records(0.0, samples=2), backend="gloo")

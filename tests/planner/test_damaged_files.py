@@ -64,15 +64,15 @@ def test_a_damaged_profile_is_refused_or_prices_a_plan(tmp_path):
     ("key", "value", "message"),
     [
         ("work_ms", {"always": float("nan")}, "NaN is not a JSON number"),
-        ("work_ms", {"always": 1e300}, r"work_ms.always: 1e\+300 is not >= 0 and < 1e\+12"),
-        ("work_ms", {"always": -1.0}, r"work_ms.always: -1.0 is not >= 0"),
-        ("work_ms", {"idle": 1.0}, "work_ms: 'idle' is not a count of this version"),
-        ("world_size", 10**30, "a whole number of 31 digits"),
-        ("world_size", 0, "world_size: 0 is not >= 1"),
-        ("backend", "mpi", "backend: 'mpi'; use gloo or nccl"),
+        ("work_ms", {"always": 1e300}, r"work_ms.always must be >= 0 and < 1e\+12, got 1e\+300"),
+        ("work_ms", {"always": -1.0}, r"work_ms.always must be >= 0 .*got -1.0"),
+        ("work_ms", {"idle": 1.0}, "work_ms: 'idle' is not a count in this version"),
+        ("world_size", 10**30, "a whole number has 31 digits"),
+        ("world_size", 0, "world_size must be >= 1 .*got 0"),
+        ("backend", "mpi", "backend must be gloo or nccl, got 'mpi'"),
         ("about", {"ranks on a machine": "many"}, "'many' is not a number of ranks"),
-        ("link", {"within_gb_per_s": 0.0}, r"link\.within_gb_per_s: 0 is not a bandwidth"),
-        ("format", 3, "format is 3; this version reads 4"),
+        ("link", {"within_gb_per_s": 0.0}, r"link\.within_gb_per_s must be above 0"),
+        ("format", 3, "format is 3, but this version reads 4"),
     ],
 )
 def test_the_wrong_key_of_a_profile_is_named(tmp_path, key, value, message):

@@ -78,8 +78,8 @@ def test_more_lookups_never_touch_fewer_rows(seed):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: from_sample([1], 1.0), "the sample size is 1; use 2 or more ids"),
-        (lambda: from_bins([1.0], [1.0], 1.0), "use 17"),
+        (lambda: from_sample([1], 1.0), "a sample must have 2 or more ids, got 1"),
+        (lambda: from_bins([1.0], [1.0], 1.0), "must have 17 values"),
         (lambda: from_histogram([5.0], [0.0], 1.0), "use, for example, rows"),
     ],
 )

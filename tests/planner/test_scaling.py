@@ -87,12 +87,12 @@ def test_another_link_changes_only_transfers_and_is_reported_as_assumed():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ranks", "0"], "--ranks: 0; use 1 or more"),
-        (["--link", "token-ring"], "--link: 'token-ring'; use h100-dgx"),
-        (["--ranks-per-node", "0", "--link", "1gbit"], "--ranks-per-node: 0; use 1 or more"),
-        (["--ranks-per-node", "4"], "--ranks-per-node: 4 .*--link 25gbit"),
+        (["--ranks", "0"], "--ranks must be 1 or more, got 0"),
+        (["--link", "token-ring"], "--link must be h100-dgx"),
+        (["--ranks-per-node", "0", "--link", "1gbit"], "--ranks-per-node must be 1 or more, got 0"),
+        (["--ranks-per-node", "4"], "--ranks-per-node 4 .*--link 25gbit"),
         (["--ranks-per-node", "4", "--link", "a100-dgx"], "a node of a100-dgx has 8 ranks"),
-        (["--link", "0gbit"], "--link: '0gbit'; use h100-dgx"),
+        (["--link", "0gbit"], "--link must be h100-dgx.* got '0gbit'"),
         (["--planner", "nobody"], "nobody"),
     ],
 )
@@ -114,7 +114,7 @@ def test_ethernet_is_shared_by_the_ranks_of_a_node():
     assert alone.byte_ms(4) * 1e6 == pytest.approx(8e-3 / 25 / 0.94 * 1e3)
     shared, _ = link_of("25gbit", 4)
     assert shared.between_gb_per_s == pytest.approx(alone.between_gb_per_s / 4)
-    with pytest.raises(ConfigError, match="--link: 'infiniband'; use h100-dgx, a100-dgx, or"):
+    with pytest.raises(ConfigError, match="--link must be h100-dgx, a100-dgx, or"):
         link_of("infiniband")
 
 

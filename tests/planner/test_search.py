@@ -249,8 +249,8 @@ def test_impossible_plans_are_refused():
     for plan, message in (
         ((Move(0, (0,)),), "plan: 1 moves for 2 tables"),
         ((Move(9, (0,)), Move(0, (0,))), "option 9 of"),
-        ((Move(1, (0, 0)), Move(0, (0,))), r"has 2 shards, on ranks \[0, 0\]"),
-        ((Move(0, (2,)), Move(0, (0,))), "outside a world of 2"),
+        ((Move(1, (0, 0)), Move(0, (0,))), r"has 2 shards, but they are on ranks \[0, 0\]"),
+        ((Move(0, (2,)), Move(0, (0,))), "not in a world of 2 ranks"),
     ):
         with pytest.raises(PlanError, match=message):
             check_assignment(problem, plan)

@@ -184,7 +184,9 @@ def test_log_explains_what_is_not_replayed(rehearsed_ranks):
     (but_sgd,) = rehearsed_ranks(1, logged_at_start, plain)
     assert but_sgd.endswith("is replayed, without the dense optimizer")
     for of_two in rehearsed_ranks(2, logged_at_start, config):
-        assert of_two.startswith("the dense part is replayed, without the dense optimizer; tables")
+        assert of_two.startswith(
+            "the dense part is replayed, without the dense optimizer; the tables"
+        )
         assert of_two.endswith("vectors and gradients are exchanged between ranks")
 
 
@@ -300,7 +302,9 @@ def test_module_with_dropout_can_be_captured(rehearsed_ranks):
 def test_module_that_waits_is_rejected_with_the_setting(rehearsed_ranks, odd):
     with pytest.raises(RanksFailed) as failed:
         rehearsed_ranks(1, train, net_config(odd), 3)
-    assert "ConfigError: parallel.cuda_graph: true, but the dense part" in str(failed.value)
+    assert "ConfigError: parallel.cuda_graph: true is not possible, because the dense part" in str(
+        failed.value
+    )
     assert "use parallel.cuda_graph=false" in str(failed.value)
 
 

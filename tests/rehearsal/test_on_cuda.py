@@ -98,8 +98,8 @@ def ids_in_host_memory(world):
 
 def test_ids_in_host_memory_are_rejected_with_the_feature_name(rehearsed_ranks):
     ((whole, by_name),) = rehearsed_ranks(1, ids_in_host_memory)
-    assert re.fullmatch(r'ids: got a tensor on cpu,.*on cuda:0; pass .to\("cuda:0"\)', whole)
-    assert by_name.startswith("feature C1: ids: got a tensor on cpu")
+    assert re.fullmatch(r'ids: the ids are on cpu,.*on cuda:0; pass ids.to\("cuda:0"\)', whole)
+    assert by_name.startswith("feature C1: ids: the ids are on cpu")
 
 
 def bad_ids(world):
@@ -119,4 +119,6 @@ def bad_ids(world):
 
 def test_out_of_range_id_is_reported_before_the_update(rehearsed_ranks):
     (message,) = rehearsed_ranks(1, bad_ids)
-    assert message.startswith("field C3: id 53 in row 7 of rank 0's part of the batch; use 0..52")
+    assert message.startswith(
+        "field C3 has id 53 in row 7 of rank 0's part of the batch, but only ids 0..52"
+    )

@@ -293,9 +293,9 @@ def test_settings_without_best_weights_are_refused():
         r"^train\.stop: .*checkpoint\.every is 0.*example, checkpoint\.every: 1000", stop, every=0
     )
     refused(r"^checkpoint\.keep_best: .*checkpoint\.every is 0", None, keep_best=True, every=0)
-    refused(r"^checkpoint\.keep_best: .*eval_every is 0", None, keep_best=True, eval_every=0)
+    refused(r"^checkpoint\.keep_best needs .*eval_every is 0", None, keep_best=True, eval_every=0)
     refused(
-        r"^checkpoint\.keep_best: auc, but train\.stop\.metric is logloss", stop, keep_best="auc"
+        r"^checkpoint\.keep_best is auc, but train\.stop\.metric is logloss", stop, keep_best="auc"
     )
     both = Config(
         model=model, train=TrainConfig(stop=stop), checkpoint=CheckpointConfig(keep_best=True)

@@ -112,7 +112,5 @@ def test_mistakes_are_reported_before_anything_is_written(run, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"x\.csv: must end in \.parquet or \.arrow"):
         write("deep.item", "x.csv")
     (tmp_path / "x.parquet").touch()
-    with pytest.raises(
-        ConfigError, match=r"x\.parquet: already exists; use another path, or remove"
-    ):
+    with pytest.raises(ConfigError, match=r"x\.parquet: already exists; remove it first, or use"):
         write("deep.item", "x.parquet")

@@ -308,7 +308,9 @@ def _out_of_range(world: World, policy: str, folder):
     if policy == "error":
         with pytest.raises(IndexError):
             model(*model.arguments_of(batch.ids, batch.dense))
-        with pytest.raises(IndexError, match="C1: id 1000000 in row 0 is not a row of its table"):
+        with pytest.raises(
+            IndexError, match="C1: the id 1000000 in row 0 is not a row of its table"
+        ):
             bundle.logits(encoded_of(bundle, batch.ids, batch.dense))
         return 0.0
     logits = model(*model.arguments_of(batch.ids, batch.dense))
@@ -427,5 +429,8 @@ def test_models_that_cannot_be_exported_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"model: Odd has no method plain\(seed\)"):
         make(Odd())
     Odd.plain = lambda self, *, seed: nn.Linear(3, 1)
-    with pytest.raises(ConfigError, match=r"plain\(\) of Odd has no parameter mlp\.0\.bias;"):
+    with pytest.raises(
+        ConfigError,
+        match=r"plain\(\) of Odd must have all parameters of the spec, but has no mlp\.0\.bias",
+    ):
         make(Odd())

@@ -28,7 +28,7 @@ def test_a_checkpoint_that_cannot_be_read_back_is_broken(tmp_path, monkeypatch):
     with World.start("cpu") as world:
         check = machine_checks.checkpoint(tmp_path, Boxing(world))
     assert check.state == "broken"
-    assert "does not exist; give the folder of one checkpoint" in check.text
+    assert "does not exist; give the folder of a checkpoint" in check.text
 
 
 def test_the_free_space_of_a_disk_is_reported(tmp_path):

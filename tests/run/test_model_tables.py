@@ -86,9 +86,13 @@ def test_shared_and_uneven_tables_train_equally_on_any_number_of_ranks(ranks, sc
 @pytest.mark.parametrize(
     ("fields", "tables", "message"),
     [
-        ({}, {"*": TableShape(dim=8)}, "model.tables.*: dim 8 for wide.shop"),
-        ({}, {"deep.C1": TableShape(dim=8)}, "model.tables.deep.C1: matches no table; did you"),
-        ({"C1": FieldRule(table="x")}, {}, "model.fields.C1: matches no field; did you"),
+        (
+            {},
+            {"*": TableShape(dim=8)},
+            "model.tables.*: dim is 8, but the dim of wide.shop must be 1",
+        ),
+        ({}, {"deep.C1": TableShape(dim=8)}, "model.tables.deep.C1 matches no table; did you"),
+        ({"C1": FieldRule(table="x")}, {}, "model.fields.C1 matches no field; did you"),
         ({"*o*": FieldRule(table="all")}, {}, "home and shop share table all"),
         ({"home": FieldRule(table="shop")}, {}, "table shop, which is the default table of shop"),
     ],
@@ -124,7 +128,7 @@ def test_kernels_are_requested_by_pattern():
     assert ["deep.shop"] in stacks
     measurable = [stack.tables[0].name for stack, _, _ in _measurable(plan, "numba")]
     assert set(measurable) <= {"deep.city", "deep.kind"}
-    with pytest.raises(ConfigError, match=r"parallel.kernels.dep\.\*: matches no table"):
+    with pytest.raises(ConfigError, match=r"parallel.kernels.dep\.\* matches no table"):
         plan_run(replace(config, parallel=replace(parallel, kernels={"dep.*": "torch"})), FIELDS,
                  world_size=2, device_type="cpu")  # fmt: skip
 

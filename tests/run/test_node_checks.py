@@ -53,14 +53,20 @@ def test_a_slow_host_is_named_once_and_not_all_of_its_links():
     assert slow_findings(links()) == []
     (found,) = slow_findings(links("c"))
     assert found.state == "odd"
-    assert found.text.startswith("c is slow: at most 0.100 GB/s to or from it, and 1.000 GB/s")
+    assert found.text.startswith(
+        "c is slow: it has at most 0.100 GB/s to or from it, while other machines have 1.000 GB/s"
+    )
 
 
 def test_a_slow_direction_of_a_link_is_named():
     (found,) = slow_findings(links(("b", "d"), directed=True))
-    assert found.text.startswith("b to d is slow: 0.100 GB/s, and 1.000 GB/s on other links")
+    assert found.text.startswith(
+        "the link from b to d is slow: it has 0.100 GB/s, while other links have 1.000 GB/s"
+    )
     (found,) = slow_findings(links(("a", "b"), hosts="ab", directed=True))
-    assert found.text.startswith("a to b is slow: 0.100 GB/s, and 1.000 GB/s on other links")
+    assert found.text.startswith(
+        "the link from a to b is slow: it has 0.100 GB/s, while other links have 1.000 GB/s"
+    )
 
 
 @pytest.mark.parametrize(("end", "direction"), [(0, "from"), (1, "to")])
@@ -72,7 +78,7 @@ def test_a_host_that_is_slow_in_one_direction_is_named_once(end, direction):
         }
         (found,) = slow_findings(measured)
         assert found.text.startswith(
-            f"b is slow: at most 0.100 GB/s {direction} it, and 1.000 GB/s between"
+            f"b is slow: it has at most 0.100 GB/s {direction} it, while other machines have 1.000"
         )
 
 
@@ -83,7 +89,7 @@ def test_a_host_that_answers_late_is_named():
     }
     (found,) = slow_findings(measured)
     assert found.text.startswith(
-        "d has a high latency: at least 5.00 ms for 4 KiB, and 0.10 ms between"
+        "d has a high latency: at least 5.00 ms for 4 KiB, while other machines have 0.10 ms"
     )
 
 
@@ -104,7 +110,7 @@ def test_each_difference_names_the_machine():
     found = node_checks.versions_finding(facts(versions="python 3.12.1; torch 2.13.0"))
     assert found.text == "b has python 3.12.1; other machines have python 3.11.7"
     found = node_checks.mtu_finding(facts(mtu="9000"))
-    assert found.text.startswith("b has 9000 on eth0, and other machines 1500; ")
+    assert found.text.startswith("b has 9000 on eth0, but other machines have 1500; ")
     found = node_checks.clocks_finding(facts(), [0.0, 0.0, 42.0, 42.0])
     assert found.text.startswith("b is 42.0 s ahead; ")
     found = node_checks.compute_finding(facts(rate="50.0"))

@@ -168,7 +168,7 @@ def test_folders_that_are_not_runs_are_refused(tmp_path):
     (run / "metrics.jsonl").write_text("\n".join([lines[0], "{}", *lines[1:]]))
     with pytest.raises(
         DataError,
-        match=r"line 2 is not a valid event .*event is None, not one of step, ranks, eval",
+        match=r"line 2 is not a valid event .*event must be one of step, ranks, eval",
     ):
         write_report([run])
     (run / "metrics.jsonl").write_text("")
@@ -180,7 +180,7 @@ def test_a_plan_of_another_version_is_noted(tmp_path):
     run = write(tmp_path / "run", events(), plan=False)
     (run / "plan.json").write_text('{"format": 0, "sha256": "", "plan": {}}')
     text = write_report([run]).read_text(encoding="utf-8")
-    assert "plan.json is not shown: plan: is not a valid plan.json" in text
+    assert "plan.json is not shown: plan is not a valid plan.json" in text
 
 
 def test_runs_with_equal_names_are_distinguished_by_their_folders(tmp_path):

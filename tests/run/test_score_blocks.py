@@ -130,7 +130,7 @@ def test_existing_files_of_a_folder_are_replaced_only_on_request(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     for more in ((), ("--overwrite",)):
-        with pytest.raises(ConfigError, match="mine: is not empty, but does not contain scores"):
+        with pytest.raises(ConfigError, match="mine is not empty, but does not contain scores"):
             predict(words(run, folder / "set", tmp_path / "mine", *more))
     assert names(tmp_path / "mine") == ["thesis.txt"]
 

@@ -41,15 +41,21 @@ def plan_of(storage, *, size=2, device="cpu", fields=FIELDS, **more):
     ("rule", "message"),
     [
         ({"kind": "disk", "cache": "10%"}, r"kind: 'disk' is not one of device, host, file"),
-        ({"kind": "file"}, r"cache: not given for kind: file; for example 10% or \"4 GB\""),
+        (
+            {"kind": "file"},
+            r"cache is not given, but kind: file needs a cache; for example, 10% or \"4 GB\"",
+        ),
         ({"kind": "file", "cache": "0%"}, r"cache must be above 0 and at most 100%, got 0%"),
         ({"kind": "file", "cache": "120%"}, r"cache must be above 0 and at most 100%, got 120%"),
         (
             {"kind": "file", "cache": "4 gigabytes"},
             r"cache: '4 gigabytes' is neither a percentage nor a si",
         ),
-        ({"kind": "device", "cache": "10%"}, r"cache: 10% with kind: device, which stores all row"),
-        ({"kind": "host", "cache": "10%", "path": "x"}, r"path: x with kind: host; use kind: fil"),
+        ({"kind": "device", "cache": "10%"}, r"cache: 10% has no effect with kind: device, which"),
+        (
+            {"kind": "host", "cache": "10%", "path": "x"},
+            r"path: x has no effect with kind: host; use",
+        ),
     ],
 )
 def test_impossible_rules_are_rejected(rule, message):
@@ -68,9 +74,11 @@ def test_tables_that_cannot_be_cached_are_refused_with_a_reason():
     text = r"storage\.wide\.\*: a row of table wide\.C1xC2 has 16 bytes"
     with pytest.raises(ConfigError, match=text):
         plan_of({"wide.*": FILE})
-    with pytest.raises(ConfigError, match=r"parallel\.storage\.deep\.X9: matches no table"):
+    with pytest.raises(ConfigError, match=r"parallel\.storage\.deep\.X9 matches no table"):
         plan_of({"deep.X9": FILE})
-    with pytest.raises(ConfigError, match=rf"train\.lookahead: 1 with {key}: .* use 2 or more"):
+    with pytest.raises(
+        ConfigError, match=rf"train\.lookahead: 1 is too small with {key}, .* use 2 or more"
+    ):
         plan_of({"deep.*": FILE}, lookahead=1)
 
 
@@ -157,7 +165,7 @@ def test_explain_shows_the_caches_and_what_they_will_fetch():
     small = {"deep.*": {"kind": "file", "cache": "0.5%"}}
     with pytest.raises(
         ConfigError,
-        match=r"cache: 7 slots for the rows of tables deep\.C1 and 3 others on rank 0 .*use",
+        match=r"the cache of tables deep\.C1 and 3 others has 7 slots .* on rank 0, .*use",
     ):
         forecast(plan_of(small), (batch_of(number).ids for number in range(40)))
 

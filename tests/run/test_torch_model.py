@@ -298,21 +298,27 @@ def refusal(world: World, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "pattern"),
     [
-        ("autocast", "autocast: torch.bfloat16 with torch.float64, .*parallel.dtype: float32"),
+        (
+            "autocast",
+            "autocast: torch.bfloat16 applies only to float32, got torch.float64; .*float32",
+        ),
         ("norm of images", "module 1: BatchNorm2d .* nn.BatchNorm1d.features. over"),
         ("norm of all batches", "module BatchNorm1d: BatchNorm1d has momentum=None"),
-        ("norm of columns", r"module norm: BatchNorm1d got \[9, 24\] for 24 rows;"),
-        ("lazy", "parameter 0.weight: .*no shape yet"),
+        (
+            "norm of columns",
+            r"module norm: BatchNorm1d got an input of shape \[9, 24\] for 24 rows;",
+        ),
+        ("lazy", "parameter 0.weight .*no shape yet"),
         ("buffer", "Odd: forward changed the buffer count in training"),
-        ("shape", r"Odd.forward: returned \[1\] for 24 rows; return their logits"),
+        ("shape", r"Odd.forward: returned \[1\] for 24 rows; return one logit per row"),
         ("norm of a batch", "module BatchNorm1d: BatchNorm1d .*track_running_stats=False"),
-        ("shared", "make: returned the same Net twice;"),
-        ("no module", r"make: returned a str, not a torch\.nn\.Module"),
+        ("shared", "make returned the same Net twice;"),
+        ("no module", r"make returned a str, not a torch\.nn\.Module"),
         ("sparse", "module Embedding: Embedding with sparse=True has sparse gradients"),
         ("data", "Odd: forward changed the buffer count in training"),
         ("detached", "Odd.forward: returned logits without a gradient"),
         ("whole", "Odd.forward: returned torch.int64 logits; .*float32"),
-        ("mean loss", r"row_loss: returned \[\] for 24 rows; .*reduction='none'"),
+        ("mean loss", r"row_loss returned \[\] for 24 rows; .*reduction='none'"),
     ],
 )
 def test_modules_that_would_train_incorrectly_are_refused(ranks, kind, pattern):
@@ -382,7 +388,9 @@ def test_a_forward_with_unplanned_conversions_is_refused(ranks):
 
 def test_parameters_of_a_torch_module_cannot_be_split():
     given = config("3", Model(), dense={"first.*": "S(0)"})
-    with pytest.raises(ConfigError, match=r"parallel\.dense\.first\.\*: own is a torch module"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.dense\.first\.\*: the parameters of own, a torch module"
+    ):
         plan_run(given, FIELDS, world_size=2, device_type="cpu")
 
 
@@ -391,7 +399,7 @@ def test_an_incomplete_spec_is_refused_with_the_missing_parts():
     object.__setattr__(
         given, "model", type("NoSpec", (), {"name": "own", "spec": lambda *_: None})()
     )
-    with pytest.raises(SbpError, match="returned a NoneType, which lacks outputs, parameters"):
+    with pytest.raises(SbpError, match="returned a NoneType without outputs, parameters"):
         plan_run(given, FIELDS, world_size=2, device_type="cpu")
 
 
@@ -437,7 +445,7 @@ def test_a_configuration_may_name_a_user_s_class(tmp_path):
         "examples.own_module:OwnModle": "has no 'OwnModle'; did you mean OwnModel",
         "examples.no_such:Model": "there is no module examples.no_such; put its folder on",
         "examples.own_module:Net": "is not a model configuration",
-        ":Model": "is not package.module:Class",
+        ":Model": "does not have the form package.module:Class",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(message)):
             load_config(path, [f"model.name={name}"], models=MODELS)

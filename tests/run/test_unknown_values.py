@@ -136,7 +136,7 @@ def _norm():
                 combine="max",
             ),
             ConfigError,
-            "output o: got combine 'max'; use concat or sum",
+            "output o: combine must be concat or sum, got 'max'",
         ),
         (
             lambda: GlobalTensor.from_local(
@@ -147,7 +147,7 @@ def _norm():
                 replicas="frist",
             ),
             SbpError,
-            "replicas='frist'; use equal or first",
+            "replicas must be equal or first, got 'frist'",
         ),
         (lambda: key_of(pl.Series("a", ["x"]), "date"), ValueError, "'date' .*hex or string or"),
         (lambda: key_of(pl.Series("a", [1.5]), "date"), ValueError, "'date' .*hex or string or"),

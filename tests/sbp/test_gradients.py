@@ -146,7 +146,7 @@ def test_grad_sbp_on_a_grid(ranks):
         ("B", "S(0)", "S(1)", r"grad_sbp S\(1\) does not fit a S\(0\) result"),
         ("B", "B", "P(max)", r"grad_sbp P\(max\): a gradient is a sum, .* use B"),
         ("S(0)", "B", "P(min)", r"grad_sbp P\(min\): a gradient is a sum"),
-        ("B", "P(max)", "B", r"grad_sbp B: .* P\(max\) result; omit grad_sbp"),
+        ("B", "P(max)", "B", r"grad_sbp B .* P\(max\) result, .* omit grad_sbp"),
     ],
 )
 @pytest.mark.parametrize("trains", [True, False])
@@ -272,7 +272,7 @@ def test_ranks_with_different_requires_grad_are_named(ranks):
     for error in caught.value.errors.values():
         assert "rank 1 is at to/fwd (all_to_all with gradient, " in error
         assert "rank 2 is at to/fwd (all_to_all, " in error
-        assert "and requires_grad_() on the same tensors, even outside a placement" in error
+        assert "and requires_grad_() on the same tensors, even on" in error
 
 
 def _outside_unchecked(world):

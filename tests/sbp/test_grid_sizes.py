@@ -232,7 +232,7 @@ def test_sizes_that_do_not_add_up_are_refused_on_every_rank():
     compare.
     """
     layout = Layout(Placement.of("cpu", GRID), parse_nd_sbp("(S(0), S(0)[4, 2])"))
-    text = re.escape("the sizes of S(0)[4, 2] sum to 6, but the length of the dim is 3")
+    text = re.escape("the sizes of S(0)[4, 2] add up to 6, but the length of the dim is 3")
     for rank in (0, 4):
         empty = torch.empty(0, device="meta")
         with pytest.raises(SbpError, match=text):

@@ -155,7 +155,7 @@ def _other_mesh(world):
 def _unknown_placement(world):
     mesh = to_mesh(Placement.line("cpu", 2))
     theirs = DTensor.from_local(torch.ones(2), mesh, [DPartial("product")], run_check=False)
-    with pytest.raises(SbpError, match="has no sbp; redistribute to Shard or Replicate"):
+    with pytest.raises(SbpError, match="has no sbp; first redistribute to Shard or Replicate"):
         from_dtensor(theirs, Boxing(world))
 
 

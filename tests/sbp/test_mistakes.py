@@ -74,7 +74,7 @@ def wrong(text, call):
         ),
         wrong("concat: dim 2 is out of range", lambda: ops.concat([dry(3, 5)], 2)),
         wrong(
-            "reduce_sum: dims [1, -1] contains dim 1 twice; list each dim once",
+            "reduce_sum: dims [1, -1] contain dim 1 twice; list each dim once",
             lambda: ops.reduce_sum(dry(5, 7), [1, -1]),
         ),
         wrong(
@@ -82,14 +82,14 @@ def wrong(text, call):
             lambda: ops.reduce_sum(dry(5, 7), [2]),
         ),
         wrong(
-            "reduce_mean: dims [0, 0] contains dim 0 twice", lambda: ops.reduce_mean(dry(5), [0, 0])
+            "reduce_mean: dims [0, 0] contain dim 0 twice", lambda: ops.reduce_mean(dry(5), [0, 0])
         ),
         wrong(
             "reduce_mean: dim 1 is out of range for GlobalTensor(float32[5] B@[0, 1]); use 0",
             lambda: ops.reduce_mean(dry(5), [1]),
         ),
         wrong(
-            "reduce_max: dims [0, 1, 0] contains dim 0 twice",
+            "reduce_max: dims [0, 1, 0] contain dim 0 twice",
             lambda: ops.reduce_max(dry(5, 7), [0, 1, 0]),
         ),
         wrong("reduce_max: dim -3 is out of range", lambda: ops.reduce_max(dry(5, 7), [-3])),
@@ -111,11 +111,11 @@ def wrong(text, call):
             "gather: the table has 1 dim,", lambda: ops.gather(dry(5), dry(3, dtype=torch.int64))
         ),
         wrong(
-            "gather: ids GlobalTensor(float32[3] B@[0, 1]) must have an integer dtype",
+            "gather: ids must have an integer dtype, such as torch.int64, got GlobalTensor(float32",
             lambda: ops.gather(dry(5, 7), dry(3)),
         ),
         wrong(
-            "bce_with_logits: reduction 'max'; use none, sum or mean",
+            "bce_with_logits: reduction must be none, sum, or mean, got 'max'",
             lambda: ops.bce_with_logits(dry(5), dry(5), reduction="max"),
         ),
         wrong(
@@ -123,7 +123,7 @@ def wrong(text, call):
             lambda: ops.bce_with_logits(dry(5, 1), dry(5)),
         ),
         wrong(
-            "dropout: p is 1.5, but must be at least 0 and less than 1",
+            "dropout: p must be at least 0 and less than 1 (for example, 0.1), got 1.5",
             lambda: ops.dropout(dry(5), 1.5, 0),
         ),
     ],
@@ -184,8 +184,9 @@ def test_tensors_without_their_own_gradient_are_refused(parameters, text):
             lambda: dry(0).item(),
         ),
         wrong(
-            "backward(): gradient GlobalTensor(float32[5] B@[0, 1]) must have the same shape as "
-            "GlobalTensor(float32[3] B@[0, 1])",
+            "backward(): the gradient must have the same shape as "
+            "GlobalTensor(float32[3] B@[0, 1]), got "
+            "GlobalTensor(float32[5] B@[0, 1])",
             lambda: trained(3).backward(dry(5)),
         ),
         wrong("must have the same shape as", lambda: trained(3).backward(dry(1))),
@@ -347,7 +348,9 @@ def test_cast_keeps_partial_only_if_terms_stay_exact(ranks, dtype):
 @pytest.mark.parametrize("sbp", ["P", "P(max)", "P(min)"])
 def test_partial_needs_a_dtype_with_addition(sbp, dtype, instead):
     p, b = (line_layout("cpu", 2, parse_nd_sbp(text)[0]) for text in (sbp, "B"))
-    text = re.escape(f"{p} of {dtype}: P needs a dtype that supports addition")
+    text = re.escape(
+        f"{p} cannot have dtype {dtype}, because P needs a dtype that supports addition"
+    )
     with pytest.raises(SbpError, match=f"{text}.*convert to {instead} first, or use S or B"):
         GlobalTensor(torch.empty(4, dtype=dtype, device="meta"), p, (4,), DryBoxing(2))
     for pair in ((p, b), (b, p)):
@@ -473,14 +476,14 @@ def test_sizes_are_checked_on_every_rank(ranks):
     with pytest.raises(RanksFailed) as caught:
         ranks(3, _sizes_do_not_add_up)
     assert len(caught.value.errors) == 3
-    text = "the sizes of S(0)[3, 3] sum to 6, but the length of the dim is 5"
+    text = "the sizes of S(0)[3, 3] add up to 6, but the length of the dim is 5"
     assert all(text in error for error in caught.value.errors.values())
 
 
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (_too_deep, "infer_shape: the part of rank 1 has 9 dims, but at most 8"),
+        (_too_deep, "infer_shape: at most 8 dims are supported, but the part of rank 1 has 9"),
         (_no_such_rank, "S(0)@[0, 7] names ranks outside this world of 2; use 0..1"),
     ],
 )
@@ -492,5 +495,5 @@ def test_shapes_that_cannot_be_inferred(ranks, fn, text):
 
 
 def test_partials_of_different_reductions_are_not_mixed():
-    with pytest.raises(SbpError, match=r"add: no legal signature .* output P\(max\)"):
+    with pytest.raises(SbpError, match=r"add: there is no legal signature .* output P\(max\)"):
         ops.add(dry(4, sbp="P(max)"), dry(4, sbp="P(max)"), out=(Partial("max"),))

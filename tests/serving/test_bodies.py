@@ -65,10 +65,10 @@ def test_every_bit_of_a_score_is_written():
         (b'[{"a": "\xff"}]', "the body is not JSON"),
         (b"[" * 100_000, "too many levels"),
         (b"[" + b"1" * 5000 + b"]", "the body is not JSON"),
-        (b"7", r"rows: is a number; use \[{"),
+        (b"7", r"rows is a number; use \[{"),
         (b'{"row": []}', r"the body has the keys \['row'\]; use"),
         (b'{"rows": [], "columns": {}}', "the body has the keys"),
-        (b'{"rows": {"C1": "a"}}', r"rows: is an object; use \[{"),
+        (b'{"rows": {"C1": "a"}}', r"rows is an object; use \[{"),
         (b'[{"C1": "a"}, 7]', "row 1: is a number, not an object; use"),
         (b'{"columns": {"C1": "a"}}', "columns: C1 is a string, not a list"),
     ],
@@ -81,7 +81,7 @@ def test_other_json_is_refused_with_its_place(body, words):
 
 def test_json_rows_are_limited():
     assert refused(JSON, b"[{}, {}, {}]", 2) == (
-        "the request has 3 rows; the server accepts up to 2 (--max-rows)",
+        "the request has 3 rows, but the server accepts at most 2 (--max-rows)",
         413,
     )
     assert refused(JSON, b'{"columns": {"C1": [1, 2, 3]}}', 2)[1] == 413
@@ -147,7 +147,7 @@ def test_an_inference_request_is_read_as_columns():
     ("body", "words"),
     [
         (b"[]", "the body has no list"),
-        (b'{"inputs": [7]}', r"inputs\[0\]: is not an object"),
+        (b'{"inputs": [7]}', r"inputs\[0\] is not an object"),
         (tensor(name=7), "needs a string"),
         (tensor(shape=[3]), r"shape \[3\] does not fit 2 values of 'C1'; use \[2\] or \[2, 1\]"),
         (tensor(datatype="BOOL"), "datatype 'BOOL' is not supported; use BYTES"),
@@ -155,7 +155,7 @@ def test_an_inference_request_is_read_as_columns():
         (tensor(data=["a", 7]), "row 1, column 'C1': 7 is not BYTES; use null"),
         (tensor(datatype="INT64", data=[1, True]), "row 1, column 'C1': True is not INT64"),
         (b'{"inputs": [], "outputs": [{"name": "x"}]}', "the only output"),
-        (b'{"inputs": [], "id": 7}', "id: 7 is not a string"),
+        (b'{"inputs": [], "id": 7}', "id must be a string, got 7"),
     ],
 )
 def test_other_inference_requests_are_refused_with_their_place(body, words):

@@ -93,9 +93,9 @@ def test_a_gap_or_another_chain_is_refused(bundle: Path):
     first = write(bundle, 1, base)
     write(bundle, 2, first)
     assert read_delta(bundle, 2, base=base, previous=first).head.number == 2
-    with pytest.raises(DataError, match=r"its previous is .* a delta is missing"):
+    with pytest.raises(DataError, match=r"previous is .* earlier delta is missing"):
         read_delta(bundle, 2, base=base, previous=base)
-    with pytest.raises(DataError, match=r"its base is .* to another chain"):
+    with pytest.raises(DataError, match=r"base is .* to another chain"):
         read_delta(bundle, 2, base="0" * 64, previous=first)
     delta_folder(bundle, 2).rename(delta_folder(bundle, 3))
     with pytest.raises(DataError, match="its number is 2, not 3"):
@@ -134,7 +134,7 @@ def test_keys_without_an_id_are_refused(
     monkeypatch.setattr(
         deltas, "_read_values", lambda *of: {**real(*of), "vocabulary/item/ids": wrong}
     )
-    with pytest.raises(DataError, match="vocabulary/item does not have an id for each of its keys"):
+    with pytest.raises(DataError, match="vocabulary/item must have one id for each of its keys"):
         read_delta(bundle, 1, base=base, previous=base)
 
 

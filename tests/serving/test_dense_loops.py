@@ -138,7 +138,7 @@ def test_an_id_outside_its_table_follows_the_policy():
     model = model_of()
     one = rows_of(1)
     one.ids[0, 0] = 39
-    with pytest.raises(IndexError, match="a: id 39 in row 0 is not a row of its table"):
+    with pytest.raises(IndexError, match="a: the id 39 in row 0 is not a row of its table"):
         model.score_encoded(one)
 
 

@@ -99,7 +99,7 @@ def test_follow_ends_after_the_last_checkpoint_of_a_finished_run(run, tmp_path, 
     out = tmp_path / "new" / "out"
     words = ["--follow", str(run.parent), "--output", str(out), "--deltas", "5"]
     assert export(words) == 0
-    assert "step-20: weights of step 20" in capsys.readouterr().out
+    assert "step-20 has the weights of step 20" in capsys.readouterr().out
     assert [path.name for path in out.iterdir()] == ["step-20"]
     assert export(words) == 0
     assert capsys.readouterr().out == ""
@@ -134,7 +134,7 @@ def test_a_training_run_exports_while_it_trains(synth_set, tmp_path):  # noqa: F
     )
     log = (tmp_path / "run" / "export.log").read_text()
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"(\d\d:\d\d:\d\d \S+: weights of step \d+\n)+", log), log
+    assert re.fullmatch(r"(\d\d:\d\d:\d\d \S+ has the weights of step \d+\n)+", log), log
     assert log.endswith("weights of step 20\n")
     bundle = newest_bundle(tmp_path / "out")
     checkpoint = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-20")
@@ -145,8 +145,11 @@ def test_a_training_run_exports_while_it_trains(synth_set, tmp_path):  # noqa: F
 
 def test_export_in_a_run_needs_checkpoints_with_deltas(synth_set, tmp_path):  # noqa: F811
     for more, text in (
-        ("checkpoint.every=0", "checkpoint.every is 0, so nothing is saved"),
-        ("checkpoint.deltas=0", "use checkpoint.deltas: 24, or export.deltas: 0"),
+        ("checkpoint.every=0", "it saves none, because checkpoint.every is 0"),
+        (
+            "checkpoint.deltas=0",
+            "use checkpoint.deltas: 24, or, to write only bundles, export.deltas: 0",
+        ),
     ):
         options = words(synth_set, tmp_path, "export={dir: out}", more)
         with pytest.raises(ConfigError, match=text):

@@ -82,7 +82,7 @@ def test_a_missing_delta_is_a_gap(chain, caplog):
     chain.write(2)
     (chain.bundle / "deltas" / "000001").rename(chain.bundle / "hidden")
     assert [follower.poll(), follower.poll()] == [False, False]
-    assert "000001: is missing, but later deltas exist" in caplog.text
+    assert "000001 is missing, but later deltas exist" in caplog.text
     assert events == ["delta_errors", "reloads"]
     assert follower.version is old
     (chain.bundle / "hidden").rename(chain.bundle / "deltas" / "000001")

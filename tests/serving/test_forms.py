@@ -51,7 +51,7 @@ def test_a_compiled_part_gives_equal_scores_also_with_changed_weights(folder, mo
 def test_code_is_loaded_only_if_asked_for(folder, monkeypatch):
     bundle = folder / "asked"
     export(folder / "run", config_of(folder / "set", MODEL), bundle)
-    with pytest.raises(BundleError, match=r"dense\.pt2: does not exist; export the run with --c"):
+    with pytest.raises(BundleError, match=r"dense\.pt2 does not exist; export the run with --c"):
         load(bundle, compiled=True)
     loaded = []
     monkeypatch.setattr(torch._inductor, "aoti_load_package", loaded.append, raising=False)

@@ -208,7 +208,7 @@ def test_generated_rows_have_no_text_to_compute_keys_from(ranks, tmp_path):
     words = ["--rows", "400", "--vocab-scale", "0.001", "--keys", "--output", tmp_path / "set"]
     assert data_main(["synth", *map(str, words)]) == 0
     with pytest.raises(
-        RanksFailed, match=r"ConfigError: C1: is a growing field, but the set was generated"
+        RanksFailed, match=r"ConfigError: C1 is a growing field, but the set was generated"
     ):
         ranks(1, _generated, tmp_path)
 

@@ -51,7 +51,9 @@ def test_ids_that_are_not_rows_follow_the_policy(column, value):
     ids[2, column] = value
     for policy in ("clamp", "hash"):
         gathered(store, ids, policy)
-    with pytest.raises(IndexError, match=f"{'ab'[column > 0]}: id {value} in row 2 is not a row"):
+    with pytest.raises(
+        IndexError, match=f"{'ab'[column > 0]}: the id {value} in row 2 is not a row"
+    ):
         gathered(store, ids)
 
 

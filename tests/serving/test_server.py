@@ -82,7 +82,7 @@ def test_text_gives_the_scores_of_the_bundle(server, model, tmp_path):
 def test_rows_of_text_are_limited(server, tmp_path):
     answer = server.request("POST", "/score", text_of(tmp_path, 51), TEXT)
     assert answer.status == 413
-    assert "has 51 rows; the server accepts up to 50" in json.loads(answer.body)["error"]
+    assert "has 51 rows, but the server accepts at most 50" in json.loads(answer.body)["error"]
 
 
 def test_the_open_inference_protocol(server, model):
@@ -145,7 +145,14 @@ def test_a_bad_row_is_refused_with_its_row_column_and_a_value_that_would_pass(se
         ("POST", "/score", JSON, "[{}]", 400, "lacks this column"),
         ("POST", "/score", TEXT, "a,b\n1,2\n", 400, "lacks this column"),
         ("POST", "/score", JSON, '{"columns": {}}', 400, "lacks this column"),
-        ("POST", "/score", JSON, "[" + "{}," * 50 + "{}]", 413, "has 51 rows; the server accepts"),
+        (
+            "POST",
+            "/score",
+            JSON,
+            "[" + "{}," * 50 + "{}]",
+            413,
+            "has 51 rows, but the server accepts",
+        ),
         ("POST", "/score", JSON, " " * 60_001, 413, "more than 60,000 bytes"),
         ("POST", "/v2/models/a/infer", JSON, "{}", 400, "inputs"),
         ("POST", "/v2/models/a", JSON, "{}", 405, "use GET"),
@@ -399,8 +406,8 @@ def test_a_damaged_bundle_is_refused_at_the_start(exported, tmp_path):
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        (["a b=x"], "'a b' cannot be used in a path; use only letters, digits"),
-        (["../x/..=y"], "cannot be used in a path"),
+        (["a b=x"], "'a b' cannot be part of a path; use only letters, digits"),
+        (["../x/..=y"], "cannot be part of a path"),
         (["a=x", "a=y"], "the name 'a' is used twice"),
     ],
 )

@@ -126,7 +126,7 @@ def test_histogram_refusals():
         histogram.evaluation()
     other = ScoreHistogram(CPU)
     other.add(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 2.0]))
-    with pytest.raises(MetricError, match="1 labels are not 0 or 1"):
+    with pytest.raises(MetricError, match="1 labels are neither 0 nor 1"):
         other.evaluation()
     alone = ScoreHistogram(CPU)
     alone.add(torch.tensor([0.0, math.inf, -math.inf]), torch.tensor([1.0, 1.0, 1.0]))

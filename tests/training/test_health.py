@@ -188,7 +188,8 @@ def look_up_bad_id(world: World, value: int) -> str:
 @pytest.mark.parametrize("value", [11, -1])
 def test_an_id_out_of_range_is_named(ranks, value):
     (message,) = ranks(1, look_up_bad_id, value)
-    assert message == (f"field C2: id {value} in row 3 of rank 0's part of the batch; use 0..10")
+    text = f"field C2 has id {value} in row 3 of rank 0's part of the batch, but only ids 0..10"
+    assert message == f"{text} are valid"
 
 
 class Split:

@@ -101,7 +101,9 @@ def test_a_loss_equals_that_of_plain_torch(ranks, world_size, case):
 
 
 def test_focal_loss_with_smoothed_labels_is_refused():
-    with pytest.raises(ConfigError, match=r"^train\.loss\.focal_gamma: 2.0 with label_smoothing"):
+    with pytest.raises(
+        ConfigError, match=r"^train\.loss\.focal_gamma: 2.0 cannot be combined with"
+    ):
         LossConfig(focal_gamma=2.0, label_smoothing=0.1)
 
 

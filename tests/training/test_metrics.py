@@ -121,9 +121,9 @@ def test_rows_of_one_class_have_no_auc_and_the_reason_is_given():
     ("scores", "labels", "message"),
     [
         ([], [], "no predictions"),
-        ([1.0], [1, 0], "1 predictions for 2 labels"),
-        ([1.0, 2.0], [1, 2], "label 2 is not 0 or 1"),
-        ([1.0, 2.0], [1, math.nan], "label nan is not 0 or 1"),
+        ([1.0], [1, 0], "there are 1 predictions, but 2 labels"),
+        ([1.0, 2.0], [1, 2], "labels must be 0 or 1, got 2"),
+        ([1.0, 2.0], [1, math.nan], "labels must be 0 or 1, got nan"),
     ],
 )
 def test_invalid_inputs_are_refused(scores, labels, message):

@@ -233,6 +233,20 @@ def test_explain_plans_as_a_run_does(synth_set, calibrated, capsys):
     assert exchanges == {name: choice.shape.exchange for name, choice in planned_run.plan.items()}
 
 
+def test_explain_prints_the_times_of_each_rank_and_the_alternatives(synth_set, calibrated, capsys):
+    words = ["--config", CONFIG, "--world-size", "2", *SMALL, f"data.path={synth_set}"]
+    fixed = "parallel.tables={deep.C3: {sbp: S(1)}}"
+    explain([*words, "parallel.plan=auto", "parallel.device=cpu", fixed])
+    text = capsys.readouterr().out
+    _, _, run = planned(synth_set, (fixed,))
+    shown = float(re.search(r"^parallel\.plan: auto: predicted step ([\d.]+) ms", text, re.M)[1])
+    assert shown == pytest.approx(run.prediction.step_ms, abs=1e-3)
+    assert re.search(r"^rank +work +transfers .*\n +0 .*\n +1 ", text, re.M)
+    for name, choice in run.plan.items():
+        more = re.search(rf"^{re.escape(f'{name}: {choice.shape} on ')}.*", text, re.M)[0]
+        assert (" ms" in more) == (name != "deep.C3")
+
+
 # Mistakes
 
 

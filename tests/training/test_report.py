@@ -163,7 +163,10 @@ def test_folder_names_may_have_blanks_or_be_empty(tmp_path, monkeypatch):
 
 def test_a_lock_file_that_cannot_be_opened_is_named(tmp_path):
     (tmp_path / "run.lock").mkdir()
-    with pytest.raises(ConfigError, match=r"run\.dir: .*/run\.lock: is a directory; remove it, or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.dir: .*/run\.lock cannot be opened \(is a directory\); remove it, or",
+    ):
         RunLock(tmp_path, rank=0)
 
 
@@ -210,7 +213,7 @@ def test_resumed_runs_cut_later_metrics(tmp_path, caplog):
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     (tmp_path / "metrics.jsonl").write_text("")
     MetricsWriter(tmp_path, rank=0, resumed=(1, length)).close()
-    assert re.search(f"metrics.jsonl: has 0 bytes.* {length} at", caplog.text)
+    assert re.search(f"metrics.jsonl has 0 bytes.* {length} at", caplog.text)
 
 
 def test_lines_are_valid_json_even_for_nan(tmp_path):

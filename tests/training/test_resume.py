@@ -164,7 +164,7 @@ def test_damaged_run_files_explain_how_to_recover(synth_set, tmp_path, monkeypat
     interrupted(synth_set, tmp_path, monkeypatch, 6)
     file = tmp_path / "checkpoints" / "run.json"
     file.write_text(file.read_text().replace('"training"', '"trainind"'))
-    with pytest.raises(ConfigError, match=r"run\.json: cannot be used .*resume=never.* or "):
+    with pytest.raises(ConfigError, match=r"run\.json cannot be used .*resume=never.* or "):
         run(synth_set, tmp_path, "train.max_steps=6")
     assert not (tmp_path / "previous-1").exists()
     ways = [(tmp_path, "never"), (tmp_path / "b", str(tmp_path / "previous-1" / "checkpoints"))]
@@ -261,11 +261,11 @@ def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, monkeypa
     assert found == [e for e in events(whole) if e["event"] == "step" and e["step"] > 12]
     with pytest.raises(ConfigError, match=r"is in checkpoint\.dir"):
         run(synth_set, tmp_path / "b", elsewhere, f"checkpoint.resume={tmp_path / 'own/step-20'}")
-    with pytest.raises(ConfigError, match=r"tables/deep\.C1: saved as .*, but this run has"):
+    with pytest.raises(ConfigError, match=r"tables/deep\.C1 was saved with shape .*, but has"):
         run(synth_set, tmp_path / "c", resume, "model.embedding_dim=8")
     with pytest.raises(ConfigError, match=r"lacks tables/deep.C1/sum,.* it has tables/deep.C1/exp"):
         run(synth_set, tmp_path / "c", resume, "optimizer.sparse.name=rowwise_adagrad")
-    with pytest.raises(ConfigError, match="does not exist; give the folder of one checkpoint"):
+    with pytest.raises(ConfigError, match="does not exist; give the folder of a checkpoint"):
         run(synth_set, tmp_path / "c", f"checkpoint.resume={tmp_path / 'nowhere'}")
 
 

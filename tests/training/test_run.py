@@ -308,9 +308,7 @@ def test_loaders_follow_seed_shuffle_and_tail(synth_set):
 
 def test_train_splits_without_a_batch_are_refused(synth_set):
     config = DataConfig(batch_size=5000, tail="drop")
-    with pytest.raises(
-        ConfigError, match=r"data\.batch_size: 5000 rows, but the train split .* 4800"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.batch_size is 5000, but the train split .* 4800"):
         open_loaders(load_manifest(synth_set), config, 0, 1, seed=1, device=CPU)
 
 

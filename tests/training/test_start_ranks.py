@@ -153,8 +153,8 @@ def test_the_launcher_waits_until_slow_ranks_have_saved(tmp_path, number):
 
 
 def test_impossible_numbers_of_ranks_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"^-n: 0 ranks; use 1 or more .for example, -n 2.$"):
+    with pytest.raises(ConfigError, match=r"^-n must be 1 or more, got 0; for example, -n 2$"):
         start_ranks(["train"], 0, "-n")
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(ConfigError, match=r"^-n: 2, but this process is already rank 1 of"):
+    with pytest.raises(ConfigError, match=r"^-n is 2, but this process is already rank 1 of"):
         start_ranks(["train"], 2, "-n")

@@ -240,7 +240,7 @@ def test_a_plateau_reaches_the_optimizers(ranks):
 
 def test_splits_that_cannot_be_watched_are_rejected(ranks):
     with pytest.raises(
-        ConfigError, match=r"^train\.stop: needs evaluations of val .* eval_every is 0"
+        ConfigError, match=r"^train\.stop needs evaluations of val .* eval_every is 0"
     ):
         TrainConfig(eval_every=0, stop=StopConfig())
     with pytest.raises(ConfigError, match=r"^train\.plateau: ftrl accumulates sums"):
@@ -250,7 +250,7 @@ def test_splits_that_cannot_be_watched_are_rejected(ranks):
             train=TrainConfig(plateau=PlateauConfig()),
         )
     (message,) = ranks(1, run_without_val)
-    assert message.startswith("train.stop: watches the split val")
+    assert message.startswith("train.stop watches the split val")
 
 
 def test_a_state_of_another_metric_is_not_restored():

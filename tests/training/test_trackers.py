@@ -24,7 +24,10 @@ def events(folder, kind):
     ("given", "parts"),
     [
         ("[tensorbord]", ["train.trackers", "tensorbord", "tensorboard, mlflow, wandb"]),
-        ("mlflow", ["each entry one of tensorboard, mlflow, wandb", "trackers: [mlflow]"]),
+        (
+            "mlflow",
+            ["in which each entry is one of tensorboard, mlflow, wandb", "trackers: [mlflow]"],
+        ),
         ("[mlflow, mlflow]", ["train.trackers", "twice", "['mlflow']"]),
     ],
 )

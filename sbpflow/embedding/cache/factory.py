@@ -18,7 +18,7 @@ def stores_of(
     """Return a factory that creates the kind of store that ``TableConfig.storage`` requests; files
     go to ``folder_of(key)``.
 
-    ``servers`` is as in ``RecordRequest``.
+    See ``RecordRequest`` for ``servers``.
     """
     numbers = count()
 

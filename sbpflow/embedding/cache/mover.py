@@ -139,7 +139,7 @@ class Mover:
         """See ``RowStore.release``."""
         if next(iter(self._flights)) != number:
             raise RuntimeError(
-                f"batch {number} was released before batch {next(iter(self._flights))}"
+                f"batch {number} was released before the earlier batch {next(iter(self._flights))}"
             )
         del self._flights[number]
         self.tasks.put((self._release, None))
@@ -266,8 +266,8 @@ class Mover:
                         work()
                     except OSError as error:
                         self._failure = TrainingError(
-                            f"{self._key}: moving rows of {self._name} failed: {error}; fix the "
-                            "cause, and resume from a checkpoint"
+                            f"{self._key}: rows of {self._name} could not be moved: {error}; fix "
+                            "the cause, and resume from a checkpoint"
                         )
                         self._failure.__cause__ = error
                     except BaseException as error:  # noqa: BLE001  (raised by ``check``)
@@ -315,7 +315,7 @@ class Mover:
             row = int(flight.addresses[slots < 0][0])
             raise RuntimeError(
                 f"{self._name}: {misses} ids of batch {batch}, starting with row {row}, have no "
-                "slot although the batch was admitted"
+                "slot, although the batch was admitted"
             )
         self._fill(admission)
         flight.slots = self._block.to_device(slots)
@@ -363,7 +363,7 @@ class Mover:
         num_slots, num_batches = self.planner.num_slots, batch - self.planner.num_released + 1
         batches = "a batch needs" if num_batches == 1 else f"{num_batches} batches in flight need"
         return (
-            f"{self._key}.cache: {num_slots:,} slots for the rows of {self._name} on this rank "
-            f"are not enough: {batches} {needed:,}; use "
-            f"{cache_for(needed, self.planner.num_rows)} or more, or a smaller data.batch_size"
+            f"{self._key}.cache: the cache of {self._name} has {num_slots:,} slots for rows on "
+            f"this rank, but {batches} {needed:,}; use {cache_for(needed, self.planner.num_rows)} "
+            "or more, or a smaller data.batch_size"
         )

@@ -176,6 +176,6 @@ def _file_message(folder: Path, size: int, key: str, error: OSError) -> str:
         reason += f"; only {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB is free"
         advice = "use a folder on a larger disk"
     return (
-        f"{key}.path: {folder} cannot hold a file of {size / 1e9:.2f} GB for the rows of this rank "
-        f"({reason}); {advice}"
+        f"{key}.path: {folder} cannot hold a file of {size / 1e9:.2f} GB for the rows of this "
+        f"rank ({reason}); {advice}"
     )

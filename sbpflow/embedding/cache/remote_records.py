@@ -123,8 +123,8 @@ class Servers:
                 self._confirm(sock, index)
             except SecretError as error:
                 raise ConfigError(
-                    f"{self.key}.secret_file: {name} has a different secret; use the same file "
-                    "for all servers and ranks"
+                    f"{self.key}.secret_file: {name} has a different secret; use the same secret "
+                    "file for all servers and ranks"
                 ) from error
             except ProtocolError as error:
                 raise ConfigError(
@@ -145,8 +145,8 @@ class Servers:
                 f"found {limit}; use a name that every rank's machine resolves, or an IP address"
             )
         return ServerLostError(
-            f"{self.name(index)} does not answer {limit}; {self.advice(index)}; the time limit "
-            "is a fraction of parallel.timeout_s"
+            f"{self.name(index)} does not answer {limit} (a fraction of parallel.timeout_s); "
+            f"{self.advice(index)}"
         )
 
     def _confirm(self, sock: socket.socket, index: int, expected: int = 0) -> None:
@@ -169,8 +169,8 @@ class Servers:
         name = self.name(index)
         if isinstance(error, TimeoutError):
             return ServerLostError(
-                f"{name} does not answer within {self.limit_s:g} s; check whether it hangs, "
-                f"whether {self.key}.addresses is right, and the network"
+                f"{name} does not answer within {self.limit_s:g} s; check that it does not hang, "
+                f"that {self.key}.addresses is right, and that the network works"
             )
         reason = "it closed the connection" if isinstance(error, EOFError) else first_line(error)
         return ServerLostError(f"{name} died or cannot be reached ({reason}); {self.advice(index)}")
@@ -201,7 +201,7 @@ def _connect(address: tuple[str, int], limit_s: float) -> socket.socket:
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One call of ``write``; ``records`` are ordered by server."""
+    """One call to ``write``; ``records`` are ordered by server."""
 
     rows: Array  # Sorted.
     order: Array  # For each row, its position in ``records``.
@@ -302,8 +302,8 @@ class _Writer:
 
 
 class RemoteRecords:
-    """A ``RecordStore`` on ``servers``; its records have the dtype and length of those in ``like``
-    [any, words].
+    """Keeps the records of a store on ``servers``. They have the dtype and length of the records in
+    ``like`` ([n, words]).
 
     ``store`` is the number of this store on this rank.
     """

@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 GREET_S = 10.0  # time limit for a handshake
 MAX_CONNECTIONS = 2048
 _UNKNOWN = (
-    "it is serving another launch of the ranks, or was restarted; if no other launch is meant to "
-    "use it, repeat the command that started the ranks"
+    "it is serving another launch of the ranks, or was restarted; if no other launch should use "
+    "it, repeat the command that started the ranks"
 )
 # pause before accepting connections again when this process has too many open files
 _NO_FILES_S = 0.5

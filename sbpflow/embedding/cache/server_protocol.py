@@ -81,8 +81,8 @@ def read_secret(path: Path, key: str) -> bytes:
         ) from error
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
-            f"{key}.secret_file: {path} contains {len(secret)} bytes; use {MIN_SECRET_BYTES} or "
-            f"more, such as the output of `head -c 32 /dev/urandom | base64`"
+            f"{key}.secret_file: {path} contains only {len(secret)} bytes; use {MIN_SECRET_BYTES} "
+            "or more, such as the output of `head -c 32 /dev/urandom | base64`"
         )
     if mode & 0o077:
         logger.warning(
@@ -135,7 +135,9 @@ def _check_hello(magic: bytes, protocol: int) -> None:
     if magic != MAGIC:
         raise ProtocolError(f"the first bytes are {magic!r}, not {MAGIC!r}")
     if protocol != PROTOCOL:
-        raise ProtocolError(f"the other side has protocol {protocol}, this side has {PROTOCOL}")
+        raise ProtocolError(
+            f"the other side uses protocol {protocol}, but this side uses {PROTOCOL}"
+        )
 
 
 def _proof(secret: bytes, role: bytes, *nonces: bytes) -> bytes:
@@ -160,9 +162,9 @@ def receive_purpose(sock: socket.socket) -> Purpose:
         receive(sock, _PURPOSE.size)
     )
     if kind not in (BEGIN, OPEN):
-        raise ProtocolError(f"unknown purpose {kind} of a connection")
+        raise ProtocolError(f"the purpose of the connection, {kind}, is unknown")
     if kind == OPEN and not (num_rows <= MAX_ROW_NUMBER and 0 < record_bytes <= MAX_RECORD_BYTES):
-        raise ProtocolError(f"{num_rows} rows of {record_bytes} bytes")
+        raise ProtocolError(f"a store of {num_rows} rows of {record_bytes} bytes is not supported")
     text = name.rstrip(b"\0").decode(errors="replace")
     return Purpose(
         purpose=kind,
@@ -200,7 +202,7 @@ def refuse(sock: socket.socket, reason: str) -> None:
 def receive_reason(sock: socket.socket, count: int) -> str:
     """Return the explanation of a REFUSED reply."""
     if count > MAX_TEXT_BYTES:
-        raise ProtocolError(f"an explanation of {count} bytes")
+        raise ProtocolError(f"an explanation of {count} bytes is too long")
     text = receive(sock, count).decode(errors="replace")
     return "".join(c if c.isprintable() else "?" for c in text)
 

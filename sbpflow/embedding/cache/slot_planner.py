@@ -89,8 +89,8 @@ class SlotPlanner:
     def __init__(self, num_rows: int, num_slots: int, *, compiled: bool | None = None) -> None:
         if num_rows >= NEVER:
             raise ConfigError(
-                f"a rank has {num_rows:,} cached rows, but the limit is {NEVER - 1:,}; use "
-                "more ranks"
+                f"a rank can have at most {NEVER - 1:,} cached rows, got {num_rows:,}; use more "
+                "ranks"
             )
         self._loops = find_loops(compiled=compiled)
         self.num_rows, self.num_slots = num_rows, num_slots

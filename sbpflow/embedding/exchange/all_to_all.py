@@ -45,7 +45,7 @@ class RowTransfer:
         """
         world = self._world
         if send.dtype != step.dtype and send.dtype != torch.int64:
-            raise SbpError(f"{step.id}: got {send.dtype}; use {step.dtype} as planned")
+            raise SbpError(f"{step.id}: the plan expects {step.dtype}, got {send.dtype}")
         world.check(step.id, step.collective)
         received = send.new_empty(sum(into), *send.shape[1:])
         ranks, link = self._link(step)
@@ -73,7 +73,7 @@ class RowTransfer:
         """
         world = self._world
         if send.dtype != step.dtype:
-            raise SbpError(f"{step.id}: got {send.dtype}; use {step.dtype} as planned")
+            raise SbpError(f"{step.id}: the plan expects {step.dtype}, got {send.dtype}")
         world.check(step.id, step.collective)
         send, (ranks, link) = send.contiguous(), self._link(step)
         received = send.new_empty(sum(into), *send.shape[1:])

@@ -94,14 +94,14 @@ class GroupInFlight:
         """Remove and return the transfer that an earlier move started."""
         pending, self.pending = self.pending, None
         if pending is None:
-            raise RuntimeError("no transfer is pending: a move was skipped or repeated")
+            raise RuntimeError("no transfer is pending, because a move was skipped or repeated")
         return pending
 
     def take_rows(self) -> Tensor:
         """Remove and return the looked-up rows."""
         rows, self.rows = self.rows, None
         if rows is None:
-            raise RuntimeError("no rows were looked up: a move was skipped or repeated")
+            raise RuntimeError("no rows were looked up, because a move was skipped or repeated")
         return rows
 
 
@@ -140,7 +140,7 @@ class Group(ABC, Generic[BatchT]):
     def start_id_exchange(self, local: BatchIds, batch_size: int, *, number: int | None) -> BatchT:
         """Sort and count the ids of this rank's samples, and start the first transfer.
 
-        ``batch_size`` is global. ``number`` is as in ``GroupInFlight``.
+        ``batch_size`` is global. See ``GroupInFlight`` for ``number``.
         """
 
     def counts(self, batch: BatchT) -> Tensor | None:
@@ -160,7 +160,7 @@ class Group(ABC, Generic[BatchT]):
         ``batch.round``.
         """
         raise NotImplementedError(
-            f"{self.plan.name}: next_round was called, but the exchange has only one round of ids"
+            f"{self.plan.name}: next_round was called, but this exchange has only one round of ids"
         )
 
     @abstractmethod
@@ -283,7 +283,7 @@ class Group(ABC, Generic[BatchT]):
         collected, self._collected = self._collected, []
         if not collected:
             raise RuntimeError(
-                f"{self.plan.name}: update has no gradients; call receive_grads first"
+                f"{self.plan.name}: there are no gradients to update with; call receive_grads first"
             )
         batches = [batch for batch, _, _ in collected]
         merged: list[tuple[Lookup, Tensor]] = []
@@ -325,6 +325,7 @@ def make_group(plan: GroupPlan, boxing: Boxing, context: GroupContext) -> AnyGro
     kind: object = resolve_name(plan.kind.runs)
     if not (isinstance(kind, type) and issubclass(kind, Group)):
         raise SbpError(
-            f"exchange {plan.exchange}: runs is {plan.kind.runs}, which is not a subclass of Group"
+            f"exchange {plan.exchange}: the attribute `runs` must be a subclass of Group, got "
+            f"{plan.kind.runs}"
         )
     return kind(plan, boxing, context)

@@ -135,7 +135,8 @@ class AddressedGroup(Group[GroupInFlight]):
 
 
 class LocalGroup(AddressedGroup):
-    """Runs B tables with an all-reduce of dense gradients, and any tables in a world of one rank.
+    """Updates B tables with an all-reduce of dense gradients, and any tables in a world of one
+    rank.
 
     The number of uses of each row is summed along with its gradient, because the optimizer must
     update only touched rows. For example, weight decay must not shrink an untouched row.
@@ -181,7 +182,7 @@ class LocalGroup(AddressedGroup):
 
 
 def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
-    """Return (addresses, gradients) of the rows that any rank touched.
+    """Return the addresses and the gradients of the rows that any rank touched.
 
     ``table`` is [rows, width + 1]; its last column is the number of uses. If the kernel has an
     ``absent`` address, return all rows, with this address in place of untouched rows.
@@ -197,9 +198,10 @@ def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
 class BoxedGroup(AddressedGroup):
     """Runs exchanges in which owners look up the ids of the global batch.
 
-    Boxing sends the vectors and returns the gradients. With ``columns`` (tables on one rank, and
-    S(1)), the vectors have layout S(1), uneven, with columns in rank order. With ``reduce`` (S(0)),
-    the vectors are partial sums: layout P, or (P, S(1)) on a grid of ranks.
+    Boxing sends the vectors and returns the gradients. With the exchange ``columns`` (S(1) tables,
+    and tables on one rank), the vectors have an uneven layout S(1), with columns in rank order.
+    With the exchange ``reduce`` (S(0) tables), the vectors are partial sums, with layout P or, on a
+    grid of ranks, (P, S(1)).
     """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:

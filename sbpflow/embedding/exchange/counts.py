@@ -1,4 +1,4 @@
-"""Reads the counts that the host needs before rows can be sent, all in one copy from the device.
+"""Reads all counts that the host needs before rows can be sent, in a single copy from the device.
 
 The counts are the sizes of the id lists on each rank and, for each group, ``Group.counts``. On
 CUDA, the id stream copies the counts as soon as they are available, so neither the host nor the

@@ -63,7 +63,7 @@ class IdsUnderWay:
             self._lengths = boxing.start(transfer.length_steps(batch_size), lengths, IDS)
 
     def sizes(self) -> Tensor | None:
-        """Return, as int64 [2 x ranks], how many list ids are sent to and received from each rank.
+        """Return how many list ids are sent to, and received from, each rank (int64 [2 x ranks]).
 
         Return ``None`` if no lists are sent. Call this method only once, because it receives the
         lengths that ``start_id_exchange`` sent.
@@ -121,7 +121,7 @@ class IdsUnderWay:
         return BatchIds(matrix, Lists(self._received, values[0], weights))
 
     def _incoming(self) -> Tensor:
-        """Return how many list ids each rank sends to this rank, as int64 [ranks]."""
+        """Return how many list ids each rank sends to this rank (int64 [ranks])."""
         world = self._transfer.world
         if not self._transfer.plan.needed_lists[world.rank] or self._received is None:
             return torch.zeros(world.size, dtype=torch.int64, device=world.device)

@@ -266,7 +266,8 @@ class AllGatherRowsGroup(RowGroup):
 
 
 class UniqueColumnsGroup(AllGatherRowsGroup):
-    """Runs S(1) tables with skewed ids: each rank sends its columns of the requested rows.
+    """Exchanges rows of S(1) tables with skewed ids: each rank sends its columns of the requested
+    rows.
 
     A block [rows, columns of the sender] is sent as a flat tensor, because ranks may store
     different numbers of columns.
@@ -319,7 +320,9 @@ class UniqueColumnsGroup(AllGatherRowsGroup):
 
 
 class LocalRowsGroup(AllGatherRowsGroup):
-    """Runs B tables: each rank looks up its own samples; all ranks gather the touched rows."""
+    """Exchanges rows of B tables: each rank looks up its own samples, and all ranks gather the
+    touched rows.
+    """
 
     def sends_ids(self, batch: RowsInFlight) -> bool:
         return batch.training

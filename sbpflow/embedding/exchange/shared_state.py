@@ -12,9 +12,7 @@ from sbpflow.embedding.rules.base import SumOverColumns
 
 
 class SharedState:
-    """Runs the collectives for the row state of a group, in updates of up to ``batch_size``
-    samples.
-    """
+    """Sums squares for the row state of a group, in updates of up to ``batch_size`` samples."""
 
     def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
         self._plan, self._boxing = plan, boxing

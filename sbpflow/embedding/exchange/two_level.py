@@ -18,7 +18,7 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 
 class TwoLevelGroup(RowGroup):
-    """Runs ``(S(0), S(0))`` tables with skewed ids on several hosts."""
+    """Exchanges rows of ``(S(0), S(0))`` tables with skewed ids on several hosts."""
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         _, self._positions = groups_of(plan.stacks[0].layouts[0].placement)
@@ -71,7 +71,7 @@ class TwoLevelGroup(RowGroup):
 
     def send_padded(self, batch: RowsInFlight, buffers: Tensor) -> Pending:
         raise NotImplementedError(
-            f"{self.plan.name}: this exchange does not use fixed-size buffers"
+            f"{self.plan.name}: this exchange does not use buffers of fixed size"
         )
 
     def receive_ids(self, batch: RowsInFlight) -> None:
@@ -103,5 +103,5 @@ class TwoLevelGroup(RowGroup):
 
 def _merged(batch: RowsInFlight) -> Merged:
     if batch.merged is None:
-        raise RuntimeError("the ids of the host are not merged: next_round was skipped")
+        raise RuntimeError("the ids of the host are not merged yet; call next_round first")
     return batch.merged

@@ -26,7 +26,9 @@ from sbpflow.embedding.storage.lookup import Lookup
 
 
 class UniqueGroup(RowGroup):
-    """Runs S(0) tables with skewed ids: ranks request unique rows from owners and expand them."""
+    """Exchanges rows of S(0) tables with skewed ids: ranks request unique rows from their owners
+    and expand them.
+    """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         super().__init__(plan, boxing, context)
@@ -112,7 +114,8 @@ class UniqueGroup(RowGroup):
         late = None if self._late is None else self._late.number
         if batch.number is not None and late is not None and batch.number != late + 1:
             raise RuntimeError(
-                f"{step.id}: late gradients of the previous batch are not applied yet; call settle"
+                f"{step.id}: the late gradients of the previous batch are not applied yet; call "
+                "settle first"
             )
         if early is None:
             rows = batch.lookup(self._store, batch.lookups[0], self._stack.optimizer.lr)
@@ -121,7 +124,7 @@ class UniqueGroup(RowGroup):
             return
         owned, wanted = early.owned, early.wanted
         if wanted is None:
-            raise RuntimeError(f"{step.id}: mark_early was not followed by send_early")
+            raise RuntimeError(f"{step.id}: send_early must be called after mark_early")
         rows = self._read(batch, owned.others)
         batch.pending = self._vectors.start(step, rows, owned.num_others, wanted.num_others)
 

@@ -74,7 +74,7 @@ class BagShape:
         """Return the lists of the uses for every sample."""
         if ids.lists is None:
             raise RuntimeError(
-                "the batch has no lists, but some features have lists of ids; pass them as Bags"
+                "some features have lists of ids, but the batch has none; pass the lists as Bags"
             )
         if self._in_order and ids.lists.lengths.shape[1] == len(self._places):
             return ids.lists
@@ -325,7 +325,8 @@ class OwnerAddresses:
 
 
 def _row_parts(stack: TableBatch, bases: Mapping[int, int]) -> dict[str, list[tuple[int, int]]]:
-    """For each table, return (first row, address minus row) for its non-empty parts, sorted.
+    """For each table, return a sorted list of (first row, address minus row), with one entry per
+    non-empty part.
 
     ``bases`` is the first address of each rank.
     """

@@ -117,8 +117,8 @@ class IdReader:
         expected = self._plan.ids.num_columns
         if matrix.ndim != 2 or matrix.shape[1] != expected or not _is_integer(matrix):
             raise DataError(
-                f"ids: got {matrix.dtype}{list(matrix.shape)}; use int32 or int64 "
-                f"[samples, {expected}], one column per id of {', '.join(self._by_name)}"
+                f"ids must be int32 or int64 [samples, {expected}], with one column per id of "
+                f"{', '.join(self._by_name)}, got {matrix.dtype}{list(matrix.shape)}"
             )
         self._check_device("ids", matrix)
         matrix = self._in_range(matrix, check)
@@ -169,9 +169,10 @@ class IdReader:
         num_lists = 0 if ids.lists is None else ids.lists.lengths.shape[1]
         if ids.matrix.shape[1:] != (columns,) or num_lists != len(self._ragged):
             raise DataError(
-                f"ids: got a matrix {list(ids.matrix.shape)} and {num_lists} lists; use [samples, "
-                f"{columns}] for {[features[n].name for n in self._matrix]} and one list each for "
-                f"{[features[n].name for n in self._ragged]}"
+                f"ids must be a matrix [samples, {columns}] for "
+                f"{[features[n].name for n in self._matrix]} and one list each for "
+                f"{[features[n].name for n in self._ragged]}, got {list(ids.matrix.shape)} and "
+                f"{num_lists} lists"
             )
         parts = ids.matrix.split([features[n].hotness for n in self._matrix], 1)
         by_feature |= {features[n].name: p for n, p in zip(self._matrix, parts, strict=True)}
@@ -188,8 +189,8 @@ class IdReader:
         for tensor in tensors:
             if tensor is not None and tensor.device.type != self._device.type:
                 raise DataError(
-                    f"{name}: got a tensor on {tensor.device}, but the tables are on "
-                    f'{self._device}; pass .to("{self._device}")'
+                    f"{name}: the ids are on {tensor.device}, but the tables are on "
+                    f'{self._device}; pass ids.to("{self._device}")'
                 )
 
     def _check_names(self, ids: Mapping[str, "Tensor | Bags"]) -> None:
@@ -206,10 +207,7 @@ class IdReader:
         samples = {self._samples(name, value) for name, value in ids.items()}
         if len(samples) > 1:
             counts = {name: self._samples(name, value) for name, value in ids.items()}
-            raise DataError(
-                f"ids: features have different numbers of samples: {counts}; use the same number "
-                "for all"
-            )
+            raise DataError(f"ids: all features must have the same number of samples, got {counts}")
         (count,) = samples
         for number, feature in enumerate(self._plan.features):
             value, name = ids.get(feature.name), f"feature {feature.name}"
@@ -218,18 +216,18 @@ class IdReader:
             if isinstance(value, Bags):
                 if self._plan.ids.first[number] is not None:
                     raise DataError(
-                        f"{name}: got Bags for {feature.hotness} ids per sample; pass [samples, "
-                        f"{feature.hotness}], or declare it ragged"
+                        f"{name} has exactly {feature.hotness} ids per sample, got Bags; pass a "
+                        f"tensor [samples, {feature.hotness}], or declare the feature ragged"
                     )
                 bags[number] = value
             elif self._plan.ids.first[number] is None:
-                raise DataError(f"{name}: got a tensor for ragged or weighted ids; pass Bags")
+                raise DataError(f"{name} is ragged or weighted, got a tensor; pass Bags")
             else:
                 wide = value.unsqueeze(1) if value.ndim == 1 else value
                 if wide.shape[1:] != (feature.hotness,) or not _is_integer(wide):
                     raise DataError(
-                        f"{name}: ids are {value.dtype}{list(value.shape)}; use int32 or int64 "
-                        f"[samples, {feature.hotness}]"
+                        f"{name}: ids must be int32 or int64 [samples, {feature.hotness}], got "
+                        f"{value.dtype}{list(value.shape)}"
                     )
                 self._check_device(f"{name}: ids", wide)
                 columns.append(wide)
@@ -242,16 +240,19 @@ class IdReader:
         if isinstance(value, Bags):
             if value.offsets.ndim != 1 or not value.offsets.numel():
                 raise DataError(
-                    f"feature {name}: offsets have shape {list(value.offsets.shape)}; use "
-                    "[samples + 1]"
+                    f"feature {name}: offsets must have shape [samples + 1], got "
+                    f"{list(value.offsets.shape)}"
                 )
             return value.offsets.numel() - 1
         if not isinstance(value, Tensor):
             raise DataError(
-                f"feature {name}: ids have type {type(value).__name__}; use a tensor or Bags"
+                f"feature {name}: ids must be a tensor or Bags, got {type(value).__name__}"
             )
         if value.ndim not in (1, 2):
-            raise DataError(f"feature {name}: ids are {list(value.shape)}; use [samples, hotness]")
+            raise DataError(
+                f"feature {name}: ids must have shape [samples] or [samples, hotness], got "
+                f"{list(value.shape)}"
+            )
         return value.shape[0]
 
     def _checked(self, bags: Bags, number: int) -> Bags:
@@ -261,31 +262,38 @@ class IdReader:
         self._check_device(f"{name}: bags", bags.values, bags.offsets, bags.weights)
         if bags.values.ndim != 1 or not (_is_integer(bags.values) and _is_integer(bags.offsets)):
             raise DataError(
-                f"{name}: values are {bags.values.dtype}{list(bags.values.shape)}, offsets "
-                f"{bags.offsets.dtype}; use int32 or int64 for both, and values [ids]"
+                f"{name}: values and offsets must be int32 or int64, and values must have shape "
+                f"[ids], got values {bags.values.dtype}{list(bags.values.shape)} and offsets "
+                f"{bags.offsets.dtype}"
             )
         offsets = bags.offsets.to(self._device, torch.int64)
         lengths = offsets.diff()
         first, last, total = int(offsets[0]), int(offsets[-1]), bags.values.numel()
         if (first, last) != (0, total):
             raise DataError(
-                f"{name}: offsets run from {first} to {last}; use 0 to {total}, the number of "
-                "values"
+                f"{name}: offsets must run from 0 to {total}, the number of values, but they run "
+                f"from {first} to {last}"
             )
         if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > feature.hotness):
             sample = int(((lengths < 0) | (lengths > feature.hotness)).nonzero()[0])
             raise DataError(
-                f"{name}: sample {sample} has {int(lengths[sample])} ids; use "
-                f"0..{feature.hotness}, or declare a larger hotness"
+                f"{name}: sample {sample} has {int(lengths[sample])} ids, but "
+                f"0..{feature.hotness} are allowed; declare a larger hotness, or pass fewer ids"
             )
         if feature.weighted and (bags.weights is None or bags.weights.shape != bags.values.shape):
             actual = "none" if bags.weights is None else list(bags.weights.shape)
-            raise DataError(f"{name}: weights are {actual}; use one for each of {total} ids")
+            raise DataError(
+                f"{name}: there must be one weight for each of {total} ids, got {actual}"
+            )
         if not feature.weighted and bags.weights is not None:
-            raise DataError(f"{name}: got weights for an unweighted feature; declare it weighted")
+            raise DataError(
+                f"{name} is not a weighted feature, got weights; declare the feature weighted, or "
+                "omit them"
+            )
         if bags.weights is not None and bags.weights.requires_grad:
             raise DataError(
-                f"{name}: weights require grad, but are treated as data; pass weights.detach()"
+                f"{name}: weights are treated as data, but these require grad; pass "
+                "weights.detach()"
             )
         return Bags(bags.values, offsets, bags.weights)
 
@@ -416,7 +424,7 @@ class IdReader:
     def _as_bags(self, matrix: Tensor, number: int) -> Bags:
         first, hotness = self._plan.ids.first[number], self._plan.features[number].hotness
         if first is None:
-            raise DataError(f"ids: feature {self._plan.features[number].name} is missing")
+            raise DataError(f"ids: the feature {self._plan.features[number].name} is missing")
         values = matrix[:, first : first + hotness].reshape(-1)
         return Bags(values, torch.arange(0, values.numel() + 1, hotness, device=self._device))
 
@@ -447,8 +455,8 @@ class IdReader:
 
     def _bad_id(self, number: int, id: int, row: int) -> DataError:
         return DataError(
-            f"field {self._plan.features[number].name}: id {id} in row {row} of rank "
-            f"{self._rank}'s part of the batch; use 0..{self._rows[number] - 1}"
+            f"field {self._plan.features[number].name} has id {id} in row {row} of rank "
+            f"{self._rank}'s part of the batch, but only ids 0..{self._rows[number] - 1} are valid"
         )
 
 

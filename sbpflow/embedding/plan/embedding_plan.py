@@ -69,8 +69,8 @@ class EmbeddingPlan:
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
-        """Return the matrix columns in sending order: each once if all ranks need the same columns,
-        else the columns of one rank after the other.
+        """Return the matrix columns in the order in which they are sent: each column once if all
+        ranks need the same columns, else the columns of each rank in turn.
         """
         return _sent(self.needed)
 
@@ -228,12 +228,12 @@ def plan_embeddings(
     _check_arguments(dtype, row_dtype, backend, out_of_range)
     for table in tables:
         if table.name not in layouts:
-            raise ConfigError(f"table {table.name} has no layout; add one, such as S(0)")
+            raise ConfigError(f"table {table.name} has no layout; give it one, such as S(0)")
         comm_dtype = layouts[table.name].comm_dtype
         if comm_dtype not in (None, dtype, *HALF_DTYPES):
             raise ConfigError(
-                f"table {table.name}: comm_dtype {comm_dtype!r} does not fit {dtype} tables; use "
-                f"{dtype}, torch.float16, or torch.bfloat16"
+                f"table {table.name}: comm_dtype must be {dtype}, torch.float16, or "
+                f"torch.bfloat16 for {dtype} tables, got {comm_dtype!r}"
             )
         layout = layouts[table.name].layout
         check_cover(table, layout, shards_of(table, layout))
@@ -267,17 +267,17 @@ def _check_arguments(
     dtype: object, row_dtype: object, backend: object, out_of_range: object
 ) -> None:
     if dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"dtype: {dtype!r}; use torch.float32 or torch.float64")
+        raise ConfigError(f"dtype must be torch.float32 or torch.float64, got {dtype!r}")
     if row_dtype is not None and row_dtype not in (dtype, *HALF_DTYPES):
         raise ConfigError(
-            f"row_dtype: {row_dtype!r} does not fit dtype {dtype}; use {dtype}, torch.float16, or "
-            "torch.bfloat16"
+            f"row_dtype must be {dtype}, torch.float16, or torch.bfloat16 for dtype {dtype}, got "
+            f"{row_dtype!r}"
         )
     if backend not in ("gloo", "nccl"):
-        raise ConfigError(f"backend: {backend!r}; use gloo or nccl")
+        raise ConfigError(f"backend must be gloo or nccl, got {backend!r}")
     if out_of_range not in get_args(OutOfRange):
         raise ConfigError(
-            f"out_of_range: {out_of_range!r}; use {' or '.join(get_args(OutOfRange))}"
+            f"out_of_range must be {' or '.join(get_args(OutOfRange))}, got {out_of_range!r}"
         )
 
 
@@ -286,7 +286,7 @@ def _check_names(kind: str, names: list[str]) -> None:
         twice = next(name for name in names if names.count(name) > 1)
         hint = "; list a table once, in one output, with all its features"
         raise ConfigError(
-            f"{kind} {twice}: the name is used twice{hint if kind == 'table' else ''}"
+            f"{kind} {twice}: this name is used twice{hint if kind == 'table' else ''}"
         )
 
 
@@ -304,9 +304,9 @@ def _check_substitutes(
                 for table in sharing
             )
             raise ConfigError(
-                f"feature {feature.name}: out_of_range {policy} would change ids that are valid in "
-                f"the larger tables of {sizes}; use tables of equal num_rows, or out_of_range: "
-                "error"
+                f"feature {feature.name}: out_of_range {policy} would change ids that are valid "
+                f"in the larger tables of {sizes}; give these tables the same num_rows, or use "
+                "out_of_range: error"
             )
 
 

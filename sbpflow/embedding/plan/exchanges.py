@@ -55,7 +55,7 @@ def check_exchange(table: TableConfig, config: TableLayout, world: Placement) ->
     if outside := [rank for rank in layout.placement.ranks if rank not in world]:
         raise ConfigError(
             f"table {table.name}: {layout} contains ranks {outside}, which are not in the world; "
-            f"use ranks of {world}"
+            f"use the ranks of {world}"
         )
     legal = legal_exchanges(layout, world.size)
     if config.exchange not in legal:

@@ -247,8 +247,8 @@ class GroupPlan:
         """Raise SbpError if a step cannot accumulate gradients over ``num_batches`` batches."""
         if num_batches > 1 and self.late_gradients:
             raise SbpError(
-                f"a step has {num_batches} batches, but {self.name} sends late gradients, which "
-                "need one batch per step; use train.late_gradients: false"
+                f"{self.name} sends late gradients, which need one batch per step, but the step "
+                f"has {num_batches} batches; use train.late_gradients: false"
             )
 
     @property
@@ -332,8 +332,8 @@ class GroupPlan:
     def column_order(self) -> tuple[int, ...]:
         """Return, for each vector column in rank order, its index in the group's order.
 
-        Only ranks with different columns count: all ranks, or the first row of a grid. The result
-        is the identity if columns are not split, or if vectors are summed over the tables.
+        Ranks with the same columns count only once, so on a grid, only its first row counts. The
+        result is the identity if columns are not split, or if vectors are summed over the tables.
         """
         if self.pooled or (self.kind.adds_terms and self.grid is None):
             return tuple(range(self.width))

@@ -53,8 +53,8 @@ class Eviction:
         _check(self, "evict.")
         if self.max_rows < MIN_ROWS:
             raise ConfigError(
-                f"evict.max_rows: {self.max_rows}; use {MIN_ROWS} or more, because the rows are "
-                f"divided evenly over {NUM_BUCKETS} buckets of keys"
+                f"evict.max_rows must be {MIN_ROWS} or more, because the rows are divided evenly "
+                f"over {NUM_BUCKETS} buckets of keys, got {self.max_rows}"
             )
 
 
@@ -73,7 +73,11 @@ class Growth:
     ] = 1
     forget_after_samples: Annotated[
         Count | None,
-        Key("results", "Forget a key's occurrences after this many samples; null: never."),
+        Key(
+            "results",
+            "Number of samples after which the occurrences of a key are forgotten; null means "
+            "never.",
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -136,7 +140,7 @@ def _check(value: Eviction | Growth, prefix: str) -> None:
     for field in fields(value):
         given = getattr(value, field.name)
         if rule := broken_rule(given, hints[field.name]):
-            raise ConfigError(f"{prefix}{field.name}: {given}; use {rule}")
+            raise ConfigError(f"{prefix}{field.name} must be {rule}, got {given}")
 
 
 def first_row_of(bucket: int, num_rows: int) -> int:

@@ -133,7 +133,7 @@ def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -
 
 
 def curve_of_table(table: TableConfig, known: Mapping[str, IdFrequencies]) -> IdCurve:
-    """Return the curve of the table's feature with the most distinct ids.
+    """Return the curve of the feature with the most distinct ids, among the table's features.
 
     The other features of the table are assumed to use the same ids.
     """

@@ -62,7 +62,7 @@ class TableBatch:
     def shards_by_rank(self) -> Mapping[int, tuple[Shard, ...]]:
         """Return the ``shards`` of all ``holders``, in ascending order of ranks.
 
-        Cached, because planning a stack needs the shards of all ranks many times.
+        The result is cached, because planning a stack needs the shards of all ranks many times.
         """
         by_rank: dict[int, list[Shard]] = {}
         for table, layout in zip(self.tables, self.layouts, strict=True):
@@ -92,8 +92,8 @@ class TableBatch:
         return sum(shard.num_rows for shard in self.shards(rank))
 
     def width(self, rank: int) -> int:
-        """Return the number of columns of a rank's store, even if the store has no rows; 0 outside
-        the layouts.
+        """Return the number of columns of a rank's store, even if the store has no rows, or 0 if
+        the rank is not in the layouts.
         """
         for table, layout in zip(self.tables, self.layouts, strict=True):
             slices = layout.part_slices(table.shape, rank)

@@ -44,7 +44,7 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         if self.hotness < 1:
-            raise ConfigError(f"feature {self.name}: got hotness {self.hotness}; use 1 or more")
+            raise ConfigError(f"feature {self.name}: hotness must be 1 or more, got {self.hotness}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,24 +72,27 @@ class TableConfig:
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:
             raise ConfigError(
-                f"table {self.name}: {self.num_rows} rows x {self.dim} columns; use 1 or more"
+                f"table {self.name}: num_rows and dim must be 1 or more, got {self.num_rows} and "
+                f"{self.dim}"
             )
         if self.pooling not in ("sum", "mean"):
-            raise ConfigError(f"table {self.name}: got pooling {self.pooling!r}; use sum or mean")
+            raise ConfigError(
+                f"table {self.name}: pooling must be sum or mean, got {self.pooling!r}"
+            )
         if not 0.0 <= self.initial_range < math.inf:
             raise ConfigError(
-                f"table {self.name}: got initial_range {self.initial_range}; use a finite number "
-                "of 0 or more (for example, 0.05)"
+                f"table {self.name}: initial_range must be a finite number of 0 or more (for "
+                f"example, 0.05), got {self.initial_range}"
             )
         if self.growth is not None and self.growth.evict.max_rows != self.num_rows:
             raise ConfigError(
-                f"table {self.name}: got num_rows {self.num_rows}; it must equal "
-                f"evict.max_rows, {self.growth.evict.max_rows}"
+                f"table {self.name}: num_rows must equal evict.max_rows, "
+                f"{self.growth.evict.max_rows}, got {self.num_rows}"
             )
         if not self.features or len(set(self.features)) != len(self.features):
             raise ConfigError(
-                f"table {self.name}: got features {list(self.features)}; list at least one "
-                "feature, each only once"
+                f"table {self.name}: features must contain at least one feature, and each only "
+                f"once, got {list(self.features)}"
             )
 
     @property
@@ -139,15 +142,16 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         if not self.tables:
-            raise ConfigError(f"output {self.name}: tables is empty; list at least one table")
+            raise ConfigError(f"output {self.name}: tables must contain at least one table")
         if self.combine not in ("concat", "sum"):
             raise ConfigError(
-                f"output {self.name}: got combine {self.combine!r}; use concat or sum"
+                f"output {self.name}: combine must be concat or sum, got {self.combine!r}"
             )
         dims = {table.dim for table in self.tables}
         if self.combine == "sum" and len(dims) > 1:
             raise ConfigError(
-                f"output {self.name}: combine sum needs equal dims, got {sorted(dims)}; use concat"
+                f"output {self.name}: combine: sum needs tables of equal dim, got {sorted(dims)}; "
+                "use concat"
             )
 
     @property
@@ -238,13 +242,13 @@ def check_cover(table: TableConfig, layout: Layout, shards: tuple[Shard, ...]) -
             replicas *= layout.placement.shape[axis]
         if isinstance(sbp, Partial):
             raise ConfigError(
-                f"table {table.name}: {layout} would store partial sums; use S or B in place of P"
+                f"table {table.name}: {layout} would store partial sums; use S or B instead of P"
             )
     stored = sum(shard.num_elements for shard in shards)
     if stored != replicas * table.num_rows * table.dim:
         raise ConfigError(
-            f"table {table.name}: shards of {layout} have {stored} elements, but the table has "
-            f"{table.num_rows} x {table.dim} (x {replicas} replicas)"
+            f"table {table.name}: the shards of {layout} have {stored} elements, but the table "
+            f"has {table.num_rows} x {table.dim} (x {replicas} replicas)"
         )
     distinct = {(s.row_start, s.row_stop, s.col_start, s.col_stop): s for s in shards}
     overlapping = _overlap([shard for shard in distinct.values() if shard.num_elements])

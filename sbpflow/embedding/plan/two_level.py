@@ -61,7 +61,7 @@ class UniqueTwoLevel(Exchange):
         if all(list(ranks) == sorted(ranks) for ranks in hosts):
             return ""
         ordered = [sorted(ranks) for ranks in hosts]
-        return f"lists the ranks of a host out of order; use ascending ranks: {ordered}"
+        return f"lists the ranks of a host out of order; list them in ascending order: {ordered}"
 
     def host_cuts(self, num_hosts: int, world_size: int) -> Cuts:
         return [(SBP, (num_hosts, world_size // num_hosts))]

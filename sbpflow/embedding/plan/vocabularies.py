@@ -105,8 +105,8 @@ def aligned(
             elif any(end not in _bounds(table.num_rows) for end in _ends(sbp.sizes)):
                 raise ConfigError(
                     f"{config.key or f'table {table.name}'}: sizes {list(sbp.sizes)} split the "
-                    "rows of a single key bucket; use sizes that end at bucket boundaries, for "
-                    f"example {list(sizes)}"
+                    "rows of a single key bucket; use sizes that end at bucket boundaries (for "
+                    f"example, {list(sizes)})"
                 )
         result[table.name] = replace(config, layout=replace(layout, nd_sbp=tuple(nd_sbp)))
     return result
@@ -123,8 +123,8 @@ def _split_twice(table: TableConfig, key: str, hosts: int, width: int) -> tuple[
         use = f"evict.max_rows: {NUM_BUCKETS * (each + 1)}" if rest else "2, 4, 8, .. hosts"
         raise ConfigError(
             f"{key or f'table {table.name}'}: (S(0), S(0)) gives each host an equal part of the "
-            f"{NUM_BUCKETS} buckets of keys, but {table.name} has {table.num_rows} rows for "
-            f"{hosts} hosts; use {use}, or sbp: S(0)"
+            f"{NUM_BUCKETS} buckets of keys, but the {table.num_rows} rows of {table.name} cannot "
+            f"be divided so over {hosts} hosts; use {use}, or sbp: S(0)"
         )
     of_host = balanced_sizes(NUM_BUCKETS // hosts, width)
     return (
@@ -199,7 +199,7 @@ def _check_table(table: TableConfig, config: TableLayout, world: Placement) -> N
             "ranks; use S(0) or S(1)"
         )
     elif list(layout.placement.ranks) != sorted(layout.placement.ranks):
-        problem = f"layout {layout} has ranks out of order; list them in ascending order"
+        problem = f"layout {layout} has its ranks out of order; list them in ascending order"
     if problem:
         raise ConfigError(f"table {table.name}: grows: {problem}")
 
@@ -219,7 +219,7 @@ def _owners(
         first, second, *_ = split.values()
         raise ConfigError(
             f"table {second} splits its rows differently from table {first}, but both use the "
-            "keys of the same field; use the same ranks and sizes, or S(1)"
+            "keys of the same field; use the same ranks and sizes for both, or S(1)"
         )
     if split:
         return next(iter(split))

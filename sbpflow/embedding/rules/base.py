@@ -56,15 +56,15 @@ class RowBlock:
 
     @property
     def mean_squares(self) -> Tensor:
-        """Return the mean square of each row's gradient over the table's full width, as [touched].
+        """Return the mean square of each row's gradient over the table's full width ([touched]).
 
         Only optimizers with row state can use this value, because ranks that share a row sum their
         squares only for these optimizers.
         """
         if self.squares is None:
             raise RuntimeError(
-                "mean_squares: only available to optimizers with row state, which this optimizer "
-                "does not have; use grads"
+                "mean_squares is only available to optimizers with row state, which this "
+                "optimizer does not have; use grads"
             )
         return self.squares
 
@@ -120,18 +120,18 @@ class SparseOptimizer(ABC):
     def __post_init__(self) -> None:
         own = self.__dataclass_fields__["name"].default
         if self.name != own and ":" not in self.name:
-            raise ConfigError(f"sparse optimizer: got name {self.name!r}; use {own!r}")
+            raise ConfigError(f"sparse optimizer: the name must be {own!r}, got {self.name!r}")
         if unknown := set(self.kernels) - set(get_args(CompiledKernel)):
             known = ", ".join(get_args(CompiledKernel))
             raise ConfigError(
-                f"sparse optimizer {self.name}: kernels has {', '.join(unknown)}; use {known}"
+                f"sparse optimizer {self.name}: kernels contains {', '.join(unknown)}; use {known}"
             )
         hints = get_type_hints(type(self), include_extras=True)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "name" and (rule := broken_rule(value, hints[field.name])):
                 raise ConfigError(
-                    f"sparse optimizer {self.name}: got {field.name} {value}; use {rule} (for "
+                    f"sparse optimizer {self.name}: {field.name} must be {rule}, got {value} (for "
                     f"example, {field.name}={field.default!r})"
                 )
 

@@ -65,7 +65,7 @@ def rule_class(name: str) -> type[SparseOptimizer]:
     kinds = known_rules(name)
     if name not in kinds and ":" in name:
         raise ConfigError(
-            f"sparse optimizer {name!r}: its class is not imported; import its module first"
+            f"sparse optimizer {name!r}: the class is not imported; import its module first"
         )
     if name not in kinds:
         near = get_close_matches(name, kinds, 1)
@@ -101,7 +101,8 @@ def _check_constants(
     known = [field.name for field in fields(kind) if field.name != "name"]
     if unknown := [key for key in constants if key not in known]:
         raise ConfigError(
-            f"sparse optimizer {name} has no {', '.join(unknown)}; use {', '.join(known)}"
+            f"sparse optimizer {name} has no option {', '.join(unknown)}; its options are "
+            f"{', '.join(known)}"
         )
 
 
@@ -128,7 +129,7 @@ def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Calla
     function = getattr(import_module(module), name, None)
     if not callable(function):
         raise SbpError(
-            f"sparse optimizer {optimizer.name}: kernels[{kernel!r}] is {path!r}, but that "
-            "function does not exist; use package.module:function"
+            f"sparse optimizer {optimizer.name}: kernels[{kernel!r}] is {path!r}, but there is no "
+            "such function; use package.module:function"
         )
     return function

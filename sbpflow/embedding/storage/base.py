@@ -63,7 +63,8 @@ class RowKernel(Protocol):
         ...
 
     def pool(self, block: Tensor, lookup: Lookup) -> Tensor:
-        """Like ``lookup``, but read rows of ``block`` [.., width], which are not updated.
+        """Do the same as ``lookup``, but with rows of ``block`` ([.., width]), which are not
+        updated.
 
         The slots of ``lookup`` are positions in ``block``, which has the dtype of ``weights``.
         """

@@ -200,8 +200,8 @@ def choose_kernel(
     """
     if request not in ("auto", "torch") and request in missing:
         raise ConfigError(
-            f"parallel.kernel: {request}, but {missing[request]}; `sbpflow doctor` shows the "
-            "version to install, or use parallel.kernel: torch"
+            f"parallel.kernel: {request} is not available, because {missing[request]}; `sbpflow "
+            "doctor` shows the version to install, or use parallel.kernel: torch"
         )
     faults = kernel_faults(stack, missing)
     if request == "torch":
@@ -236,7 +236,7 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
     if request == "fbgemm" and all(choice.name != "fbgemm" for choice in choices.values()):
         reasons = " and ".join(sorted({choice.reason for choice in choices.values()}))
         raise ConfigError(
-            f"parallel.kernel: fbgemm supports none of the tables: {reasons}; use auto or torch"
+            f"parallel.kernel: fbgemm supports none of the tables ({reasons}); use auto or torch"
         )
     return choices
 

@@ -59,8 +59,8 @@ def check_numba(field: str) -> None:
     """
     if find_spec("numba") is None:
         raise ConfigError(
-            f"field {field}: vocabulary: dynamic, but numba is not installed; install numba, or "
-            "use vocabulary: fitted"
+            f"field {field}: vocabulary: dynamic needs numba, which is not installed; install "
+            "numba, or use vocabulary: fitted"
         )
 
 

@@ -126,13 +126,13 @@ class DeviceStore:
         return self.kernel.listeners
 
     def announce(self, number: int, addresses: Tensor) -> None:
-        """Do nothing: every row has a slot."""
+        """Do nothing, because every row has a slot."""
 
     def admit(self, number: int) -> None:
-        """Return ``None``: the slot of each row is its number."""
+        """Return ``None``, because the slot of each row is its number."""
 
     def release(self, number: int) -> None:
-        """Do nothing: every row keeps its slot."""
+        """Do nothing, because every row keeps its slot."""
 
     def peek(self, lookup: Lookup) -> Tensor:
         return self.kernel.lookup(lookup)

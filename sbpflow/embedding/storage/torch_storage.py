@@ -101,7 +101,7 @@ class TorchStorage:
         return lookup
 
     def row_squares(self, grads: Tensor) -> Tensor:
-        """Return each row's sum of squares over the columns on this rank, as [touched].
+        """Return each row's sum of squares over the columns on this rank ([touched]).
 
         A product with a vector of ones would be faster, but BLAS works on blocks of rows, so the
         last bit of a result would depend on the neighboring rows.
@@ -171,9 +171,7 @@ class TorchStorage:
     def noise_of_rows(self) -> RowNoise:
         """Return the noise for rounding half-precision rows."""
         if self._noise is None:
-            raise RuntimeError(
-                "noise: got None, but half-precision rows need a RowNoise; pass noise=RowNoise(...)"
-            )
+            raise RuntimeError("half-precision rows need noise, got None; pass noise=RowNoise(...)")
         return self._noise
 
     def _as_stored(self, weights: Tensor, rows: Tensor, numbers: StepNumbers) -> Tensor:

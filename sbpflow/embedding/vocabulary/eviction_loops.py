@@ -136,7 +136,7 @@ def _queue_victims(
     tails: Array,
     bucket: int,
 ) -> None:
-    """Find the keys of a bucket that are to be evicted first, except keys used by this step."""
+    """Find the keys of a bucket that are evicted first, except the keys that this step uses."""
     heap, size = victims[bucket], 0
     for is_new in (False, True):
         if is_new and state[EDGE] == 0:

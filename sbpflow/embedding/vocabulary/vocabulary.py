@@ -188,7 +188,7 @@ class Vocabulary:
         return keys[(buckets >= self.buckets[0]) & (buckets < self.buckets[1])]
 
     def release(self) -> None:
-        """End the oldest announced batch, whose update is complete."""
+        """Complete the oldest announced batch, after its update."""
         step = self._steps.popleft()
         self.totals.add(step.totals)
         self._patch = None
@@ -268,7 +268,8 @@ class Vocabulary:
         """
         if self._steps:
             raise RuntimeError(
-                "cannot load keys while batches are in flight; release or cancel them first"
+                "keys cannot be loaded while batches are in flight; release or cancel the "
+                "batches first"
             )
         room = self.arrays.room
         self._reset(room)
@@ -283,8 +284,8 @@ class Vocabulary:
             bucket = int((live - room).argmax())
             fits = int(live.max()) * NUM_BUCKETS
             raise CheckpointError(
-                f"evict.max_rows: bucket {bucket + self.buckets[0]} has {int(room[bucket])} rows "
-                f"for {int(live[bucket])} saved keys; use {fits} or more"
+                f"evict.max_rows: bucket {bucket + self.buckets[0]} has {int(live[bucket])} saved "
+                f"keys, but only {int(room[bucket])} rows; use {fits} or more"
             )
         self.reserve(saved.addresses.size + saved.pending_addresses.size)
         t = self.arrays
@@ -302,7 +303,8 @@ class Vocabulary:
         """
         if self._steps:
             raise RuntimeError(
-                "cannot erase keys while batches are in flight; release or cancel them first"
+                "keys cannot be erased while batches are in flight; release or cancel the "
+                "batches first"
             )
         sizes, freed = np.zeros(2, np.int64), np.empty(keys.size, np.int64)
         eviction_loops.erase(self.arrays, keys, freed, sizes)

@@ -176,9 +176,9 @@ def _check_no_transfers(plan: RunPlan) -> None:
     steps = [*plan.dense_forward, *plan.dense_backward]
     if steps:
         raise ConfigError(
-            f"parallel.cuda_graph: true, but the dense part communicates between ranks "
-            f"({steps[0].id}), because of a batch norm or parallel.dense; use model.norm: layer or "
-            "none without parallel.dense, or parallel.cuda_graph=false"
+            "parallel.cuda_graph: true is not supported, because the dense part communicates "
+            f"between ranks ({steps[0].id}) for a batch norm or for parallel.dense; use "
+            "model.norm: layer or none and no parallel.dense, or use parallel.cuda_graph=false"
         )
 
 

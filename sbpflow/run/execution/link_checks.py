@@ -194,9 +194,9 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
             if ends := tuple(end for end in (_SENDS, _RECEIVES) if (host, end) in slow):
                 most = max(best[host, end] for end in ends)
                 text = (
-                    f"{host} is slow: at most {most:.3f} GB/s {_DIRECTIONS[ends]} it, and "
-                    f"{rate:.3f} GB/s between other machines; check its cable, switch port, rate "
-                    "limit, and other traffic"
+                    f"{host} is slow: it has at most {most:.3f} GB/s {_DIRECTIONS[ends]} it, while "
+                    f"other machines have {rate:.3f} GB/s between them; check its cable, switch "
+                    "port, rate limit, and other traffic"
                 )
                 findings.append(Finding("link", "odd", text))
         quickest = {
@@ -208,8 +208,9 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
             Finding(
                 "link",
                 "odd",
-                f"{host} has a high latency: at least {1e3 * quickest[host]:.2f} ms for 4 KiB, and "
-                f"{1e3 * latency:.2f} ms between other machines; check its location and load",
+                f"{host} has a high latency: at least {1e3 * quickest[host]:.2f} ms for 4 KiB, "
+                f"while other machines have {1e3 * latency:.2f} ms between them; check its "
+                "location and load",
             )
             for host in hosts
             if quickest[host] > _LATE * latency and quickest[host] - latency > _LATE_S
@@ -226,8 +227,9 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
         Finding(
             "link",
             "odd",
-            f"{source} to {target} is slow: {link.gb_per_s:.3f} GB/s, and {usual:.3f} GB/s on "
-            "other links; check the route, the rate limit of the sender, and other traffic",
+            f"the link from {source} to {target} is slow: it has {link.gb_per_s:.3f} GB/s, while "
+            f"other links have {usual:.3f} GB/s; check the route, the rate limit of the sender, "
+            "and other traffic",
         )
         for (source, target), link in rest.items()
         if link.gb_per_s < _SLOW * usual

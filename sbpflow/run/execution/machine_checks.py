@@ -37,7 +37,7 @@ def disk(folder: Path) -> Finding:
             pass
     except OSError as error:
         reason = (error.strerror or "cannot be used").lower()
-        text = f"{parent}: cannot be written to ({reason}); use --dir with a writable folder"
+        text = f"{parent} cannot be written to ({reason}); use --dir with a writable folder"
         return Finding("disk", "broken", text)
     return Finding("disk", "ok", text)
 

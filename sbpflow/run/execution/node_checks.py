@@ -119,7 +119,7 @@ def mtu_finding(by_rank: Sequence[Facts]) -> Finding:
         for host, text in odd.items()
     ]
     hint = "packets between machines with different MTUs may be lost; use one MTU"
-    return Finding("mtu", "odd", f"{', '.join(texts)}, and other machines {usual}; {hint}")
+    return Finding("mtu", "odd", f"{', '.join(texts)}, but other machines have {usual}; {hint}")
 
 
 def clocks_finding(by_rank: Sequence[Facts], offsets_s: Sequence[float]) -> Finding:

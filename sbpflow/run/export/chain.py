@@ -117,7 +117,7 @@ def export_newest(
         # one.
         logger.warning("%s; the next checkpoint is exported instead", error)
         return seen, ""
-    return newest, f"{written}: weights of step {checkpoint.step}" if written else ""
+    return newest, f"{written} has the weights of step {checkpoint.step}" if written else ""
 
 
 def export_next(

@@ -44,7 +44,7 @@ class LabelledBatch(Protocol):
 def check_new(folder: Path) -> None:
     """Raise ConfigError if the output folder of an export exists."""
     if folder.exists():
-        raise ConfigError(f"--output {folder}: already exists; use a new folder")
+        raise ConfigError(f"--output {folder} already exists; use a new folder")
 
 
 def write_export(
@@ -191,15 +191,15 @@ def parse_rows(text: str) -> RowFormat:
     for name in ROW_FORMATS:
         if text == name:
             return name
-    raise ConfigError(f"--rows: {text!r} is not supported; use {' or '.join(ROW_FORMATS)}")
+    raise ConfigError(f"--rows must be {' or '.join(ROW_FORMATS)}, got {text!r}")
 
 
 def check_unscored(rows: RowFormat, path: Path | None) -> None:
     """Raise ConfigError if ``rows`` loses precision and no set is given to measure the loss."""
     if rows != "as_trained":
         raise ConfigError(
-            f"--score: {rows} rows reduce the AUC slightly, and {path} is not a set on which to "
-            "measure the difference; use --score with a labeled set"
+            f"--score: {rows} rows reduce the AUC slightly, and {path} is not a set on which the "
+            "difference can be measured; use --score with a labeled set"
         )
 
 

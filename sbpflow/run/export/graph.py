@@ -88,7 +88,7 @@ def _content(
         if name not in values:
             constant = program.constants[str(spec.target)]
             if not isinstance(constant, Tensor):
-                raise TypeError(f"{name} is {type(constant).__name__}, not a tensor")
+                raise TypeError(f"{name} must be a tensor, got {type(constant).__name__}")
             values[name] = constant.contiguous()
         weights[node] = name
     (result,) = next(node for node in program.graph.nodes if node.op == "output").args[0]

@@ -69,7 +69,7 @@ def key_delta(
     key_change, first = next(iter(changes.values())), next(iter(tables))
     name = newest.saved(f"tables/{first}").keys
     if name is None:
-        raise TypeError(f"{first}: does not grow")
+        raise TypeError(f"{first} does not grow")
     saved = newest.tensor(name)
     removed = key_change.removed.numpy()
     added = saved[key_change.rows[key_change.is_added] - 1].numpy()

@@ -250,23 +250,25 @@ def dense_part(
     """Build the dense part as an ordinary module with the trained values."""
     if not hasattr(spec, "plain"):
         raise ConfigError(
-            f"model: {type(spec).__name__} has no method plain(seed), which returns its dense part "
-            "as an ordinary torch module; add one, as shown in models/ and docs/embeddings.md"
+            f"model: {type(spec).__name__} has no method plain(seed), which must return its dense "
+            "part as an ordinary torch module; add one, as shown in models/ and "
+            "docs/embeddings.md"
         )
     exportable: ExportableSpec = spec  # pyright: ignore[reportAssignmentType]  (checked above)
     module = exportable.plain(seed=seed).to(plan.dtype)
     parameters = dict(module.named_parameters())
     if missing := sorted(set(spec.parameters) - set(parameters)):
         raise ConfigError(
-            f"model: plain() of {type(spec).__name__} has no parameter {missing[0]}; it has "
-            f"{', '.join(sorted(parameters)) or 'none'}, but needs all parameters of the spec"
+            f"model: plain() of {type(spec).__name__} must have all parameters of the spec, but "
+            f"has no {missing[0]} (it has {', '.join(sorted(parameters)) or 'none'})"
         )
     with torch.no_grad():
         for name, expected in spec.parameters.items():
             if tuple(parameters[name].shape) != expected.shape:
                 raise ConfigError(
-                    f"model: plain() of {type(spec).__name__} has {name} of shape "
-                    f"{list(parameters[name].shape)}; its spec has {list(expected.shape)}"
+                    f"model: {name} has shape {list(parameters[name].shape)} in plain() of "
+                    f"{type(spec).__name__}, but {list(expected.shape)} in its spec; use the "
+                    "shape of the spec"
                 )
             parameters[name].copy_(read(f"dense/{name}").reshape(expected.shape))
         for name, buffer in module.named_buffers():

@@ -92,7 +92,9 @@ class SavedRows(nn.Module):
 
     def stored(self) -> dict[str, Tensor]:
         """Raise RuntimeError: the rows are not in memory."""
-        raise RuntimeError(f"table {self._name}: read its rows from the checkpoint")
+        raise RuntimeError(
+            f"table {self._name}: the rows are not in memory; read them from the checkpoint"
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up ids of any shape; return [*ids.shape, dim] in ``dtype``.
@@ -101,7 +103,7 @@ class SavedRows(nn.Module):
         """
         rows, places = ids.unique(return_inverse=True)
         if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= self._num_rows):
-            raise IndexError(f"table {self._name}: has rows 0 to {self._num_rows - 1}")
+            raise IndexError(f"table {self._name} has only rows 0 to {self._num_rows - 1}")
         read = [self._read(slice(row, row + 1)) for row in rows.tolist() or [0]]
         stored = to_stored(self._name, torch.cat(read), 0, self._row_format)
         return rows_of(stored, self._dtype)(places)

@@ -67,9 +67,9 @@ class GlobalBatchNorm(nn.Module):
         if batch is None or x.ndim != 2 or x.shape[0] != batch.part.shape[0]:
             rows = "the rows of a batch" if batch is None else f"{batch.part.shape[0]} rows"
             raise SbpError(
-                f"module {self.name}: BatchNorm1d got {list(x.shape)} for {rows}; over all ranks "
-                "its input must be [rows, features] with one row per row of the batch; otherwise "
-                "use LayerNorm"
+                f"module {self.name}: BatchNorm1d got an input of shape {list(x.shape)} for "
+                f"{rows}; over all ranks, its input must be [rows, features], with one row per "
+                "row of the batch; otherwise, use LayerNorm"
             )
         weight = torch.ones_like(self.running_mean) if self.weight is None else self.weight
         bias = torch.zeros_like(self.running_mean) if self.bias is None else self.bias
@@ -115,8 +115,8 @@ def check_norms(module: nn.Module) -> None:
             fault = "has momentum=None, an average over all batches so far"
         if fault:
             raise SbpError(
-                f"module {where}: {kind} {fault}; use nn.BatchNorm1d(features) over "
-                "[rows, features], which is computed over the rows of all ranks, or LayerNorm"
+                f"module {where}: {kind} {fault}; use LayerNorm, or nn.BatchNorm1d(features) over "
+                "[rows, features], which is computed over the rows of all ranks"
             )
 
 

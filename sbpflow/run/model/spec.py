@@ -124,13 +124,13 @@ class ParameterSpec:
     def __post_init__(self) -> None:
         if self.bound and self.value:
             raise ConfigError(
-                f"parameter of shape {list(self.shape)}: bound {self.bound} and value {self.value} "
-                "are both given; give only one"
+                f"parameter of shape {list(self.shape)}: bound ({self.bound}) and value "
+                f"({self.value}) are both given; give only one of them"
             )
         if self.bound and len(self.shape) not in (1, 2):
             raise ConfigError(
-                f"parameter of shape {list(self.shape)}: bound supports 1 or 2 dims; use value, or "
-                "a 2-dim shape with ops.reshape"
+                f"parameter of shape {list(self.shape)}: bound supports only 1 or 2 dims; use "
+                "value, or a shape of 2 dims and ops.reshape"
             )
 
 
@@ -224,8 +224,8 @@ def embedding_output(
         shape, pattern = shape_of(rules, table) if rules is not None else (TableShape(), "")
         if fixed_dim and shape.dim not in (None, dim):
             raise ConfigError(
-                f"model.tables.{pattern}: dim {shape.dim} for {table}, but its dim must be {dim}: "
-                f"{fixed_dim}; use a pattern that does not match {table}"
+                f"model.tables.{pattern}: dim is {shape.dim}, but the dim of {table} must be "
+                f"{dim}, because {fixed_dim}; use a pattern that does not match {table}"
             )
         growth = _growth_of(members, rules, suffix)
         initial = INITIAL_RANGE if shape.initial_range is None else shape.initial_range
@@ -290,7 +290,7 @@ def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str
         if first.rows != other.rows:
             raise ConfigError(
                 f"model.fields: {pair}, but they have {first.rows} and {other.rows} rows; fields "
-                "of one table must have equal numbers of rows"
+                "that share a table must have equal numbers of rows"
             )
 
 

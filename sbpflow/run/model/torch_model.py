@@ -82,7 +82,7 @@ class TorchModel:
             module = self.make()
         if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SbpError(
-                f"make: returned a {type(module).__name__}, not a torch.nn.Module; use, for "
+                f"make returned a {type(module).__name__}, not a torch.nn.Module; use, for "
                 "example, make=lambda: nn.Linear(width, 1)"
             )
         return module
@@ -110,8 +110,8 @@ class TorchModel:
         device = boxing.world.device
         if self.autocast is not None and dtype != torch.float32:
             raise SbpError(
-                f"autocast: {self.autocast} with {dtype}, but it applies only to float32; use "
-                "parallel.dtype: float32, or leave autocast out"
+                f"autocast: {self.autocast} applies only to float32, got {dtype}; use "
+                "parallel.dtype: float32, or omit autocast"
             )
         if device.type == "meta":
             calls = partial(calls_of_norms, self._first)
@@ -119,7 +119,7 @@ class TorchModel:
         module = self._make(stream_key(seed, "module"), device)
         if module is self._first:
             raise SbpError(
-                f"make: returned the same {type(module).__name__} twice; build a new module at "
+                f"make returned the same {type(module).__name__} twice; build a new module at "
                 "each call, and load any initial values inside that call"
             )
         module = replace_norms(module).to(device=device, dtype=dtype)
@@ -155,7 +155,7 @@ class TorchPart:
         for name, value in _leaves(module):
             if layouts[name].nd_sbp != (Broadcast(),):
                 raise SbpError(
-                    f"parameter {name}: has layout {layouts[name]}, but a torch module needs whole "
+                    f"parameter {name} has layout {layouts[name]}, but a torch module needs whole "
                     "parameters on every rank; use B"
                 )
             self.parameters[name] = GlobalTensor(value, layouts[name], tuple(value.shape), boxing)
@@ -198,7 +198,7 @@ class TorchPart:
         losses = self._row_loss(logits.part.squeeze(1), labels.part.squeeze(1))
         if losses.shape != (logits.part.shape[0],):
             raise SbpError(
-                f"row_loss: returned {list(losses.shape)} for {logits.part.shape[0]} rows; return "
+                f"row_loss returned {list(losses.shape)} for {logits.part.shape[0]} rows; return "
                 "one loss per row, as with reduction='none', instead of the mean loss"
             )
         return _over_batch(losses.unsqueeze(1), logits)
@@ -208,7 +208,8 @@ class TorchPart:
         if not isinstance(logits, Tensor) or logits.shape not in ((rows,), (rows, 1)):
             given = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise SbpError(
-                f"{returned} {given} for {rows} rows; return their logits, [rows] or [rows, 1]"
+                f"{returned} {given} for {rows} rows; return one logit per row, as [rows] or "
+                "[rows, 1]"
             )
         if not logits.is_floating_point():
             raise SbpError(
@@ -217,7 +218,7 @@ class TorchPart:
         if training and not logits.requires_grad:
             raise SbpError(
                 f"{returned} logits without a gradient; compute them from the vectors, without "
-                "torch.no_grad() and detach()"
+                "torch.no_grad() or detach()"
             )
 
     def _buffers(self) -> dict[str, tuple[int, int, Tensor | None]]:
@@ -323,16 +324,17 @@ def _check_module(module: nn.Module) -> None:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise SbpError(
                 f"module {where}: {kind} with sparse=True has sparse gradients, which gradient "
-                "buckets do not support; use sparse=False, or make the module a table of an output"
+                "buckets do not support; use sparse=False, or make the module an embedding table "
+                "of an output"
             )
     for name, value in module.named_parameters():
         if isinstance(value, nn.parameter.UninitializedParameter):
             raise SbpError(
-                f"parameter {name}: belongs to a lazy module and has no shape yet; give its sizes "
+                f"parameter {name} belongs to a lazy module and has no shape yet; give its sizes "
                 "(for example, nn.Linear(64, 1))"
             )
         if not value.is_floating_point():
             raise SbpError(
-                f"parameter {name}: has dtype {value.dtype}; use a floating-point dtype such as "
+                f"parameter {name} has dtype {value.dtype}; use a floating-point dtype such as "
                 "float32"
             )

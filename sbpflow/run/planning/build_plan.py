@@ -163,8 +163,8 @@ def _checked_spec(config: Config, fields: Fields) -> ModelSpec:
     parts = ("outputs", "parameters", "schemes", "hashed_columns", "splits_parameters", "build")
     if missing := [part for part in parts if not hasattr(spec, part)]:
         raise SbpError(
-            f"model {config.model.name}: spec(fields) returned a {type(spec).__name__}, which "
-            f"lacks {', '.join(missing)}; use a TorchModel, or the spec shown in docs/embeddings.md"
+            f"model {config.model.name}: spec(fields) returned a {type(spec).__name__} without "
+            f"{', '.join(missing)}; return a TorchModel, or the spec shown in docs/embeddings.md"
         )
     if not spec.outputs:
         raise ConfigError(
@@ -194,7 +194,7 @@ def _check_event_time(fields: Fields, outputs: tuple[OutputConfig, ...]) -> None
     for table in (table for output in outputs for table in output.tables):
         if has_idle_time(table.growth) and not fields.timed:
             raise ConfigError(
-                f"model.fields.{table.features[0]}.evict.idle_time: needs event times, but the "
+                f"model.fields.{table.features[0]}.evict.idle_time needs event times, but the "
                 "rows of this set have no time; prepare the set with a time in its schema, such as "
                 "`time: ts`, or use evict.idle_samples"
             )
@@ -324,7 +324,7 @@ def _dense_parameters(
     if config.parallel.dense and not spec.splits_parameters:
         pattern = next(iter(config.parallel.dense))
         raise ConfigError(
-            f"parallel.dense.{pattern}: {config.model.name} is a torch module, whose parameters "
+            f"parallel.dense.{pattern}: the parameters of {config.model.name}, a torch module, "
             "are whole on every rank (B); remove parallel.dense, or write the model with global "
             "tensors, whose ops accept split parameters"
         )

@@ -111,8 +111,8 @@ def _too_small(stack: TableBatch, storage: RowStorage, largest: _Shortage) -> st
         batches = f"batch {largest.last} needs"
     name = name_tables(table.name for table in stack.tables)
     return (
-        f"{storage.key}.cache: {storage.num_slots(largest.num_rows):,} slots for the rows of "
-        f"{name} on rank {largest.rank} are not enough: {batches} {largest.needed:,}; use "
+        f"{storage.key}.cache: the cache of {name} has {storage.num_slots(largest.num_rows):,} "
+        f"slots for rows on rank {largest.rank}, but {batches} {largest.needed:,}; use "
         f"{cache_for(largest.needed, largest.num_rows)} or more"
     )
 

@@ -42,11 +42,15 @@ def with_early_rows(
     early, late = config.train.early_rows, config.train.late_gradients
     if early is True and all(choice.reason for choice in choices):
         reason = choices[0].reason if choices else nothing
-        raise ConfigError(f"{KEY}: true, but {reason}; use auto, which sends early rows if it can")
+        raise ConfigError(
+            f"{KEY}: true has no effect, because {reason}; use auto, which sends early rows if it "
+            "can"
+        )
     if late is True and all(choice.late_reason for choice in choices):
         reason = choices[0].late_reason if choices else nothing
         raise ConfigError(
-            f"{LATE_KEY}: true, but {reason}; use auto, which sends late gradients if it can"
+            f"{LATE_KEY}: true has no effect, because {reason}; use auto, which sends late "
+            "gradients if it can"
         )
     by_name = {choice.group: choice for choice in choices}
     groups = [
@@ -113,11 +117,11 @@ def _why_not(config: Config, plan: EmbeddingPlan) -> str:
     if plan.world.size == 1:
         return "a single rank sends no rows"
     if plan.world.device_type != "cpu":
-        return f"early rows are implemented for cpu, not for {plan.world.device_type}"
+        return f"early rows are implemented only on cpu, not on {plan.world.device_type}"
     if not config.parallel.overlap:
         return "parallel.overlap is false"
     if given != "auto" and given < EARLY_LOOKAHEAD:
-        return f"train.lookahead is {given}; early rows need {EARLY_LOOKAHEAD} or more, or auto"
+        return f"train.lookahead is {given}, but early rows need {EARLY_LOOKAHEAD} or more, or auto"
     return ""
 
 
@@ -129,7 +133,9 @@ def _why_not_group(group: GroupPlan, wanted: bool | str) -> str:
     if stack.grows:
         return f"table {table.name} grows, and the rows of new keys are set just before the lookup"
     if table.storage is not None and wanted == "auto":
-        return f"the cache of table {table.name} would need slots for two batches; use true"
+        return (
+            f"the cache of table {table.name} would need slots for two batches (true allows this)"
+        )
     return ""
 
 
@@ -140,11 +146,13 @@ def _why_not_late(config: Config, group: GroupPlan) -> str:
     if config.train.late_gradients is False:
         return f"{LATE_KEY} is false"
     if accumulate > 1:
-        return f"train.accumulate is {accumulate}; late gradients need 1"
+        return f"train.accumulate is {accumulate}, but late gradients need 1"
     if clip is not None and clip.rows:
         return "optimizer.clip.rows is true, and the norm of all gradients is needed in the step"
     if table.storage is not None and config.train.late_gradients == "auto":
-        return f"the cache of table {table.name} would need slots for three batches; use true"
+        return (
+            f"the cache of table {table.name} would need slots for three batches (true allows this)"
+        )
     return ""
 
 

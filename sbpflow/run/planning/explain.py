@@ -28,7 +28,8 @@ def check_world_size(world_size: int) -> None:
     """Raise ConfigError if ``--world-size`` is out of range."""
     if not 1 <= world_size <= _MAX_RANKS:
         raise ConfigError(
-            f"--world-size: {world_size} ranks; use 1 to {_MAX_RANKS} (for example, 2)"
+            f"--world-size must be between 1 and {_MAX_RANKS}, got {world_size}; for example, "
+            "--world-size 2"
         )
 
 
@@ -264,7 +265,7 @@ def topology_lines(topology: Mapping[str, Any]) -> list[str]:
     return [
         f"{title} ({topology['hosts_source']}): {short_lists(ranks)}",
         f"links: {'; '.join(link_texts)}",
-        f"a rank's memory: {sizes}; its relative speed: {relative}",
+        f"memory of each rank: {sizes}; relative speed of each rank: {relative}",
     ]
 
 

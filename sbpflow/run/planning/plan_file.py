@@ -77,11 +77,11 @@ def plan_from_json(text: str) -> RunPlan:
         plan = _decode(content["plan"]) if known else None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"plan: is not a valid {PLAN_FILE} of a run ({why_not(error)}); use the file that the "
+            f"plan is not a valid {PLAN_FILE} of a run ({why_not(error)}); use the file that the "
             "run wrote"
         ) from error
     if not isinstance(plan, RunPlan):
-        raise DataError(f"plan: has format {version!r}, but this version reads {FORMAT}")
+        raise DataError(f"plan has format {version!r}, but this version reads {FORMAT}")
     return plan
 
 
@@ -137,7 +137,7 @@ def _decode(value: object) -> object:
     if "dtype" in content and "is" not in content:
         dtype = getattr(torch, content["dtype"], None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{content['dtype']!r} is not a dtype")
+            raise ValueError(f"{content['dtype']!r} is not a torch dtype")
         return dtype
     if "map" in content and "is" not in content:
         return {_decode(key): _decode(item) for key, item in content["map"]}

@@ -65,9 +65,8 @@ def row_bytes(table: TableConfig, config: Config) -> int:
 def _check_width(table: TableConfig, num_bytes: int, key: str) -> None:
     if num_bytes <= RECORD_BYTES:
         raise ConfigError(
-            f"{key}: a row of table {table.name} has {num_bytes} bytes, less than the "
-            f"{RECORD_BYTES} bytes that tracking it in a cache takes; exclude the table, or use "
-            "kind: device"
+            f"{key}: a row of table {table.name} has {num_bytes} bytes, but tracking it in a "
+            f"cache takes {RECORD_BYTES} bytes; exclude the table, or use kind: device"
         )
 
 
@@ -92,7 +91,7 @@ def lookahead_of(config: Config, plan: EmbeddingPlan) -> int:
         return AUTO_LOOKAHEAD if key is not None else EARLY_LOOKAHEAD if early else 1
     if key is not None and given < 2:
         raise ConfigError(
-            f"train.lookahead: {given} with {key}: rows are fetched before the step that uses "
-            "them; use 2 or more, or auto"
+            f"train.lookahead: {given} is too small with {key}, because rows are fetched before "
+            "the step that uses them; use 2 or more, or auto"
         )
     return given

@@ -124,7 +124,7 @@ def what_helps(
             ]
             lines.append(f"would help: parallel.{key}={value}: {', '.join(texts)}")
     tried = ", ".join(f"parallel.{key}={value}" for key, value in _CHANGES.items())
-    return lines or [f"none of {tried} would save 5 % or more"]
+    return lines or [f"none of the settings {tried} would save 5 % or more"]
 
 
 def expected_traffic(plan: RunPlan, fields: Fields) -> dict[str, int]:

@@ -51,7 +51,7 @@ class Run:
         ``split``."""
         events = self.of("step" if split is None else "eval")
         if by not in ("step", "time"):
-            raise ValueError(f"by: {by!r}; use step or time")
+            raise ValueError(f"by must be step or time, got {by!r}")
         # The steps need sorting: a run that restores its best weights at the end evaluates their
         # earlier step a second time.
         return sorted(
@@ -77,7 +77,7 @@ def read_runs(folders: list[Path]) -> list[Run]:
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise ConfigError(f"report: {twice} is given twice; name each run once")
+        raise ConfigError(f"report: {twice} is given twice; give each run only once")
     depth = 1
     while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1

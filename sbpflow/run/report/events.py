@@ -75,7 +75,7 @@ def check_event(given: object) -> Event:
     event = object_of(given, "it")
     kind = event.get("event")
     if not isinstance(kind, str) or kind not in _KEYS:
-        raise JsonError(f"event is {brief(kind)}, not one of {', '.join(_KEYS)}")
+        raise JsonError(f"event must be one of {', '.join(_KEYS)}, got {brief(kind)}")
     time_of(event)
     if missing := [key for key in _KEYS[kind] if key not in event]:
         raise JsonError(f"it has no {missing[0]}")
@@ -106,5 +106,7 @@ def time_of(event: Event) -> datetime:
     except ValueError:
         time = None
     if time is None or time.tzinfo is None:
-        raise JsonError(f"time is {brief(given)}; use a form such as 2026-03-01T12:00:00+00:00")
+        raise JsonError(
+            f"time must have a form such as 2026-03-01T12:00:00+00:00, got {brief(given)}"
+        )
     return time

@@ -68,7 +68,7 @@ def _results(runs: Sequence[Run]) -> str:
         ("error bound of the test AUC", of("auc_error", lambda v: f"{v:.1e}")),
         ("best possible AUC", of("best_auc", five)),
         ("val AUC", of("val_auc", five)),
-        ("step of these weights, best by val", of("best_step", lambda v: f"{v:,}")),
+        ("step of these weights (best on val)", of("best_step", lambda v: f"{v:,}")),
         ("test AUC of the last step", of("last_auc", five)),
         ("val AUC of the last step", of("last_val_auc", five)),
         ("test calibration", of("calibration", lambda v: f"{v:.4f}")),
@@ -124,7 +124,7 @@ def _speed(runs: Sequence[Run]) -> str:
         line_chart("ms per step", "step", curves("step_ms"), zero=True),
     ]
     bars = stacked_bars(
-        "moves of a step on rank 0, from the interval with the median step time",
+        "moves of a step on rank 0, in the interval with the median step time",
         [(run.name, _moves(run)) for run in runs if _moves(run)],
     )
     return html_row(charts) + bars

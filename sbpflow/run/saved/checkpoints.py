@@ -79,7 +79,7 @@ class Checkpoints:
             return
         if config.checkpoint.deltas and config.parallel.cuda_graph:
             raise ConfigError(
-                "checkpoint.deltas: does not work with parallel.cuda_graph, because a graph cannot "
+                "checkpoint.deltas does not work with parallel.cuda_graph, because a graph cannot "
                 "mark changed rows; use checkpoint.deltas=0 or parallel.cuda_graph=false"
             )
         folder = run_on_all_ranks(job.boxing, lambda: _folder(decision.folder))
@@ -249,7 +249,7 @@ def check_shared(folder: AnyPath, boxing: Boxing) -> None:
         file.unlink(missing_ok=True)
     if blind := [rank for rank, facts in enumerate(everyone) if not facts["seen"]]:
         raise ConfigError(
-            f"checkpoint.dir: {folder} on ranks {blind} is not the folder that rank 0 uses; use a "
-            "folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "
+            f"checkpoint.dir: on ranks {blind}, {folder} is not the folder that rank 0 uses; use "
+            "a folder that all machines share, such as checkpoint.dir=/shared/runs/train, or "
             "checkpoint.every=0 to save nothing"
         )

@@ -48,7 +48,7 @@ def check_grows(checkpoint: Checkpoint, field: str) -> VocabularyPlan:
         if field in (plan.name, *plan.features):
             return plan
     names = ", ".join(plan.name for plan in known) or "a checkpoint with growing tables"
-    raise ConfigError(f"--field {field}: does not grow in {checkpoint.path}; use {names}")
+    raise ConfigError(f"--field {field} does not grow in {checkpoint.path}; use {names}")
 
 
 def erase(path: AnyPath, field: str, keys: Tensor) -> str:
@@ -112,7 +112,7 @@ def to_keys(
         if len(own) < len(table.features):
             other = next(name for name in table.features if name not in values)
             raise ConfigError(
-                f"field {other}: has no keys, but shares table {table.name} with {own[0]}, which "
+                f"field {other} has no keys, but shares table {table.name} with {own[0]}, which "
                 "has keys; prepare the data with keys for both"
             )
         name = "+".join(table.features)
@@ -130,7 +130,7 @@ def to_keys(
     output.mkdir(parents=True, exist_ok=True)
     if step_folder(output, checkpoint.step).exists():
         raise ConfigError(
-            f"--output {output}: already has a checkpoint of step {checkpoint.step}; use an empty "
+            f"--output {output} already has a checkpoint of step {checkpoint.step}; use an empty "
             "folder"
         )
     write_full(output, replace(checkpoint.index, documents=documents), tensors)
@@ -157,7 +157,7 @@ def _new_vocabulary(name: str, keys: Tensor, counts: Tensor) -> dict[str, NewTen
 def _plan(checkpoint: Checkpoint) -> EmbeddingPlan:
     if "plan" not in checkpoint.documents:
         raise CheckpointError(
-            f"{checkpoint.path}: contains no plan; use a checkpoint written by `sbpflow train`"
+            f"{checkpoint.path} contains no plan; use a checkpoint written by `sbpflow train`"
         )
     return plan_from_json(json.dumps(checkpoint.documents["plan"])).embeddings
 

@@ -147,9 +147,9 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
         newest = _checkpoint_at(any_path(resume))
         if newest.parent.resolve() == folder.resolve():
             raise ConfigError(
-                f"checkpoint.resume: {resume} is in checkpoint.dir, {folder}, but a new run moves "
-                "the checkpoints there aside; use checkpoint.resume=auto to resume that run, or "
-                "another run.dir to start a new run from its checkpoint"
+                f"checkpoint.resume: {resume} is in checkpoint.dir ({folder}), and a new run "
+                "would move the checkpoints there aside; use checkpoint.resume=auto to resume "
+                "that run, or another run.dir to start a new run from its checkpoint"
             )
         _move_aside(config)
         return replace(new_run, newest=newest)
@@ -180,9 +180,9 @@ def _check_no_checkpoints(folder: AnyPath) -> None:
     """Raise ConfigError if the folder has checkpoints but no run.json to identify their run."""
     if checkpoints := list_checkpoints(folder):
         raise ConfigError(
-            f"checkpoint.resume: auto, but {folder} contains checkpoints without {RUN_FILE}, which "
-            "identifies their run; restore that file, or use another run.dir with "
-            f"checkpoint.resume={checkpoints[0]} to start from the newest, or "
+            f"checkpoint.resume is auto, but {folder} contains checkpoints without {RUN_FILE}, "
+            "which identifies their run; restore that file; or use another run.dir with "
+            f"checkpoint.resume={checkpoints[0]} to start from the newest checkpoint; or use "
             "checkpoint.resume=never to move the checkpoints aside and start from scratch"
         )
 
@@ -193,7 +193,7 @@ def _checkpoint_at(path: AnyPath) -> AnyPath:
         return checked(path).path
     for checkpoint in good_checkpoints(path):
         return checkpoint.path
-    raise CheckpointError(f"{path}: contains no usable checkpoint (see the warnings above)")
+    raise CheckpointError(f"{path} contains no usable checkpoint (see the warnings above)")
 
 
 def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folder: AnyPath) -> None:
@@ -266,7 +266,7 @@ def _restore(path: AnyPath, job: Job, data: DataFacts) -> str:
         relation = data.relation(saved)
         if relation == "other":
             raise CheckpointError(
-                f"{path}: was trained on the set {saved['path']}, whose vocabulary differs from "
+                f"{path} was trained on the set {saved['path']}, whose vocabulary differs from "
                 f"that of {data.path}; use the training set, or a set that was grown from it "
                 "(sbpflow prepare --like OLD --grow)"
             )

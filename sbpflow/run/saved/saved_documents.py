@@ -54,9 +54,9 @@ def _need(
     checkpoint: Checkpoint, key: str, value: object, fits: Callable[[object], bool], rule: str
 ) -> None:
     if not fits(value):
-        given = "missing" if value is None else brief(value)
+        given = "nothing" if value is None else brief(value)
         raise CheckpointError(
-            f"{checkpoint.path}: its {key} is {given} but must be {rule}; use another checkpoint"
+            f"{checkpoint.path}: {key} must be {rule}, got {given}; use another checkpoint"
         )
 
 

@@ -54,7 +54,7 @@ def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None)
     folder = checkpoint_folder(path)
     if not list_checkpoints(folder):
         raise CheckpointError(
-            f"--checkpoint {path}: contains no checkpoint; use a run folder, or a folder step-N"
+            f"--checkpoint {path} contains no checkpoint; use a run folder, or a folder step-N"
         )
     for newest in good_checkpoints(folder):
         best = best_of(newest)
@@ -99,7 +99,7 @@ def saved_config(
     tree = checkpoint.documents.get("config")
     if not isinstance(tree, dict):
         raise CheckpointError(
-            f"{checkpoint.path}: has no configuration; use a checkpoint written by `sbpflow train`"
+            f"{checkpoint.path} has no configuration; use a checkpoint written by `sbpflow train`"
         )
     tree = with_current_keys(cast("dict[str, Any]", tree))
     return config_from_tree(
@@ -202,7 +202,7 @@ def table_of(spec: ModelSpec, table: str) -> TableConfig:
     if table not in tables:
         near = get_close_matches(table, tables, 1) or list(tables)[:1]
         raise ConfigError(
-            f"table: {table!r} is not a table of this model; use one of {', '.join(tables)} (for "
+            f"table {table!r} is not a table of this model; use one of {', '.join(tables)} (for "
             f"example, {near[0]})"
         )
     return tables[table]
@@ -233,7 +233,8 @@ def load_values(job: Job, checkpoint: Checkpoint) -> None:
         skip = tensor.by_key  # a growing table may have any number of rows
         if saved.shape[skip:] != tensor.shape[skip:]:
             raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {list(saved.shape)}, but this model has "
-                f"{list(tensor.shape)}; use the model and the set of the training run"
+                f"{checkpoint.path}: {name} has shape {list(saved.shape)}, but "
+                f"{list(tensor.shape)} in this model; use the model and the set of the training "
+                "run"
             )
     restore(checkpoint, state)

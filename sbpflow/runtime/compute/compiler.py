@@ -27,7 +27,7 @@ def compiler_problem(device_type: str) -> str:
     elif device_type == "cpu":
         names, given, kind = CPP_COMPILERS, os.environ.get("CXX"), "C++"
     else:
-        raise ValueError(f"device {device_type!r}; use cpu or cuda")
+        raise ValueError(f"the device must be cpu or cuda, got {device_type!r}")
     wanted = (given,) if given else names
     if any(shutil.which(name) for name in wanted):
         return ""

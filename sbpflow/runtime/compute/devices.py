@@ -24,12 +24,13 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     unavailable.
     """
     if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is not known; use auto, cpu or cuda")
+        raise ConfigError(f"device must be auto, cpu, or cuda, got {device!r}")
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError(
-            f"parallel.device: cuda, but {why_no_cuda() or 'this torch is a CPU build'}; use "
-            "parallel.device=cpu, or a machine and a torch build with CUDA"
+            "parallel.device: cuda is not available, because "
+            f"{why_no_cuda() or 'this torch is a CPU build'}; use parallel.device=cpu, or a "
+            "machine and a torch build with CUDA"
         )
     if device == "cpu" or not available:
         return torch.device("cpu")

@@ -11,15 +11,15 @@ def import_own_class(key: str, name: str, example: str) -> type:
     module_name, _, class_name = name.partition(":")
     example = f"use, for example, {key}={example}"
     if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
-        raise ConfigError(f"{key}: {name!r} is not package.module:Class; {example}")
+        raise ConfigError(f"{key}: {name!r} does not have the form package.module:Class; {example}")
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but it imports another module that is missing
         raise ConfigError(
-            f"{key}: {name}: there is no module {error.name}; put its folder on PYTHONPATH "
-            f"(PYTHONPATH=. is the current folder); {example}"
+            f"{key}: {name} cannot be imported, because there is no module {error.name}; put its "
+            f"folder on PYTHONPATH (PYTHONPATH=. is the current folder); {example}"
         ) from error
     kind = getattr(module, class_name, None)
     if kind is None:

@@ -48,7 +48,9 @@ def read_text(path: AnyPath, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool
                 raw = file.read(max_bytes + 1) if size <= max_bytes else b""
         size = max(size, len(raw))
         if size > max_bytes:
-            raise JsonError(f"{path}: has {size:,} bytes; at most {max_bytes:,} are supported")
+            raise JsonError(
+                f"{path}: the file has {size:,} bytes, but at most {max_bytes:,} are supported"
+            )
         return raw.decode("utf-8", "surrogateescape" if keep_bad_bytes else "strict")
     except (FileNotFoundError, StoreError):  # a missing file or a lost store, not a damaged file
         raise
@@ -56,7 +58,7 @@ def read_text(path: AnyPath, *, max_bytes: int = MAX_BYTES, keep_bad_bytes: bool
         raise FileNotFoundError(*error.args) from error
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise JsonError(f"{path}: cannot be read ({reason})") from error
+        raise JsonError(f"{path}: the file cannot be read ({reason})") from error
     except UnicodeDecodeError as error:
         raise JsonError(f"{path}: not UTF-8 text ({error.reason}, byte {error.start})") from error
 
@@ -89,14 +91,14 @@ def parse_json(text: str, where: str = "", *, finite: bool = True) -> object:
 def object_of(value: object, where: str) -> dict[str, Any]:
     """Return ``value`` if it is a JSON object; else raise JsonError."""
     if not isinstance(value, dict):
-        raise JsonError(f"{where}: is {kind_name(value)}, not an object with keys")
+        raise JsonError(f"{where} is {kind_name(value)}, not an object with keys")
     return cast("dict[str, Any]", value)
 
 
 def list_of(value: object, where: str) -> list[Any]:
     """Return ``value`` if it is a JSON list; else raise JsonError."""
     if not isinstance(value, list):
-        raise JsonError(f"{where}: is {kind_name(value)}, not a list")
+        raise JsonError(f"{where} is {kind_name(value)}, not a list")
     return cast("list[Any]", value)
 
 
@@ -155,7 +157,7 @@ def _int(text: str) -> int:
     value = int(text) if len(text) <= _MAX_DIGITS else _MAX_INT + 1
     if abs(value) > _MAX_INT:
         digits = len(text.lstrip("-"))
-        raise JsonError(f"a whole number of {digits:,} digits; numbers have at most 64 bits")
+        raise JsonError(f"a whole number has {digits:,} digits, but numbers have at most 64 bits")
     return value
 
 

@@ -197,7 +197,7 @@ class RemotePath:
         def read(system: Any, path: str) -> bytes:  # noqa: ANN401
             data = system.cat_file(path, start=start, end=stop)
             if len(data) != stop - start:
-                raise OSError(errno.EIO, f"{len(data):,} bytes instead of {stop - start:,}")
+                raise OSError(errno.EIO, f"got {len(data):,} bytes instead of {stop - start:,}")
             return data
 
         return self._call("read", read) if stop > start else b""
@@ -205,7 +205,7 @@ class RemotePath:
     def open(self, mode: str) -> IO[bytes]:
         """Open the file for sequential reading; use ``read`` for random access."""
         if mode != "rb":
-            raise ValueError(f"open({mode!r}): a URL can only be opened with 'rb'")
+            raise ValueError(f"open: a URL can only be opened with mode 'rb', got {mode!r}")
         return io.BufferedReader(_Reader(self), _BUFFER_BYTES)
 
     def write_bytes(self, data: bytes) -> None:
@@ -234,7 +234,7 @@ class RemotePath:
         self._call("written", write)
         self.facts = None
         if self.num_bytes != (expected := os.fstat(file).st_size):
-            raise StoreError(f"{self}: has {self.num_bytes:,} bytes instead of {expected:,}")
+            raise StoreError(f"{self} has {self.num_bytes:,} bytes instead of {expected:,}")
 
     def download(self, target: Path) -> None:
         """Write the content of the file to ``target``, replacing any existing file."""
@@ -267,7 +267,9 @@ class RemotePath:
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
-            raise ConfigError(f"{self} needs the package fsspec: `pip install fsspec`") from error
+            raise ConfigError(
+                f"{self} needs the package fsspec, which is not installed; run `pip install fsspec`"
+            ) from error
         try:
             return url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:  # fsspec's message names the package for the URL scheme
@@ -297,7 +299,7 @@ class RemotePath:
                 if is_final or number == TRIES or spent_s > RETRY_S:
                     tries = f"{number} tries in {spent_s:.0f} s" if number > 1 else "1 try"
                     # ``from None`` hides the library's error, which may contain a signed URL.
-                    text = f"{self}: cannot be {verb} ({tries}: {_reason(error)})"
+                    text = f"{self} cannot be {verb} ({tries}: {_reason(error)})"
                     raise StoreError(text) from None
             time.sleep(pause_s)
             pause_s *= 2
@@ -355,11 +357,14 @@ def any_path(given: str | AnyPath) -> AnyPath:
     shown, (scheme, _, rest) = redacted(text), text.partition(":/")
     if not rest.startswith("/"):
         raise PathError(
-            f"{shown!r} is a URL with one slash, as Path writes it; use {scheme}://.. as text, "
-            "or an absolute path for a local folder of that name"
+            f"{shown!r} is a URL with one slash, as Path writes it; use {scheme}://.. as a "
+            "string, or an absolute path for a local folder of that name"
         )
     if "::" in scheme:
-        raise PathError(f"{shown!r} is a chain of URLs; use a single URL, such as s3://bucket/set")
+        raise PathError(
+            f"{shown!r} is a chain of URLs, which is not supported; use a single URL, such as "
+            "s3://bucket/set"
+        )
     if shown != text:
         raise PathError(
             f"{shown!r} contains a password or a query, which would be stored with the run; pass "

@@ -49,7 +49,8 @@ class RunLock:
         except OSError as error:
             reason = (error.strerror or "cannot be opened").lower()
             raise ConfigError(
-                f"{key}: {folder / LOCK_FILE}: {reason}; remove it, or use {_another(key, folder)}"
+                f"{key}: the lock file {folder / LOCK_FILE} cannot be opened ({reason}); remove "
+                f"it, or use {_another(key, folder)}"
             ) from error
         sign(file)
         self._file = file

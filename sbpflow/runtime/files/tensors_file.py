@@ -65,4 +65,4 @@ class TensorsFile:
     ) -> None:
         self._file.close()
         if error is None and self._left:
-            raise DataError(f"{self._path}: {self._left} of {self._size} bytes were not written")
+            raise DataError(f"{self._left} of {self._size} bytes were not written to {self._path}")

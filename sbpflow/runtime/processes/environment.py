@@ -30,8 +30,8 @@ def rank_and_world_size() -> tuple[int, int]:
     if not 0 <= rank < world_size:
         near = min(max(rank, 0), world_size - 1)
         raise ConfigError(
-            f"RANK={rank}: with WORLD_SIZE={world_size}, each process needs a unique RANK from "
-            f"0 to {world_size - 1}; use, for example, RANK={near}"
+            f"RANK={rank} is not possible with WORLD_SIZE={world_size}: each process needs a "
+            f"unique RANK from 0 to {world_size - 1}; use, for example, RANK={near}"
         )
     return rank, world_size
 
@@ -54,7 +54,7 @@ def env_int(name: str, default: int) -> int:
         return int(text)
     except ValueError as error:
         raise ConfigError(
-            f"{name}={text!r} in the environment is not a whole number; start with torchrun"
+            f"{name} in the environment must be a whole number, got {text!r}; start with torchrun"
         ) from error
 
 

@@ -30,11 +30,11 @@ def start_ranks(
     positive or this process is itself a rank.
     """
     if ranks < 1:
-        raise ConfigError(f"{option}: {ranks} ranks; use 1 or more (for example, {option} 2)")
+        raise ConfigError(f"{option} must be 1 or more, got {ranks}; for example, {option} 2")
     if "RANK" in os.environ:
         raise ConfigError(
-            f"{option}: {ranks}, but this process is already rank {os.environ['RANK']} of another "
-            f"launcher; omit {option}, or start the command without that launcher"
+            f"{option} is {ranks}, but this process is already rank {os.environ['RANK']} of "
+            f"another launcher; omit {option}, or start the command without that launcher"
         )
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

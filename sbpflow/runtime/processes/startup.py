@@ -75,8 +75,8 @@ def _claim_rank(store: TimedStore, rank: int) -> None:
     holder = store.claim(f"process/{rank}", process)
     if holder != process:
         raise ConfigError(
-            f"RANK={rank}: both {holder} and {process} have this number; give each "
-            "process a different number, starting with RANK=0"
+            f"RANK={rank} is used by both {holder} and {process}; give each process a different "
+            "number, starting with RANK=0"
         )
 
 
@@ -91,16 +91,16 @@ def _compare(store: TimedStore, number: int, digests: list[str]) -> None:
     for rank, facts in zip(others, rest, strict=True):
         by_rank[rank] = facts
     raise ConfigError(
-        f"{name_ranks(others)} {'differ' if len(others) > 1 else 'differs'} from rank 0"
-        f"{differences(by_rank, others)}; start every rank with the same files, arguments and "
+        f"{name_ranks(others)} {'differ' if len(others) > 1 else 'differs'} from rank "
+        f"0{differences(by_rank, others)}; start every rank with the same files, arguments, and "
         "installation"
     )
 
 
 def _message(missing: list[int], timeout_s: float, size: int) -> str:
     return (
-        f"{name_ranks(missing)} did not join: {size - len(missing)} of {size} ranks joined "
-        f"within {timeout_s:g} s; check that all ranks were started and what they printed, that "
-        f"each RANK of 0 to {size - 1} is used once, that WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-        "are equal, and that parallel.timeout_s is longer than the slowest start"
+        f"{name_ranks(missing)} did not join: {size - len(missing)} of {size} ranks joined within "
+        f"{timeout_s:g} s; check that all ranks were started and what they printed, that each "
+        f"RANK from 0 to {size - 1} is used once, that WORLD_SIZE, MASTER_ADDR, and MASTER_PORT "
+        "are equal on all ranks, and that parallel.timeout_s is longer than the slowest start"
     )

@@ -153,8 +153,8 @@ def open_store(serves: bool) -> TimedStore:
     host, port = os.environ.get("MASTER_ADDR", ""), env_int("MASTER_PORT", -1)
     if not host or not 0 <= port < 2**16:
         raise ConfigError(
-            f"MASTER_ADDR={host!r} MASTER_PORT={port}: WORLD_SIZE is above 1, so the ranks need "
-            "the address of rank 0; start with torchrun, or set, for example, "
+            f"MASTER_ADDR={host!r} and MASTER_PORT={port} must be the address of rank 0, because "
+            "WORLD_SIZE is above 1; start with torchrun, or set, for example, "
             "MASTER_ADDR=127.0.0.1 MASTER_PORT=29501"
         )
     try:
@@ -307,8 +307,9 @@ def no_store(host: str, port: int, serves: bool, error: BaseException) -> Except
         return port_in_use(port)
     if serves:
         return ConfigError(
-            f"MASTER_ADDR, MASTER_PORT: cannot listen on {host}:{port} ({first_line(error)}); use "
-            "an address of rank 0's own machine and a port that it may use, such as 29501"
+            f"MASTER_ADDR, MASTER_PORT: rank 0 cannot listen on {host}:{port} "
+            f"({first_line(error)}); use an address of rank 0's own machine and a port that it "
+            "may use, such as 29501"
         )
     return AbsentError(
         f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT {host}:{port} within {CONNECT_S:g} s "

@@ -106,8 +106,8 @@ def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[in
                     leader = rank
             except TimeoutError as error:
                 raise AbsentError(
-                    f"rank {rank} has timed out, because the first rank on this host does not "
-                    "answer on its Unix socket; check that no rank is suspended, and that "
+                    f"rank {rank} timed out, because the first rank on this host does not answer "
+                    "on its Unix socket; check that no rank is suspended, and that "
                     "parallel.timeout_s is longer than the slowest start"
                 ) from error
             except OSError as error:
@@ -170,9 +170,9 @@ def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
     local = size if all_ranks_here() else env_int("LOCAL_WORLD_SIZE", 0)
     if local < 1 or size % local:
         raise ConfigError(
-            f"LOCAL_WORLD_SIZE={local or 'unset'}: cannot determine which of the {size} ranks "
-            f"share a host ({first_line(error)}); start with torchrun and equal numbers of ranks "
-            "on all hosts, or describe the hosts in a file: parallel.topology=hosts.yaml"
+            f"LOCAL_WORLD_SIZE={local or 'unset'} does not show which of the {size} ranks share a "
+            f"host ({first_line(error)}); start with torchrun and equal numbers of ranks on all "
+            "hosts, or describe the hosts in a file: parallel.topology=hosts.yaml"
         )
     if rank % local == 0:
         LOG.warning(

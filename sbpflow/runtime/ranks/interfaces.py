@@ -62,10 +62,10 @@ def choose_interface(
             )
             return
     raise ConfigError(
-        f"{machine_name()}: this machine's name resolves to {own[0] if own else 'nothing'}, so "
-        "other machines cannot reach its ranks, and no interface leads to the other hosts; set "
-        f"{_INTERFACE} to the interface that does (for example, {_INTERFACE}=eth0), or correct "
-        "the name's address in /etc/hosts"
+        f"the name of this machine, {machine_name()}, resolves to {own[0] if own else 'nothing'}, "
+        "so other machines cannot reach its ranks, and no interface leads to the other hosts; "
+        f"set {_INTERFACE} to the interface that does (for example, {_INTERFACE}=eth0), or "
+        "correct the name's address in /etc/hosts"
     )
 
 

@@ -51,7 +51,9 @@ def local_rank() -> int:
         return torch.cuda.current_device()
     given = env_int("LOCAL_RANK", 0)
     if given < 0:
-        raise ConfigError(f"LOCAL_RANK={given} in the environment; use 0 or more, as torchrun does")
+        raise ConfigError(
+            f"LOCAL_RANK in the environment must be 0 or more, as torchrun sets it, got {given}"
+        )
     return given
 
 

@@ -70,7 +70,10 @@ class SharedMemory:
     def channel(self, number: int) -> "SharedChannel":
         """Return channel ``number``; equal numbers on two ranks denote the same channel."""
         if number >= MAX_CHANNELS:
-            raise SbpError(f"channel {number}: a world has at most {MAX_CHANNELS} process groups")
+            raise SbpError(
+                f"a world has at most {MAX_CHANNELS} process groups, but channel {number} was "
+                "requested"
+            )
         return SharedChannel(self, number)
 
     def sending(self, number: int, peer: int) -> Sending:

@@ -61,8 +61,8 @@ class Arena:
             return pieces.pop(), size
         if self.end + size > ARENA_BYTES:
             raise SbpError(
-                f"{self.end:,} bytes of messages are in flight between the ranks of this host; "
-                "set parallel.shared_memory: false"
+                f"too many bytes of messages ({self.end:,}) are in flight between the ranks of "
+                "this host; set parallel.shared_memory: false"
             )
         self.end += size
         return self.end - size, size
@@ -87,7 +87,9 @@ class Sending:
             offset, size = self._in_flight.popleft()
             self._arena.free.setdefault(size, []).append(offset)
         if len(self._in_flight) == IN_FLIGHT:
-            raise SbpError(f"{IN_FLIGHT} messages are in flight; wait for them first")
+            raise SbpError(
+                f"{IN_FLIGHT} messages are in flight, which is the maximum; wait for them first"
+            )
         count = raw.numel()
         offset, size = self._arena.take(count)
         self._arena.memory[offset : offset + count].copy_(raw)

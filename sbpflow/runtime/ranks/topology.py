@@ -46,22 +46,23 @@ class Topology:
         ranks = [rank for host in self.hosts for rank in host]
         if not all(self.hosts) or sorted(ranks) != list(range(len(ranks))) or not ranks:
             raise ConfigError(
-                f"topology: hosts: {_short(self.hosts)}; each host needs at least one rank, and "
-                "each rank (0, 1, ..) must be on exactly one host (for example, [[0, 1], [2, 3]])"
+                "topology: in hosts, each host needs at least one rank, and each rank (0, 1, ..) "
+                "must be on exactly one host (for example, [[0, 1], [2, 3]]), got "
+                f"{_short(self.hosts)}"
             )
         ordered = tuple(sorted(tuple(sorted(host)) for host in self.hosts))
         object.__setattr__(self, "hosts", ordered)
         for name, values in (("memory", self.memory_bytes), ("speed", self.speeds)):
             if values is not None and (len(values) != self.size or min(values) <= 0):
                 raise ConfigError(
-                    f"topology: {name}: {_short(values)}; give a number above 0 for each of the "
-                    f"{self.size} ranks (for example, {[1] * min(self.size, 4)})"
+                    f"topology: {name} must have a number above 0 for each of the {self.size} "
+                    f"ranks (for example, {[1] * min(self.size, 4)}), got {_short(values)}"
                 )
         for name, link in (("host_link", self.host_link), ("network_link", self.network_link)):
             if link.gb_per_s <= 0 or link.latency_ms < 0:
                 raise ConfigError(
-                    f"topology: {name}: {link.gb_per_s} GB/s, {link.latency_ms} ms; gb_per_s must "
-                    "be above 0 and latency_ms 0 or more (for example, 0.125 and 0.25)"
+                    f"topology: {name}.gb_per_s must be above 0 and {name}.latency_ms 0 or more "
+                    f"(for example, 0.125 and 0.25), got {link.gb_per_s} and {link.latency_ms}"
                 )
 
     @staticmethod

@@ -259,9 +259,9 @@ class World:
         if len(set(steps)) > 1:
             lines = "; ".join(f"rank {rank} is at {text}" for rank, text in enumerate(steps))
             raise SbpError(
-                f"ranks take different steps: {lines}. Every rank must call the same conversions "
-                "in the same order, and requires_grad_() on the same tensors, even outside a "
-                "placement"
+                f"ranks take different steps: {lines}. Every rank must call the same "
+                "conversions in the same order, and requires_grad_() on the same tensors, even "
+                "on tensors whose placement does not contain the rank"
             )
         longest = max(int.from_bytes(header[-LENGTH_BYTES:], "little") for header in headers)
         if not longest:

@@ -72,8 +72,8 @@ def _check_layers(x: GlobalTensor, layers: Sequence[Sequence[GlobalTensor]]) -> 
         full, low = [[width, width], [width]], [[rank, width], [width, rank], [width]]
         if shapes not in (full, low):
             raise SbpError(
-                f"cross_network: layer {number} has weights of shapes {shapes}, but x has {width} "
-                f"columns; use shapes {full}, or {low} with any rank in place of {rank}"
+                f"cross_network: the weights of layer {number} have shapes {shapes}, but x has "
+                f"{width} columns; use shapes {full}, or {low} with any rank in place of {rank}"
             )
 
 

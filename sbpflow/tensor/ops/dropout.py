@@ -45,7 +45,7 @@ def dropout(
     different ``id`` in every call within a step. ``p`` must be at least 0 and less than 1.
     """
     if not 0.0 <= p < 1.0:
-        raise SbpError(f"dropout: p is {p}, but must be at least 0 and less than 1, such as 0.1")
+        raise SbpError(f"dropout: p must be at least 0 and less than 1 (for example, 0.1), got {p}")
     check_floating("dropout", x)
     name = id or "dropout"
     if not training or p == 0.0:

@@ -69,7 +69,7 @@ def cast(
     """
     check_tensors("cast", x)
     if not isinstance(dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance] -- users
-        raise SbpError(f"cast: dtype {dtype!r} must be a torch.dtype, such as torch.float64")
+        raise SbpError(f"cast: dtype must be a torch.dtype, such as torch.float64, got {dtype!r}")
     widens = x.dtype.is_floating_point and torch.promote_types(x.dtype, dtype) == dtype
     op_rule = elementwise_rule("cast", x.ndim, "P->P" if widens else "")
     return apply(op_rule, [x], x.shape, lambda _, p: p[0].to(dtype), out=out, id=id, dtype=dtype)
@@ -143,7 +143,7 @@ def scale(x: GlobalTensor, factor: float, *, id: str | None = None) -> GlobalTen
     """
     check_tensors("scale", x)
     if isinstance(factor, GlobalTensor | Tensor):
-        raise SbpError("scale: the factor is a tensor, not a number; use ops.mul for tensors")
+        raise SbpError("scale: the factor must be a number, not a tensor; use ops.mul for tensors")
     if isinstance(factor, float):
         check_floating("scale", x)
     return apply(

@@ -27,7 +27,7 @@ def gather(
     check_ndim("gather", "the table", table, 2)
     check_tensors("gather", table, ids)
     if ids.dtype not in _ID_DTYPES:
-        raise SbpError(f"gather: ids {ids!r} must have an integer dtype, such as torch.int64")
+        raise SbpError(f"gather: ids must have an integer dtype, such as torch.int64, got {ids!r}")
     dims = letters_for(ids.ndim, "rd")
     signatures = "".join(f"B,{a}->{a};" for a in dims) + "r,B->P; d,B->d; P,B->P"
     op_rule = cached_rule("gather", (("r", "d"), dims), (*dims, "d"), signatures)

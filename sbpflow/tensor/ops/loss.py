@@ -27,7 +27,7 @@ def bce_with_logits(
     logits.
     """
     if reduction not in ("none", "sum", "mean"):
-        raise SbpError(f"bce_with_logits: reduction {reduction!r}; use none, sum or mean")
+        raise SbpError(f"bce_with_logits: reduction must be none, sum, or mean, got {reduction!r}")
     check_tensors("bce_with_logits", logits, labels)
     check_floating("bce_with_logits", logits)
 

@@ -51,8 +51,8 @@ def linear_of_parts(
     widths = [x.shape[1] for x in xs]
     if sum(widths) != weight.shape[1]:
         raise SbpError(
-            f"linear_of_parts: inputs of widths {widths} need a weight of {sum(widths)} columns, "
-            f"got {weight!r}"
+            f"linear_of_parts: inputs of widths {widths} need a weight with {sum(widths)} "
+            f"columns, got {weight!r}"
         )
     split = any(isinstance(sbp, Split) and sbp.dim == 1 for sbp in weight.layout.nd_sbp)
     if len(xs) == 1 or split or bias is None:

@@ -77,13 +77,13 @@ def batch_norm(
     _check_operands("batch_norm", x, weight, bias, running_mean, running_var)
     for name, buffer in (("running_mean", running_mean), ("running_var", running_var)):
         if any(sbp != Broadcast() for sbp in buffer.layout.nd_sbp):
-            raise SbpError(f"batch_norm: {name} {buffer!r} must have layout B")
+            raise SbpError(f"batch_norm: {name} must have layout B, got {buffer!r}")
     if not training:
         return _by_running(x, weight, bias, running_mean, running_var, eps, id)
     if x.shape[0] == 1:
         raise SbpError(
-            "batch_norm: a batch of one row has no variance; train on batches of two rows or more "
-            "(for example, with data.tail: drop to skip a short last batch)"
+            "batch_norm: a batch of one row has no variance; train on batches of two or more "
+            "rows (for example, use data.tail: drop to skip a short last batch)"
         )
     # The running mean is first subtracted from x, because E[x^2] - E[x]^2 cancels most digits if
     # the mean is large.
