@@ -15,9 +15,9 @@ from sbpflow.planner.search.problem import Problem
 
 CLOSE = 3e-3  # the search stops this close to the lower bound; the model's error is far larger
 ROOT_ROUNDS = 400
-BRANCH_ROUNDS = 100
-WORK = 350_000  # maximum number of branches times options, because large problems take longer
-MOST_BRANCHES = 60
+BRANCH_ROUNDS = 20
+WORK = 600_000  # maximum number of branches times options, because large problems take longer
+MOST_BRANCHES = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,5 +74,5 @@ def _branched(dual: Dual, root: Solution, plan_ms: float) -> float:
 def _halves(limits: Limits, key: int, copies: float) -> tuple[Limits, Limits]:
     """Return the limits of plans with fewer and with more than ``copies`` of the key."""
     below, above = limits.most.copy(), limits.least.copy()
-    below[key], above[key] = np.floor(copies), np.floor(copies) + 1.0
+    below[key], above[key] = np.ceil(copies) - 1.0, np.ceil(copies)
     return replace(limits, most=below), replace(limits, least=above)

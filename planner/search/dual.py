@@ -4,11 +4,14 @@ A step time is the sum of two maxima over ranks: the maximum work and the maximu
 Each maximum is at least the mean over ranks, and at least the value of any rank. A plan also pays
 for its keys. The bound is valid for any non-negative multipliers:
 
-* ``shares`` [2, tables] weight the rank with a table's heaviest shard against the mean over ranks.
+* ``shares`` [2, tables + keys] weight some ranks against the mean over ranks: the rank with a
+  table's heaviest shard, and the ranks of a key that depends on ranks, if a plan has a limited
+  number of copies of it.
 * ``paid`` distributes a key's cost over the tables that could need the key.
-* ``crowding`` [2, keys] distributes the cost of a key that depends on ranks in another way: a plan
+* ``crowding`` [4, keys] distributes the cost of a key that depends on ranks in another way: a plan
   faster than the given one has an upper limit on the load of a rank, so the tables that share one
-  set of ranks have an upper limit on their total load, and more tables need more sets.
+  set of ranks have an upper limit on their total load, and more tables need more sets. A table that
+  takes more than half of this limit does not share its set with another such table.
 * One multiplier on bytes represents the ranks' limits on memory in total.
 """
 
@@ -24,6 +27,7 @@ MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 FIRST_STEP = 1.5  # relative to the step that would reach the plan's time on a linear function
 PATIENCE = 10  # number of rounds without progress after which steps are halved
 MOMENTUM = 0.8
+LEAST_PART = 0.02  # least distance from a whole number of copies with which keys are compared
 KEY_SCALE = 30.0  # length of the steps for keys' costs, relative to those for shares
 MEMORY = 0.97  # weight of the earlier rounds in the mean number of copies of a key
 
@@ -115,7 +119,7 @@ class Dual:
         unique, self.pair = np.unique(of_pair, return_inverse=True)
         self.pair_key = unique % max(len(loads), 1)
         self.local = np.array([local for local, _ in loads], dtype=np.float64)
-        payers = np.bincount(self.pair_key, minlength=len(loads)) + BYTES * self.local
+        payers = np.bincount(self.pair_key, minlength=len(loads)) + 2 * BYTES * self.local
         self.payers = np.maximum(payers, 1.0)
         self.scale = KEY_SCALE * self.key_ms / np.sqrt(self.payers)
 
@@ -171,7 +175,11 @@ class _Ascent:
         self.impossible = bool((room <= 0).any())
         room = np.maximum(room, 1e-12)
         # relative load that a table adds to each set of ranks with this key
-        self.use = dual.mean[:, dual.rows] / room[:, None] * dual.local[dual.keys]
+        use = dual.mean[:, dual.rows] / room[:, None] * dual.local[dual.keys]
+        self.use = np.concatenate([use, use > 0.5 + 1e-9])
+        # load that a table adds to the mean of a limited number of sets of ranks with this key
+        sets = np.where(self.unlimited | (limits.most < 1), np.inf, limits.most)
+        self.on_sets = dual.mean[:, dual.rows] * (dual.local / sets)[dual.keys]
         dead = np.any(dual.heaviest > room[:, None] * (1 + 1e-9), axis=0)
         dead |= np.isin(np.arange(len(dead)), dual.rows[limits.most[dual.keys] < 1])
         alone = np.logical_and.reduceat(dead, dual.first)
@@ -180,9 +188,9 @@ class _Ascent:
         self.impossible |= start is not None and bool(alone.any())
         self.dead = dead
         if start is None:
-            self.shares = np.zeros((BYTES, len(dual.first)))
+            self.shares = np.zeros((BYTES, len(dual.first) + len(dual.key_ms)))
             self.paid = dual.key_ms[dual.pair_key] / dual.payers[dual.pair_key]
-            self.crowding = np.zeros((BYTES, len(dual.key_ms)))
+            self.crowding = np.zeros((2 * BYTES, len(dual.key_ms)))
         else:
             self.shares, self.paid, self.crowding = start.shares, start.paid, start.crowding
         self._project()
@@ -211,11 +219,13 @@ class _Ascent:
             if value >= target:
                 break
             chosen = self._chosen(ms, least)
-            need, load = self._needs(chosen)
+            need, load, on_sets = self._needs(chosen)
             number = MEMORY * number + (1 - MEMORY) * need
             used = MEMORY * used + (1 - MEMORY) * load
             weight = MEMORY * weight + (1 - MEMORY)
-            for total, change in zip(velocity, self._gradient(chosen, need, load), strict=True):
+            for total, change in zip(
+                velocity, self._gradient(chosen, need, load, on_sets), strict=True
+            ):
                 total += (1 - MOMENTUM) * (change - total)
             length = sum(float(np.square(total).sum()) for total in velocity)
             step = theta * (target - value) / max(length, 1e-12)
@@ -226,6 +236,9 @@ class _Ascent:
         copies = np.zeros(len(dual.key_ms))
         np.maximum.at(copies, dual.pair_key, number / weight)
         copies = np.maximum(copies, (used / weight).max(axis=0, initial=0.0))
+        # A required key may have more copies, although the bound does not pay for them.
+        more = self.required & self.unlimited & (dual.local > 0)
+        copies = np.maximum(copies, (self.limits.least + LEAST_PART) * more)
         key = self._branch(copies)
         return Solution(
             ms=np.inf if self.impossible else best,
@@ -239,8 +252,8 @@ class _Ascent:
         )
 
     def _branch(self, copies: Floats) -> int | None:
-        part = np.minimum(copies % 1.0, 1.0 - copies % 1.0)
-        inside = (copies > self.limits.least) & (copies < self.limits.most)
+        part = np.maximum(np.minimum(copies % 1.0, 1.0 - copies % 1.0), LEAST_PART)
+        inside = (copies > self.limits.least + 1e-3) & (copies < self.limits.most)
         score = np.where(inside, part, 0.0) * self.dual.key_ms
         return int(score.argmax()) if score.size and score.max() > 1e-6 else None
 
@@ -248,8 +261,9 @@ class _Ascent:
         dual = self.dual
         ms = dual.always_ms + (1.0 - self.shares.sum(axis=1)) @ dual.spread
         extra = self.paid[dual.pair]
-        for shares, heaviest in zip(self.shares, dual.heaviest, strict=True):
+        for shares, heaviest, on_sets in zip(self.shares, dual.heaviest, self.on_sets, strict=True):
             ms += shares[dual.table] * heaviest
+            extra += shares[len(dual.first) :][dual.keys] * on_sets
         for crowding, use in zip(self.crowding, self.use, strict=True):
             extra += crowding[dual.keys] * use
         ms += np.bincount(dual.rows, extra, minlength=len(ms))
@@ -279,9 +293,9 @@ class _Ascent:
         near = np.flatnonzero(ms <= least[self.dual.table] + 1e-12)
         return near[np.searchsorted(self.dual.table[near], np.arange(len(least)))]
 
-    def _needs(self, chosen: Ints) -> tuple[Floats, Floats]:
-        """Return which (table, key) pairs the chosen options need, and the relative loads [2, keys]
-        that they add to the sets of ranks of the keys.
+    def _needs(self, chosen: Ints) -> tuple[Floats, Floats, Floats]:
+        """Return which (table, key) pairs the chosen options need, and the relative loads [4, keys]
+        and the ms [2, keys] that they add to the sets of ranks of the keys.
         """
         dual = self.dual
         used = np.zeros(len(dual.table), dtype=bool)
@@ -290,12 +304,15 @@ class _Ascent:
         need = np.bincount(dual.pair[mine], minlength=len(dual.pair_key)).astype(np.float64)
         keys, size = dual.keys[mine], len(dual.key_ms)
         load = np.array([np.bincount(keys, use[mine], minlength=size) for use in self.use])
-        return need, load.astype(np.float64)
+        on_sets = np.array([np.bincount(keys, ms[mine], minlength=size) for ms in self.on_sets])
+        return need, load.astype(np.float64), on_sets.astype(np.float64)
 
-    def _gradient(self, chosen: Ints, need: Floats, load: Floats) -> tuple[Floats, Floats, Floats]:
+    def _gradient(
+        self, chosen: Ints, need: Floats, load: Floats, on_sets: Floats
+    ) -> tuple[Floats, Floats, Floats]:
         dual = self.dual
         mean = dual.spread[:, chosen].sum(axis=1) + dual.uneven_ms
-        shares = dual.heaviest[:, chosen] - mean[:, None]
+        shares = np.concatenate([dual.heaviest[:, chosen], on_sets], axis=1) - mean[:, None]
         shares = np.where((self.shares <= 0) & (shares < 0), 0.0, shares)
         total = np.bincount(dual.pair_key, need, minlength=len(dual.key_ms)) + load.sum(axis=0)
         free = self.unlimited & ~self.required
