@@ -44,7 +44,7 @@ def default_insertions(problem: Problem) -> int:
     """Return the default number of insertions, which take a few seconds for 200 tables x 16 ranks
     on one core.
     """
-    return max(800, min(4000, 40 * problem.num_tables))
+    return max(800, min(4000, 40 * problem.num_tables + 32 * problem.num_ranks))
 
 
 def search(

@@ -62,7 +62,7 @@ class Solution:
 class Dual:
     """All tables' options as arrays, for plans faster than ``plan_ms``.
 
-    ``home`` [3, n] contains the load that an option adds to every rank,
+    ``home`` [2, n] contains the ms of work and transfers that an option adds to every rank,
     ``spread`` [2, n] the ms that its shards add to the mean rank, ``heaviest`` [2, n] the most that
     they add to one rank, and ``mean`` [2, n] the ms that they add to the mean of their ranks.
     """
@@ -91,13 +91,19 @@ class Dual:
             for options, numbers in zip(problem.options, self._numbers, strict=True)
             for n in numbers
         ]
-        self.home = np.array([option.home for option in self._options]).T
-        loads = np.array([_shard_loads(option) for option in self._options]).transpose(1, 2, 0)
-        total, self.heaviest, self.mean = loads[0], loads[1, :BYTES], loads[2, :BYTES]
-        self.sizes = problem.num_ranks * self.home[BYTES] + total[BYTES]
-        self.spread = total[:BYTES] / problem.num_ranks
-        self.always_ms = self.home[:BYTES].sum(axis=0)
-        self._least_home = np.minimum.reduceat(self.home[:BYTES], self.first, axis=1).sum(axis=1)
+        size = problem.num_ranks
+        home = np.array([option.home for option in self._options]).T
+        loads = np.array([_shard_loads(option, size) for option in self._options])
+        total, least, most, mean = loads.transpose(1, 2, 0)
+        self.sizes = size * home[BYTES] + total[BYTES]
+        # A shard's load can be negative, because its rank sends less to other ranks. The least load
+        # of any rank counts as part of ``home``, so that all other loads are positive.
+        least = least[:BYTES]
+        self.home = home[:BYTES] + least
+        self.spread = total[:BYTES] / size - least
+        self.heaviest, self.mean = most[:BYTES] - least, mean[:BYTES] - least
+        self.always_ms = self.home.sum(axis=0)
+        self._least_home = np.minimum.reduceat(self.home, self.first, axis=1).sum(axis=1)
 
     def _list_keys(self, problem: Problem) -> None:
         """List the keys that plans pay for; keys that the same options need count as one key."""
@@ -158,7 +164,7 @@ class Dual:
         """
         keys = limits.least @ self._key_loads
         everywhere = self._least_base + self._least_home + keys
-        mean = self.home[:BYTES] + self.spread
+        mean = self.home + self.spread
         least = self.base_ms + keys + np.minimum.reduceat(mean, self.first, axis=1).sum(axis=1)
         shard = np.minimum.reduceat(self.heaviest, self.first, axis=1).max(axis=1)
         least = np.maximum(least, everywhere + shard)
@@ -346,11 +352,14 @@ def _within_one(values: Floats) -> Floats:
     return np.maximum(values - excess[np.flatnonzero(falling > excess)[-1]], 0.0)
 
 
-def _shard_loads(option: Option) -> Floats:
-    """Return the sum, the maximum, and the mean of the loads of the shards, [3, 3]."""
+def _shard_loads(option: Option, size: int) -> Floats:
+    """Return the sum of the loads of the shards, the least and the largest load that they add to
+    any rank, and their mean load, [4, 3].
+    """
     shards = option.shards
-    total = shards.sum(axis=0)
-    return np.array([total, shards.max(axis=0, initial=0.0), total / max(len(shards), 1)])
+    total, mean = shards.sum(axis=0), shards.mean(axis=0) if len(shards) else np.zeros(3)
+    added = shards if len(shards) == size else np.concatenate([shards, np.zeros((1, 3))])
+    return np.array([total, added.min(axis=0), added.max(axis=0), mean])
 
 
 def _shared(problem: Problem, option: Option) -> list[Key]:

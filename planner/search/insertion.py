@@ -52,13 +52,15 @@ class _Tried:
     """A table's options that have the same number of shards, as arrays.
 
     ``shards`` [n, 3] contains the largest shard load of each option, and ``homes`` [n, 3] the load
-    on every rank.
+    on every rank. ``lowers`` is true if a shard makes its rank faster: a rank sends less to other
+    ranks, the more tables it stores.
     """
 
     count: int
     numbers: tuple[int, ...]
     shards: Floats
     homes: Floats
+    lowers: bool
 
 
 class Inserter:
@@ -135,7 +137,12 @@ class Inserter:
         keys = np.array([state.new_keys(options[m.option], m.ranks) for m in moves])
         homes = tried.homes[which] + keys
         shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 3]
-        most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
+        if tried.lowers:
+            after = np.repeat(now.loads[None], len(ranks), axis=0)
+            after[np.arange(len(ranks))[:, None], ranks] += shards
+            most = after.max(axis=1)
+        else:
+            most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
         ms = (most + homes)[:, :BYTES].sum(axis=1)
         # The sums of squares change by the home load on all ranks and by shard loads on some ranks.
         squares = now.squares + homes * (2 * now.total + len(now.loads) * homes)
@@ -187,9 +194,15 @@ def _by_count(
     for count, mine in counts.items():
         chosen = [options[number] for number in mine]
         if all(option.alike for option in chosen):
-            shards = np.array([option.kinds.max(axis=0, initial=0.0) for option in chosen])[:, None]
+            shards = np.array(
+                [
+                    option.kinds.max(axis=0, initial=-np.inf if len(option.kinds) else 0.0)
+                    for option in chosen
+                ]
+            )[:, None]
         else:
             shards = np.array([option.shards for option in chosen])
         homes = np.array([option.home for option in chosen])
-        tried.append(_Tried(count, tuple(mine), shards, homes))
+        lowers = bool((shards[..., :BYTES] < 0).any())
+        tried.append(_Tried(count, tuple(mine), shards, homes, lowers))
     return tried

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.planner_optimum import enumerated
 from sbpflow.errors import PlanError
-from sbpflow.planner.clusters import described
+from sbpflow.planner.clusters import described, link_of, with_link
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.planners import make_plan
 from sbpflow.planner.report import report_of
@@ -193,6 +193,20 @@ def test_balancing_moves_and_swaps_whole_tables():
     np.testing.assert_allclose(after.loads, price_of(problem, state.assignment()).loads)
 
 
+def slow_link():
+    """Return a profile in which a rank with a shard sends less than the other ranks."""
+    return with_link(described("h100-dgx"), *link_of("10gbit", 1))
+
+
+def test_no_plan_is_faster_than_the_bound_if_shards_make_ranks_faster():
+    problem = problem_of(TaskCost(slow_link(), make_task(world_size=2, rows=(4000, 50, 900))))
+    shards = [option.shards for mine in problem.options for option in mine if option.num_shards]
+    assert min(loads[:, :BYTES].min() for loads in shards) < 0
+    best = min(price_of(problem, plan).ms for plan in all_plans(problem))
+    assert bound(problem, 2.0 * best).ms <= best * (1 + 1e-9)
+    assert search(problem, insertions=SMALL).priced.ms <= best * (1 + CLOSE)
+
+
 def with_heavy_table(problem, times):
     """Make the first table so heavy that, if whole, it is ``times`` the work of all other tables
     together.
@@ -257,6 +271,7 @@ def test_an_insertion_has_the_price_of_the_plan():
     for problem in (
         make_problem(9, 4, seed=3, slack=0.9),
         problem_of(TaskCost(described("h100-dgx"), make_task(world_size=3, dim=10))),
+        problem_of(TaskCost(slow_link(), make_task(world_size=2))),
     ):
         plan = search(problem, insertions=30).assignment
         state, inserter = State(problem, plan), Inserter(problem)
