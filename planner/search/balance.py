@@ -1,8 +1,9 @@
 """Evens out the loads of the ranks by moving and swapping whole tables.
 
-A step looks at all whole tables of a slowest rank at once, and at all other ranks and their whole
-tables. Its objective is the sum of a high power of all ranks' loads, because the step time alone
-does not change as long as several ranks are slowest.
+A step looks at all whole tables of a slowest rank at once, and at the other ranks and their whole
+tables (with many tables, only at the least loaded ranks). Its objective is the sum of a high power
+of all ranks' loads, because the step time alone does not change as long as several ranks are
+slowest.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 
 from sbpflow.planner.search.problem import BYTES, Floats, Ints, Move, State
 
+PAIRS = 20_000  # about the largest number of swaps that a step considers
 DOUBLINGS = 4  # the power is 2 ** DOUBLINGS
 LEAST_GAIN = 1e-9
 
@@ -23,8 +25,7 @@ def balance(state: State, steps: int) -> None:
     top = np.maximum(state.loads[:, :BYTES].max(axis=0), 1e-12)
     kind, stuck = 0, 0
     for _ in range(steps):
-        slowest = int(state.loads[:, kind].argmax())
-        better = _best(state, tables, slowest, top)
+        better = _best(state, tables, kind, top)
         if better is None:
             stuck += 1
             if stuck == BYTES:
@@ -57,13 +58,17 @@ class _Whole(NamedTuple):
         return _Whole(numbers, ranks, np.array([row[2] for row in rows]).reshape(-1, 3))
 
 
-def _best(state: State, tables: _Whole, slowest: int, top: Floats) -> list[tuple[int, int]] | None:
-    """Return the best step from a rank: the places of tables and their new ranks, or None if no
-    step makes the loads more even.
+def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[int, int]] | None:
+    """Return the best step from the slowest rank: the places of tables and their new ranks, or None
+    if no step makes the loads more even.
     """
-    loads, size = state.loads, len(state.loads)
-    mine, others = np.flatnonzero(tables.ranks == slowest), np.flatnonzero(tables.ranks != slowest)
-    ranks = np.delete(np.arange(size), slowest)
+    loads = state.loads
+    order = np.argsort(loads[:, kind], kind="stable")
+    slowest = int(order[-1])
+    mine = np.flatnonzero(tables.ranks == slowest)
+    per_rank = 1 + len(tables.ranks) // len(loads)
+    ranks = order[:-1][: max(PAIRS // max(len(mine) * per_rank, 1), 8)]
+    others = np.flatnonzero(np.isin(tables.ranks, ranks))
     if not len(mine) or not len(ranks):
         return None
     # Each column is a table to swap with or, after all tables, a rank that gives nothing in return.
