@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.peer_torchrec_planner import torchrec_plan
 from benchmarks.planner_embark import EMBARK, embark_task
 from benchmarks.planner_optimum import enumerated
@@ -44,7 +46,7 @@ from sbpflow.planner.search.bounds import bound
 from sbpflow.planner.search.problem import Assignment, price_of
 from sbpflow.planner.shapes import WHOLE, Shape, option_number, problem_of, table_wise
 from sbpflow.planner.task import Task
-from sbpflow.planner.workloads import random_task
+from sbpflow.planner.workloads import DIMS, Drawn, make_task, random_task, split_pool
 
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
 # maximum number of tables for these planners, which otherwise take minutes per task
@@ -52,6 +54,7 @@ SLOW = {"neuroshard": 100, "torchrec": 100}
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
 MEASURED = 4  # the judge takes the best of this many of our plans, and of this many random plans
 BATCH = 8192
+GIANT = Drawn(num_rows=200_000_000, active=20_000_000, pooling=50.0, s=0.8, q=10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,17 +311,21 @@ def speed(args: argparse.Namespace) -> None:
     """Measure the planning time in seconds and the gap to the bound."""
     models = _one(args.profile)
     results = Results("planner_speed", recorded=args.recorded)
-    for num_tables, size, batch in (
-        (26, 2, 8192),
-        (50, 4, 8192),
-        (200, 16, 8192),
-        (300, 64, 65536),
-        (1000, 128, 65536),
-        (5000, 128, 65536),
+    for num_tables, size, batch, giants in (
+        (26, 2, 8192, 0),
+        (50, 4, 8192, 0),
+        (200, 16, 8192, 0),
+        (50, 64, 65536, 3),
+        (300, 64, 65536, 0),
+        (1000, 128, 65536, 0),
+        (5000, 128, 65536, 0),
     ):
-        task = random_task(
-            0, num_tables=num_tables, world_size=size, held_out=True, batch_size=batch
-        )
+        if giants:
+            task = _task_with_giants(giants, num_tables, size, batch)
+        else:
+            task = random_task(
+                0, num_tables=num_tables, world_size=size, held_out=True, batch_size=batch
+            )
         start, busy = time.perf_counter(), time.process_time()
         planned = make_plan("auto", TaskCost(models.seen, task))
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
@@ -327,12 +334,23 @@ def speed(args: argparse.Namespace) -> None:
             benchmark="speed",
             tables=num_tables,
             ranks=size,
+            giants=giants,
             seconds=round(seconds, 2),
             cpu_seconds=round(busy, 2),
             predicted_ms=planned.priced.ms,
             gap=round(limit.gap, 4),
             memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         )
+
+
+def _task_with_giants(giants: int, num_tables: int, world_size: int, batch_size: int) -> Task:
+    """Return a task of tables from the pool, the first of which are replaced by giant tables."""
+    random = np.random.default_rng([0, num_tables, world_size, 7])
+    half = split_pool(held_out=True)
+    tables = [half[int(n)] for n in random.choice(len(half), num_tables, replace=False)]
+    dims = [int(dim) for dim in random.choice(DIMS, num_tables)]
+    tables[:giants], dims[:giants] = [GIANT] * giants, [max(DIMS)] * giants
+    return make_task(tables, dims, world_size=world_size, batch_size=batch_size)
 
 
 def _one(name: str | None) -> Models:

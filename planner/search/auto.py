@@ -5,38 +5,26 @@ not improve it. The same problem, seed, and number of insertions lead to the sam
 budget counts seconds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 
-from sbpflow.planner.search.bounds import bound
+from sbpflow.planner.search.bounds import CLOSE, bound
 from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.local import LocalSearch, build, descend, weights_of
 from sbpflow.planner.search.problem import (
-    BYTES,
     Assignment,
-    Floats,
     Priced,
     Problem,
     check_assignment,
     price_of,
 )
-from sbpflow.planner.search.seeds import (
-    families,
-    greedy,
-    heaviest_first,
-    homogeneous,
-    mixed,
-    partly_copied,
-)
+from sbpflow.planner.search.seeds import families, greedy, heaviest_first, homogeneous
 
 STARTS = 4  # number of seeds that local search improves before it continues with the best result
 NUM_ALIKE = 8  # number of the cheapest shapes that are tried for all tables
-MIXED = 3  # number of the cheapest shapes that are tried in pairs
-SCALES = (1.1, 1.25)  # multiples of the mean load up to which some seeds fill ranks at no cost
-CLOSE = 3e-3  # the search stops this close to the lower bound; the model's error is far larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +44,7 @@ def default_insertions(problem: Problem) -> int:
     """Return the default number of insertions, which take a few seconds for 200 tables x 16 ranks
     on one core.
     """
-    return max(800, min(4000, 40 * problem.num_tables))
+    return max(800, min(4000, 40 * problem.num_tables + 32 * problem.num_ranks))
 
 
 def search(
@@ -76,16 +64,16 @@ def search(
         check_assignment(problem, plan)
     inserter, weights = Inserter(problem), weights_of(problem)
     plans |= greedy(problem, weights, inserter)
-    lower = bound(problem, _least_ms(problem, plans))
+    lower = bound(problem, _least_ms(problem, plans), branch=False)
     cheapest = Inserter(problem, tuple(options[:1] for options in lower.options))
-    start = build(problem, cheapest, heaviest_first(weights))
-    plans["options of the lower bound"] = start.assignment()
+    built = build(problem, cheapest, heaviest_first(weights))
+    plans["options of the lower bound"] = built.assignment()
     local = LocalSearch(problem, inserter, seed, lower.ms * (1 + CLOSE))
     with tqdm(total=insertions, desc="planning", delay=2, disable=None) as bar:
         pool = [local.improve(_starts(problem, plans)[0], insertions // 4, bar.update)]
         if price_of(problem, pool[0]).rank > (0.0, local.enough_ms):
-            plans |= _more_seeds(problem, weights, start.loads[:, :BYTES].mean(axis=0))
-            allowed = bound(problem, _least_ms(problem, plans)).options
+            plans |= homogeneous(problem, weights, families(problem)[:NUM_ALIKE])
+            allowed = bound(problem, _least_ms(problem, plans), branch=False).options
             local.inserter = Inserter(problem, allowed)
             starts = _starts(problem, plans)
             pool += [local.improve(plan, insertions // 8, bar.update) for plan in starts]
@@ -100,20 +88,6 @@ def search(
         plans=plans,
         others=tuple(unique[1:]),
     )
-
-
-def _more_seeds(
-    problem: Problem, weights: Floats, mean: Floats
-) -> Iterator[tuple[str, Assignment]]:
-    """Generate more plans, by name, for problems where the first plans are far from the bound."""
-    order = heaviest_first(weights)
-    for scale in SCALES:
-        packed = build(problem, Inserter(problem, floor=scale * mean), order)
-        yield f"packed to {scale} of the mean load", packed.assignment()
-    leading = families(problem)[:NUM_ALIKE]
-    yield from homogeneous(problem, weights, leading)
-    yield from partly_copied(problem, weights, leading[:MIXED])
-    yield from mixed(problem, weights, leading[:MIXED])
 
 
 def _least_ms(problem: Problem, plans: Mapping[str, Assignment]) -> float:

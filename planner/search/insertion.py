@@ -26,6 +26,7 @@ from sbpflow.planner.search.problem import (
 # time is a maximum over ranks, so most moves do not change it; the root mean square rewards moves
 # that reduce the load of any rank.
 EVENNESS = 0.05
+FEW = 4  # largest number of shards whose ranks are also chosen individually
 NO_ROOM = 1e6  # penalty in ms if the total excess equals the mean memory limit of the ranks
 
 
@@ -51,30 +52,27 @@ class _Tried:
     """A table's options that have the same number of shards, as arrays.
 
     ``shards`` [n, 3] contains the largest shard load of each option, and ``homes`` [n, 3] the load
-    on every rank.
+    on every rank. ``lowers`` is true if a shard makes its rank faster: a rank sends less to other
+    ranks, the more tables it stores.
     """
 
     count: int
     numbers: tuple[int, ...]
     shards: Floats
     homes: Floats
+    lowers: bool
 
 
 class Inserter:
     """Prices insertions of tables into states of one problem.
 
-    ``allowed`` [table] contains the numbers of the options to try (by default, all options). Work
-    and transfers below ``floor`` [2] cost nothing, because the complete plan reaches them anyway.
+    ``allowed`` [table] contains the numbers of the options to try (by default, all options).
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        allowed: tuple[tuple[int, ...], ...] | None = None,
-        floor: Floats | float = 0.0,
+        self, problem: Problem, allowed: tuple[tuple[int, ...], ...] | None = None
     ) -> None:
         self.problem = problem
-        self._floor = np.append(np.broadcast_to(floor, BYTES), 0.0)
         self._limited = bool(problem.limit_bytes.min() < NO_LIMIT)
         self._no_room = NO_ROOM / float(problem.limit_bytes.mean())
         self._tried = [
@@ -104,29 +102,30 @@ class Inserter:
         return self.ranked(state, table, avoid)[0]
 
     def _ranks(self, now: "_Sums", tried: _Tried) -> tuple[Ints, Ints]:
-        """Return option places [m] and their ranks [m, count]: for each option, the best ranks and,
-        if blocks of ``count`` ranks divide the world, the best block. Blocks are tried because
-        tables on the same block share keys that depend on ranks, and individually chosen ranks
-        rarely coincide.
+        """Return option places [m] and their ranks [m, count]: for each option, the best block of
+        ``count`` neighboring ranks if blocks divide the world, and the best ranks unless there are
+        many. Blocks are tried because tables on the same block share keys that depend on ranks, and
+        individually chosen ranks rarely coincide.
         """
         size, count, which = len(now.loads), tried.count, np.arange(len(tried.numbers))
         if count in (0, size):
             return which, np.tile(np.arange(count), (len(which), 1))
         largest = tried.shards.max(axis=1)[:, None]  # [n, 1, 3]
-        most = np.maximum(now.most, self._floor)
-        above = np.maximum(now.loads + largest - most, 0.0)
+        above = np.maximum(now.loads + largest - now.most, 0.0)
         scores = above[..., 0] + above[..., 1] + now.evenness
         if self._limited:
             lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - now.room, 0.0)
             scores += self._no_room * lacking
         if count == 1:
             return which, scores.argmin(axis=1)[:, None]
-        chosen = np.sort(np.argpartition(scores, count - 1, axis=1)[:, :count], axis=1)
-        if size % count:
-            return which, chosen
-        block = scores.reshape(len(which), -1, count).max(axis=-1).argmin(axis=1)
-        aligned = count * block[:, None] + np.arange(count)
-        return np.concatenate([which, which]), np.concatenate([chosen, aligned])
+        picked: list[Ints] = []
+        if count <= FEW or size % count:
+            best = np.argpartition(scores, count - 1, axis=1)[:, :count]
+            picked.append(np.sort(best, axis=1))
+        if not size % count:
+            block = scores.reshape(len(which), -1, count).max(axis=-1).argmin(axis=1)
+            picked.append(count * block[:, None] + np.arange(count))
+        return np.tile(which, len(picked)), np.concatenate(picked)
 
     def _priced(
         self, state: State, now: "_Sums", options: tuple[Option, ...], tried: _Tried
@@ -138,8 +137,13 @@ class Inserter:
         keys = np.array([state.new_keys(options[m.option], m.ranks) for m in moves])
         homes = tried.homes[which] + keys
         shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 3]
-        most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
-        ms = np.maximum(most + homes, self._floor)[:, :BYTES].sum(axis=1)
+        if tried.lowers:
+            after = np.repeat(now.loads[None], len(ranks), axis=0)
+            after[np.arange(len(ranks))[:, None], ranks] += shards
+            most = after.max(axis=1)
+        else:
+            most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
+        ms = (most + homes)[:, :BYTES].sum(axis=1)
         # The sums of squares change by the home load on all ranks and by shard loads on some ranks.
         squares = now.squares + homes * (2 * now.total + len(now.loads) * homes)
         squares += (shards * (2 * (mine + homes[:, None]) + shards)).sum(1)
@@ -190,9 +194,15 @@ def _by_count(
     for count, mine in counts.items():
         chosen = [options[number] for number in mine]
         if all(option.alike for option in chosen):
-            shards = np.array([option.kinds.max(axis=0, initial=0.0) for option in chosen])[:, None]
+            shards = np.array(
+                [
+                    option.kinds.max(axis=0, initial=-np.inf if len(option.kinds) else 0.0)
+                    for option in chosen
+                ]
+            )[:, None]
         else:
             shards = np.array([option.shards for option in chosen])
         homes = np.array([option.home for option in chosen])
-        tried.append(_Tried(count, tuple(mine), shards, homes))
+        lowers = bool((shards[..., :BYTES] < 0).any())
+        tried.append(_Tried(count, tuple(mine), shards, homes, lowers))
     return tried

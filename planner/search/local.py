@@ -1,17 +1,18 @@
 """Implements local search: remove some tables, reinsert each optimally, repeat.
 
 The method is ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes a
-whole group of tables, random tables, or tables from the slowest rank and a random rank. A swap
-exchanges two tables between ranks. A worse plan is accepted if the difference is below a threshold
-that decreases to 0. The same seed and number of insertions lead to the same plan. A final descent
-moves single tables until no move helps.
+whole group of tables, random tables, or tables from the slowest rank and a random rank. After
+reinsertion, a few moves and swaps of whole tables even out the ranks. A worse plan is accepted if
+the difference is below a threshold that decreases to 0. The same seed and number of insertions lead
+to the same plan. A final descent moves single tables until no move helps.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sbpflow.planner.search.insertion import EVENNESS, NO_ROOM, Inserter, goal
+from sbpflow.planner.search.balance import balance
+from sbpflow.planner.search.insertion import Inserter, goal
 from sbpflow.planner.search.problem import (
     BYTES,
     Assignment,
@@ -28,7 +29,7 @@ START_THRESHOLD = 0.02  # initially, a plan may exceed the current goal by this 
 # whole group to other ranks.
 LARGEST_RUIN = 12
 GROUP_RUIN = 0.02
-SWAP_SHARE = 0.3
+STEPS = 4  # number of steps of ``balance`` after each ruin
 LEAST_GAIN = 1e-6  # relative; smaller differences between two plans are rounding errors
 
 
@@ -91,16 +92,15 @@ class LocalSearch:
         ``progress`` is called with the number of insertions since the last call.
         """
         state = State(self.problem, start)
-        current = goal(state)
         best, best_rank = start, state.price().rank
+        balance(state, 10 * self.problem.num_tables)
+        current = goal(state)
+        if state.price().rank < best_rank:
+            best, best_rank = state.assignment(), state.price().rank
         used, first = 0, self.insertions
         while used < insertions and best_rank > (0.0, self.enough_ms):
             threshold = START_THRESHOLD * current * (1.0 - used / insertions) ** 2
-            if self.random.random() < SWAP_SHARE:
-                reached = self._swap(state, current + threshold)
-                self.insertions += 2
-            else:
-                reached = self._ruin(state, current + threshold)
+            reached = self._ruin(state, current + threshold)
             if reached is not None:
                 current = reached
                 rank = state.price().rank
@@ -124,18 +124,17 @@ class LocalSearch:
             state.remove(table)
         noise = self.random.uniform(0.8, 1.25, len(tables))
         order = np.argsort(-self._weights[tables] * noise, kind="stable")
-        reached = 0.0
         for place in order:
-            insertion = self.inserter.best(state, tables[place], avoid)
-            state.add(tables[place], insertion.move)
-            reached = insertion.goal
+            state.add(tables[place], self.inserter.best(state, tables[place], avoid).move)
+        balance(state, STEPS)
         self.insertions += len(tables)
+        reached = goal(state)
         if reached < limit:
             return reached
-        for table in tables:
+        changed = [(t, move) for t, move in enumerate(before) if move != state.moves[t]]
+        for table, _ in changed:
             state.remove(table)
-        for table in tables:
-            move = before[table]
+        for table, move in changed:
             if move is not None:
                 state.add(table, move)
         return None
@@ -168,64 +167,6 @@ class LocalSearch:
     def _drawn(self, tables: Sequence[int], count: int) -> list[int]:
         chosen = self.random.choice(len(tables), min(count, len(tables)), replace=False)
         return [tables[int(place)] for place in chosen]
-
-    def _swap(self, state: State, limit: float) -> float | None:
-        """Swap a random whole table of a slowest rank with the best of 64 random whole tables on
-        other ranks, if the goal stays below ``limit``. Returns the new goal, or None if the plan is
-        unchanged.
-        """
-        options = self.problem.options
-        whole = {
-            table: move.ranks[0]
-            for table, move in enumerate(state.moves)
-            if move is not None and options[table][move.option].whole
-        }
-        slowest = int(state.loads[:, int(self.random.integers(BYTES))].argmax())
-        candidates = [table for table, rank in whole.items() if rank == slowest]
-        others = [table for table, rank in whole.items() if rank != slowest]
-        if not candidates or not others:
-            return None
-        table = candidates[int(self.random.integers(len(candidates)))]
-        others = self._drawn(others, 64)
-        goals = self._swap_goals(state, table, others, whole)
-        place = int(np.argmin(goals))
-        if goals[place] >= limit:
-            return None
-        return self._exchange(state, table, others[place], limit)
-
-    def _swap_goals(
-        self, state: State, table: int, others: list[int], whole: dict[int, int]
-    ) -> Floats:
-        def shard(table: int) -> Floats:
-            move = state.moves[table]
-            return self.problem.options[table][move.option].kinds[0] if move else np.zeros(3)
-
-        loads, limit = state.loads, self.problem.limit_bytes
-        rank, ranks = whole[table], np.array([whole[other] for other in others])
-        change = np.stack([shard(other) for other in others]) - shard(table)
-        after = np.repeat(loads[None], len(others), axis=0)
-        after[:, rank] += change
-        after[np.arange(len(others)), ranks] -= change
-        step = after[..., :BYTES].max(axis=1).sum(axis=1)
-        even = np.sqrt(np.square(after[..., :BYTES]).mean(axis=1)).sum(axis=1)
-        excess = np.maximum(after[..., BYTES] - limit, 0.0).sum(axis=1)
-        return step + EVENNESS * even + NO_ROOM * excess / limit.mean()
-
-    def _exchange(self, state: State, table: int, other: int, limit: float) -> float | None:
-        """Swap two whole tables and return the new goal; if keys that depend on ranks raise it to
-        ``limit`` or more, swap back and return None.
-        """
-        first, second = state.remove(table), state.remove(other)
-        state.add(table, Move(first.option, second.ranks))
-        state.add(other, Move(second.option, first.ranks))
-        reached = goal(state)
-        if reached < limit:
-            return reached
-        state.remove(table)
-        state.remove(other)
-        state.add(table, first)
-        state.add(other, second)
-        return None
 
 
 def weights_of(problem: Problem) -> Floats:

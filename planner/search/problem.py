@@ -17,7 +17,6 @@ from sbpflow.errors import PlanError
 
 BYTES = 2  # the last number of a load
 NO_LIMIT = 1e18  # bytes
-_NOTHING = np.zeros(3)
 # shards that differ less in load are treated as equal when choosing ranks
 ALIKE = 0.01
 
@@ -144,6 +143,7 @@ class State:
         self.loads = problem.base.copy()
         self.moves: list[Move | None] = [None] * problem.num_tables
         self.present: dict[Key, int] = dict.fromkeys(problem.present, 1)
+        self._key_sums: dict[tuple[int, ...], Floats] = {}  # by the first parts of new keys
         for table, move in enumerate(assignment):
             self.add(table, move)
 
@@ -173,8 +173,10 @@ class State:
 
     def new_keys(self, option: Option, ranks: tuple[int, ...]) -> Floats:
         """Return the total load [3] of the option's keys that are not yet in the plan."""
-        new = [key[0] for key in option.keys(ranks) if key not in self.present]
-        return self.problem.key_loads[new].sum(axis=0) if new else _NOTHING
+        new = tuple(key[0] for key in option.keys(ranks) if key not in self.present)
+        if new not in self._key_sums:
+            self._key_sums[new] = self.problem.key_loads[list(new)].sum(axis=0)
+        return self._key_sums[new]
 
     def assignment(self) -> Assignment:
         moves = tuple(move for move in self.moves if move is not None)

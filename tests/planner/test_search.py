@@ -1,19 +1,20 @@
 """Tests that the search finds the best plan of small spaces and is never worse than its seeds."""
 
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 
 import numpy as np
 import pytest
 
 from benchmarks.planner_optimum import enumerated
 from sbpflow.errors import PlanError
-from sbpflow.planner.clusters import described
+from sbpflow.planner.clusters import described, link_of, with_link
 from sbpflow.planner.costs.cost import TaskCost
 from sbpflow.planner.planners import make_plan
 from sbpflow.planner.report import report_of
-from sbpflow.planner.search.auto import CLOSE, search
-from sbpflow.planner.search.bounds import bound
+from sbpflow.planner.search.auto import search
+from sbpflow.planner.search.balance import balance
+from sbpflow.planner.search.bounds import CLOSE, bound
 from sbpflow.planner.search.insertion import Inserter, goal
 from sbpflow.planner.search.local import LEAST_GAIN, LocalSearch, descend, weights_of
 from sbpflow.planner.search.problem import BYTES, Move, State, check_assignment, price_of
@@ -145,6 +146,67 @@ def test_no_plan_is_faster_than_the_bound():
         assert lower.gap < 0.6
 
 
+def test_no_plan_is_faster_than_the_bound_if_keys_depend_on_ranks():
+    """Tables on different sets of ranks pay for different keys, and the bound counts the sets."""
+    for seed in range(2):
+        problem = make_problem(4, 4, seed=seed, slack=9.0)
+        options = tuple(
+            tuple(replace(o, keys=keys_by_ranks) if o.num_shards == 2 else o for o in mine)
+            for mine in problem.options
+        )
+        problem = replace(problem, options=options, key_loads=np.array([[0.2, 0.3, 0.0]]))
+        moves = [
+            [
+                Move(n, ranks)
+                for n, one in enumerate(mine)
+                for ranks in combinations(range(4), one.num_shards)
+            ]
+            for mine in options
+        ]
+        best = min(price_of(problem, plan).ms for plan in product(*moves))
+        for plan_ms in (best, 1.2 * best, 2.0 * best):
+            lower = bound(problem, plan_ms)
+            assert lower.ms <= best * (1 + 1e-9)
+            assert bound(problem, plan_ms, branch=False).ms <= lower.ms * (1 + 1e-9)
+            assert lower.gap < 0.6 * plan_ms / best
+
+
+def keys_by_ranks(ranks):
+    return ((GROUPS, f"rows on {ranks!r}"),)
+
+
+def test_branches_raise_the_bound():
+    task = random_task(1, num_tables=26, world_size=8, held_out=True, batch_size=65536)
+    problem = problem_of(TaskCost(described("h100-dgx"), task))
+    ms = search(problem, insertions=SMALL).priced.ms
+    assert bound(problem, ms).gap < bound(problem, ms, branch=False).gap - 0.01
+
+
+def test_balancing_moves_and_swaps_whole_tables():
+    problem = make_problem(24, 4, seed=3, splits=False, slack=1.2)
+    state = State(problem, tuple(Move(0, (n % 2,)) for n in range(24)))
+    before = state.price()
+    balance(state, 200)
+    after = state.price()
+    assert after.ms < 0.7 * before.ms
+    assert after.excess_bytes < before.excess_bytes
+    np.testing.assert_allclose(after.loads, price_of(problem, state.assignment()).loads)
+
+
+def slow_link():
+    """Return a profile in which a rank with a shard sends less than the other ranks."""
+    return with_link(described("h100-dgx"), *link_of("10gbit", 1))
+
+
+def test_no_plan_is_faster_than_the_bound_if_shards_make_ranks_faster():
+    problem = problem_of(TaskCost(slow_link(), make_task(world_size=2, rows=(4000, 50, 900))))
+    shards = [option.shards for mine in problem.options for option in mine if option.num_shards]
+    assert min(loads[:, :BYTES].min() for loads in shards) < 0
+    best = min(price_of(problem, plan).ms for plan in all_plans(problem))
+    assert bound(problem, 2.0 * best).ms <= best * (1 + 1e-9)
+    assert search(problem, insertions=SMALL).priced.ms <= best * (1 + CLOSE)
+
+
 def with_heavy_table(problem, times):
     """Make the first table so heavy that, if whole, it is ``times`` the work of all other tables
     together.
@@ -209,6 +271,7 @@ def test_an_insertion_has_the_price_of_the_plan():
     for problem in (
         make_problem(9, 4, seed=3, slack=0.9),
         problem_of(TaskCost(described("h100-dgx"), make_task(world_size=3, dim=10))),
+        problem_of(TaskCost(slow_link(), make_task(world_size=2))),
     ):
         plan = search(problem, insertions=30).assignment
         state, inserter = State(problem, plan), Inserter(problem)

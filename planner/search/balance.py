@@ -1,0 +1,96 @@
+"""Evens out the loads of the ranks by moving and swapping whole tables.
+
+A step looks at all whole tables of a slowest rank at once, and at the other ranks and their whole
+tables (with many tables, only at the least loaded ranks). Its objective is the sum of a high power
+of all ranks' loads, because the step time alone does not change as long as several ranks are
+slowest.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from sbpflow.planner.search.problem import BYTES, Floats, Ints, Move, State
+
+PAIRS = 20_000  # about the largest number of swaps that a step considers
+DOUBLINGS = 4  # the power is 2 ** DOUBLINGS
+LEAST_GAIN = 1e-9
+
+
+def balance(state: State, steps: int) -> None:
+    """Take up to ``steps`` steps, each of which makes the loads more even. No rank gets above its
+    memory limit, unless it was above before.
+    """
+    tables = _Whole.of(state)
+    top = np.maximum(state.loads[:, :BYTES].max(axis=0), 1e-12)
+    kind, stuck = 0, 0
+    for _ in range(steps):
+        better = _best(state, tables, kind, top)
+        if better is None:
+            stuck += 1
+            if stuck == BYTES:
+                return
+            kind = 1 - kind
+            continue
+        stuck, kind = 0, 1 - kind
+        for place, rank in better:
+            table = int(tables.numbers[place])
+            state.add(table, Move(state.remove(table).option, (rank,)))
+            tables.ranks[place] = rank
+
+
+class _Whole(NamedTuple):
+    """The tables on a single rank whose keys do not depend on it, as arrays."""
+
+    numbers: Ints
+    ranks: Ints
+    loads: Floats  # [n, 3]
+
+    @staticmethod
+    def of(state: State) -> "_Whole":
+        rows: list[tuple[int, int, Floats]] = []
+        for table, move in enumerate(state.moves):
+            if move is not None and len(move.ranks) == 1:
+                option = state.problem.options[table][move.option]
+                if option.keys((0,)) == option.keys((1,)):
+                    rows.append((table, move.ranks[0], option.kinds[0]))
+        numbers, ranks = (np.array([row[n] for row in rows], dtype=np.int64) for n in (0, 1))
+        return _Whole(numbers, ranks, np.array([row[2] for row in rows]).reshape(-1, 3))
+
+
+def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[int, int]] | None:
+    """Return the best step from the slowest rank: the places of tables and their new ranks, or None
+    if no step makes the loads more even.
+    """
+    loads = state.loads
+    order = np.argsort(loads[:, kind], kind="stable")
+    slowest = int(order[-1])
+    mine = np.flatnonzero(tables.ranks == slowest)
+    per_rank = 1 + len(tables.ranks) // len(loads)
+    ranks = order[:-1][: max(PAIRS // max(len(mine) * per_rank, 1), 8)]
+    others = np.flatnonzero(np.isin(tables.ranks, ranks))
+    if not len(mine) or not len(ranks):
+        return None
+    # Each column is a table to swap with or, after all tables, a rank that gives nothing in return.
+    partner_ranks = np.concatenate([tables.ranks[others], ranks])
+    given = np.concatenate([tables.loads[others], np.zeros((len(ranks), 3))])
+    change = given[None] - tables.loads[mine][:, None]  # [mine, partners, 3]
+    here, there = loads[slowest] + change, loads[partner_ranks][None] - change
+    gain = _uneven(loads[partner_ranks], top) + _uneven(loads[slowest], top)
+    gain = gain - _uneven(here, top) - _uneven(there, top)
+    limit = np.maximum(state.problem.limit_bytes, loads[:, BYTES])
+    full = here[..., BYTES] > limit[slowest]
+    full |= there[..., BYTES] > limit[partner_ranks]
+    gain[full] = -np.inf
+    first, second = np.unravel_index(int(gain.argmax()), gain.shape)
+    if gain[first, second] <= LEAST_GAIN:
+        return None
+    moved = [(int(mine[first]), int(partner_ranks[second]))]
+    return moved + ([(int(others[second]), slowest)] if second < len(others) else [])
+
+
+def _uneven(loads: Floats, top: Floats) -> Floats:
+    power = loads[..., :BYTES] / top
+    for _ in range(DOUBLINGS):
+        power = power * power
+    return power.sum(axis=-1)

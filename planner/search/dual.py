@@ -1,0 +1,377 @@
+"""Computes the Lagrangian dual of a planning problem: a lower bound that is a sum over tables.
+
+A step time is the sum of two maxima over ranks: the maximum work and the maximum transfer time.
+Each maximum is at least the mean over ranks, and at least the value of any rank. A plan also pays
+for its keys. The bound is valid for any non-negative multipliers:
+
+* ``shares`` [2, tables + keys] weight some ranks against the mean over ranks: the rank with a
+  table's heaviest shard, and the ranks of a key that depends on ranks, if a plan has a limited
+  number of copies of it.
+* ``paid`` distributes a key's cost over the tables that could need the key.
+* ``crowding`` [4, keys] distributes the cost of a key that depends on ranks in another way: a plan
+  faster than the given one has an upper limit on the load of a rank, so the tables that share one
+  set of ranks have an upper limit on their total load, and more tables need more sets. A table that
+  takes more than half of this limit does not share its set with another such table.
+* One multiplier on bytes represents the ranks' limits on memory in total.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from sbpflow.planner.search.problem import BYTES, Floats, Ints, Key, Option, Problem
+
+# Multipliers on bytes to try, relative to (mean time) / (memory limit).
+MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
+FIRST_STEP = 1.5  # relative to the step that would reach the plan's time on a linear function
+PATIENCE = 10  # number of rounds without progress after which steps are halved
+MOMENTUM = 0.8
+LEAST_PART = 0.02  # least distance from a whole number of copies with which keys are compared
+KEY_SCALE = 30.0  # length of the steps for keys' costs, relative to those for shares
+MEMORY = 0.97  # weight of the earlier rounds in the mean number of copies of a key
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The least and the largest number of copies of each key that a plan may have, [keys]."""
+
+    least: Floats
+    most: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A bound in ``ms``, with its multipliers.
+
+    ``above`` contains, for each option, by how much plans that use it exceed the bound. Splitting
+    the plans by the number of copies of ``key``, above or below ``copies``, raises the bound the
+    most; ``key`` is None if no split is promising.
+    """
+
+    ms: float
+    limits: Limits
+    shares: Floats
+    paid: Floats
+    crowding: Floats
+    above: Floats
+    key: int | None
+    copies: float
+
+
+class Dual:
+    """All tables' options as arrays, for plans faster than ``plan_ms``.
+
+    ``home`` [2, n] contains the ms of work and transfers that an option adds to every rank,
+    ``spread`` [2, n] the ms that its shards add to the mean rank, ``heaviest`` [2, n] the most that
+    they add to one rank, and ``mean`` [2, n] the ms that they add to the mean of their ranks.
+    """
+
+    def __init__(self, problem: Problem, plan_ms: float) -> None:
+        base = problem.base[:, :BYTES]
+        self.plan_ms, self.base_ms = plan_ms, base.mean(axis=0)
+        self._least_base = base.min(axis=0)
+        self.uneven_ms = self.base_ms - self._least_base
+        self.room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
+        self._list(problem)
+        self._list_keys(problem)
+        self.bytes_ms = self._best_multiplier()
+        self.always_ms += self.bytes_ms * self.sizes
+
+    def _list(self, problem: Problem) -> None:
+        self._numbers = [
+            [n for n, option in enumerate(options) if option.num_shards <= problem.num_ranks]
+            for options in problem.options
+        ]
+        counts = [len(numbers) for numbers in self._numbers]
+        self.first = np.cumsum([0, *counts[:-1]])
+        self.table = np.repeat(np.arange(len(counts)), counts)
+        self._options = [
+            options[n]
+            for options, numbers in zip(problem.options, self._numbers, strict=True)
+            for n in numbers
+        ]
+        size = problem.num_ranks
+        home = np.array([option.home for option in self._options]).T
+        loads = np.array([_shard_loads(option, size) for option in self._options])
+        total, least, most, mean = loads.transpose(1, 2, 0)
+        self.sizes = size * home[BYTES] + total[BYTES]
+        # A shard's load can be negative, because its rank sends less to other ranks. The least load
+        # of any rank counts as part of ``home``, so that all other loads are positive.
+        least = least[:BYTES]
+        self.home = home[:BYTES] + least
+        self.spread = total[:BYTES] / size - least
+        self.heaviest, self.mean = most[:BYTES] - least, mean[:BYTES] - least
+        self.always_ms = self.home.sum(axis=0)
+        self._least_home = np.minimum.reduceat(self.home, self.first, axis=1).sum(axis=1)
+
+    def _list_keys(self, problem: Problem) -> None:
+        """List the keys that plans pay for; keys that the same options need count as one key."""
+        needs: dict[Key, list[int]] = {}
+        for row, option in enumerate(self._options):
+            for key in _shared(problem, option):
+                needs.setdefault(key, []).append(row)
+        loads: dict[tuple[bool, tuple[int, ...]], Floats] = {}
+        for key, rows in needs.items():
+            alike = (_RANKS in key[1], tuple(rows))
+            loads[alike] = loads.get(alike, 0.0) + problem.key_loads[key[0], :BYTES]
+        self._key_loads = np.array(list(loads.values())).reshape(-1, BYTES)
+        self.key_ms = self._key_loads.sum(axis=1)
+        pairs = [(row, n) for n, (_, rows) in enumerate(loads) for row in rows]
+        self.rows = np.array([row for row, _ in pairs], dtype=np.int64)
+        self.keys = np.array([key for _, key in pairs], dtype=np.int64)
+        # Pairs of a table and a key have numbers, because all options of a table share a payment.
+        of_pair = self.table[self.rows] * max(len(loads), 1) + self.keys
+        unique, self.pair = np.unique(of_pair, return_inverse=True)
+        self.pair_key = unique % max(len(loads), 1)
+        self.local = np.array([local for local, _ in loads], dtype=np.float64)
+        payers = np.bincount(self.pair_key, minlength=len(loads)) + 2 * BYTES * self.local
+        self.payers = np.maximum(payers, 1.0)
+        self.scale = KEY_SCALE * self.key_ms / np.sqrt(self.payers)
+
+    def _best_multiplier(self) -> float:
+        ms = self.always_ms + self.spread.sum(axis=0)
+        unit = max(float(np.minimum.reduceat(ms, self.first).sum()), 1e-9)
+
+        def value(multiplier: float) -> float:
+            least = np.minimum.reduceat(ms + multiplier * self.sizes, self.first)
+            return float(least.sum()) - multiplier * self.room
+
+        return max((float(f) * unit / max(self.room, 1.0) for f in MULTIPLIERS), key=value)
+
+    def free(self) -> Limits:
+        """Return limits that all plans meet."""
+        return Limits(np.zeros(len(self.key_ms)), np.full(len(self.key_ms), np.inf))
+
+    def options(self, above: Floats, most: float) -> tuple[tuple[int, ...], ...]:
+        """Return each table's options that exceed the bound by at most ``most``, in ascending
+        order.
+        """
+        chosen: list[tuple[int, ...]] = []
+        for table, (start, end) in enumerate(pairwise([*self.first, len(self.table)])):
+            order = np.argsort(above[start:end], kind="stable")
+            numbers, mine = self._numbers[table], above[start:end]
+            chosen.append(tuple(numbers[n] for n in order if mine[n] <= most))
+        return tuple(chosen)
+
+    def solve(self, limits: Limits, start: Solution | None, rounds: int) -> Solution:
+        """Raise the bound for plans within ``limits``, from the multipliers of ``start``."""
+        return _Ascent(self, limits, start).run(rounds)
+
+    def rank_room(self, limits: Limits) -> Floats:
+        """Return how many ms [2] the shards of the tables may add to a rank of a plan that is
+        faster than the given one, at most.
+        """
+        keys = limits.least @ self._key_loads
+        everywhere = self._least_base + self._least_home + keys
+        mean = self.home + self.spread
+        least = self.base_ms + keys + np.minimum.reduceat(mean, self.first, axis=1).sum(axis=1)
+        shard = np.minimum.reduceat(self.heaviest, self.first, axis=1).max(axis=1)
+        least = np.maximum(least, everywhere + shard)
+        return self.plan_ms - least[::-1] - everywhere
+
+
+class _Ascent:
+    """Subgradient ascent with Polyak's steps, momentum, and restarts from the best multipliers."""
+
+    def __init__(self, dual: Dual, limits: Limits, start: Solution | None) -> None:
+        self.dual, self.limits = dual, limits
+        self.required, self.unlimited = limits.least >= 1, np.isinf(limits.most)
+        room = dual.rank_room(limits)
+        self.impossible = bool((room <= 0).any())
+        room = np.maximum(room, 1e-12)
+        # relative load that a table adds to each set of ranks with this key
+        use = dual.mean[:, dual.rows] / room[:, None] * dual.local[dual.keys]
+        self.use = np.concatenate([use, use > 0.5 + 1e-9])
+        # load that a table adds to the mean of a limited number of sets of ranks with this key
+        sets = np.where(self.unlimited | (limits.most < 1), np.inf, limits.most)
+        self.on_sets = dual.mean[:, dual.rows] * (dual.local / sets)[dual.keys]
+        dead = np.any(dual.heaviest > room[:, None] * (1 + 1e-9), axis=0)
+        dead |= np.isin(np.arange(len(dead)), dual.rows[limits.most[dual.keys] < 1])
+        alone = np.logical_and.reduceat(dead, dual.first)
+        if start is None:
+            dead &= ~alone[dual.table]
+        self.impossible |= start is not None and bool(alone.any())
+        self.dead = dead
+        if start is None:
+            self.shares = np.zeros((BYTES, len(dual.first) + len(dual.key_ms)))
+            self.paid = dual.key_ms[dual.pair_key] / dual.payers[dual.pair_key]
+            self.crowding = np.zeros((2 * BYTES, len(dual.key_ms)))
+        else:
+            self.shares, self.paid, self.crowding = start.shares, start.paid, start.crowding
+        self._project()
+
+    def run(self, rounds: int) -> Solution:
+        dual = self.dual
+        best, theta, waited = -np.inf, FIRST_STEP, 0
+        kept = (self.shares, self.paid, self.crowding)
+        above = np.zeros(len(dual.table))
+        number, weight = np.zeros(len(dual.pair_key)), 1e-9
+        used = np.zeros_like(self.crowding)
+        velocity = [np.zeros_like(values) for values in kept]
+        for _ in range(0 if self.impossible else rounds):
+            ms = self._priced()
+            least = np.minimum.reduceat(ms, dual.first)
+            value = self._value(least)
+            if value > best * (1 + 1e-6):
+                best, waited, above = value, 0, ms - least[dual.table]
+                kept = (self.shares, self.paid, self.crowding)
+            else:
+                waited += 1
+                if waited >= PATIENCE:
+                    theta, waited = 0.5 * theta, 0
+                    self.shares, self.paid, self.crowding = kept
+            target = dual.plan_ms if np.isfinite(dual.plan_ms) else 1.2 * best
+            if value >= target:
+                break
+            chosen = self._chosen(ms, least)
+            need, load, on_sets = self._needs(chosen)
+            number = MEMORY * number + (1 - MEMORY) * need
+            used = MEMORY * used + (1 - MEMORY) * load
+            weight = MEMORY * weight + (1 - MEMORY)
+            for total, change in zip(
+                velocity, self._gradient(chosen, need, load, on_sets), strict=True
+            ):
+                total += (1 - MOMENTUM) * (change - total)
+            length = sum(float(np.square(total).sum()) for total in velocity)
+            step = theta * (target - value) / max(length, 1e-12)
+            self.shares = self.shares + step * velocity[0]
+            self.paid = self.paid + step * velocity[1] * dual.scale[dual.pair_key]
+            self.crowding = self.crowding + step * velocity[2] * dual.scale
+            self._project()
+        copies = np.zeros(len(dual.key_ms))
+        np.maximum.at(copies, dual.pair_key, number / weight)
+        copies = np.maximum(copies, (used / weight).max(axis=0, initial=0.0))
+        # A required key may have more copies, although the bound does not pay for them.
+        more = self.required & self.unlimited & (dual.local > 0)
+        copies = np.maximum(copies, (self.limits.least + LEAST_PART) * more)
+        key = self._branch(copies)
+        return Solution(
+            ms=np.inf if self.impossible else best,
+            limits=self.limits,
+            shares=kept[0],
+            paid=kept[1],
+            crowding=kept[2],
+            above=above,
+            key=key,
+            copies=0.0 if key is None else float(copies[key]),
+        )
+
+    def _branch(self, copies: Floats) -> int | None:
+        part = np.maximum(np.minimum(copies % 1.0, 1.0 - copies % 1.0), LEAST_PART)
+        inside = (copies > self.limits.least + 1e-3) & (copies < self.limits.most)
+        score = np.where(inside, part, 0.0) * self.dual.key_ms
+        return int(score.argmax()) if score.size and score.max() > 1e-6 else None
+
+    def _priced(self) -> Floats:
+        dual = self.dual
+        ms = dual.always_ms + (1.0 - self.shares.sum(axis=1)) @ dual.spread
+        extra = self.paid[dual.pair]
+        for shares, heaviest, on_sets in zip(self.shares, dual.heaviest, self.on_sets, strict=True):
+            ms += shares[dual.table] * heaviest
+            extra += shares[len(dual.first) :][dual.keys] * on_sets
+        for crowding, use in zip(self.crowding, self.use, strict=True):
+            extra += crowding[dual.keys] * use
+        ms += np.bincount(dual.rows, extra, minlength=len(ms))
+        ms[self.dead] = np.inf
+        return ms
+
+    def _left(self) -> Floats:
+        """Return the part of each key's cost that tables do not pay, [keys]."""
+        dual = self.dual
+        paid = np.bincount(dual.pair_key, self.paid, minlength=len(dual.key_ms))
+        return dual.key_ms - paid - self.crowding.sum(axis=0)
+
+    def _copies(self) -> Floats:
+        """Return the numbers of copies that minimize the sum of unpaid costs."""
+        enough = self.unlimited | (self._left() >= 0)
+        return np.where(enough, self.limits.least, self.limits.most)
+
+    def _value(self, least: Floats) -> float:
+        dual = self.dual
+        unpaid = np.where(self.unlimited, np.maximum(self._left(), 0.0), self._left())
+        fixed = float(dual.base_ms.sum() + unpaid @ self._copies())
+        uneven = float(self.shares.sum(axis=1) @ dual.uneven_ms)
+        return float(least.sum()) + fixed - dual.bytes_ms * dual.room - uneven
+
+    def _chosen(self, ms: Floats, least: Floats) -> Ints:
+        """Return the first of the cheapest options of each table."""
+        near = np.flatnonzero(ms <= least[self.dual.table] + 1e-12)
+        return near[np.searchsorted(self.dual.table[near], np.arange(len(least)))]
+
+    def _needs(self, chosen: Ints) -> tuple[Floats, Floats, Floats]:
+        """Return which (table, key) pairs the chosen options need, and the relative loads [4, keys]
+        and the ms [2, keys] that they add to the sets of ranks of the keys.
+        """
+        dual = self.dual
+        used = np.zeros(len(dual.table), dtype=bool)
+        used[chosen] = True
+        mine = np.flatnonzero(used[dual.rows])
+        need = np.bincount(dual.pair[mine], minlength=len(dual.pair_key)).astype(np.float64)
+        keys, size = dual.keys[mine], len(dual.key_ms)
+        load = np.array([np.bincount(keys, use[mine], minlength=size) for use in self.use])
+        on_sets = np.array([np.bincount(keys, ms[mine], minlength=size) for ms in self.on_sets])
+        return need, load.astype(np.float64), on_sets.astype(np.float64)
+
+    def _gradient(
+        self, chosen: Ints, need: Floats, load: Floats, on_sets: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        dual = self.dual
+        mean = dual.spread[:, chosen].sum(axis=1) + dual.uneven_ms
+        shares = np.concatenate([dual.heaviest[:, chosen], on_sets], axis=1) - mean[:, None]
+        shares = np.where((self.shares <= 0) & (shares < 0), 0.0, shares)
+        total = np.bincount(dual.pair_key, need, minlength=len(dual.key_ms)) + load.sum(axis=0)
+        free = self.unlimited & ~self.required
+        copies = np.where(free, total / dual.payers, self._copies())
+        paid = (need - copies[dual.pair_key]) * dual.scale[dual.pair_key]
+        return shares, paid, (load - copies) * dual.scale * dual.local
+
+    def _project(self) -> None:
+        """Make all multipliers valid: non-negative, shares of at most 1 in total, and payments of
+        at most a key's cost unless the number of copies is limited.
+        """
+        dual = self.dual
+        shares = np.maximum(self.shares, 0.0)
+        self.shares = np.array([_within_one(row) if row.sum() > 1 else row for row in shares])
+        paid = np.where(self.required[dual.pair_key], 0.0, np.maximum(self.paid, 0.0))
+        crowding = np.maximum(self.crowding, 0.0) * dual.local
+        total = np.bincount(dual.pair_key, paid, minlength=len(dual.key_ms))
+        ratio = dual.key_ms / np.maximum(total + crowding.sum(axis=0), 1e-12)
+        ratio = np.where(self.required, np.minimum(ratio, 1.0), ratio)
+        ratio = np.where(self.unlimited, ratio, 1.0)
+        self.paid, self.crowding = paid * ratio[dual.pair_key], crowding * ratio
+
+
+_RANKS = "<ranks>"
+
+
+def _within_one(values: Floats) -> Floats:
+    """Return the closest non-negative values with sum 1."""
+    falling = np.sort(values)[::-1]
+    excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(values) + 1)
+    return np.maximum(values - excess[np.flatnonzero(falling > excess)[-1]], 0.0)
+
+
+def _shard_loads(option: Option, size: int) -> Floats:
+    """Return the sum of the loads of the shards, the least and the largest load that they add to
+    any rank, and their mean load, [4, 3].
+    """
+    shards = option.shards
+    total, mean = shards.sum(axis=0), shards.mean(axis=0) if len(shards) else np.zeros(3)
+    added = shards if len(shards) == size else np.concatenate([shards, np.zeros((1, 3))])
+    return np.array([total, added.min(axis=0), added.max(axis=0), mean])
+
+
+def _shared(problem: Problem, option: Option) -> list[Key]:
+    """Return the option's keys that are not yet present, for any choice of ranks."""
+    ranks = tuple(range(option.num_shards))
+    return [
+        _anywhere(key, ranks)
+        for key in option.keys(ranks)
+        if key not in problem.present and problem.key_loads[key[0], :BYTES].sum() > 0.0
+    ]
+
+
+def _anywhere(key: Key, ranks: tuple[int, ...]) -> Key:
+    """Return the key without its ranks, so that it is equal for all choices of ranks."""
+    return (key[0], key[1].replace(repr(ranks), _RANKS)) if ranks else key
