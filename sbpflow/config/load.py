@@ -223,7 +223,7 @@ def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{path} must contain groups such as 'run: {{...}}', but it contains a "
+            f"{path} must contain keys with values, such as 'key: value', but it contains a "
             f"{type(tree).__name__}"
         )
     return tree

@@ -371,7 +371,7 @@ def test_embeddings_of_all_values_and_of_some(run):
     ):
         run.embeddings("deep.city")
     with pytest.raises(
-        ConfigError, match=r"^table: 'deep.items' is not .* \(for example, deep.item\)$"
+        ConfigError, match=r"^table 'deep.items' is not .* \(for example, deep.item\)$"
     ):
         run.embeddings("deep.items")
 

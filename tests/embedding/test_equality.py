@@ -249,5 +249,5 @@ def test_state_per_shard_updates_every_shard_independently(ranks, name, kernel):
 
 
 def test_only_rowwise_optimizers_have_row_state():
-    with pytest.raises(ConfigError, match=r"adagrad has no row_state"):
+    with pytest.raises(ConfigError, match=r"adagrad has no option row_state"):
         sparse_optimizer("adagrad", lr=0.1, row_state="per_shard")

@@ -154,7 +154,7 @@ def test_bad_id_among_many_is_found(monkeypatch, policy):
         fast = IdReader(plan, 0, CPU)
         slow = without_loops(monkeypatch, lambda: IdReader(plan, 0, CPU))
         if policy == "error":
-            with pytest.raises(DataError, match=f"field c: id {ROWS[1]} in row"):
+            with pytest.raises(DataError, match=f"field c has id {ROWS[1]} in row"):
                 fast.read(ids)
             continue
         assert torch.equal(fast.read(ids).lists.values, slow.read(ids).lists.values)

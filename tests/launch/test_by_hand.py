@@ -318,9 +318,9 @@ def test_an_address_that_does_not_resolve_is_reported_at_once(impatient, monkeyp
 @pytest.mark.parametrize(
     ("rank", "size", "message"),
     [
-        ("2", "2", r"RANK=2: .* WORLD_SIZE=2.* 0 to 1; .*for example, RANK=1$"),
-        ("-1", "2", r"RANK=-1: .* WORLD_SIZE=2.* 0 to 1; .*for example, RANK=0$"),
-        ("1", "1", r"RANK=1: .* WORLD_SIZE=1.* 0 to 0; .*for example, RANK=0$"),
+        ("2", "2", r"RANK=2 .* WORLD_SIZE=2.* 0 to 1; .*for example, RANK=1$"),
+        ("-1", "2", r"RANK=-1 .* WORLD_SIZE=2.* 0 to 1; .*for example, RANK=0$"),
+        ("1", "1", r"RANK=1 .* WORLD_SIZE=1.* 0 to 0; .*for example, RANK=0$"),
         ("0", "0", r"WORLD_SIZE=0: a run needs at least 1 rank; use, for example, WORLD_SIZE=1"),
         ("0", "-4", r"WORLD_SIZE=-4: a run needs at least 1 rank; use, for example, WORLD_SIZE=1"),
         (
@@ -346,7 +346,7 @@ def test_an_invalid_rank_or_world_size_is_refused_before_connecting(
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
 def test_an_environment_variable_that_is_not_a_number_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "two")
-    with pytest.raises(ConfigError, match=f"{name}='two'"):
+    with pytest.raises(ConfigError, match=f"^{name} .*, got 'two'"):
         Meeting.connect()
 
 

@@ -244,7 +244,7 @@ def test_an_infeasible_plan_is_reported_with_the_fullest_rank_and_remedies():
     text = infeasible_text(planned, cost)
     rank = int(planned.priced.memory.argmax())
     held = f"{math.ceil(planned.priced.memory[rank] / 1e7) / 100:.2f} GB"
-    assert "fits 30.00 MB per rank" in text
+    assert "fits in 30.00 MB per rank" in text
     assert f"rank {rank} needs {held} " in text
     assert f"would fit with {held} per rank" in text  # the size is rounded up, so it is enough
     assert "cache" not in text  # even caching 10 % of the rows takes too much memory
@@ -270,9 +270,9 @@ def test_each_rank_has_its_own_memory_limit():
     assert planned.priced.feasible
     assert (planned.priced.memory <= limits).all()
     assert planned.priced.memory[0] > limits[1]
-    less = replace(task_setting.task, device_bytes=(limits[0], 1_000_000))
+    less = replace(task_setting.task, device_bytes=(10**12, 1000))
     text = infeasible_text(make_plan("auto", TaskCost(PROFILE, less), insertions=SMALL), uneven)
-    assert "fits 1.00 MB on rank 1: " in text
+    assert "fits in 1.00 kB on rank 1: " in text
     with pytest.raises(ConfigError, match="1 memory limits for 2 ranks"):
         replace(task_setting.task, device_bytes=(1,))
 

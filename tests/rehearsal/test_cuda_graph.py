@@ -168,7 +168,7 @@ def wrong_id(world, config):
 def test_bad_id_is_reported_before_a_replay(rehearsed_ranks):
     config = with_graph(make_config("1", "adagrad", dtype="float32", dense="adam"))
     ((words, unchanged),) = rehearsed_ranks(1, wrong_id, config)
-    assert "field C2: id 11 in row 3" in words
+    assert "field C2 has id 11 in row 3" in words
     assert unchanged
 
 
@@ -311,7 +311,7 @@ def test_module_that_waits_is_rejected_with_the_setting(rehearsed_ranks, odd):
 def test_configurations_that_cannot_be_captured_are_rejected_at_start():
     config = make_config("1", "sgd", dtype="float32")
     with pytest.raises(
-        ConfigError, match=r"parallel.cuda_graph: true on cpu, which has no CUDA graphs"
+        ConfigError, match=r"parallel.cuda_graph: true is not .* on cpu, which has no CUDA graphs"
     ):
         plan_run(with_graph(config), FIELDS, world_size=1, device_type="cpu")
     with pytest.raises(ConfigError, match=r"with parallel.checked: true.*parallel.checked=false"):
@@ -333,7 +333,7 @@ def test_dense_part_with_transfers_is_rejected(rehearsed_ranks):
     for config in (split, normed):
         for words in rehearsed_ranks(2, build, with_graph(config)):
             assert "the dense part communicates" in words
-            assert words.endswith("or parallel.cuda_graph=false")
+            assert words.endswith("or use parallel.cuda_graph=false")
 
 
 def captured(work, graph=None, *, stream=None, mode="thread_local"):

@@ -112,7 +112,7 @@ def bad_ids(world):
         job.trainer.step(rows)
     for stored, weights in zip(job.embeddings.stored(), before, strict=True):
         assert torch.equal(stored.weights, weights)
-    with pytest.raises(DataError, match="field C3: id 53"):
+    with pytest.raises(DataError, match="field C3 has id 53"):
         job.embeddings.forward(rows.ids, rows.batch_size, training=False)
     return str(refused.value)
 

@@ -122,7 +122,7 @@ def test_overflowing_batch_logs_a_sufficient_fraction(rehearsed_ranks):
 
 def test_buffers_are_rejected_on_cpu():
     with pytest.raises(
-        ConfigError, match=r"parallel.row_buffer_fraction: 0.5 on cpu.*device: cuda"
+        ConfigError, match=r"parallel.row_buffer_fraction: 0.5 is not .* on cpu.*device: cuda"
     ):
         plan_run(config_of("unique", 0.5), FIELDS, world_size=2, device_type="cpu")
 

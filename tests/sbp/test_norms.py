@@ -164,7 +164,7 @@ def test_cross_layers_by_blocks_of_rows(low, half):
 def test_cross_network_refusals():
     x, square, bias = dry("S(0)", (4, 3)), dry("B", (3, 3)), dry("B", (3,))
     assert ops.cross_network(x, []) is x
-    with pytest.raises(SbpError, match=r"layer 1 has .* \[\[3\], \[3, 3\]\], but x has 3"):
+    with pytest.raises(SbpError, match=r"layer 1 have .* \[\[3\], \[3, 3\]\], but x has 3"):
         ops.cross_network(x, [(square, bias), (bias, square)])
     with pytest.raises(SbpError, match="operands have dtypes float32, float32, bfloat16"):
         ops.cross_network(x, [(square, dry("B", (3,), torch.bfloat16))])

@@ -209,7 +209,7 @@ def test_bad_text_is_refused_with_its_row(exported, prepared):
             model.score(f"{header}\n{first}\n{line}\n")
     with pytest.raises(RowError, match=r"row 1: b'\\xff.*' is not UTF-8 text"):
         model.score(f"{header}\n{first}\n".encode() + b"\xff\n")
-    with pytest.raises(TypeError, match="int is not a row"):
+    with pytest.raises(TypeError, match=r"each row must be .*, got int"):
         model.score([3])
 
 

@@ -98,7 +98,7 @@ def test_a_gap_or_another_chain_is_refused(bundle: Path):
     with pytest.raises(DataError, match=r"base is .* to another chain"):
         read_delta(bundle, 2, base="0" * 64, previous=first)
     delta_folder(bundle, 2).rename(delta_folder(bundle, 3))
-    with pytest.raises(DataError, match="its number is 2, not 3"):
+    with pytest.raises(DataError, match="number is 2, but 3 is expected"):
         read_delta(bundle, 3, base=base, previous=first)
     with pytest.raises(FileNotFoundError):
         read_delta(bundle, 4, base=base, previous=first)

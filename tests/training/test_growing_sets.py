@@ -309,7 +309,7 @@ def test_keys_leave_by_the_event_time_of_the_rows(tmp_path, timed):
     words += ["--output", tmp_path / "set", "--workers", "1"]
     assert data(["prepare", *map(str, words)]) == 0
     if not timed:
-        message = r"model\.fields\.user\.evict\.idle_time: .* rows of this set have no time"
+        message = r"model\.fields\.user\.evict\.idle_time .* rows of this set have no time"
         with pytest.raises(ConfigError, match=message):
             start(tmp_path, tmp_path / "set", "run")
         return

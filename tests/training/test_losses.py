@@ -199,7 +199,7 @@ def test_unsupported_optimizer_changes_are_refused():
     tables = {"wide.*": Ftrl(), "*": TableChanges(weight_decay=0.1)}
     with pytest.raises(
         ConfigError,
-        match=r"^optimizer\.tables\.\*: wide\.C1xC2: .*ftrl has no weight_decay; use .* l2",
+        match=r"^optimizer\.tables\.\*: wide\.C1xC2: .*ftrl has no option weight_decay; .* l2",
     ):
         plan_run(
             with_tables(make_config("1", "sgd"), tables), FIELDS, world_size=1, device_type="cpu"

@@ -106,7 +106,7 @@ def refused(world: World) -> str:
 
 def test_traces_after_the_last_step_are_refused(ranks):
     (message,) = ranks(1, refused)
-    assert re.match(r"train.profile: .*step 7.* 6 steps.*\[4, 6\]$", message)
+    assert re.match(r"train.profile .*step 7.* 6 steps.*\[4, 6\]$", message)
 
 
 def test_times_are_reset_when_read():

@@ -258,7 +258,7 @@ def test_missing_calibrations_name_the_command(synth_set, tmp_path, monkeypatch)
 
 
 def test_plan_and_scheme_exclude_each_other():
-    with pytest.raises(ConfigError, match=r"remove one .for example, parallel\.scheme=null"):
+    with pytest.raises(ConfigError, match=r"one of them .for example, parallel\.scheme=null"):
         load_config(CONFIG, ["parallel.plan=auto", "parallel.scheme=1"], models=MODELS)
 
 
@@ -282,7 +282,7 @@ def test_programs_without_a_planner_are_reported(synth_set):
         ("tables: {nothing: {sbp: S(0)}, '*': {sbp: S(0)}}", "matches no table"),
         ("tables: {'*': {sbp: S(9)}}", "is not a table layout"),
         ("table: {}", "unknown key"),
-        ("[1]", "is a list"),
+        ("[1]", "it contains a list"),
     ],
 )
 def test_invalid_plan_files_are_refused(synth_set, tmp_path, text, words):

@@ -275,7 +275,7 @@ def bad_ids_ahead(world: World, config: Any) -> str:
 
 def test_a_bad_id_fails_in_its_own_step(ranks):
     (message,) = ranks(1, bad_ids_ahead, make_config("3", "sgd"))
-    assert message.startswith("field C1: id 1000 in row 0")
+    assert message.startswith("field C1 has id 1000 in row 0")
 
 
 def misshapen_ahead(world: World, config: Any) -> str:

@@ -267,9 +267,8 @@ class RemotePath:
         try:
             from fsspec.core import url_to_fs
         except ImportError as error:
-            raise ConfigError(
-                f"{self} needs the package fsspec, which is not installed; run `pip install fsspec`"
-            ) from error
+            text = f"{self} needs the package fsspec, which is not installed"
+            raise ConfigError(f"{text}; run `pip install fsspec`") from error
         try:
             return url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:  # fsspec's message names the package for the URL scheme
