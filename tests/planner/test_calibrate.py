@@ -317,9 +317,9 @@ def test_a_fit_finds_the_link_and_adapts_the_constants():
 
 def test_a_fit_on_several_hosts_finds_the_link_between_them():
     """On two hosts of two ranks, two thirds of the evenly sent bytes go to the other host."""
-    records = [replace(record, num_hosts=2) for record in synthetic_records(0.0)]
+    records = [replace(record, num_hosts=2) for record in synthetic_records(0.0, samples=6)]
     profile = fit(records, backend="gloo")
-    flat = fit(synthetic_records(0.0), backend="gloo")
+    flat = fit(synthetic_records(0.0, samples=6), backend="gloo")
     assert profile.link.ranks_per_node == 2
     assert profile.link.num_hosts(4) == 2
     assert profile.link.between_gb_per_s == pytest.approx(2 / 3 * flat.link.within_gb_per_s)
