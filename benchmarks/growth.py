@@ -32,7 +32,7 @@ from sbpflow.embedding.collection import EmbeddingCollection
 from sbpflow.embedding.exchange.key_exchange import KeyExchange
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
-from sbpflow.embedding.plan.growth import NUM_BUCKETS, Eviction, Growth
+from sbpflow.embedding.plan.growth import NUM_BUCKETS, TOTALS, Eviction, Growth
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.vocabulary import counting_loops, undo_loops
@@ -170,7 +170,7 @@ def measure_decisions(world: World, results: Results) -> None:
         ns_per_lookup=round(statistics.median(times[20:]) / lookups * 1e9, 2),
         longest_ms=round(max(times[20:]) * 1e3, 2),
         median_ms=round(statistics.median(times[20:]) * 1e3, 2),
-        totals=dict(zip(exchange.NAMES, totals, strict=True)),
+        totals=dict(zip(TOTALS, totals, strict=True)),
     )
 
 
