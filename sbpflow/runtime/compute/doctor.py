@@ -181,9 +181,7 @@ def _cuda() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        why = (
-            "no device, or no driver" if torch.version.cuda else "there is no device, or no driver"
-        )
+        why = "no device, or no driver" if torch.version.cuda else "this torch is a CPU build"
         return Finding("cuda", "absent", f"{why}; runs use gloo on the CPU")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     total = float(torch.ones(8, device="cuda").sum())
