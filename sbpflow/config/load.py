@@ -207,7 +207,7 @@ def read_yaml(path: Path, key: str = "--config") -> dict[str, Any]:
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
         folder = path if path.is_dir() else path.parent
-        known = sorted(str(file) for file in folder.glob("*.yaml"))
+        known = sorted(str(file) for file in folder.glob("[!.]*.yaml"))
         near = difflib.get_close_matches(str(path), known, 3, cutoff=0.5) or known[:5]
         hint = f"; did you mean {' or '.join(near)}?" if near else _EXAMPLE_FILES[key]
         raise ConfigError(f"{key}: {path} {problem}{hint}")

@@ -307,3 +307,10 @@ def test_model_tables_are_set_by_pattern(load):
     assert facts["model.fields (order)"] == "['*_shop']"
     assert "model.tables.x.dim must be >= 1 and" in refused(load, "model.tables.x.dim=0")
     assert "model.tables.x.initial_range" in refused(load, "model.tables.x.initial_range=-1")
+
+
+def test_hidden_files_are_not_suggested(tmp_path):
+    (tmp_path / ".hooks.yaml").touch()
+    with pytest.raises(ConfigError, match="does not exist; use a configuration file") as error:
+        load_config(tmp_path / "hook.yaml", models=MODELS)
+    assert ".hooks" not in str(error.value)
