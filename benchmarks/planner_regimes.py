@@ -14,7 +14,6 @@ tasks are kept in the journal, so the benchmark continues where it stopped.
 import argparse
 import json
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,9 +25,9 @@ from benchmarks.planner_steps import OURS, Case, best_of, compared, measured_cas
 from benchmarks.planner_worker import half_interval
 from benchmarks.record import Results
 from sbpflow.planner.calibration.design import draw_plans
-from sbpflow.planner.clusters import ETHERNET_CALL_MS, ETHERNET_SHARE, with_link
+from sbpflow.planner.clusters import link_of, with_link
 from sbpflow.planner.costs.cost import TaskCost
-from sbpflow.planner.costs.profile import WITHIN_HOST_GB_PER_S, Link, Profile, load
+from sbpflow.planner.costs.profile import Link, Profile, load
 from sbpflow.planner.planners import GREEDY, LEARNED
 from sbpflow.planner.published.setting import Setting
 from sbpflow.planner.search.problem import price_of
@@ -58,18 +57,7 @@ def giant_of(number: int) -> float:
 
 def nominal_link(rate: str) -> Link:
     """Return the link of ``--link`` without any measurement; the ranks of a host share it."""
-    match = re.fullmatch(r"(\d+)([gm])bit", rate)
-    if match is None:
-        raise SystemExit(f"--link: {rate!r}; use a rate such as 1gbit or 100mbit")
-    gbit = int(match[1]) * (1.0 if match[2] == "g" else 1e-3)
-    each = RANKS // HOSTS
-    return Link(
-        ranks_per_node=each,
-        within_gb_per_s=WITHIN_HOST_GB_PER_S,
-        between_gb_per_s=gbit / 8 * ETHERNET_SHARE / each,
-        within_call_ms=ETHERNET_CALL_MS,
-        between_call_ms=ETHERNET_CALL_MS,
-    )
+    return link_of(rate, RANKS // HOSTS)[0]
 
 
 def task_of(number: int, profile: Profile, batch: int) -> Task:

@@ -160,11 +160,12 @@ def described(name: str) -> Profile:
 
 
 def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
-    """Return (link, description) of a machine in ``MACHINES``, or of Ethernet such as ``25gbit``.
+    """Return (link, description) of a machine in ``MACHINES``, or of Ethernet such as ``25gbit`` or
+    ``500mbit``.
 
     The ranks of a node share the rate of the node's adapter. Raises ConfigError for any other name.
     """
-    rate = re.fullmatch(r"(\d+)gbit", name)
+    rate = re.fullmatch(r"(\d+)([gm])bit", name)
     if rate is None and name in MACHINES:
         link = MACHINES[name].link
         if ranks_per_node not in (1, link.ranks_per_node):
@@ -178,10 +179,11 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
             f"--link must be {', '.join(MACHINES)}, or the rate of a node's adapter, such as "
             f"25gbit, got {name!r}"
         )
+    gbit = int(rate[1]) * (1.0 if rate[2] == "g" else 1e-3)
     link = Link(
         ranks_per_node=ranks_per_node,
         within_gb_per_s=WITHIN_HOST_GB_PER_S,
-        between_gb_per_s=int(rate[1]) * ETHERNET_SHARE / 8 / ranks_per_node,
+        between_gb_per_s=gbit * ETHERNET_SHARE / 8 / ranks_per_node,
         within_call_ms=ETHERNET_CALL_MS,
         between_call_ms=ETHERNET_CALL_MS,
     )

@@ -113,6 +113,7 @@ def test_ethernet_is_shared_by_the_ranks_of_a_node():
     # All of the 1 MB leaves the node, at 94 % of 25 Gbit/s.
     assert alone.byte_ms(4) * 1e6 == pytest.approx(8e-3 / 25 / 0.94 * 1e3)
     shared, _ = link_of("25gbit", 4)
+    assert link_of("25000mbit")[0] == alone
     assert shared.between_gb_per_s == pytest.approx(alone.between_gb_per_s / 4)
     with pytest.raises(ConfigError, match="--link must be h100-dgx, a100-dgx, or"):
         link_of("infiniband")
