@@ -29,7 +29,7 @@ from sbpflow.runtime.processes.launch import ArgumentParser, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
-"""Peak disk use in bytes per byte of input, by suffix; other suffixes are text and need 1.4"""
+"""Peak disk use in bytes per byte of input, by file suffix; other files are text and need 1.4"""
 
 _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
@@ -90,8 +90,8 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
 
 
 def _schema_of(args: argparse.Namespace) -> Schema:
-    """Return the schema that the options select: from a file, from the proposal, or Criteo's
-    schema.
+    """Return the schema that the options select: one read from a file, the proposed schema, or
+    Criteo's.
     """
     if args.schema == Path("auto"):
         from sbpflow.data.prepare.propose import propose
@@ -222,8 +222,8 @@ def _add_synth(synth: argparse.ArgumentParser) -> None:
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of all commands; the parsed arguments contain ``run``, which runs the
-    command.
+    """Return the parser for all commands; the parsed arguments contain ``run``, the function that
+    runs the command.
     """
     parser = ArgumentParser(prog="sbpflow", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -31,8 +31,8 @@ _POLL_S = 1.0
 _MAX_ATTEMPTS = 5
 _SLOW_S = 10.0
 _SLOW_RATIO = 4.0
-"""An idle worker repeats a task that has run for at least ``_SLOW_S`` seconds and at least this
-many times the median task duration
+"""An idle worker repeats a task that has run for at least ``_SLOW_S`` seconds and for at least this
+multiple of the median task duration
 """
 _END_S = 60.0
 
@@ -102,7 +102,7 @@ class Engine:
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether tasks run in this process's memory, so that items and results are not
+        """Return whether tasks share this process's memory, in which case items and results are not
         copied.
         """
         return self._backend.shares_memory

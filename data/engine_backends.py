@@ -105,9 +105,10 @@ class ProcessLostError(Exception):
 class Processes(_Pool):
     """Runs calls in processes; a process that dies is replaced, and only its call is lost.
 
-    Each process has a pipe of its own, whose other end only that process holds, so reading from a
-    dead process ends at once, even in the middle of a result. The processes of a
-    ``ProcessPoolExecutor`` share a pipe, and reading half a result from it would wait forever.
+    Each process has its own pipe, and no other process holds the far end. If a process dies,
+    reading from its pipe therefore ends at once, even in the middle of a result. The processes of a
+    ``ProcessPoolExecutor`` share a pipe; if one of them died while sending a result, the reader
+    would wait forever for the rest.
     """
 
     shares_memory: ClassVar[bool] = False

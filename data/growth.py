@@ -16,8 +16,8 @@ def growth_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[d
     """For each row-split table with a grown vocabulary, return the number of new values and the
     load balance.
 
-    ``tables`` are those of ``run.planning.explain.describe``. ``max_over_mean`` is the maximum
-    number of train lookups per part, divided by the mean; 1 means perfect balance.
+    ``tables`` comes from ``run.planning.explain.describe``. ``max_over_mean`` is the maximum number
+    of train lookups per part, divided by the mean; 1 means perfect balance.
     """
     grown = {entry["name"]: entry["grown"] for entry in manifest.content["fields"]
              if entry.get("grown", {}).get("values")}  # fmt: skip
@@ -64,7 +64,7 @@ def growing_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[
     """Return the limits of each growing table, and the number of its keys in train
     (``train_keys``).
 
-    ``tables`` are those of ``run.planning.explain.describe``. ``train_keys`` is None for encoded
+    ``tables`` comes from ``run.planning.explain.describe``. ``train_keys`` is None for encoded
     rows, which have no statistics.
     """
     stats = load_stats(manifest) if manifest.content.get("stats") else []

@@ -38,7 +38,7 @@ class Block(NamedTuple):
 class ScoreBlocks:
     """Writes the files of the folder ``scoring.output``, one for each block of ``block_rows`` rows.
 
-    ``weights`` is a text that identifies the trained weights and the settings that affect scores.
+    ``weights`` is a string that identifies the trained weights and the settings that affect scores.
     """
 
     def __init__(self, scoring: Scoring, block_rows: int, weights: str) -> None:

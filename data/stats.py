@@ -58,8 +58,8 @@ class FieldStats:
     unique_ratio: dict[str, float]
     """Distinct ids per lookup, by global batch size, for batches no larger than train"""
     tail_exponent: float | None
-    """Negated slope of log lookups over log rank for rows with 5 or more lookups, or None for fewer
-    than 3 such rows
+    """Negated slope of log lookups over log rank for rows with 5 or more lookups, or None if there
+    are fewer than 3 such rows
     """
 
 
@@ -190,8 +190,8 @@ def list_ids(lengths: NDArray[Any], values: NDArray[Any]) -> Iterator[NDArray[An
 def count_lookups(manifest: Manifest, names: Sequence[str]) -> dict[str, NDArray[np.int64]]:
     """Count the lookups per table row of the named fields in one pass over the train split.
 
-    For a field with keys, the counts are those of missing values, 0 for rare values, and those of
-    each key.
+    For a field with keys, the result contains the count of missing values, a 0 for rare values, and
+    then the count of each key.
     """
     counts = {f.name: np.zeros(f.rows, dtype=np.int64) for f in manifest.fields if f.name in names}
     keyed = {f.name: _KeyCounts() for f in manifest.fields if f.keyed and f.name in names}

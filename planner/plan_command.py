@@ -179,8 +179,8 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
 
 
 def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planned, list[str]]:
-    """Measure the best plans (``--measure`` of them) and the plans with one shape for all tables;
-    return the fastest plan, and a line of text per plan.
+    """Measure the best plans (as many as ``--measure`` requests) and the plans with one shape for
+    all tables; return the fastest plan, and a line of text per plan.
     """
     plans = {
         name: plan_of(cost.task, planned.problem, assignment)

@@ -23,8 +23,8 @@ SEEDS_SHOWN = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """A table's second-best choice, with which a step takes ``more_ms`` longer if all other tables
-    keep theirs. If the plan fits in memory, it also fits with this choice; otherwise this choice
+    """A table's second-best choice, which makes a step ``more_ms`` longer if all other tables keep
+    their choices. If the plan fits in memory, it also fits with this choice; otherwise this choice
     does not increase the excess.
     """
 

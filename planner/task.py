@@ -155,12 +155,12 @@ def dense_work(weights: Iterable[tuple[int, int]], *, biases: bool = False) -> D
 class Task:
     """A planning task: the tables of a model, a batch size, and a world.
 
-    ``stats`` maps table names to id statistics. ``ids_per_sample`` maps the names of ragged
-    features with fewer than ``hotness`` ids to their average. ``device_bytes`` is the memory that
-    each rank may fill, in rank order; ``None`` means no limit. ``batch_size`` is global; a step
-    consists of ``accumulate`` batches, and ids are exchanged ``lookahead`` batches in advance.
-    ``pinned`` tables keep the given choice. ``num_hosts`` is 1 unless all hosts have the same
-    number of consecutive ranks.
+    ``stats`` maps table names to id statistics. ``ids_per_sample`` maps the name of each ragged
+    feature that averages fewer than ``hotness`` ids per sample to this average. ``device_bytes`` is
+    the memory that each rank may fill, in rank order; ``None`` means no limit. ``batch_size`` is
+    global; a step consists of ``accumulate`` batches, and ids are exchanged ``lookahead`` batches
+    in advance. ``pinned`` tables keep the given choice. ``num_hosts`` is 1 unless all hosts have
+    the same number of consecutive ranks.
     """
 
     outputs: tuple[OutputConfig, ...]

@@ -2,8 +2,9 @@
 
 The distributions were fitted to published statistics of the 856 tables of 2021 in
 facebookresearch/dlrm_datasets (``locality_stats.txt`` at 6f46ba7: 468,084,223 lookups in a batch of
-65,536 samples, and unique rows in 17 bins), not to the tables themselves. These sums do not show
-how a table's rows and pooling are related, or how many rows are never looked up; both are assumed.
+65,536 samples, and unique rows in 17 bins), not to the tables themselves. The published totals do
+not show how a table's rows and pooling are related, or how many rows are never looked up; both are
+assumed.
 """
 
 from collections.abc import Sequence

@@ -242,7 +242,7 @@ class Manifest:
 
         The digest is computed only from the manifest, so older sets have one, too. Inputs, options,
         versions and shard boundaries do not affect the digest. Text row keys enter the digest as
-        one concatenated text, without boundaries between keys.
+        one concatenated string, without boundaries between keys.
         """
         return digest(
             {

@@ -5,9 +5,9 @@ very many files, only the first files are mapped, and rows of the others are rea
 cache of maps would not have a higher hit rate, because an epoch visits every row once in random
 order, and a miss would cost a map and an unmap instead of one read. With thousands of shards, each
 batch contains about one run of 16 rows per shard, and a numpy call takes longer than copying such a
-run. Therefore, all maps are addressed relative to the lowest map, through a single overlapping view
-in which a row begins at every item, so that one torch call copies a list of rows. The memory
-between the maps may be used for anything else, so offsets must lie inside a map.
+run. Therefore, a single view that starts at the lowest map covers all maps. The rows of this view
+overlap: a row begins at every item, so that one torch call can copy rows from any positions in the
+maps. The memory between the maps may be used for anything else, so offsets must lie inside a map.
 """
 
 import bisect
@@ -38,7 +38,9 @@ _SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 DEFAULT_MAP_COUNT = 65_530
 """Linux's default ``vm.max_map_count``, used if the system does not report its limit"""
 _LOADERS = 4
-"""Number of shares of the map limit: one for each loader (train, val, test), and one spare"""
+"""Number of equal parts into which the map limit is divided: one for each loader (train, val,
+test), and a spare
+"""
 
 
 def map_count_limit() -> int:

@@ -1,4 +1,6 @@
-"""From a set's manifest, in this or an earlier format, derive the command that made the set."""
+"""Reconstruct the command that made a set, given the set's manifest in this or an earlier
+format.
+"""
 
 import shlex
 from collections.abc import Mapping

@@ -170,7 +170,7 @@ class Schema:
     quote: str | None = None
     """Quote character of text cells that contain separators or newlines, or None"""
     missing_values: tuple[str, ...] = ()
-    """Texts that mean a missing cell, such as NA; an empty cell is always missing"""
+    """Strings that mark a cell as missing, such as NA; an empty cell is always missing"""
     many: tuple[ListColumn, ...] = ()
     vocabularies: tuple[tuple[str, str], ...] = ()
     """Pairs of a sparse column and the name of its shared vocabulary"""

@@ -200,7 +200,7 @@ class ShardCache:
             )
 
     def _try_reserve(self, reserved: Path, num_bytes: int) -> tuple[int, bool]:
-        """Remove files to make room; return how many bytes are still lacking, and whether downloads
+        """Remove files to make room; return how many bytes are still needed, and whether downloads
         in progress occupy some of the room.
 
         Downloads begin and end under the same lock, so the two results are consistent.

@@ -168,7 +168,9 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
 
 
 _MIN_WORDS = 3
-"""Minimum number of different words in a column for the advice that the column contains strings"""
+"""Minimum number of different words in a column's bad cells for the advice that the column contains
+strings
+"""
 
 
 def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
@@ -183,8 +185,8 @@ def _misfit(example: tuple[int, str, str, str]) -> tuple[str, str]:
 def _columns_of_words(
     examples: Sequence[tuple[int, str, str, str]], schema: Schema
 ) -> dict[str, list[str]]:
-    """Return the columns of numbers whose bad cells contain several different words, with some of
-    the words.
+    """Return the numeric columns whose bad cells contain several different words, with these
+    words.
     """
     words: dict[str, list[str]] = {}
     for example in examples:

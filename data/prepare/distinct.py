@@ -27,7 +27,7 @@ RANGE_VALUES = 1 << 22
 """Approximate maximum number of values to merge at a time"""
 _BLOCK = 1 << 20
 _SAMPLED = 1 << 14
-"""The ranges are derived from a sample of one key per this many values"""
+"""Number of values per sampled key; the ranges are derived from the sample"""
 _COLUMNS: Mapping[str, str] = {"len": "<i8", "least": "<u4", "most": "<u4"}
 COUNTS_KEYS = ("fields", "padding")
 MERGED_KEYS = ("values", "missing", "key", "checked", "crc32")
@@ -40,9 +40,9 @@ class FieldCounts:
     keys: Keys
     counts: NDArray[np.int64]
     checks: NDArray[np.uint32] | None
-    """The smallest check of the strings with the same key, by key"""
+    """For each key, the smallest check of the strings with this key"""
     most: NDArray[np.uint32] | None
-    """The largest check of the strings with the same key, by key"""
+    """For each key, the largest check of the strings with this key"""
     missing: int
 
     @property

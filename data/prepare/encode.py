@@ -195,7 +195,7 @@ class _PieceEncoder:
     def splits(self, start: int, total: int) -> NDArray[np.uint8]:
         """Return each row's split (uint8 [rows]).
 
-        This piece comes after ``start`` of the ``total`` rows.
+        ``start`` of the ``total`` rows come before this piece.
         """
         if self._options.split.kind != "time":
             return self._frame[SPLIT_COLUMN].to_numpy()
@@ -356,6 +356,8 @@ def _matrix(
 
 
 def length_type(options: PrepareOptions) -> str:
-    """Return the dtype of list lengths: the smaller one if no row can have more than 255 values."""
+    """Return the dtype of list lengths: uint8 if no row can have more than 255 values, and
+    otherwise uint16.
+    """
     most = max((column.most for column in options.schema.many if not column.fixed), default=0)
     return LENGTH_TYPES[most > np.iinfo(np.uint8).max]

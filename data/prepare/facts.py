@@ -17,7 +17,7 @@ _MIN_LISTS = 0.2
 """Minimum fraction of cells with a separator in a text column of lists"""
 _SHOWN_CHARS = 24
 _MISSING = ("NA", "N/A", "n/a", "NULL", "Null", "null", "None", "?", "-", "--")
-"""Texts that mean missing if all other cells of the column are numbers or dates"""
+"""Strings that mark a cell as missing if all other cells of the column are numbers or dates"""
 _COMMA = r"^[+-]?[0-9]+(,[0-9]+)?$"
 _THOUSANDS = r"^[+-]?[0-9]{1,3}(,[0-9]{3})?$"
 _LIKE_NUMBER = r"^[(+-]? ?\p{Sc}? ?[0-9][0-9.,' ]* ?(%|\p{Sc})?\)?$"
@@ -183,7 +183,7 @@ def _fits(texts: pl.Series, form: str) -> bool:
 
 
 def missing_texts(frame: pl.DataFrame) -> list[str]:
-    """Return the strings that mean missing, such as NA, in columns of numbers or dates."""
+    """Return the strings that mark missing cells, such as NA, in columns of numbers or dates."""
     found: dict[str, None] = {}
     for cells in frame.select(pl.col(pl.String)).get_columns():
         texts = cells.drop_nulls()

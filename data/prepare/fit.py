@@ -64,7 +64,7 @@ class ExactSum:
         self._count += len(values)
 
     def merge(self, other: "ExactSum") -> None:
-        """Add the values in another sum."""
+        """Add the values of another sum to this one."""
         self._count += other._count
         self._first += other._first
         self._second += other._second

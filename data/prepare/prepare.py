@@ -240,8 +240,9 @@ _cached_manifest = Cached(_manifest)
 
 
 def _verify(job: tuple[str, Any], *, key: tuple[Path, str]) -> None:
-    """Verify the shard (split, index) or the vocabulary ("", name) of the set with the folder and
-    fingerprint ``key``. A cluster's worker may have cached an earlier set in this folder.
+    """Verify the shard (split, index) or the vocabulary ("", name) of the set that ``key``
+    identifies by its folder and fingerprint. The folder alone is not enough, because a cluster's
+    worker may have cached an earlier set in this folder.
     """
     (split, which), manifest = job, _cached_manifest(key)
     if split:
@@ -261,7 +262,7 @@ def _was_published(options: PrepareOptions, plan: str) -> bool:
 
 
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
-    """Move the finished set to the output, where an existing set stays in place until then."""
+    """Move the finished set to the output; an existing set stays there until then."""
     if (work / "set").exists():
         for unfinished in (work / "set").rglob("*.partial"):
             # A worker that died left this file, or one that runs a copy of a task still writes it.

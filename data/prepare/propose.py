@@ -48,7 +48,7 @@ _UNUSABLE = {
     "date": "use of a date column, which can only be the time",
 }
 _MIN_IDS = 100
-"""Minimum number of distinct integers for the remark that the integers may be IDs"""
+"""Minimum number of distinct integers in a column for the remark that they may be IDs"""
 _SKEW = 20
 """Minimum ratio of the 99% quantile to the median for which a logarithm is proposed"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
@@ -145,8 +145,8 @@ def _head(sample: Sample) -> list[str]:
 def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
     """Return the column that is likely to be the label, and a remark on other candidates.
 
-    If its name is typical of labels or is a past participle such as "installed", a column with two
-    values is preferred to a column of grades, such as stars.
+    A column with two values is preferred to a column of ratings, such as stars, if its name is
+    typical of labels or is a past participle such as "installed".
     """
     named = [column for column in of_words(columns, _LABELS) if _rule(column)]
     binary = [column for column in columns if column.distinct == 2 and _rule(column)]

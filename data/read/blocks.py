@@ -33,8 +33,8 @@ _WIDE_COLUMNS = ("group", "time", "row_key")  # non-feature columns with 64 bits
 
 
 BLOCK_BYTES = 16 << 20
-"""Batches are read together up to this size, because a block costs Python code and thread switches
-that take as long as copying 1 or 2 MB.
+"""Batches are read together up to this size, because the Python code and thread switches for each
+block take as long as copying 1 or 2 MB.
 """
 
 

@@ -42,7 +42,9 @@ _INTEGERS_IN_ORDER = ("I5", *(name for name in CRITEO.dense if name != "I5"))
 _TABLE_BITS = 16
 _DRIFT_ROWS = 1_000_000
 _MOST_SEGMENTS = 2
-"""Maximum number of tail segments (1000 values in full Criteo) of columns that do not drift"""
+"""Columns with at most this many tail segments (in full Criteo, those with at most 105 values) do
+not drift
+"""
 
 
 @cache
@@ -177,7 +179,7 @@ def _integer_table(name: str) -> NDArray[np.int32]:
 
 
 class _Refinement:
-    """Generates a column that, like C11, determines C13, but that C11 does not determine.
+    """Generates a column that, like C11, determines C13, but that is not determined by C11.
 
     Each value of C13 owns ranks of the column; the masses of these ranks add up to the mass of the
     value.
@@ -200,8 +202,8 @@ class _Refinement:
 
 
 def _deal(owner_mass: Floats, mass: Floats) -> tuple[Ranks, Floats, Floats]:
-    """Assign each rank to the owner that lacks the most mass. Return the ranks sorted by owner, the
-    edges of their masses, and the start of each owner's mass.
+    """Assign each rank to the owner that lacks the most mass. Return the ranks sorted by owner,
+    their cumulative masses, and the cumulative mass at which each owner starts.
     """
     lacking = [(-value, owner) for owner, value in enumerate(owner_mass)]
     heapq.heapify(lacking)

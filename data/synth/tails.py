@@ -158,7 +158,7 @@ class Tail:
 class Coarsening:
     """Maps the ranks of a fine column to the ranks of a coarser column.
 
-    The mapping turns the fine distribution into almost exactly the coarse distribution. Each fine
+    The mapping turns the fine distribution almost exactly into the coarse distribution. Each fine
     head rank maps to the coarse head rank that lacks the most mass, and the next fine ranks fill up
     the coarse head. All other ranks fill the coarse tail in order, so that rare values map to rare
     values.

@@ -188,8 +188,8 @@ def _cumulative(num_rows: int, law: Law) -> NDArray[np.float64]:
 
 
 def shapes_for(table: TableConfig, world_size: int, num_hosts: int = 1) -> list[Shape]:
-    """Return the shapes to sample for this table: on one rank, on half of the ranks, or on all; on
-    several hosts also in two hops.
+    """Return the shapes to sample for this table: on one rank, on half of the ranks, or on all
+    ranks. With several hosts, the shapes include one whose exchange takes two hops.
     """
     if world_size == 1:
         return [Shape("B", "local")]

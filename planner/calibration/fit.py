@@ -3,8 +3,8 @@
 A step time is modeled as the maximum work of any rank plus the maximum transfer time of any rank.
 First, a few factors are fitted almost without a penalty: for all constants of work, for the dense
 part, for bytes, and for calls. These factors adapt the constants to the machine and its link. Then
-each price may deviate from its scaled constant, against a penalty. All errors are measured on tasks
-that were not used in the fit.
+each price may deviate from its scaled constant, at a penalty. All errors are measured on tasks that
+were not used in the fit.
 """
 
 import statistics
@@ -140,9 +140,9 @@ def fitted_prices(records: Sequence[Record], shrinkage: float = SHRINKAGE) -> Fl
 def _factors(world_size: int, num_hosts: int) -> Floats:
     """Return the ms per count of work and transfers that each factor of the first fit scales.
 
-    Of several hosts, only the links between hosts are priced as transfers. A byte that a two-hop
-    exchange sends to another host then costs more than an evenly sent byte, of which a part stays
-    within the host.
+    With several hosts, only the links between hosts are priced as transfers. A byte that a two-hop
+    exchange sends to another host then costs more than a byte that is sent evenly to all ranks,
+    because a part of all evenly sent bytes stays within the host.
     """
     sent = _BYTES.copy()
     if 1 < num_hosts < world_size:

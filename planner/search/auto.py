@@ -2,7 +2,7 @@
 
 By the model's prices, the result is at least as good as every seed, and moving a single table would
 not improve it. The same problem, seed, and number of insertions lead to the same plan, because no
-budget counts seconds.
+limit is measured in seconds.
 """
 
 from collections.abc import Mapping

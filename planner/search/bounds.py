@@ -1,8 +1,9 @@
 """Computes a lower bound on the predicted time of any plan.
 
 The bound is the best value of the Lagrangian dual in ``dual.py``, improved by branching on keys.
-Without branching, a bound may pay for a third of a group. With branching, either no table uses the
-key, or some table does and its whole cost is paid; the bound is the smaller of both bounds.
+Without branching, a bound may include only a fraction of a key's cost, such as a third. With
+branching, either no table uses the key, or some table does and the key's whole cost is paid; the
+bound is the smaller of the two.
 """
 
 import heapq
@@ -53,7 +54,7 @@ def bound(problem: Problem, plan_ms: float, *, branch: bool = True) -> Bound:
 
 
 def _branched(dual: Dual, root: Solution, plan_ms: float) -> float:
-    """Return the bound after splitting the loosest case again and again."""
+    """Return the bound after repeatedly splitting the loosest case."""
     open_cases: list[tuple[float, int, Solution]] = [(root.ms, 0, root)]
     branches = min(MOST_BRANCHES, WORK // len(dual.table))
     for number in range(branches):

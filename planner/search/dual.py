@@ -8,11 +8,11 @@ for its keys. The bound is valid for any non-negative multipliers:
   table's heaviest shard, and the ranks of a key that depends on ranks, if a plan has a limited
   number of copies of it.
 * ``paid`` distributes a key's cost over the tables that could need the key.
-* ``crowding`` [4, keys] distributes the cost of a key that depends on ranks in another way: a plan
-  faster than the given one has an upper limit on the load of a rank, so the tables that share one
-  set of ranks have an upper limit on their total load, and more tables need more sets. A table that
-  takes more than half of this limit does not share its set with another such table.
-* One multiplier on bytes represents the ranks' limits on memory in total.
+* ``crowding`` [4, keys] is another way to distribute the cost of a key that depends on ranks: a
+  plan faster than the given one has an upper limit on the load of a rank, so the tables that share
+  one set of ranks have an upper limit on their total load, and more tables need more sets. A table
+  that takes more than half of this limit does not share its set with another such table.
+* A single multiplier on bytes represents the total memory limit of all ranks.
 """
 
 from dataclasses import dataclass
@@ -62,9 +62,9 @@ class Solution:
 class Dual:
     """All tables' options as arrays, for plans faster than ``plan_ms``.
 
-    ``home`` [2, n] contains the ms of work and transfers that an option adds to every rank,
-    ``spread`` [2, n] the ms that its shards add to the mean rank, ``heaviest`` [2, n] the most that
-    they add to one rank, and ``mean`` [2, n] the ms that they add to the mean of their ranks.
+    Each array [2, n] contains ms of work and transfers per option. An option adds ``home`` to every
+    rank. Its shards add ``spread`` to the mean over all ranks, at most ``heaviest`` to any one
+    rank, and ``mean`` to the mean over their own ranks.
     """
 
     def __init__(self, problem: Problem, plan_ms: float) -> None:
@@ -159,8 +159,8 @@ class Dual:
         return _Ascent(self, limits, start).run(rounds)
 
     def rank_room(self, limits: Limits) -> Floats:
-        """Return how many ms [2] the shards of the tables may add to a rank of a plan that is
-        faster than the given one, at most.
+        """Return the maximum ms [2] that the tables' shards can add to a rank in a plan faster than
+        the given one.
         """
         keys = limits.least @ self._key_loads
         everywhere = self._least_base + self._least_home + keys
@@ -301,7 +301,7 @@ class _Ascent:
 
     def _needs(self, chosen: Ints) -> tuple[Floats, Floats, Floats]:
         """Return which (table, key) pairs the chosen options need, and the relative loads [4, keys]
-        and the ms [2, keys] that they add to the sets of ranks of the keys.
+        and the ms [2, keys] that they add to the keys' sets of ranks.
         """
         dual = self.dual
         used = np.zeros(len(dual.table), dtype=bool)

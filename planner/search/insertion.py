@@ -52,8 +52,8 @@ class _Tried:
     """A table's options that have the same number of shards, as arrays.
 
     ``shards`` [n, 3] contains the largest shard load of each option, and ``homes`` [n, 3] the load
-    on every rank. ``lowers`` is true if a shard makes its rank faster: a rank sends less to other
-    ranks, the more tables it stores.
+    on every rank. ``lowers`` is true if a shard makes its rank faster: the more tables a rank
+    stores, the less it sends to other ranks.
     """
 
     count: int
