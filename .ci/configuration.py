@@ -114,7 +114,9 @@ def sections() -> Iterator[Section]:
 def sections_of(
     kind: type[Any], path: str, condition: str = "", but: Sequence[Row] = ()
 ) -> Iterator[Section]:
-    """Yield the section of the group at ``path`` without the rows ``but``, then its subgroups."""
+    """Yield the section of the group at ``path`` without the rows ``but``, then those of its
+    subgroups.
+    """
     hints = typing.get_type_hints(kind, include_extras=True)
     text = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")
     yield Section([path], condition, text, [row for row in rows_of(kind) if row not in but])

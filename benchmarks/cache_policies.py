@@ -118,8 +118,8 @@ def planned(
     """Run ``SlotPlanner`` with ``known`` batches announced in advance, of which ``ahead`` are
     admitted.
 
-    Also return how often an early fetch did not fit. Raises SystemExit if the planner's rows to
-    fetch or to read differ from those that follow from the trace and the evicted rows.
+    Also return how often an early fetch did not fit. Raises SystemExit if the rows that the planner
+    fetches or reads differ from those computed from the trace and the evicted rows.
     """
     planner = SlotPlanner(num_rows, capacity)
     cached, touched = np.zeros(num_rows, bool), np.zeros(num_rows, bool)

@@ -10,8 +10,8 @@ size are also measured; a line through the three times predicts the time for 40 
 
 The effect on training is a median over several saves and has three parts: the time that steps lost
 during a save, as a share of the save's duration; the time that the training thread spent on the
-undo log; and the additional memory, as the save counts it and as the system does (peak resident
-size).
+undo log; and the additional memory, both as counted by the save and as reported by the system (peak
+resident size).
 """
 
 import argparse

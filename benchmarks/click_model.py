@@ -22,8 +22,8 @@ HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
 class Shape:
     """The work of a run, with ``rows_per_rank`` samples on each of ``world_size`` ranks.
 
-    ``hotness`` contains the ids per sample of each table; a sample's vectors from a table are
-    summed.
+    ``hotness`` is the number of ids per sample for each table; the vectors that a sample looks up
+    in a table are summed.
     """
 
     num_tables: int = 26

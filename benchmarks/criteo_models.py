@@ -3,13 +3,13 @@ plain PyTorch.
 
     python -m benchmarks.criteo_models --input train.txt.gz [--models dlrm] [--seeds 1 2 3]
 
-Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports that it is skipped;
---data accepts a prepared set (split by time 80/10/10). For each seed, train_wdl.py trains one epoch
-with configs/MODEL.yaml, with and without ``model.autocast: bf16``. For comparison, the program
-trains the same model from benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which does not
-use sbpflow's model or engine code. Both trainings use the same rows in the same order and the same
-initial values, because on so few rows the AUC varies by 0.01 between seeds. Only the dropout masks
-differ. --worker runs the plain model.
+Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports that the benchmark is
+skipped; --data accepts a prepared set (split by time 80/10/10). For each seed, train_wdl.py trains
+one epoch with configs/MODEL.yaml, with and without ``model.autocast: bf16``. For comparison, the
+program trains the same model from benchmarks/plain_models.py (Wide & Deep: plain_wdl.py), which
+does not use sbpflow's model or engine code. Both models are trained with the same rows in the same
+order and the same initial values, because on so few rows the AUC varies by 0.01 between seeds. Only
+the dropout masks differ. --worker runs the plain model.
 """
 
 import argparse

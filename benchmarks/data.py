@@ -169,8 +169,8 @@ def _write_distinct(target: Path, values: int) -> None:
 
 
 def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
-    """Check that both sets have bitwise equal labels and dense values, and as many distinct ids per
-    field in train.
+    """Check that both sets have bitwise equal labels and dense values, and the same number of
+    distinct ids per field in train.
     """
     rows = SplitRows(manifest, "train")
     ours = np.empty((rows.num_rows, rows.num_words), dtype=np.int32)

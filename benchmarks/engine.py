@@ -327,8 +327,8 @@ class _Grown:
 
 def _whole_table_ids(rows: int, batch: int, seed: int) -> Tensor:
     """Return ids that follow Zipf's law with exponent 1.2, computed by inverting the continuous
-    law. The ids are then spread by a multiplication, which is a permutation for any even number of
-    rows that is divisible by 5.
+    law. The ids are then spread over the table by a multiplication, which permutes them, because
+    the multiplier is a prime that does not divide the number of rows.
     """
     random = np.random.default_rng(seed).random((batch, 26))
     exponent = -0.2

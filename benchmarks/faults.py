@@ -14,15 +14,15 @@ uninterrupted run.
     python -m benchmarks.faults --folder F --limit-s 400
                                 as many runs as can start in that time; repeat it to continue
 
-Kills send SIGKILL to one rank during training, or to all ranks during training, while a checkpoint
-is written, while one is loaded, while the first rows are read, or at any moment of the start
-(imports, rendezvous). Some send SIGTERM or SIGINT instead to all ranks, which save and exit. The
-losses of every step and the final scores must be bit-identical to the losses and scores of an
-uninterrupted run. No complete checkpoint may be lost, every rank must exit, and a finished run must
-leave behind neither processes nor temporary files. Each start uses a random ``train.lookahead``
-and, with ``--storage file`` or ``servers``, a random cache size. With ``--storage servers``, three
-servers run throughout; each start uses one, two, or three of them, and servers are killed while
-rows are trained, loaded, read, or saved.
+Most kills send SIGKILL, either to one rank during training or to all ranks. All ranks are killed
+during training, while a checkpoint is written or loaded, while the first rows are read, or at any
+moment of the start (imports, rendezvous). The other kills send SIGTERM or SIGINT to all ranks,
+which then save and exit. The losses of every step and the final scores must be bit-identical to the
+losses and scores of an uninterrupted run. No complete checkpoint may be lost, every rank must exit,
+and a finished run must leave behind neither processes nor temporary files. Each start uses a random
+``train.lookahead`` and, with ``--storage file`` or ``servers``, a random cache size. With
+``--storage servers``, three servers run throughout; each start uses one, two, or three of them, and
+servers are killed while rows are trained, loaded, read, or saved.
 """
 
 import argparse

@@ -23,8 +23,8 @@ the logarithms of the ratios. A figure is slower if the interval is above 1 and 
 1.02, because paths, environment, and memory addresses shift the times of identical code, and rounds
 do not average out these shifts (Mytkowicz et al., "Producing Wrong Data Without Doing Anything
 Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone would report a slower figure in one
-of three gates. Slower rows are therefore measured again with as many rounds, and a figure is
-reported only if it is slower both times.
+of three runs of the gate. Slower rows are therefore measured again with the same number of rounds,
+and a figure is reported only if it is slower both times.
 
 The exit status is 1 if a figure is slower, does different work, or fails, and 0 otherwise. For a
 figure that is not reported, the upper end of the interval limits the slowdown that may have been

@@ -49,7 +49,7 @@ def make_sample(
     """Return held-out tables from the pool, reduced in size, with their id distributions.
     Reproducible.
 
-    With ``giant``, the first table has as many rows as take this share of the bytes of all rows.
+    With ``giant``, the first table has enough rows to take up this share of the bytes of all rows.
     """
     random = np.random.default_rng([number, num_tables, 77])
     half = split_pool(held_out=True)

@@ -1,14 +1,15 @@
-"""Measures the plans of all planners where plans differ: on two hosts joined by a slow link, most
-of the time with little memory.
+"""Measures the plans of all planners in a setting where plans differ: two hosts joined by a slow
+link and, in most tasks, little memory.
 
     python -m benchmarks.planner_link --link 1gbit --ranks 4 --output PROFILE
     python -m benchmarks.planner_regimes --link 1gbit --profile PROFILE --journal FILE
 
-The hosts are network namespaces with two ranks each. A third of the tasks has no memory limit, a
-third has equal limits, and in a third, the ranks of the second host have half of the memory of the
-others. In half of the tasks with limits, one table is too large for any rank. Plans that do not fit
-are counted and not measured. The plans of a task run alternately (``planner_worker.py``). Finished
-tasks are kept in the journal, so the benchmark continues where it stopped.
+The hosts are network namespaces with two ranks each. A third of the tasks have no memory limit, a
+third have equal limits, and in the last third, the ranks on the second host have half as much
+memory as the others. In half of the tasks with limits, one table is too large for any rank. Plans
+that do not fit are counted and not measured. The plans of a task run alternately
+(``planner_worker.py``). Finished tasks are kept in the journal, so the benchmark continues where it
+stopped.
 """
 
 import argparse

@@ -53,8 +53,8 @@ def write_inputs(scratch: Path, rows: int) -> tuple[Path, Path]:
 
 
 class Cost(NamedTuple):
-    """The CPU time of a process and of all its descendants, and the peak of the sum of their
-    anonymous memory.
+    """The CPU time of a process and all its descendants, and the peak of their total anonymous
+    memory.
     """
 
     cpu_s: float

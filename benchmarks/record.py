@@ -52,7 +52,7 @@ class Results:
 
     The first added line replaces the old file. With ``benchmark``, it replaces only that
     benchmark's lines, so that a module's benchmarks can run separately. If ``recorded`` is false (a
-    run with other sizes than those on record), lines are only printed.
+    run with sizes other than those on record), lines are only printed.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:

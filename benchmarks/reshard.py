@@ -276,9 +276,7 @@ def all_cases() -> list[Case]:
 
 
 def cases(*, seed: int, count: int, before: int = 10, after: int = 20) -> list[Case]:
-    """Sample the cases; every eighth case is loaded under the same layout under which it was
-    saved.
-    """
+    """Sample the cases; every eighth case is loaded under the layout under which it was saved."""
     picked = random.Random(seed).sample(all_cases(), count)
     return [
         replace(

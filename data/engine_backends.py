@@ -335,7 +335,9 @@ ENGINES: Mapping[str, type[Backend]] = {
 
 
 def _worker_environment(workers: int) -> dict[str, str]:
-    """Return the environment of each process if ``workers`` processes share this machine."""
+    """Return the environment variables for each process if ``workers`` processes share this
+    machine.
+    """
     threads = str(max(1, (os.cpu_count() or 1) // workers))
     return {_THREADS: threads, "OMP_NUM_THREADS": threads, **KEEP_FREED_MEMORY}
 

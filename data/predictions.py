@@ -86,7 +86,7 @@ class Scoring:
         return f"{redacted(' '.join(self._inputs))} ({self.split})"
 
     def open(self) -> None:
-        """Check, before any row is scored, that the output can be written."""
+        """Before any row is scored, check that the output can be written."""
         path = self.output
         if path.exists() and not self.overwrite and not self.is_folder:
             raise ConfigError(f"--output {path} already exists; use --overwrite to replace it")

@@ -163,9 +163,11 @@ def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> tor
 def values_with_keys(
     fitted: Manifest, keyed: Manifest
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each field with keys in ``keyed``, return the ids, keys, and train counts of all values.
+    """For each field that has keys in the set ``keyed``, return the ids, keys, and train counts of
+    all values.
 
-    The fields must have vocabularies in ``fitted``. The missing value comes first, without a count.
+    The fields must have vocabularies in the set ``fitted``. The missing value comes first, without
+    a count.
     """
     stored = open_vocabularies(fitted)
     result: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}

@@ -34,7 +34,7 @@ def checked(planned: Planned, cost: TaskCost) -> Planned:
 
 
 def infeasible_text(planned: Planned, cost: TaskCost) -> str:
-    """Describe the fullest rank of the plan closest to fitting, and changes that would make one
+    """Describe the fullest rank of the plan closest to fitting, and changes that would make a plan
     fit.
     """
     task, memory = cost.task, planned.priced.memory

@@ -1,4 +1,4 @@
-"""Compiles the tables' kernels into the user's cache, so that not every rank compiles them."""
+"""Compiles the tables' kernels into the user's cache, so that the ranks need not compile them."""
 
 import torch
 

@@ -100,7 +100,7 @@ class ListColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelRule:
-    """Defines which cells of the label column mean 1; all other cells mean 0."""
+    """Defines which cells of the label column count as 1; all other cells count as 0."""
 
     compare: Compare
     values: tuple[str, ...]
@@ -179,7 +179,7 @@ class Schema:
     ``--dense``)
     """
     label_rule: LabelRule | None = None
-    """Values of the label column that mean 1, or None for a column of 0 and 1"""
+    """Values of the label column that count as 1, or None for a column of 0s and 1s"""
     labels: tuple[str, ...] = ()
     """Columns of additional labels"""
     weight: str | None = None

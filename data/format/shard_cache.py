@@ -42,7 +42,7 @@ class CacheLimit:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """The manifest's facts about one file of a set."""
+    """The checksum and the size of one file of a set, from the manifest."""
 
     crc32: int
     num_bytes: int

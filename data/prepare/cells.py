@@ -51,7 +51,7 @@ _FULL_YEAR = "^ *[0-9]{4}-"
 NOT_A_NUMBER, NOT_A_TIME, NOT_A_KEY = "is not a number", "is not a time", "is not a row key"
 
 Faults = dict[tuple[str, str], pl.Series]
-"""By column and rule, flags that mark the rows whose cell breaks the rule"""
+"""For each column and rule, flags that mark the rows whose cell breaks the rule"""
 RawRow = Callable[[int], bytes]
 
 
@@ -152,7 +152,7 @@ def _without_faults(
 
 
 def _some_labels(cells: pl.Series, schema: Schema) -> list[str]:
-    """Return some distinct cells of the label column; for numbers, some of their quantiles.
+    """Return some distinct cells of the label column or, for numbers, some of their quantiles.
 
     Without a label rule, cells that are labels are left out, unless all cells are labels.
     """

@@ -14,7 +14,7 @@ ColumnKind = Literal["empty", "integer", "real", "boolean", "date", "list", "tex
 _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
 _LIST_MARKS = ("|", ";")
 _MIN_LISTS = 0.2
-"""Minimum fraction of cells with a separator in a text column of lists"""
+"""Minimum fraction of cells with a separator for a text column to be treated as lists"""
 _SHOWN_CHARS = 24
 _MISSING = ("NA", "N/A", "n/a", "NULL", "Null", "null", "None", "?", "-", "--")
 """Strings that mark a cell as missing if all other cells of the column are numbers or dates"""

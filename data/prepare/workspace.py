@@ -72,7 +72,9 @@ def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
 
 
 def work_folder(output: Path) -> Path:
-    """Return ``OUTPUT.work``. Raises ConfigError if the output has no name or no usable parent."""
+    """Return ``OUTPUT.work``. Raises ConfigError if the output has no name or no usable parent
+    folder.
+    """
     local_path(output)  # rejects a URL that a caller has converted to a Path
     if not output.name or output.name in (".", ".."):
         raise ConfigError(f"--output: {output} has no folder name; use, for example, out/criteo")

@@ -12,9 +12,10 @@ sums, or exchanges distinct rows.
 
 Differences: Two branches of the source choose the wrong cut if only one cut is possible; here they
 are fixed. The weights, which are chosen by hand in the source, come from this machine's prices. The
-two thresholds that select the copied and the distinct-row tables, also chosen by hand in the
-source, are chosen by price from a grid of nine points, which leads to better plans than the
-defaults. Tables with both row and column parts are placed on a grid of ranks.
+two thresholds that select the tables to copy and the tables that exchange distinct rows are also
+chosen by hand in the source. Here they are chosen by price from a grid of nine points, which leads
+to better plans than the defaults. Tables with both row and column parts are placed on a grid of
+ranks.
 """
 
 from itertools import product

@@ -18,8 +18,8 @@ LEAST_GAIN = 1e-9
 
 
 def balance(state: State, steps: int) -> None:
-    """Take up to ``steps`` steps, each of which makes the loads more even. No rank gets above its
-    memory limit, unless it was above before.
+    """Take up to ``steps`` steps, each of which makes the loads more even. No rank exceeds its
+    memory limit unless it did so before.
     """
     tables = _Whole.of(state)
     top = np.maximum(state.loads[:, :BYTES].max(axis=0), 1e-12)
@@ -40,7 +40,7 @@ def balance(state: State, steps: int) -> None:
 
 
 class _Whole(NamedTuple):
-    """The tables on a single rank whose keys do not depend on it, as arrays."""
+    """The tables on a single rank whose keys do not depend on the rank, as arrays."""
 
     numbers: Ints
     ranks: Ints

@@ -100,8 +100,8 @@ def children() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def temporary(run, tmp_path, monkeypatch):
-    """Use a folder for temporary files that no other process uses. The parameter ``run`` runs a job
-    first, because importing parts of torch sets environment variables.
+    """Use a private folder for temporary files. The parameter ``run`` runs a job first, because
+    importing parts of torch sets environment variables.
     """
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))

@@ -195,8 +195,8 @@ def look_from_another_machine(world: World, folder: Path):
 
 
 def _mount_over(folder: Path) -> str:
-    """Mount an empty in-memory file system over ``folder`` for this thread; return an error text if
-    it fails.
+    """Mount an empty in-memory file system over ``folder`` for this thread; return an error message
+    if it fails.
     """
     system = ctypes.CDLL(None, use_errno=True)
     new_namespace, recursive_private = 0x00020000, 0x4000 | 0x40000

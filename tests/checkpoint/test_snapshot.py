@@ -1,5 +1,5 @@
-"""Tests, for every kernel, that a save writes the state as of its start, although training changes
-the state meanwhile.
+"""Tests, for every kernel, that a save writes the state as of its start, even though training
+changes the state in the meantime.
 """
 
 import errno

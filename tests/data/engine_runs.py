@@ -78,8 +78,9 @@ def kill_in_every_phase(monkeypatch, folder: Path) -> Callable[[], list[str]]:
 
 
 def dies_in_its_task(item: object, *, function: Callable[[object], object], flag: Path) -> object:
-    """Run a task. The first task kills its process before it completes its first file, whose
-    partial file remains, or, if the task writes no files, before it returns its result.
+    """Run a task. The first task kills its process before its first file is complete, so that a
+    partial file remains. A first task that writes no files kills its process before it returns its
+    result.
     """
     try:
         flag.touch(exist_ok=False)

@@ -173,8 +173,8 @@ def test_importing_data_imports_neither_dali_nor_polars_nor_torch():
 
 
 def test_abandoned_epochs_may_be_garbage_collected_in_any_thread(row_set):
-    """An abandoned generator may be garbage-collected in one of its reader threads; it must not
-    wait for these threads then.
+    """An abandoned generator may be garbage-collected in one of its reader threads; its cleanup
+    must not wait for these threads.
     """
     for backend in INSTALLED:
         for _ in range(20):

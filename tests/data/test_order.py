@@ -36,8 +36,9 @@ def test_a_permutation_depends_on_every_part_of_its_key():
 
 @pytest.mark.parametrize("size", [3, 7, 24, 300])
 def test_every_index_has_every_image_equally_often(size):
-    """Test the uniformity of permutations by chi-squared over keys, for sizes with the fewest bits
-    to mix."""
+    """Test the uniformity of permutations over keys with a chi-squared test, for the sizes with the
+    fewest bits to mix.
+    """
     times = 20 * size
     counts = np.zeros((size, size))
     for key in range(times):

@@ -26,7 +26,7 @@ from sbpflow.data.synth.signal import CROSS_TERMS, ID_TERMS, PRODUCT_TERMS, SHAR
 from tests.data.rows import all_words, floats, folder_bytes, ids, run_prepare
 
 NUM_ROWS = 137_139
-"""Number of measured rows."""
+"""Number of real rows that were measured."""
 # Distinct ids per 16384 consecutive rows, measured on six batches of real rows; missing counts as
 # one id.
 UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12": 8562,

@@ -1,4 +1,4 @@
-"""Tests which folders prepare and synth may remove, and the limits on numbers."""
+"""Tests which folders prepare and synth may remove, and which numbers options and cells accept."""
 
 import pytest
 

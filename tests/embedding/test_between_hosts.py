@@ -1,4 +1,4 @@
-"""Tests that all-to-alls between hosts use pairwise messages and give the same bits."""
+"""Tests that all-to-alls between hosts use pairwise messages and give bit-identical results."""
 
 from unittest import mock
 

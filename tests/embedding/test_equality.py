@@ -1,7 +1,7 @@
 """Tests that training under any layout on 1 to 4 ranks equals a float64 reference written without
 sbpflow.
 
-The tolerance covers float64 sums in another order: with table values near 0.1 and three steps,
+The tolerance covers float64 sums in a different order: with table values near 0.1 and three steps,
 errors stay below 1e-12.
 """
 

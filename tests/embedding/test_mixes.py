@@ -1,6 +1,6 @@
 """Tests that random mixes of all engine features equal a reference written without sbpflow.
 
-Float64 sums in another order stay within 1e-10 over 20 steps; comments explain the bounds for
+Float64 sums in a different order stay within 1e-10 over 20 steps; comments explain the bounds for
 float32.
 """
 

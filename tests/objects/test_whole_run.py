@@ -1,4 +1,4 @@
-"""Prepares, trains, kills, resumes, and predicts with all files in an S3 server, and compares the
+"""Prepares, trains, kills, resumes, and predicts with all files on an S3 server, and compares the
 results with local files.
 """
 

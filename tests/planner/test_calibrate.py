@@ -332,7 +332,9 @@ def test_a_fit_on_several_hosts_finds_the_link_between_them():
 
 
 def test_a_slow_link_does_not_remove_the_prices_of_work():
-    """If transfers hide the work, its factor stays above 0, so that plans are balanced."""
+    """If transfers hide the work, the factor of the work stays above 0, so that plans are
+    balanced.
+    """
     records = [
         replace(record, rounds_ms=(float(1e-3 * (record.totals @ SENT).max()) + 40.0,))
         for record in synthetic_records(0.0, samples=3)

@@ -208,8 +208,8 @@ def test_no_plan_is_faster_than_the_bound_if_shards_make_ranks_faster():
 
 
 def with_heavy_table(problem, times):
-    """Make the first table so heavy that, if whole, it is ``times`` the work of all other tables
-    together.
+    """Make the first table so heavy that, stored whole, it causes ``times`` the total work of the
+    given problem's tables.
     """
     first, *others = problem.options
     total = sum(options[0].shards.sum(0) for options in problem.options)

@@ -1,5 +1,5 @@
-"""Tests that fixed-size row buffers, whatever their size, give the same bits as transfers of exact
-size.
+"""Tests that fixed-size row buffers, whatever their size, give results bit-identical to those of
+transfers of exact size.
 """
 
 import logging

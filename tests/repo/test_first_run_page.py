@@ -1,4 +1,4 @@
-"""Tests that the commands in docs/first_run.md run in order and print the shown output."""
+"""Tests that the commands in docs/first_run.md run in order and print the output shown there."""
 
 import json
 import re

@@ -44,7 +44,9 @@ def test_every_picture_is_shown_in_both_themes():
 
 
 def test_a_picture_has_a_description_and_stays_inside_its_frame(drawn):
-    """Boxes and the starts of texts must be inside the picture; overlong text is not detected."""
+    """Boxes and the start of each text must be inside the picture; overlong text is not
+    detected.
+    """
     for path in drawn.iterdir():
         root = ElementTree.parse(path).getroot()
         _, _, width, height = map(float, root.get("viewBox", "").split())

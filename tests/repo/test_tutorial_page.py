@@ -1,4 +1,4 @@
-"""Tests that the files and commands in docs/tutorial.md work in the reader's order."""
+"""Tests that the files and commands in docs/tutorial.md work when followed from top to bottom."""
 
 import json
 import re

@@ -117,9 +117,9 @@ def write(folder, job: Job, model: PlainModel, spec, fields: Fields, row_format=
 
 
 def _criteo_like(world: World, folder):
-    """Return, by batch, how far the plain model's logits are from the job's, and whether they are
-    equal in a process with only torch; then the job's values, and by batch, whether the bundle's
-    logits are close to the job's.
+    """Return the differences between the plain model's logits and the job's, by batch; whether the
+    plain model's logits are equal in a process with only torch, by batch; the job's values; and
+    whether the bundle's logits are close to the job's, by batch.
     """
     config = make_config("1", "adagrad", dtype="float32")
     batches = make_batches(7, 30)

@@ -1,5 +1,5 @@
-"""Tests that the Python code in docs/sbp.md runs and prints the shown output, and that its tables
-are correct.
+"""Tests that the Python code in docs/sbp.md runs and prints the output shown there, and that the
+page's tables are correct.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Tests a bundle's optional files, machine code and ONNX, which have the weights as inputs."""
+"""Tests a bundle's optional files, machine code and ONNX, which take the weights as inputs."""
 
 import json
 import shutil

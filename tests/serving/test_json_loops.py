@@ -19,8 +19,8 @@ def columns_of(names):
 
 
 def lines_of(text, reader=None):
-    """Return the cells of ``text`` by row and their columns' kinds, or None if it is left to
-    Python's parser.
+    """Return the cells of ``text`` by row, and the kinds of their columns, or None if the text is
+    left to Python's parser.
     """
     reader = reader or JsonLines(list(KINDS), (TEXT,))
     found = reader.lines(text if isinstance(text, bytes) else text.encode(), columns_of)

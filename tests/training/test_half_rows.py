@@ -51,7 +51,9 @@ def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
     ("scheme", "size"), quick([("1", 2), ("2", 3), ("3", 3), ("dp", 2)], lambda n: n == 2)
 )
 def test_float32_losses_stay_within_rounding(ranks, scheme, size):
-    """Sums in another order differ by 1e-7, which changes one rounding in 30,000, by about 4e-3."""
+    """Sums in a different order differ by 1e-7, which changes one rounding in 30,000, by about
+    4e-3.
+    """
     one = ranks(1, train, half("dp", "float32"), STEPS)[0]["losses"]
     for result in ranks(size, train, half(scheme, "float32"), STEPS):
         assert result["losses"] == pytest.approx(one, rel=2e-5)

@@ -1,4 +1,4 @@
-"""Tests that interrupted runs resume without any difference, and that other runs are refused or
+"""Tests that interrupted runs resume with identical results, and that other runs are refused or
 moved aside.
 """
 
