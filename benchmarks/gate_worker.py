@@ -61,7 +61,7 @@ def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 def keep_freed_memory() -> None:
     """Keep freed memory in the process, as ``sbpflow train`` does, for both commits.
 
-    Otherwise, glibc adapts its limits to the sizes that are freed first, and each benchmark run
+    Otherwise, glibc adapts its thresholds to the sizes that are freed first, and each benchmark run
     gets a random number of page faults per step, between 0 and 2,700. This effect exceeds the
     differences that the gate should detect.
     """

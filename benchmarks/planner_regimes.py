@@ -76,7 +76,7 @@ def task_of(number: int, profile: Profile, batch: int) -> Task:
 
 
 def drawn_plans(task: Task, number: int, count: int) -> dict[str, Plan]:
-    """Return random plans, half of them with one shape for all tables as far as possible."""
+    """Return random plans, half of which use one shape for as many tables as possible."""
     sample = make_sample(number, RANKS, num_tables=len(task.tables), batch_size=task.batch_size)
     sample = replace(sample, task=task)
     return {f"drawn {name}": plan for name, plan in draw_plans(sample, number, count)}

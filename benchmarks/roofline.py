@@ -5,8 +5,8 @@
 The worker measures this machine's rates: the fastest matrix product, random row reads with and
 without prefetch, memory bandwidth, deduplication, and messages between the two ranks. These rates
 and the counts of the batches determine the limit: the time of a step without Python, waits, or
-overhead per operation. Rates and steps are measured in turns in the same processes, with one thread
-per rank.
+overhead per operation. Rates and steps are measured alternately in the same processes, with one
+thread per rank.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def counts_of(shape: Shape, world: World) -> tuple[Tensor, dict[str, float]]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Measure the rates and steps of one rank in turns."""
+    """Measure the rates and steps of one rank alternately."""
     from benchmarks.click_trainer import ClickTrainer
     from benchmarks.gate_worker import keep_freed_memory
 

@@ -168,7 +168,9 @@ def frequencies_of(shape: Shape) -> dict[str, IdFrequencies]:
 
 
 class Deep(LayeredPart):
-    """The deep part over the tables; if ``left_out``, the logits are the means of the vectors."""
+    """The deep part over the tables; if ``left_out`` is true, the logits are the means of the
+    vectors.
+    """
 
     left_out = False
 

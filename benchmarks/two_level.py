@@ -2,9 +2,9 @@
 
     python -m benchmarks.two_level [--links 100mbit 1gbit] [--simulate]
 
-The hosts are network namespaces, and the ranks of a host share memory. Both layouts train the same
-model on the same batches in the same processes, in turns. ``--simulate`` only counts the distinct
-ids of generated batches for larger worlds, and compares them with the price formulas.
+The hosts are network namespaces, and the ranks of a host share memory. Both layouts alternately
+train the same model on the same batches in the same processes. ``--simulate`` only counts the
+distinct ids of generated batches for larger worlds, and compares them with the price formulas.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def sent_bytes() -> int:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Train both layouts in turns on one rank; rank 0 records the results of a link."""
+    """Train both layouts alternately on one rank; rank 0 records the results of a link."""
     torch.set_num_threads(1)
     keep_freed_memory()
     (link,) = args.links

@@ -115,8 +115,8 @@ class Engine:
     def run(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         """Yield ``function(item)`` for every item, in the order of the items.
 
-        Functions and items must be picklable unless ``shares_memory``. Raises the first error of a
-        task, or DataError if workers die repeatedly or no task finishes within
+        Functions and items must be picklable unless ``shares_memory`` is true. Raises the first
+        error of a task, or DataError if workers die repeatedly or no task finishes within
         ``EngineOptions.wait_s``.
         """
         return _Run(self._backend, self._options, self.home, function).results(items)

@@ -86,7 +86,7 @@ def _splits(manifest: Manifest, profile: Profile) -> Table:
 
 
 def _times(manifest: Manifest, profile: Profile) -> Table:
-    """Return a table of row counts and label rates, with one row per four time buckets."""
+    """Return a table of row counts and label rates, with one row for every four time buckets."""
     names, edges, size = _present(profile), profile.time_edges, 4
     header = ["rows from", *names, "label 1"]
     rows: list[list[str]] = []

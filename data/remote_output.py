@@ -37,7 +37,7 @@ def make_remote(
 
     ``make`` makes the set in a local folder. ``words`` are the arguments of the command; an upload
     is resumed only if the arguments and the inputs are the same. Raises ConfigError if a set
-    already exists at the URL, unless ``overwrite``.
+    already exists at the URL, unless ``overwrite`` is true.
     """
     if (url / MANIFEST).exists() and not overwrite:
         raise ConfigError(f"--output {url}: a set already exists; use --overwrite to replace it")

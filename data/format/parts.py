@@ -49,8 +49,8 @@ class SideColumn:
 class PartType:
     """The dtype of a part, and its shape without the first dimension.
 
-    The first dimension is the number of rows plus ``extra`` or, if ``counted``, the ``count`` in
-    the manifest.
+    The first dimension is the number of rows plus ``extra`` or, if ``counted`` is true, the
+    ``count`` in the manifest.
     """
 
     dtype: str

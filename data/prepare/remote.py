@@ -24,7 +24,7 @@ def version(path: InputPath) -> tuple[object, ...]:
 
 def written(path: InputPath, *, again: bool = False) -> tuple[int, object]:
     """Return the size and the time of the last write of a file. For a URL, both come from an
-    earlier listing or, if ``again``, from a new request.
+    earlier listing or, if ``again`` is true, from a new request.
     """
     if isinstance(path, RemotePath):
         path = path.fresh() if again else path

@@ -35,7 +35,7 @@ class Prediction:
 
 
 class TaskCost:
-    """Prices the plans of a task with a profile. ``prices`` [F, 3] contains, per count, the ms of
+    """Uses a profile to price the plans of a task. ``prices`` [F, 3] contains, per count, the ms of
     work, the ms of transfers, and the bytes.
     """
 

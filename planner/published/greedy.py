@@ -31,7 +31,7 @@ def lookup_greedy(setting: Setting) -> Assignment:
 
 
 def size_lookup_greedy(setting: Setting) -> Assignment:
-    """Balance columns times ids per sample times log10 of the rows."""
+    """Balance columns times ids per sample times log10 of the number of rows."""
     rows = np.log10(np.maximum(setting.table_rows, 10.0))
     return _balanced(setting, setting.dims * setting.pooling * rows)
 

@@ -15,7 +15,9 @@ LOGARITHMIC = (1, 2, 3)  # rows, pooling, and size span several orders of magnit
 
 
 def mlp(*widths: int, last: bool = False) -> nn.Sequential:
-    """Build linear layers with a ReLU between layers and, if ``last``, after the last layer."""
+    """Build linear layers with a ReLU between layers and, if ``last`` is true, after the last
+    layer.
+    """
     layers: list[nn.Module] = []
     for place, (width, following) in enumerate(pairwise(widths)):
         layers.append(nn.Linear(width, following))

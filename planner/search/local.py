@@ -34,7 +34,9 @@ LEAST_GAIN = 1e-6  # relative; smaller differences between two plans are roundin
 
 
 def build(problem: Problem, inserter: Inserter, order: Sequence[int]) -> State:
-    """Build a whole plan by inserting tables in ``order``, each at the currently best place."""
+    """Build a whole plan by inserting tables in ``order``, each at the place that is best at that
+    point.
+    """
     state = State(problem)
     for table in order:
         state.add(table, inserter.best(state, table).move)

@@ -67,8 +67,9 @@ def homogeneous(
 def greedy(
     problem: Problem, weights: Floats, inserter: Inserter
 ) -> Iterator[tuple[str, Assignment]]:
-    """Yield plans that insert tables one after another, each with the currently best option and
-    ranks."""
+    """Yield plans that insert tables one after another, each with the option and ranks that are
+    best at that point.
+    """
     yield "greedy", build(problem, inserter, heaviest_first(weights)).assignment()
     whole = [[option.shape for option in options if option.whole] for options in problem.options]
     built = build(problem, narrowed(problem, whole), heaviest_first(weights))

@@ -174,7 +174,7 @@ def test_triton_matches_torch_within_the_budget(rehearsed_ranks, ranks, scheme):
 
 def ragged_step(world, mix):
     """Return what ``second_step`` returns, for a collection's second batch, which has lists; the
-    third batch starts meanwhile.
+    third batch starts in the meantime.
     """
     from tests.rehearsal.journal import journal
 

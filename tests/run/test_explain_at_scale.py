@@ -51,8 +51,7 @@ def _imported():
     ),
 )
 def test_planning_for_many_ranks_needs_few_calls_and_lines(scheme, size, most, fields, tables):
-    """Function calls are counted (about two million take a second), because times depend on the
-    load.
+    """Function calls are counted (about two million per second), because times depend on the load.
 
     ``scheme: auto`` plans and prices up to 16 layouts of all tables.
     """

@@ -161,7 +161,7 @@ def _check_all(world, drawn):
 
 
 def _convert_any(ranks, world_size, examples, dtypes=DTYPES):
-    """Convert on real ranks with gradients, several at once; return the number of conversions.
+    """Run conversions with gradients on real ranks, several at once; return their number.
 
     User tensors must not leave ranks empty, so short balanced splits are omitted.
     """
