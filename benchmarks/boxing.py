@@ -218,7 +218,7 @@ def _time_in_turn(
     """Return the ms per call on the slowest rank.
 
     Because each variant leaves the caches and the allocator in a different state, each repeat runs
-    the variants in another random order, which is the same on all ranks.
+    the variants in a different random order, which is the same on all ranks.
     """
     for variant in variants.values():
         for _ in range(WARM_UP):

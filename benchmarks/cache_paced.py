@@ -42,8 +42,8 @@ class PacedRecords:
         _sleep_until(end)
 
     def write(self, rows: Array, records: Array) -> None:
-        """Write the records, then wait until this transfer ends (if ``buffered``: until it
-        starts).
+        """Write the records, then wait until this transfer ends or, if writes are ``buffered``,
+        until it starts.
         """
         self._inner.write(rows, records)
         start, end = self._reserve("write", rows.size)

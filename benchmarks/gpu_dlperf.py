@@ -1,7 +1,7 @@
 """Runs DLPerf's vocabulary sweep on one GPU: ms per iteration and memory, from 3.2M rows up.
 
 The setting is that of OneFlow's DLPerf report (Wide & Deep, batch 16384, d 16, 7 x 1024, Adam on
-touched rows), which reports 56.6 to 57.0 ms on one V100-16GB for every size up to 51.2M rows; see
+touched rows), which gives 56.6 to 57.0 ms on one V100-16GB for every size up to 51.2M rows; see
 docs/benchmarks.md. The sweep doubles the size until memory is exhausted. The random batches are on
 the device, so only the step is timed; the ids are Zipf-like over whole tables.
 

@@ -89,8 +89,8 @@ def halves(path: Path) -> Models:
 
 
 def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged:
-    """Price the task with both models; ``slack`` is the memory relative to an even plan of whole
-    tables.
+    """Price the task with both models; ``slack`` is each rank's memory limit, relative to the mean
+    memory per rank of a plan with whole tables.
     """
     if slack is not None:
         open_cost = TaskCost(models.seen, task)
@@ -177,8 +177,8 @@ def _in(judge: Setting, problem: object, assignment: Assignment) -> Assignment:
 
 
 def _optimum(judge: Setting) -> dict[str, object]:
-    """Return the optimum over all plans in which each table is whole on some rank, or S(0) unique
-    over all ranks.
+    """Return the optimum over all plans in which each table is whole on some rank, or split by rows
+    over all ranks with the ``unique`` exchange.
     """
     size = judge.num_ranks
     rows = Shape("S(0)", "unique", (size, 1))

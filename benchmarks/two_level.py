@@ -109,7 +109,9 @@ def work(args: argparse.Namespace) -> None:
 
 
 def simulate() -> None:
-    """Record the bytes that a host sends to other hosts, counted and from the formula."""
+    """Record the bytes that a host sends to other hosts, both counted and computed by the
+    formula.
+    """
     from sbpflow.planner.costs.features import zipf_mandelbrot
 
     results = Results("two_level", "simulated")

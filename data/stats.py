@@ -50,8 +50,8 @@ class FieldStats:
     train split
     """
     bins_rows: list[int]
-    """Number of rows by number of lookups in the batch: 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, and
-    more
+    """Numbers of rows that have 1, 2, 3-4, 5-8, ..., 2^14 + 1 to 2^15, and more lookups in the
+    batch
     """
     bins_lookups: list[int]
     """Number of lookups in the batch, by bin"""

@@ -1,6 +1,6 @@
-"""Implements Wide & Deep without sbpflow: one process, whole tables, plain autograd. This oracle
-for layouts and world sizes shares only the initial values with sbpflow. Lookups, gradients and all
-optimizer rules are implemented separately, over whole tables and a mask of touched rows.
+"""Implements Wide & Deep without sbpflow: one process, whole tables, plain autograd. This reference
+for testing layouts and world sizes shares only the initial values with sbpflow. Lookups, gradients
+and all optimizer rules are implemented separately, over whole tables and a mask of touched rows.
 """
 
 from dataclasses import dataclass, field

@@ -33,7 +33,7 @@ PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 KINDS: tuple[Kind, ...] = ("hex", "string", "integer")
 BEYOND: tuple[Beyond, ...] = ("error", "first", "last")
 CHECK = "__check"
-"""Suffix of a staged column with the check values of string keys"""
+"""Suffix of the name of a staged column that contains the check values of string keys"""
 GROUP, TIME, ROW_KEY = "__group", "__time", "__row_key"
 """Names of the staged copies of non-feature columns that may also be features"""
 _RESERVED = (SPLIT_COLUMN, GROUP, TIME, ROW_KEY)

@@ -181,9 +181,10 @@ class ShardCache:
             reserved.unlink(missing_ok=True)
 
     def _reserve(self, reserved: Path, num_bytes: int) -> None:
-        """Reserve room by creating the file ``reserved`` with ``num_bytes`` bytes, which other
-        processes count. The downloaded file cannot serve as the reservation, because the store's
-        client truncates it first. While other downloads need the room, this method waits.
+        """Reserve room by creating the file ``reserved`` with ``num_bytes`` bytes, whose size other
+        processes take into account. The downloaded file cannot serve as the reservation, because
+        the store's client truncates it first. While other downloads need the room, this method
+        waits.
         """
         while True:
             excess, waits = self._try_reserve(reserved, num_bytes)

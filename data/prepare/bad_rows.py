@@ -200,7 +200,7 @@ def _columns_of_words(
 
 def _rule_for(cells: Sequence[str]) -> str:
     """Return a label rule under which ``cells`` have both labels; for numbers, the rule is a
-    comparison with a middle value.
+    comparison with the median of the distinct values.
     """
     numbers = {float(cell): cell for cell in cells if re.fullmatch(NUMBER, cell)}
     if not numbers or not re.fullmatch(NUMBER, cells[0]):

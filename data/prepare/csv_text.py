@@ -2,7 +2,7 @@
 
 ``data.prepare.parse`` parses all other text. This module finds records by strict rules, and Polars
 splits the records into cells. Inside quotes, a separator or newline is part of the cell, and a
-doubled quote means one quote.
+doubled quote stands for one quote.
 """
 
 import io

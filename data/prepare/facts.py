@@ -57,7 +57,7 @@ class ColumnFacts:
 
     @property
     def is_unique(self) -> bool:
-        """Return True if all of 20 or more rows have different values."""
+        """Return True if the sample has 20 or more rows, all with different values."""
         return self.missing == 0 and self.distinct == len(self.values) >= 20
 
     @property

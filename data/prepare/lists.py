@@ -1,7 +1,7 @@
 """Read cells with several values (``a|b|c`` in text, lists in Parquet) and optional weights.
 
 Text cannot distinguish an empty cell, an empty list, and a list with one empty element, so all
-three mean an empty list. Any other empty element is a missing value.
+three are read as an empty list. Any other empty element is a missing value.
 """
 
 import re

@@ -20,8 +20,8 @@ _COUNTED = (
 def report_values(content: Mapping[str, Any], *, has_own_ids: bool) -> None:
     """Log the counts in the ``content`` of a manifest, and the growth of the vocabularies.
 
-    Unless ``has_own_ids``, also log the number of lookups of values that have no id in the existing
-    set.
+    Unless ``has_own_ids`` is true, also log the number of lookups of values that have no id in the
+    existing set.
     """
     counted = list(_COUNTED)
     if not has_own_ids:

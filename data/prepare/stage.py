@@ -1,7 +1,7 @@
 """Stage the input: parse every piece into an uncompressed Arrow file of typed columns.
 
 The columns are the label (uint8), dense values (int32 or float32), a key for each sparse column and
-cross (null means missing), and the split (uint8). A piece is complete once its ``.json`` record has
+cross (null if missing), and the split (uint8). A piece is complete once its ``.json`` record has
 been written.
 """
 

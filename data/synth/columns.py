@@ -1,8 +1,9 @@
 """Generate Criteo-like ranks, integers, and missing masks for any range of rows.
 
 Rows are sampled in fixed blocks with separate random streams, so that a row depends only on the
-seed and its number. The structure (columns that determine others, shared masks, tails, correlated
-integers) was measured on the Kaggle data; ``criteo_profile.json`` contains the measurements.
+seed and its number. The structure (columns that determine other columns, shared masks, tails,
+correlated integers) was measured on the Kaggle data; ``criteo_profile.json`` contains the
+measurements.
 """
 
 import heapq
@@ -33,8 +34,8 @@ MASKS = (
     ("I3",), ("I5",), ("I6",), ("I8",), ("I12",), ("C6",), ("C22",),
 )  # fmt: skip
 FOLLOWS = {"I1": ("I5", -0.72), "I10": ("I1", 0.83), "I11": ("I7", 0.89), "I13": ("I4", 0.71)}
-"""The share of rows in which one integer copies (or mirrors) the quantile of the other, by pair of
-integers
+"""For each pair of integers, the share of rows in which one integer copies (or mirrors) the
+quantile of the other
 """
 
 _DERIVED = {name for chain in CHAINS for name in chain[1:]} | {"C7"}

@@ -16,7 +16,7 @@ ID_TERMS = ("C2", "C5", "C7", "C10", "C13", "C14", "C17", "C18", "C24", "C26")
 CROSS_TERMS = (("C1", "C2"),)
 DENSE_TERMS = {"I5": -1.0, "I6": -1.0, "I7": 1.0, "I11": 1.0, "I13": -1.0}
 MISSING_TERMS = {"I1": -1.0, "I5": -1.0, "I6": -1.0, "C3": 1.0}
-"""Weights of columns, with the signs of their effects on the click rate of real rows"""
+"""Weights of columns; each sign is that of the column's effect on the click rate in real rows"""
 SHARES = {"ids": 0.55, "crosses": 0.15, "dense": 0.25, "missing": 0.05}
 """Shares of the logit's variance by kind of term; the terms of a kind have equal shares"""
 PRODUCT_TERMS = (("C2", "C14"), ("C5", "C18"), ("C10", "C17"))

@@ -136,7 +136,7 @@ class Profile:
         return np.stack([work, transfer_ms(byte, call, hops) + dense], axis=1)
 
     def as_json(self) -> str:
-        """Return the content version of the file format that ``load`` reads."""
+        """Return the content of a file that ``load`` reads."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     def save(self, path: Path) -> None:

@@ -320,8 +320,8 @@ def _fit(
     random: np.random.Generator,
     amount: Amount,
 ) -> None:
-    """Train with the MSE and Adam at 1e-3; keep the weights of the epoch with the lowest error on a
-    held-out tenth.
+    """Train with the MSE loss and Adam at a learning rate of 1e-3; keep the weights of the epoch
+    with the lowest error on a held-out tenth.
     """
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     order = torch.from_numpy(random.permutation(len(target)))

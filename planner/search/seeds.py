@@ -19,7 +19,7 @@ def heaviest_first(weights: Floats) -> list[int]:
 
 
 def bytes_of(problem: Problem) -> Floats:
-    """Return the bytes [tables] of each table if stored once, in its smallest option."""
+    """Return the bytes [tables] that each table needs if stored once, in its smallest option."""
     return np.array(
         [
             min(float(option.home[BYTES] + option.shards[:, BYTES].sum()) for option in options)

@@ -96,7 +96,9 @@ def test_grown_tables_keep_saved_rows_and_append_new_ones(ranks, memory):
 
 
 def narrow_and_widen(world: World, folder: Path):
-    """Convert rows from float32 to bfloat16 and back to float32, with another layout each time."""
+    """Convert rows from float32 to bfloat16 and back to float32, with a different layout each
+    time.
+    """
     wide = make_config("1", "adagrad", dtype="float32")
     narrow = make_config("3", "adagrad", dtype="float32")
     narrow = replace(narrow, parallel=replace(narrow.parallel, table_dtype="bfloat16"))

@@ -118,7 +118,7 @@ def test_column_names_matter(tmp_path, key):
 
 
 def recut(manifest, folder, shard_rows):
-    """Return the train rows of ``make_set``, stored in shards of another size."""
+    """Return the train rows of ``make_set``, stored in shards of a different size."""
     other = make_set(folder, manifest.splits["train"], shard_rows)
     assert other.fingerprint != manifest.fingerprint
     return other

@@ -35,8 +35,8 @@ def source(tmp_path_factory):
 
 
 def check_ids(manifest, rows, train_rows, name, min_count):
-    """Check ids: missing is 0, each value frequent in train has its own id, and any other value is
-    1.
+    """Check ids: missing is 0, each value that is frequent in train has its own id, and any other
+    value is 1.
     """
     counts = counts_of(rows[:train_rows], name)
     frequent = {value for value, count in counts.items() if count >= min_count}

@@ -106,7 +106,9 @@ def size_of(batch: int) -> int:
 
 
 def time_of(batch: int, mine: slice) -> int | None:
-    """Return the latest event time of a rank's samples; only one rank has the latest of all."""
+    """Return the latest event time of a rank's samples; only one rank has the latest time
+    overall.
+    """
     times = 1000 + 5 * batch + np.random.default_rng(batch).integers(0, 40, size_of(batch))[mine]
     return int(times.max()) if times.size else None
 

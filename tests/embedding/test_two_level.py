@@ -128,8 +128,8 @@ def _requests(case, grid, ids, stack):
 
 @pytest.mark.parametrize("name", ["2x2", "2x3"])
 def test_each_host_sends_a_distinct_id_only_once(ranks, name):
-    """A host sends only its distinct ids that other hosts own; each id causes one vector and one
-    gradient.
+    """A host sends only its distinct ids that other hosts own; one vector and one gradient are sent
+    for each of these ids.
     """
     grid = GRIDS[name]
     case = make_case(grid, dtype=torch.float32)

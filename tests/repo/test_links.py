@@ -17,7 +17,7 @@ TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.M | re.S)
 
 
 def prose(path: Path) -> str:
-    """Return the page without code blocks; directives such as ``{image}`` stay."""
+    """Return the page without code blocks; directives such as ``{image}`` are kept."""
     kept, fence = [], None
     for line in path.read_text().splitlines():
         opens = re.match(r" *(```+)(.*)", line)

@@ -1,4 +1,6 @@
-"""Tests that plans for many ranks are made in seconds on one core, and are printed with ranges."""
+"""Tests that plans for many ranks are made in seconds on one core, and that long lists are printed
+as ranges.
+"""
 
 import cProfile
 

@@ -347,7 +347,7 @@ def test_different_initial_values_are_reported_before_the_first_step(ranks):
 
 
 class Wanders:
-    """A dense part that makes one more or one fewer conversion from some step on."""
+    """A dense part that makes one more or one fewer conversion, starting at some step."""
 
     def __init__(self, part: object, extra: bool) -> None:
         self.part, self.extra, self.steps = part, extra, 0

@@ -37,7 +37,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """Return the checkpoints of a run, and next to it the folder of its data."""
+    """Return the folder of a run's checkpoints; the folder of its data is next to the run."""
     folder = tmp_path_factory.mktemp("followed")
     path = make_keyed_set(folder / "data", rows=900)
     (folder / "run.yaml").write_text("model: {name: wdl}\n")

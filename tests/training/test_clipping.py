@@ -1,7 +1,7 @@
 """Tests that clipping by the global norm does not depend on the layouts.
 
-The oracle uses numpy: in a step of SGD, a parameter's change divided by the rate is its gradient.
-The norm is computed over the changes of all full tensors.
+The oracle uses numpy: in a step of SGD, a parameter's change divided by the learning rate is its
+gradient. The norm is computed over the changes of all full tensors.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests runs in a program that has created torch's process group already, as Ray's workers do."""
+"""Tests runs in a program that has already created torch's process group, as Ray's workers do."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Tests loss options against plain torch, and tables with separate rates, decays and initial
-values.
+"""Tests loss options against plain torch, and tables with separate learning rates, decays and
+initial values.
 """
 
 from dataclasses import replace
