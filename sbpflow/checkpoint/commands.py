@@ -236,8 +236,8 @@ def _prune(paths: Sequence[AnyPath], keep: int, *, dry_run: bool) -> list[str]:
 def compact(path: AnyPath) -> str:
     """Replace the delta at ``path`` with a full checkpoint; return a line that says so.
 
-    ``path`` may be a folder, whose newest checkpoint is used. Raise CheckpointError if another
-    delta continues the checkpoint.
+    If ``path`` is a folder, replace its newest checkpoint. Raise CheckpointError if another delta
+    continues the checkpoint.
     """
     paths = checkpoints_of(path)
     delta = checked(paths[0])

@@ -110,8 +110,8 @@ def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
 def good_checkpoints(folder: AnyPath, *, run: str | None = None) -> Iterator[Checkpoint]:
     """Yield the checkpoints with a valid index and complete files, newest first.
 
-    Checkpoints that are damaged, belong to a run other than ``run``, or have a name that differs
-    from their step are skipped with a warning. Checksums are verified only when tensors are read.
+    Checkpoints that are damaged, belong to a run other than ``run``, or have a name that does not
+    match their step are skipped with a warning. Checksums are verified only when tensors are read.
     """
     for path in list_checkpoints(folder):
         try:
@@ -190,7 +190,8 @@ def _publish_objects(target: RemotePath, index: Index) -> None:
 
 
 def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, except the newest ``newest`` and the one of ``and_step``.
+    """Remove checkpoints up to ``step``, except the ``newest`` newest ones and that of
+    ``and_step``.
 
     Checkpoints that the kept ones depend on are also kept. Deltas are removed before the
     checkpoints that they continue.

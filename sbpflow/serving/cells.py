@@ -23,8 +23,8 @@ MISSING_KEY = -(2**63)
 a time". 0 cannot be used, because it is a valid key.
 """
 INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
-"""The numbers that all parsers must accept: leading blanks and a plus sign are allowed, as in
-Polars.
+"""Matches the integers that all parsers must accept: leading blanks and a plus sign are allowed, as
+in Polars.
 
 Numbers of more than ten digits after leading zeros do not match, because they cannot fit in 32 bits
 and Python refuses to convert thousands of digits.
