@@ -108,7 +108,7 @@ def load(
 ) -> "Run":
     """Return the run in the folder ``run_dir``, created by ``sbpflow train`` or ``fit``.
 
-    Use ``checkpoint`` for a checkpoint, or a folder of checkpoints, outside the run folder. For
+    Pass ``checkpoint`` to use a checkpoint, or a folder of checkpoints, outside the run folder. For
     safety, your own classes are imported only if you pass their names, ``package.module:Class``, as
     ``model`` and ``optimizers``.
     """
@@ -175,9 +175,9 @@ class Run:
 
         By default, all values that have their own rows are returned; pass ``values`` to get only
         the given values. For a column of strings, ``values`` is required unless the set was
-        prepared with ``keep_strings``. A growing table returns all values that have a row. A
-        growing table stores integer keys instead of strings, so the keys are returned unless the
-        strings are passed as ``values``.
+        prepared with ``keep_strings``. For a growing table, all values that have a row are
+        returned. Such a table stores integer keys instead of strings, so the keys are returned
+        unless the strings are passed as ``values``.
         """
         checkpoint, config = self._checkpoint()
         manifest, feature, saved = source_of(checkpoint, config, table)

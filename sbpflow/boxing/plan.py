@@ -97,8 +97,8 @@ def last_linear_layout(
 
     The result is ``src`` itself if possible. Otherwise, it is the layout on the placement of
     ``dst``, with S or B in place of P(max), that is cheapest to reach. The backward of the
-    conversion goes through this layout: each element of ``dst`` is then either neutral or a copy of
-    an element on the same rank.
+    conversion goes through this layout: each element of ``dst`` is then either the neutral element
+    or a copy of an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src

@@ -143,7 +143,9 @@ def _missing(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 
 def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
-    """Describe how the tensor differs; return "" if it is equal. NaN counts as equal to NaN."""
+    """Describe how the two tensors differ; return "" if they are equal. NaN counts as equal to
+    NaN.
+    """
     saved, other = left.saved(name), right.saved(name)
     if (saved.shape, saved.dtype) != (other.shape, other.dtype):
         return f"{saved.dtype} {list(saved.shape)} and {other.dtype} {list(other.shape)}"

@@ -44,7 +44,7 @@ def data_folder(checkpoint: AnyPath) -> AnyPath:
 def partial_folder(folder: AnyPath, step: int, nonce: str) -> AnyPath:
     """Return the folder of an incomplete checkpoint, which the hexadecimal ``nonce`` makes unique.
 
-    In a store, this is the final folder, and the names of ``piece_file`` are unique.
+    In a store, this is the final folder, and ``piece_file`` makes the names of its files unique.
     """
     if isinstance(folder, RemotePath):
         return step_folder(folder, step)
@@ -151,7 +151,8 @@ def best_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def publish(folder: AnyPath, partial: AnyPath, index: Index) -> AnyPath:
-    """Write the index into ``partial``, whose files must be on disk, and rename it to ``step-N``.
+    """Write the index into ``partial``, whose files must be on disk; rename ``partial`` to
+    ``step-N``.
 
     If the process crashes, there is either a complete checkpoint or none. An existing checkpoint of
     the same step is replaced. In a store, writing the index publishes the checkpoint; leftover

@@ -79,9 +79,8 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
     """Return an instance of the dataclass ``cls`` from a mapping; nested groups are dataclasses
     too.
 
-    For each field of ``cls`` whose annotation does not name a class, ``choices`` contains the
-    possible dataclasses by the value of the key ``name``; the first is the default. Raises
-    ConfigError.
+    For each field of ``cls`` whose annotation does not name a class, ``choices`` maps each value of
+    the key ``name`` to a dataclass; the first is the default. Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)

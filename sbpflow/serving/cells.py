@@ -253,7 +253,9 @@ def squared_log(values: Floats, missing: Mask) -> tuple[Floats, int]:
 
 
 def identity(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return the values unchanged, or 0 for missing values, and 0, because no value is clipped."""
+    """Return the values unchanged, or 0 for missing values, and 0 as the number of clipped
+    values.
+    """
     return np.where(missing, 0.0, values).astype(np.float32), 0
 
 
