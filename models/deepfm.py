@@ -1,10 +1,10 @@
-"""Define DeepFM: a first-order term, pairs of vectors, and an MLP over the same vectors.
+"""Define DeepFM: a first-order term, dot products of all vector pairs, and an MLP.
 
 logit = sum of one weight per field value + sum over pairs of <v_i, v_j> + MLP(v_1 .. v_F), as in
 Guo et al., DeepFM, IJCAI 2017, and FuxiCTR's DeepFM at 0245987. A dense field has one weight and
 one vector, both multiplied by the field's value. Only the MLP has biases. TorchRec's
-FactorizationMachine differs: it also multiplies different dimensions with each other, because it
-sums over all columns of all vectors.
+FactorizationMachine differs: it also multiplies different dimensions by each other, because it sums
+over all columns of all vectors.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 
 logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). The code does not depend on
 layouts, because ops insert the conversions between layouts. The architecture and initial values
-follow OneFlow-Benchmark, wdl_train_eval.py at de4698a7: no wide bias, ReLU and dropout after every
-hidden layer, glorot-uniform weights, zero biases, and tables U(-0.05, 0.05).
+follow OneFlow-Benchmark, wdl_train_eval.py at de4698a7: ReLU and dropout after every hidden layer,
+no bias in the wide part, glorot-uniform weights, zero biases, and table values from U(-0.05, 0.05).
 """
 
 from collections import Counter

@@ -108,7 +108,7 @@ def load(
 ) -> "Run":
     """Return the run in the folder ``run_dir``, created by ``sbpflow train`` or ``fit``.
 
-    Use ``checkpoint`` for a checkpoint, or a folder of checkpoints, outside the run folder. For
+    Pass ``checkpoint`` to use a checkpoint, or a folder of checkpoints, outside the run folder. For
     safety, your own classes are imported only if you pass their names, ``package.module:Class``, as
     ``model`` and ``optimizers``.
     """
@@ -152,8 +152,8 @@ class Run:
     def evaluate(
         self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
     ) -> dict[str, float | int | None]:
-        """Return metrics for labeled rows, as in the evaluation of a split; ``data`` is as in
-        ``predict``.
+        """Return the metrics of labeled rows, as training reports them for a split; ``data`` is as
+        in ``predict``.
         """
         with self._open(data, split, max_bad_fraction) as rows:
             if not rows.scoring.manifest().labelled:
@@ -174,10 +174,10 @@ class Run:
         """Return a column's values ([n]) and their embedding vectors in ``table`` ([n, columns]).
 
         By default, all values that have their own rows are returned; pass ``values`` to get only
-        those. For a column of strings, ``values`` is required unless the set was prepared with
-        ``keep_strings``. A growing table returns all values that have a row. A growing table stores
-        integer keys instead of strings, so the keys are returned unless the strings are passed as
-        ``values``.
+        the given values. For a column of strings, ``values`` is required unless the set was
+        prepared with ``keep_strings``. For a growing table, all values that have a row are
+        returned. Such a table stores integer keys instead of strings, so the keys are returned
+        unless the strings are passed as ``values``.
         """
         checkpoint, config = self._checkpoint()
         manifest, feature, saved = source_of(checkpoint, config, table)

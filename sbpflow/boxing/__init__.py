@@ -1,1 +1,1 @@
-"""Plans conversions between layouts as data and executes them by moving tensors between ranks."""
+"""Plans conversions between layouts, and runs these plans by moving tensors between ranks."""

@@ -291,7 +291,7 @@ def _run_start(box: Box, shape: Shape) -> int | None:
 
 
 def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the only dim that the pieces divide, or None if they divide no dim or several dims."""
+    """Return the only dim along which the pieces are split, or None if there is no such dim."""
     dims = [
         dim
         for dim, length in enumerate(shape)
@@ -301,7 +301,9 @@ def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
 
 
 def _even_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the dim that the pieces divide evenly and in order, or None if there is none."""
+    """Return the dim along which the pieces are equally long and in order, or None if there is
+    none.
+    """
     dim = _joining_dim(pieces, shape)
     if dim is None or shape[dim] % len(pieces):
         return None

@@ -268,8 +268,8 @@ def _without_history(part: Tensor | None) -> Tensor | None:
 def _between(index: int, part: Tensor | None) -> Tensor | None:
     """Return the input of the step at ``index``, detached for every step except the first.
 
-    A first step without communication may return the part itself, which may require grad, while
-    ranks outside that step create a new tensor, which does not. Checked mode compares
+    If the first step needs no communication, it may return the part itself, which may require grad.
+    Ranks outside that step create a new tensor, which does not require grad. Checked mode compares
     ``requires_grad`` across ranks, so it must be the same on all of them.
     """
     return part.detach() if index and part is not None and part.requires_grad else part

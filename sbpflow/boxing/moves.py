@@ -130,9 +130,9 @@ def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int,
     """Return how many elements each rank sends to others; ranks that send nothing may be missing.
 
     The counts match the transfers of ``find_moves``. With one axis, the counts are computed without
-    listing the transfers, whose number is quadratic in the number of ranks: a rank sends all of its
-    data once (or once to every rank if the destination is B), except what it keeps for its own
-    part.
+    listing the transfers, whose number is quadratic in the number of ranks. Instead, each rank
+    sends all of its data once (or once to every rank if the destination is B), except the data that
+    it keeps for its own part.
     """
     if src.placement != dst.placement or src.placement.ndim != 1:
         sent: dict[int, int] = {}

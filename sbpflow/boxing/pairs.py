@@ -79,8 +79,9 @@ def all_to_all(
 ) -> Messages:
     """Like c10d's ``all_to_all_single``, along the first dim.
 
-    ``sizes`` contains the sizes received from and sent to each of the link's ``ranks``, which are
-    in ascending order. ``rank`` is this rank. ``received`` and ``sent`` must be contiguous.
+    ``sizes`` contains two lists: the sizes to receive from the link's ``ranks``, and the sizes to
+    send to them. ``ranks`` are in ascending order. ``rank`` is this rank. ``received`` and ``sent``
+    must be contiguous.
     """
     receives = dict(zip(ranks, received.split(list(sizes[0])), strict=True))
     sends = dict(zip(ranks, sent.split(list(sizes[1])), strict=True))

@@ -1,4 +1,5 @@
-"""Plans conversions as lists of steps; each step has at most one collective and states its bytes.
+"""Plans conversions as lists of steps; each step has at most one collective and states how many
+bytes it sends.
 
 The functions are pure and need no tensors or running ranks, so ``explain`` and the planner can call
 them for any world. The executor runs exactly these steps. n-D layouts and partial sums that change
@@ -51,9 +52,9 @@ def plan_boxing(
 ) -> tuple[BoxingStep, ...]:
     """Return the cheapest steps that convert ``src`` to ``dst`` without changing the full value.
 
-    Equal layouts need no steps. The ids of several steps are numbered as in "<id>.0". ``backend``
-    is "gloo" or "nccl". Raise SbpError if a split does not fit ``shape``, or if P is used with a
-    dtype that cannot be added.
+    Equal layouts need no steps. If there are several steps, their ids are "<id>.0", "<id>.1", and
+    so on. ``backend`` is "gloo" or "nccl". Raise SbpError if a split does not fit ``shape``, or if
+    P is used with a dtype that does not support addition.
     """
     if backend not in ("gloo", "nccl"):
         raise SbpError(f"backend {backend!r} is unknown; use gloo or nccl")
@@ -96,8 +97,8 @@ def last_linear_layout(
 
     The result is ``src`` itself if possible. Otherwise, it is the layout on the placement of
     ``dst``, with S or B in place of P(max), that is cheapest to reach. The backward of the
-    conversion goes through this layout: each element of ``dst`` is then either neutral or a copy of
-    an element on the same rank.
+    conversion goes through this layout: each element of ``dst`` is then either the neutral element
+    or a copy of an element on the same rank.
     """
     if not src.has_extremum and not any(elements_sent(src, dst, shape).values()):
         return src

@@ -228,7 +228,8 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
-    """Return True if every rank of the group sends every rank the same size, below ``APART_BYTES``.
+    """Return True if all ranks of the group send each other equal amounts, less than
+    ``APART_BYTES``.
 
     The collective then needs no sizes. All ranks must make the same decision, so this function
     looks at the transfers of the whole group.

@@ -39,8 +39,8 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.1  # short at first: small checkpoints ta
 class TensorSpec:
     """A logical tensor without its values; the same on all ranks.
 
-    With ``by_key``, the total number of rows is known only once every rank has reported its own
-    number. The rows of each range of columns are then saved in rank order. ``keys`` names the
+    With ``by_key``, the total number of rows is known only once every rank has reported how many
+    rows it has. The rows of each range of columns are then saved in rank order. ``keys`` names the
     tensor with the keys of a growing table.
     """
 

@@ -166,9 +166,7 @@ class Changes:
         return changed, start, stop, changed.changed[start:stop] + shift
 
     def patches_of(self, written: Written) -> tuple[Written, list[tuple[str, Patch]]]:
-        """Separate the parts from ``parts_of``, now written, into ordinary pieces and table
-        patches.
-        """
+        """Divide the pieces written for ``parts_of`` into ordinary pieces and table patches."""
         pieces = dict(written)
         patches = [
             (name, Patch(place=place, rows=pieces[rows], values=pieces[f"values/{number}"]))

@@ -143,7 +143,9 @@ def _missing(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 
 def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
-    """Describe how the tensor differs; return "" if it is equal. NaN counts as equal to NaN."""
+    """Describe how the two tensors differ; return "" if they are equal. NaN counts as equal to
+    NaN.
+    """
     saved, other = left.saved(name), right.saved(name)
     if (saved.shape, saved.dtype) != (other.shape, other.dtype):
         return f"{saved.dtype} {list(saved.shape)} and {other.dtype} {list(other.shape)}"
@@ -236,8 +238,8 @@ def _prune(paths: Sequence[AnyPath], keep: int, *, dry_run: bool) -> list[str]:
 def compact(path: AnyPath) -> str:
     """Replace the delta at ``path`` with a full checkpoint; return a line that says so.
 
-    ``path`` may be a folder, whose newest checkpoint is used. Raise CheckpointError if another
-    delta continues the checkpoint.
+    If ``path`` is a folder, replace its newest checkpoint. Raise CheckpointError if another delta
+    continues the checkpoint.
     """
     paths = checkpoints_of(path)
     delta = checked(paths[0])

@@ -44,7 +44,7 @@ def data_folder(checkpoint: AnyPath) -> AnyPath:
 def partial_folder(folder: AnyPath, step: int, nonce: str) -> AnyPath:
     """Return the folder of an incomplete checkpoint, which the hexadecimal ``nonce`` makes unique.
 
-    In a store, this is the final folder, and the names of ``piece_file`` are unique.
+    In a store, this is the final folder, and ``piece_file`` makes the names of its files unique.
     """
     if isinstance(folder, RemotePath):
         return step_folder(folder, step)
@@ -110,8 +110,8 @@ def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
 def good_checkpoints(folder: AnyPath, *, run: str | None = None) -> Iterator[Checkpoint]:
     """Yield the checkpoints with a valid index and complete files, newest first.
 
-    Checkpoints that are damaged, belong to a run other than ``run``, or have a name that differs
-    from their step are skipped with a warning. Checksums are verified only when tensors are read.
+    Checkpoints that are damaged, belong to a run other than ``run``, or have a name that does not
+    match their step are skipped with a warning. Checksums are verified only when tensors are read.
     """
     for path in list_checkpoints(folder):
         try:
@@ -151,7 +151,8 @@ def best_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def publish(folder: AnyPath, partial: AnyPath, index: Index) -> AnyPath:
-    """Write the index into ``partial``, whose files must be on disk, and rename it to ``step-N``.
+    """Write the index into ``partial``, whose files must be on disk; rename ``partial`` to
+    ``step-N``.
 
     If the process crashes, there is either a complete checkpoint or none. An existing checkpoint of
     the same step is replaced. In a store, writing the index publishes the checkpoint; leftover
@@ -190,7 +191,8 @@ def _publish_objects(target: RemotePath, index: Index) -> None:
 
 
 def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, except the newest ``newest`` and the one of ``and_step``.
+    """Remove checkpoints up to ``step``, except the ``newest`` newest ones and that of
+    ``and_step``.
 
     Checkpoints that the kept ones depend on are also kept. Deltas are removed before the
     checkpoints that they continue.

@@ -95,9 +95,9 @@ class Piece:
 class Patch:
     """The changed rows of the rectangle ``place``: their numbers and their values.
 
-    ``rows`` is the piece with their row numbers in the tensor (int64 [n], ascending), which for a
-    growing table are relative to the first row of ``place``. ``values`` is the piece with their
-    values ([n, columns]). The places of both pieces have rows [0, n).
+    ``rows`` is the piece with their row numbers in the tensor (int64 [n], ascending). For a growing
+    table, these numbers are relative to the first row of ``place``. ``values`` is the piece with
+    their values ([n, columns]). The places of both pieces have rows [0, n).
     """
 
     place: Place

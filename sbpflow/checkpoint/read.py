@@ -356,9 +356,9 @@ class _Blocks:
 def _put(target: Tensor, place: Place, at: Place, first: int, values: Tensor) -> None:
     """Copy the elements of a block that belong to ``place`` into ``target``.
 
-    ``at`` is the place of the piece, and ``values`` are its elements from number ``first`` on. A
-    block may start and end within a row, so it consists of up to three rectangles: the end of a
-    row, full rows, and the start of a row.
+    ``at`` is the place of the piece, and ``values`` are its elements starting with number
+    ``first``. A block may start and end within a row, so it consists of up to three rectangles: the
+    end of a row, full rows, and the start of a row.
     """
     width = at.num_columns
     row, column = divmod(first, width)

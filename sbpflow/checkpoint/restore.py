@@ -2,8 +2,8 @@
 
 Conversion to half precision rounds to nearest; widening is exact. If a table has more rows than
 were saved, the additional rows keep their initial values. The rows of keys are saved in the order
-of the keys' addresses, so for any number of ranks, each rank's rows form one range, which a binary
-search finds.
+of the keys' addresses. For any number of ranks, the rows of a rank therefore form one range, which
+a binary search finds.
 """
 
 from collections.abc import Mapping

@@ -31,7 +31,7 @@ _REST_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """The cost of a background save, on one rank. Memory values are peaks.
+    """The cost of a background save, on one rank. ``log_bytes`` and ``extra_bytes`` are peaks.
 
     * ``log_bytes``: size of the rows that changed before they were written.
     * ``extra_bytes``: all memory of the save, including ``log_bytes``.

@@ -60,8 +60,8 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
 class PieceFile:
     """Creates a file of pieces. An OSError is raised as a CheckpointError that names the file.
 
-    Pieces are not written in order, so a file for a store is first an unnamed file in TMPDIR, which
-    ``close`` uploads.
+    Pieces are not written in order, so a file for a store is first written to an unnamed file in
+    TMPDIR, which ``close`` uploads.
     """
 
     def __init__(self, path: AnyPath) -> None:

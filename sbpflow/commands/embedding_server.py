@@ -81,6 +81,6 @@ def _listen(address: tuple[str, int], key: str) -> socket.socket:
 
 
 def _exit_after_stdin() -> None:
-    """End the process when the launcher ends, which closes the pipe to stdin."""
+    """End the process when the pipe to stdin closes, because the launcher has then ended."""
     sys.stdin.buffer.read()
     os._exit(0)

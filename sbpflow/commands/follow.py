@@ -81,7 +81,8 @@ def _follow(
 def exports_in(output: "AnyPath") -> Generator[tuple[Path, Callable[[], None]]]:
     """Yield a local folder for exports, and a function to call after each export.
 
-    For a URL, the function uploads the exports. Each new process starts with a new bundle.
+    For a URL, the function uploads the exports. The folder is then temporary, so each new process
+    starts with a new bundle.
     """
     if not isinstance(output, RemotePath):
         _check_no_bundle("--output", output)

@@ -169,8 +169,8 @@ class _ModelOnWorker:
     optimizer: tuple[str, ...]
     overrides: tuple[str, ...]
     plan: str
-    """Identifies the weights and rows, because other weights may be saved to the same path during
-    the life of a cluster's worker
+    """Identifies the weights and rows, because other weights may be saved to the same path while a
+    cluster's worker is running
     """
 
 

@@ -33,7 +33,8 @@ _LOG = logging.getLogger(__name__)
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, models: Mapping[str, type[Any]]
 ) -> Config:
-    """Read a YAML file, apply ``key=value`` overrides in order, check, and freeze.
+    """Read a YAML file, apply ``key=value`` overrides in order, and return the checked
+    configuration.
 
     ``models`` maps each ``model.name`` to its configuration class; the first is the default.
     ``model.name: package.module:Class`` imports the class, which is safe because the file and the

@@ -171,7 +171,9 @@ def _combined(rules: Mapping[str, Rule], name: str) -> dict[str, Any]:
 
 
 def check_matches(key: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError for a pattern that matches no ``kind`` (such as "table") in ``names``."""
+    """Raise ConfigError for a pattern that matches none of ``names``, which are the names of a
+    ``kind`` such as "table".
+    """
     known = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):

@@ -41,7 +41,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class PathOr:
-    """Marks text that is one of ``words`` or a path; if ``urls``, the path may be a URL."""
+    """Marks a string that is one of ``words`` or a path; if ``urls``, the path may be a URL."""
 
     words: tuple[str, ...]
     urls: bool = False
@@ -79,9 +79,8 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
     """Return an instance of the dataclass ``cls`` from a mapping; nested groups are dataclasses
     too.
 
-    For each field of ``cls`` whose annotation does not name a class, ``choices`` contains the
-    possible dataclasses by the value of the key ``name``; the first is the default. Raises
-    ConfigError.
+    For each field of ``cls`` whose annotation does not name a class, ``choices`` maps each value of
+    the key ``name`` to a dataclass; the first is the default. Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -326,7 +325,9 @@ def _parse_int(value: object, key: str, example: object) -> int:
 
 
 def _parse_float(value: object, key: str, example: object) -> float:
-    """Also accept numbers as text, because YAML 1.1 reads ``1e-3``, which has no dot, as text."""
+    """Also accept numbers in strings, because YAML 1.1 reads ``1e-3``, which has no dot, as a
+    string.
+    """
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)

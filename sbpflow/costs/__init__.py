@@ -1,3 +1,3 @@
-"""Predicts the cost of a training step from how often ids repeat, counts of work, and prices. Uses
+"""Predicts the cost of a training step from statistics of ids, counts of work, and prices. Uses
 only NumPy.
 """

@@ -94,8 +94,8 @@ class Facts:
     ``wanted`` if the layout does not distinguish hosts). ``vectors`` is the number of vectors sent
     per sample. Bytes per element are ``item`` in arithmetic, ``row_item`` in stored rows,
     ``vector_item`` in sent vectors, and ``gradient_item`` in sent gradients. ``window`` is the
-    number of batches whose ids are in memory at the same time. ``state`` is the number of optimizer
-    state values per row, and per element.
+    number of batches whose ids are in memory at the same time. ``state`` contains two numbers of
+    optimizer state values: per row, and per element.
     """
 
     world_size: int

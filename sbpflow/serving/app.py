@@ -1,4 +1,4 @@
-"""Defines the ASGI application, without any web framework, that answers HTTP requests with scores.
+"""Defines the ASGI application that answers HTTP requests with scores; it uses no web framework.
 
 The application limits request sizes, and rejects bad rows with a message that names the row and
 column. TLS and authentication are left to a proxy in front of the server.

@@ -23,8 +23,8 @@ MISSING_KEY = -(2**63)
 a time". 0 cannot be used, because it is a valid key.
 """
 INTEGER_PATTERN = r" *([+-]?)0*([0-9]{1,10})"
-"""The numbers that all parsers must accept: leading blanks and a plus sign are allowed, as in
-Polars.
+"""Matches the integers that all parsers must accept: leading blanks and a plus sign are allowed, as
+in Polars.
 
 Numbers of more than ten digits after leading zeros do not match, because they cannot fit in 32 bits
 and Python refuses to convert thousands of digits.
@@ -253,7 +253,9 @@ def squared_log(values: Floats, missing: Mask) -> tuple[Floats, int]:
 
 
 def identity(values: Floats, missing: Mask) -> tuple[Floats, int]:
-    """Return the values unchanged, or 0 for missing values, and 0, because no value is clipped."""
+    """Return the values unchanged, or 0 for missing values, and 0 as the number of clipped
+    values.
+    """
     return np.where(missing, 0.0, values).astype(np.float32), 0
 
 

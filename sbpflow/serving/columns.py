@@ -1,5 +1,5 @@
-"""Reads raw rows as columns. Rows can be dicts, data frames of pandas, Polars, or Arrow, or text
-lines. This module needs only numpy, because it is part of a bundle's ``scorer.py``.
+"""Reads raw rows as columns. Rows can be dicts, text lines, pandas or Polars data frames, or Arrow
+tables. This module needs only numpy, because it is part of a bundle's ``scorer.py``.
 """
 
 import re
@@ -36,8 +36,8 @@ class RowError(ValueError):
 
 
 class Column(NamedTuple):
-    """A column of raw rows, listed in the order of text lines. Columns that are not listed are
-    ignored.
+    """A column of raw rows. Columns are listed in the order of the cells in a text line; columns
+    that are not listed are ignored.
     """
 
     name: str
@@ -79,7 +79,7 @@ class RawRows:
         )
 
     def with_missing(self, cells: Any) -> Any:
-        """Return a column with None in place of texts that stand for a missing value."""
+        """Return a column with None in place of strings that mark a cell as missing."""
         absent = self.missing_values
         if not absent or (isinstance(cells, np.ndarray) and cells.dtype.kind in "iufb"):
             return cells

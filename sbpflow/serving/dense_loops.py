@@ -23,10 +23,11 @@ _Step = tuple[int, int, int, int, int, int, int]
 
 @compiled_fast  # may reorder the terms of a sum, which allows vector instructions
 def multiply(weights: Array, x: Array, a: int, start: int) -> None:
-    """In each row of ``x`` [n, values], multiply ``weights`` [outputs, inputs] by the values from
-    column ``a`` on, and write the product from column ``start`` on.
+    """Multiply ``weights`` [outputs, inputs] by a vector in each row of ``x`` [n, values].
 
-    Two rows and four outputs at a time: each value that is read takes part in several products.
+    The vector starts at column ``a``. The product is written to the same row, starting at column
+    ``start``. The loop handles two rows and four outputs at a time, so that each value that it
+    reads takes part in several products.
     """
     zero = np.float32(0)
     outputs, inputs = weights.shape
@@ -104,7 +105,7 @@ def run_steps(steps: Array, weights: Array, x: Array) -> None:
 
 
 class CompiledModel:
-    """A program that computes the logits of a few rows of a model, made by ``compile_model``."""
+    """A program, made by ``compile_model``, that computes a model's logits for a few rows."""
 
     def __init__(
         self, spans: Sequence[_Span], dense: _Span, output: int, size: int, steps: Array,
@@ -114,7 +115,7 @@ class CompiledModel:
         self._steps, self._names, self._weights = steps, names, weights
         products = int((steps[:, 4] * steps[:, 5])[steps[:, 0] == LINEAR].sum())
         self.max_rows = max(_MOST_PRODUCTS // max(products, 1), 1)
-        """More rows are scored faster by torch."""
+        """The largest number of rows to score with the program; for more rows, torch is faster."""
 
     def with_weights(self, weights: Mapping[str, Any]) -> "CompiledModel":
         """Return the same program with other weights, given as tensors by name."""

@@ -42,8 +42,8 @@ class Encoded:
 
     ``bags`` maps each ragged field to (values, lengths [n]), both int32, or, if it has weights, to
     (values, lengths, weights), where weights are float32. ``missing`` and ``unknown`` count missing
-    values and values without an id, by column. For growing fields that crosses hash, ``keys`` maps
-    a column of ``ids`` to the keys of the column's field (int64 [n]).
+    values and values without an id, by column. For growing fields that are part of hashed crosses,
+    ``keys`` maps a column of ``ids`` to the keys of the column's field (int64 [n]).
     """
 
     ids: NDArray[np.int32]
@@ -213,7 +213,7 @@ class Encoder:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return the columns of raw rows in the order of text lines."""
+        """Return the columns of raw rows, in the order of the cells in a text line."""
         return self.raw.columns
 
     def with_entries(self, entries: Mapping[str, tuple[Array, ...]]) -> "Encoder":

@@ -61,7 +61,7 @@ def _after_number(text: Array, at: int) -> int:
 
 @compiled
 def _after_bytes(text: Array, at: int, wanted: Array, start: int, stop: int) -> int:
-    """Return the end of ``wanted[start:stop]`` at ``at``, or -1 if the text is different."""
+    """Return the end of ``wanted[start:stop]`` in ``text`` if it starts at ``at``, else -1."""
     if at + stop - start > text.size:
         return -1
     for k in range(start, stop):
@@ -76,12 +76,13 @@ def rewrite(
     text: Array, gaps: Array, ends: Array, is_text: Array, out: Array
 ) -> tuple[int, int, int]:
     """Write rows to ``out`` as tab-separated lines; return the end of the last value, the size of
-    the lines, and their number, or (-1, 0, 0) for other JSON, such as escapes, nested values, true,
-    or false.
+    the lines, and the number of lines, or (-1, 0, 0) for other JSON, such as escapes, nested
+    values, true, or false.
 
-    ``gaps`` joins the texts before each value of a row and before the first value of the next row
-    (the last is empty if there is only one row); ``ends`` ([columns + 1]) contains the end of each
-    text. ``is_text`` ([columns]) is True for cells that cannot be numbers.
+    ``gaps`` concatenates the strings before each value of a row and before the first value of the
+    next row (the last string is empty if there is only one row). ``ends`` ([columns + 1]) contains
+    the end of each string in ``gaps``. ``is_text`` ([columns]) is True for cells that cannot be
+    numbers.
     """
     at, size, num_rows, columns = 0, 0, 0, is_text.size
     while True:

@@ -20,9 +20,11 @@ def gather_rows(
     out: Array,
     start: int,
 ) -> bool:
-    """Write the vectors of each row of ``ids`` ([n, all columns]), one after the other, to the same
-    row of ``out`` ([n, width]), from column ``start`` on; return False if an id is not a row of its
-    table. ``first`` and ``limits`` are the first row and the number of rows of each column's table.
+    """Copy vectors of a store to ``out`` ([n, width]): those of the ids in ``columns`` of ``ids``.
+
+    The vectors of row i of ``ids`` ([n, all columns]) are written to row i of ``out``, one after
+    the other, starting at column ``start``. Return False if an id is not a row of its table.
+    ``first`` and ``limits`` are the first row and the number of rows of each column's table.
     ``slots``, ``starts``, and ``addresses`` describe the changed rows of a store; ``slots`` is
     empty if no row has changed.
     """

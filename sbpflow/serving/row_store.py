@@ -45,8 +45,8 @@ class Tensors:
             )
 
     def array(self, *names: str) -> Array:
-        """Return an array. For several names, which must be adjacent in the file, the array
-        contains the rows of all.
+        """Return an array. Several names must be adjacent in the file; the array then contains the
+        rows of all of them.
         """
         entries = [self.entries[name] for name in names]
         first, last = entries[0]["data_offsets"][0], entries[-1]["data_offsets"][1]

@@ -68,7 +68,7 @@ class Model:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Return the columns of raw rows, in the order of text lines."""
+        """Return the columns of raw rows, in the order of the cells in a text line."""
         return self._encoder().columns
 
     def score(self, rows: object) -> NDArray[np.float32]:
@@ -166,11 +166,11 @@ class Model:
     ) -> "Model":
         """Return a model with changed rows, dense weights, and vocabulary entries.
 
-        ``tables`` maps table names to (rows int64 [n], values [n, dim]), where the values of 8-bit
-        rows may be (int8, scale, low), ``dense`` maps weight names to whole values, and
-        ``vocabulary`` maps names to (keys, ids) or (keys, ids, checks). This model does not change,
-        and the new model shares all unchanged values with it. The given values are not copied, so
-        they must not be modified later.
+        ``tables`` maps table names to (rows int64 [n], values [n, dim]); the values of 8-bit rows
+        may be (int8, scale, low). ``dense`` maps weight names to whole values. ``vocabulary`` maps
+        names to (keys, ids) or (keys, ids, checks). This model does not change, and the new model
+        shares all unchanged values with it. The given values are not copied, so they must not be
+        modified later.
         """
         stores = list(self.stores)
         changed: dict[int, list[tuple[Tensor, Tensor | tuple[Tensor, ...]]]] = {}
@@ -316,7 +316,7 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
 
 
 def _crossed(hashed: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Return the id columns that crosses hash by key instead of by id."""
+    """Return the id columns for which crosses hash the keys instead of the ids."""
     return {
         column
         for each in hashed

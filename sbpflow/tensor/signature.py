@@ -97,9 +97,9 @@ def deduce(
     Among equally cheap signatures, choose the one that converts the fewest operands; if there are
     several, choose the first in the rule. Operands are never converted to P. ``out`` requests an
     output layout. ``dtype`` is the output dtype, by default that of the first operand; P is not
-    legal for dtypes that cannot be added. Raise SbpError if operands have different placements or
-    unsuitable shapes, if ``out`` does not have one entry per axis, or if no legal signature
-    produces ``out``.
+    legal for dtypes that do not support addition. Raise SbpError if operands have different
+    placements or unsuitable shapes, if ``out`` does not have one entry per axis, or if no legal
+    signature produces ``out``.
     """
     placement = _common_placement(op_rule, operands)
     _check_shapes(op_rule, operands)

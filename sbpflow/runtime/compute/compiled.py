@@ -54,7 +54,7 @@ def _pointer(_: Node, address: Node, like: Node) -> Node:
 pointer_to = cast("Callable[[Any, Array], Any]", _pointer)
 """In compiled functions, ``pointer_to(address, like)`` is a pointer to values with the dtype of
 ``like``; it is indexed like an array. A function that took a tuple of arrays instead would be
-compiled for each length.
+compiled again for each length of the tuple.
 """
 
 

@@ -18,7 +18,7 @@ KEEP_FREED_MEMORY: Mapping[str, str] = {
     "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD),
     "MALLOC_TRIM_THRESHOLD_": str(_TRIM_THRESHOLD),
 }
-"""Environment variables with which a new process keeps freed memory from its start"""
+"""Environment variables that make a new process keep freed memory from its start"""
 
 
 def keep_freed_memory() -> None:

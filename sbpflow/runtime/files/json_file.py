@@ -116,7 +116,7 @@ def why_not(error: Exception) -> str:
 
 
 def json_digest(content: object) -> str:
-    """Return the SHA-256 of a JSON value, which files contain to detect changes."""
+    """Return the SHA-256 of a JSON value; files store this digest to detect changes."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

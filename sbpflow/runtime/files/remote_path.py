@@ -142,7 +142,7 @@ class RemotePath:
 
     @property
     def state(self) -> object:
-        """Return a value that changes when the file is written, or None if the store has none."""
+        """Return a value that changes when the file is written, or None if there is none."""
         names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
         info = self.info()
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)
@@ -162,7 +162,7 @@ class RemotePath:
         return RemoteStat(self.num_bytes, time_of if isinstance(time_of, float | int) else 0.0)
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """Yield the entries of the folder with their facts, which takes one request per 1,000."""
+        """Yield the folder's entries with their facts; 1,000 entries take one request."""
 
         def listed(system: Any, path: str) -> list[Mapping[str, Any]]:  # noqa: ANN401
             system.invalidate_cache()

@@ -259,7 +259,9 @@ def compose(
 
 
 def _crashes(posts: Mapping[int, Reason]) -> list[str]:
-    """Return the first crash's traceback, and the last line of each later crash that differs."""
+    """Return the first crash's traceback, and the last line of each later crash if it is
+    different.
+    """
     crashes = [(r.order, rank) for rank, r in posts.items() if r.kind == "crash" and r.text]
     texts = [(rank, posts[rank].text.rstrip()) for _, rank in sorted(crashes)]
     lines: list[str] = []

@@ -227,9 +227,9 @@ def all_ranks_here() -> bool:
 
 
 def _misled(host: str, port: int) -> str:
-    """Return why torchrun's address of rank 0 probably leads to this machine instead, or "".
-    torchrun publishes the name that rank 0's machine has for itself. Its store listens before the
-    ranks start, so a closed port means a wrong address.
+    """Return why torchrun's address of rank 0 probably leads to this machine instead, or "" if it
+    does not. torchrun publishes the name that rank 0's machine has for itself. torchrun's store
+    listens before the ranks start, so a closed port means a wrong address.
     """
     if env_int("GROUP_RANK", 0) == 0:
         return ""

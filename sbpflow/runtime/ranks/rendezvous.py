@@ -1,4 +1,4 @@
-"""Reads from the environment how the ranks that a launcher started find each other."""
+"""Reads the environment variables that a launcher sets so that its ranks find each other."""
 
 import os
 from dataclasses import dataclass

@@ -95,7 +95,9 @@ class Topology:
 
     @property
     def far_share(self) -> float:
-        """Return the largest share of its peers that any rank has on other hosts."""
+        """Return the share of a rank's peers that are on other hosts, for the rank with the largest
+        share.
+        """
         return (self.size - min(map(len, self.hosts))) / max(1, self.size - 1)
 
     def host_of(self, rank: int) -> int:

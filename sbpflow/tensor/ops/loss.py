@@ -1,4 +1,4 @@
-"""Computes the binary cross entropy of global tensors, row weights, and smoothed labels."""
+"""Computes the binary cross entropy of global tensors, and its row weights and smoothed labels."""
 
 import torch.nn.functional as F
 from torch import Tensor
