@@ -85,7 +85,7 @@ class _Captured(Generic[InputsT]):
 class Graphs(Generic[InputsT]):
     """Runs the function ``work(inputs, seed)``, which returns a tuple of results, as CUDA graphs.
 
-    ``leaves`` are the tensors other than the inputs that receive gradients. Before each replay,
+    ``leaves`` are the tensors, other than the inputs, that receive gradients. Before each replay,
     ``prepare`` copies the host numbers that ``work`` uses to the device.
     """
 

@@ -143,9 +143,9 @@ def admit(
 ) -> tuple[int, int, int]:
     """Assign a slot to every row of a batch; return the numbers of stored, new, and evicted rows.
 
-    ``slots`` begins with the slots of the stored rows, followed by those of the new rows, and ends
-    with the slots taken from the evicted rows. If the rows of all batches in flight do not fit,
-    change nothing, and return -1, 0, and the number of slots that would be enough.
+    ``slots`` lists the slots of the stored rows, followed by those of the new rows. The last of
+    these slots are the ones that the evicted rows had. If the rows of all batches in flight do not
+    fit, change nothing, and return -1, 0, and the number of slots that would be enough.
     """
     num_stored, num_new, added = 0, 0, 0
     for i in range(wanted.size):

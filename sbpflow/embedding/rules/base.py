@@ -59,7 +59,7 @@ class RowBlock:
         """Return the mean square of each row's gradient over the table's full width ([touched]).
 
         Only optimizers with row state can use this value, because ranks that share a row sum their
-        squares only for these optimizers.
+        squared gradients only for these optimizers.
         """
         if self.squares is None:
             raise RuntimeError(
@@ -153,7 +153,9 @@ class SparseOptimizer(ABC):
 
     @property
     def shares_row_state(self) -> bool:
-        """Return True if ranks that store different columns of a row must sum their squares."""
+        """Return True if ranks that store different columns of a row must sum their squared
+        gradients.
+        """
         return self.has_row_state
 
     def state_shape(self, name: str, rows: int, width: int) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ class _Shortage:
     last: int
 
     def share(self) -> float:
-        """Return the required share of the rows that need slots."""
+        """Return the share of the rank's rows for which slots are needed."""
         return self.needed / self.num_rows
 
 
