@@ -326,7 +326,7 @@ class EmbeddingCollection:
     def update(self, step: int) -> None:
         """Take one optimizer step with all collected gradients.
 
-        ``step`` is the training step, counted from 1 over the whole job; lower values raise
+        ``step`` is the training step, counted from 1 over the whole job; values below 1 raise
         SbpError. A row touched by several collected batches takes one step with its summed
         gradient.
         """
@@ -465,7 +465,7 @@ class EmbeddingCollection:
         return CacheCounts.total([store.counts for store in stores]) if stores else None
 
     def memory_bytes(self) -> int:
-        """Return the bytes of rows and optimizer state on this rank."""
+        """Return the size in bytes of rows and optimizer state on this rank."""
         return sum(store.memory_bytes for _, store in self._stores())
 
     def _graph_kernels(self) -> list[TorchStorage]:

@@ -1,8 +1,8 @@
 """Captures a region of a training step as one CUDA graph per batch shape, and replays it.
 
 The first steps with a batch shape run op by op on the capture stream, so that optimizer state,
-library workspaces and compiled code are created there. The next step is captured, which computes
-nothing, and then replayed. All later steps are only replayed. Every replay uses the same memory:
+library workspaces and compiled code are created there. The next step is captured, which does not
+execute it, and then replayed. All later steps are only replayed. Every replay uses the same memory:
 each batch is copied into this memory, and gradients and the loss are read from it. ``graphed_step``
 defines the regions.
 """

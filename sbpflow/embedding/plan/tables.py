@@ -49,7 +49,8 @@ class FeatureConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConfig:
-    """A logical table [num_rows, dim], looked up by the ids of each of ``features``.
+    """A logical table [num_rows, dim] that is looked up with the ids of each feature in
+    ``features``.
 
     ``pooling`` (sum or mean) combines the rows of a sample into one vector. ``optimizer`` and
     ``kernel`` override the settings of the plan and the run. Initial values are distributed as

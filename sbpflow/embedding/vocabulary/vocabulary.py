@@ -89,7 +89,7 @@ class Vocabulary:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the map."""
+        """Return the size of the map in bytes."""
         t = self.arrays
         return t.slots.nbytes + t.new_slots.nbytes + t.row_counts.nbytes
 

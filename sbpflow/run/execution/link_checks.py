@@ -97,7 +97,7 @@ def measure(
 
 
 def _seconds(boxing: Boxing, pairs: Sequence[Pair], size: int) -> dict[Pair, float]:
-    """Return the shortest time to send ``size`` float32 values along each of ``pairs``."""
+    """Return, for each of ``pairs``, the shortest time to send ``size`` float32 values."""
     world = boxing.world
     sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
     src, dst = (

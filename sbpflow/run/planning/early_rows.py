@@ -1,4 +1,4 @@
-"""Decides which groups send early rows and late gradients, and predicts their bytes."""
+"""Decides which groups send early rows and late gradients, and predicts the bytes sent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

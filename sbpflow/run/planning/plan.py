@@ -59,8 +59,8 @@ class EarlyRows:
     """The early rows and late gradients of a group.
 
     ``reason`` says why the group sends no early rows, and ``late_reason`` says why it sends no late
-    gradients; each is "" if the group does send them. The bytes are expected values for a batch,
-    sent by all ranks together: rows sent early, rows sent in the step, gradients sent late, and
+    gradients; each is "" if the group does send them. The byte counts are expected values for a
+    batch, summed over all ranks: rows sent early, rows sent in the step, gradients sent late, and
     gradients sent in the step. With late gradients, fewer rows are early.
     """
 
