@@ -438,8 +438,7 @@ class Trainer:
 
     @torch.no_grad()
     def predict_all(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield each batch with its logits. While a batch is scored, the rows of the next batch are
-        read.
+        """Yield each batch with its logits. The rows of the next batch are read in the meantime.
 
         Every rank must iterate over all batches, without training steps during the iteration.
         """
