@@ -90,9 +90,9 @@ def _evict(
 ) -> None:
     """Evict ``count`` rows, and list them with their slots.
 
-    First evict rows that no announced batch uses, least recently used first, then rows whose next
-    use is furthest away. The caller ensures that enough rows can be evicted. Queue entries may be
-    outdated; the loops overwrite outdated results instead of branching on them.
+    First evict rows that no announced batch uses, starting with the least recently used, and then
+    rows whose next use is furthest away. The caller ensures that enough rows can be evicted. Queue
+    entries may be outdated; the loops overwrite outdated results instead of branching on them.
     """
     n, head, tail = 0, state[HEAD], state[TAIL]
     while n < count and head < tail:
