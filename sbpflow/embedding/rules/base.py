@@ -146,8 +146,8 @@ class SparseOptimizer(ABC):
 
     @property
     def has_row_state(self) -> bool:
-        """Return True if there is state per row, so that steps receive the mean squares of their
-        rows.
+        """Return True if there is state per row; steps then receive each row's mean squared
+        gradient.
         """
         return "row" in self.state.values()
 

@@ -286,7 +286,7 @@ def sweep(
 
 @compiled
 def _count_idle(t: Arrays, first: int, last: int, limit: int) -> int:
-    """Return an upper bound for the number of keys in buckets [first, last) that were last used
+    """Return an upper bound on the number of keys in buckets [first, last) that were last used
     before batch ``limit``.
     """
     state, slots, new_slots = t.state, t.slots, t.new_slots

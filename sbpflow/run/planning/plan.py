@@ -132,7 +132,7 @@ class RunPlan:
     def window_bytes(self) -> list[int]:
         """Return each rank's memory for the ids of the batches in the lookahead window.
 
-        The result includes the ids of the rank's own samples and an upper bound for the received
+        The result includes the ids of the rank's own samples and an upper bound on the received
         ids.
         """
         tables, rows = self.embeddings, self.batch_size
