@@ -10,7 +10,7 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 
 
 def why_not_captured(stores: Iterable[tuple[TableBatch, RowStore]], num_ranks: int) -> str:
-    """Return why a CUDA graph cannot contain the moves of these stores, or "" if it can."""
+    """Return why a CUDA graph cannot contain the moves that use these stores, or "" if it can."""
     if num_ranks > 1:
         return "vectors and gradients are exchanged between ranks"
     for stack, store in stores:

@@ -173,7 +173,9 @@ class EmbeddingCollection:
     def _counts(
         self, parts: list[GroupInFlight], rounds: int = 1
     ) -> list[tuple[GroupInFlight, Callable[[], Tensor | None]]]:
-        """Return a source of counts for each group that has at least ``rounds`` rounds of ids."""
+        """For each group that has at least ``rounds`` rounds of ids, return its part of the batch
+        and a function that returns its counts.
+        """
         return [
             (part, partial(group.counts, part))
             for group, part in zip(self._groups, parts, strict=True)
@@ -324,7 +326,7 @@ class EmbeddingCollection:
     def update(self, step: int) -> None:
         """Take one optimizer step with all collected gradients.
 
-        ``step`` is the training step, counted from 1 over the whole job; lower values raise
+        ``step`` is the training step, counted from 1 over the whole job; values below 1 raise
         SbpError. A row touched by several collected batches takes one step with its summed
         gradient.
         """
@@ -450,10 +452,10 @@ class EmbeddingCollection:
         return {} if self.growing is None else self.growing.counts()
 
     def copies(self) -> list[Copies]:
-        """Return the state that several ranks have copies of, in the same order on all ranks.
+        """Return the state that is replicated on several ranks, in the same order on all ranks.
 
-        Several ranks have copies of B tables with their optimizer state, and of the row state of
-        column-split tables.
+        B tables and their optimizer state are replicated, and so is the row state of column-split
+        tables.
         """
         return copies_of(self.plan, list(self.stored()))
 
@@ -463,7 +465,7 @@ class EmbeddingCollection:
         return CacheCounts.total([store.counts for store in stores]) if stores else None
 
     def memory_bytes(self) -> int:
-        """Return the bytes of rows and optimizer state on this rank."""
+        """Return the size in bytes of rows and optimizer state on this rank."""
         return sum(store.memory_bytes for _, store in self._stores())
 
     def _graph_kernels(self) -> list[TorchStorage]:

@@ -1,4 +1,4 @@
-"""Lists the tensors of which several ranks store copies."""
+"""Lists the tensors that are replicated on several ranks."""
 
 from dataclasses import dataclass
 

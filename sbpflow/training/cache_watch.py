@@ -12,8 +12,9 @@ class CacheWatch:
         self._last = trainer.cache_counts() or CacheCounts()
 
     def figures(self, step: int) -> dict[str, float]:
-        """Return the rows fetched, new (never written) and written, and the ms waited, all per step
-        since the last call; an empty dict if this rank has no cached tables.
+        """Return the mean numbers of fetched, new (never written), and written rows, and the mean
+        ms of waiting, per step since the last call. Return an empty dict if this rank has no cached
+        tables.
         """
         counts = self._trainer.cache_counts()
         steps, self._step = step - self._step, step

@@ -1,8 +1,8 @@
 """Captures a region of a training step as one CUDA graph per batch shape, and replays it.
 
 The first steps with a batch shape run op by op on the capture stream, so that optimizer state,
-library workspaces and compiled code are created there. The next step is captured, which computes
-nothing, and then replayed. All later steps are only replayed. Every replay uses the same memory:
+library workspaces and compiled code are created there. The next step is captured, which does not
+execute it, and then replayed. All later steps are only replayed. Every replay uses the same memory:
 each batch is copied into this memory, and gradients and the loss are read from it. ``graphed_step``
 defines the regions.
 """
@@ -85,7 +85,7 @@ class _Captured(Generic[InputsT]):
 class Graphs(Generic[InputsT]):
     """Runs the function ``work(inputs, seed)``, which returns a tuple of results, as CUDA graphs.
 
-    ``leaves`` are the tensors other than the inputs that receive gradients. Before each replay,
+    ``leaves`` are the tensors, other than the inputs, that receive gradients. Before each replay,
     ``prepare`` copies the host numbers that ``work`` uses to the device.
     """
 
@@ -188,10 +188,7 @@ class Graphs(Generic[InputsT]):
 
 
 def _copy(target: Inputs, source: Inputs) -> None:
-    """Copy all tensors in one call of a torch function that is private, because no public one
-    exists.
-
-    """
+    """Copy all tensors in one call to a private torch function, because there is no public one."""
     targets = [tensor for tensor in target.tensors() if tensor is not None]
     sources = [tensor for tensor in source.tensors() if tensor is not None]
     with torch.no_grad():

@@ -91,7 +91,8 @@ def auc_of_counts(positives: list[int], negatives: list[int]) -> tuple[float, fl
     """Return (AUC, its error bound) from the number of rows per label and bin, by ascending score.
 
     A positive and a negative in the same bin count as half a correct pair. The error bound assumes
-    that all such pairs are ordered correctly, or all wrongly: sum(positives * negatives) / (2 P N).
+    that either all or none of these pairs are ordered correctly: sum(positives * negatives) / (2 P
+    N).
     """
     below, in_order, within_bins = 0, 0, 0
     for positive, negative in zip(positives, negatives, strict=True):

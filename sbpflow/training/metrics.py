@@ -37,7 +37,7 @@ class Evaluation:
     * ``gauc``: the mean AUC within groups of rows, or None if no group has both classes.
     * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
       1.
-    * ``auc_error``: an upper bound of the error of an AUC from a histogram, or None for an exact
+    * ``auc_error``: an upper bound on the error of an AUC from a histogram, or None for an exact
       AUC.
 
     The metrics do not use sample weights.

@@ -55,7 +55,7 @@ def _device_clock() -> Callable[[], Reading]:
 
 
 class OverlapWatch:
-    """Times steps 11 to 50, half of them without overlap, in a run of several ranks."""
+    """Times steps 11 to 50, half of them without overlap, in a run with several ranks."""
 
     def __init__(
         self, trainer: Trainer, world_size: int, num_steps: int, device: torch.device

@@ -1,8 +1,9 @@
 """Compares the ranks' step times at each log interval, and names a rank that is persistently slow.
 
 In synchronous training, all ranks take the same time per step, because fast ranks wait for slow
-ones. A rank's own time is therefore its step time without the waits for transfers. On CUDA, ranks
-wait on the device, which the host cannot measure, so only ranks that read data slowly are found.
+ones. A rank's own time is therefore its step time without the waits for transfers. On CUDA, the
+waits happen on the device, where the host cannot measure them, so only ranks that read data slowly
+are found.
 """
 
 import logging

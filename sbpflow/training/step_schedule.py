@@ -332,7 +332,7 @@ def _call(
     function: Callable[..., None],
     *args: object,
 ) -> None:
-    """Make a move; if it raises an error, add a note to the error that names the move."""
+    """Make a move; add a note with the move's name to any error that it raises."""
     try:
         with watch(move.name):
             function(*args)

@@ -29,8 +29,8 @@ _KEYS = {
 
 @dataclass
 class Best:
-    """Tracks a metric's best value, the step of that value, and the number of evaluations since
-    (``waited``).
+    """Tracks a metric's best value, the step that reached it, and the number of evaluations since
+    then (``waited``).
     """
 
     metric: Metric

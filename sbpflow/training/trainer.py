@@ -81,9 +81,9 @@ class Trainer:
     """Trains a dense part and its embeddings; ``optimizer`` updates this rank's parameters.
 
     * ``schedule``: the order of a step's moves; this and ``lookahead`` may change between steps.
-    * ``rate_factor``, ``table_rate_factor`` (default: equal): map a step to the factors of the
-      dense and table learning rates. The attribute ``rate_scale``, which may be set between steps,
-      multiplies both.
+    * ``rate_factor``, ``table_rate_factor`` (default: ``rate_factor``): map a step to the factors
+      of the dense and table learning rates. The attribute ``rate_scale``, which may be set between
+      steps, multiplies both.
     * ``clipper``: makes the clip move, if the schedule has one. ``loss``: modifies the row losses.
     * ``gradients``: the planned exchange of dense gradients and loss (``plan_gradients`` with a
       ``total``).
@@ -438,7 +438,7 @@ class Trainer:
 
     @torch.no_grad()
     def predict_all(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield each batch with its logits. The next batch's rows are read at the same time.
+        """Yield each batch with its logits. The rows of the next batch are read in the meantime.
 
         Every rank must iterate over all batches, without training steps during the iteration.
         """

@@ -35,7 +35,9 @@ _Task = tuple[Callable[[], None], threading.Event | None]  # (work, event to set
 
 @dataclass(slots=True)
 class CacheCounts:
-    """The number of rows that a store has moved, and the seconds that training waited for them."""
+    """The numbers of rows that a store has moved, and the seconds that training has waited for
+    rows.
+    """
 
     # Three counts: rows brought into slots, rows among these that had never been written, and rows
     # written back. The counts form one tuple, because another thread reads them while the mover

@@ -213,8 +213,8 @@ class _Writes:
     """The writes that servers have not confirmed, oldest first, and the first failure.
 
     A confirmed write stays until all older writes are confirmed. If a confirmed write were removed
-    earlier, a read could find one of its rows in an older write, which another server has yet to
-    confirm, and return an outdated value.
+    earlier, a read could find one of its rows in an older write that another server has not yet
+    confirmed, and would return an outdated value.
     """
 
     def __init__(self) -> None:

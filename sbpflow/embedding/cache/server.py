@@ -5,7 +5,7 @@ drops the rows of the previous session and refuses its connections. Nothing is s
 because the ranks of a new launch load the last checkpoint and send the rows again.
 
 Each connection has its own thread. Rows are not locked, because a rank never requests a row from a
-server while the server has yet to confirm a write to the row (see ``remote_records``).
+server while a write to that row is unconfirmed (see ``remote_records``).
 """
 
 import contextlib

@@ -104,8 +104,8 @@ def _victims(
     queue: Array,
     state: Array,
 ) -> Array:
-    """Return ``count`` rows to evict: first rows that no announced batch uses, least recently used
-    first, then rows whose next use is furthest away.
+    """Return ``count`` rows to evict: first rows that no announced batch uses, starting with the
+    least recently used, and then rows whose next use is furthest away.
     """
     victims: list[Array] = [np.empty(0, np.int32)]
     while count and state[HEAD] < state[TAIL]:

@@ -90,9 +90,9 @@ def _evict(
 ) -> None:
     """Evict ``count`` rows, and list them with their slots.
 
-    First evict rows that no announced batch uses, least recently used first, then rows whose next
-    use is furthest away. The caller ensures that enough rows can be evicted. Queue entries may be
-    outdated; the loops overwrite outdated results instead of branching on them.
+    First evict rows that no announced batch uses, starting with the least recently used, and then
+    rows whose next use is furthest away. The caller ensures that enough rows can be evicted. Queue
+    entries may be outdated; the loops overwrite outdated results instead of branching on them.
     """
     n, head, tail = 0, state[HEAD], state[TAIL]
     while n < count and head < tail:
@@ -143,9 +143,9 @@ def admit(
 ) -> tuple[int, int, int]:
     """Assign a slot to every row of a batch; return the numbers of stored, new, and evicted rows.
 
-    ``slots`` begins with the slots of the stored rows, followed by those of the new rows, and ends
-    with the slots taken from the evicted rows. If the rows of all batches in flight do not fit,
-    change nothing, and return -1, 0, and the number of slots that would be enough.
+    ``slots`` lists the slots of the stored rows, followed by those of the new rows. The last of
+    these slots are the ones that the evicted rows had. If the rows of all batches in flight do not
+    fit, change nothing, and return -1, 0, and the number of slots that would be enough.
     """
     num_stored, num_new, added = 0, 0, 0
     for i in range(wanted.size):

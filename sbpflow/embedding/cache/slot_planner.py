@@ -164,7 +164,7 @@ class SlotPlanner:
     def admit(self) -> Admission | int:
         """Admit the oldest announced batch that is not yet admitted.
 
-        If the slots are too few for this batch and the batches in flight, change nothing, and
+        If there are too few slots for this batch and the batches in flight, change nothing, and
         return the number of slots that would be enough.
         """
         batch = self.num_admitted

@@ -93,8 +93,8 @@ class CachedStore:
         return self.kernel.pool(block, own.place(own.inverse()))
 
     def _peeked(self, lookup: Lookup) -> tuple[Lookup, Tensor, Array]:
-        """Return a lookup in a block of its unique rows, the block, and the rows to read into the
-        block.
+        """Return a lookup that reads from a block of its unique rows, the block itself, and the
+        rows to read into it.
 
         The address after the last row stands for an absent row, which reads as zeros.
         """

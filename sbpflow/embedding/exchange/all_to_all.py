@@ -1,7 +1,7 @@
 """Runs the transfers whose sizes depend on the batch: individual rows, and ids in lists.
 
-Of all modules outside ``boxing``, only this one calls a collective. OneFlow's distributed gather
-(its scheme 3) and EMBark's unique-based groups exchange rows in this way.
+This is the only module outside ``boxing`` that calls collectives. OneFlow's distributed gather (its
+scheme 3) and EMBark's unique-based groups exchange rows in this way.
 """
 
 from collections.abc import Sequence
@@ -123,7 +123,7 @@ def _arrived(
 
 
 def received(step: ExchangeStep, pending: Pending, count: int) -> Tensor:
-    """Wait for ``count`` rows; raise SbpError if another number of rows arrives."""
+    """Wait for ``count`` rows; raise SbpError if a different number of rows arrives."""
     out = pending.wait()
     if out is None or out.shape[0] != count:
         actual = "nothing" if out is None else f"{out.shape[0]} rows"

@@ -1,9 +1,9 @@
 """Defines the base class of groups. A group runs the moves of a batch in this order:
 
 * ``start_id_exchange`` computes addresses, deduplicates them, and starts the first transfer.
-* ``exchange_ids`` sends the ids, whose numbers are now known.
-* ``next_round``, in exchanges with several id rounds, receives ids, and deduplicates and counts the
-  ids to forward; ``exchange_ids`` then runs again.
+* ``exchange_ids`` sends the ids. By then, the ranks know how many ids they send and receive.
+* ``next_round`` runs only in exchanges with several id rounds. It receives ids, removes duplicates,
+  and counts the ids to forward; ``exchange_ids`` then runs again.
 * ``receive_ids`` receives the ids that this rank looks up. Addresses are final.
 * ``announce`` notifies the stores of the rows that a training batch needs.
 * ``mark_early``, which is optional, finds the rows whose values are final before the lookup.
@@ -197,13 +197,13 @@ class Group(ABC, Generic[BatchT]):
         """
 
     def send_late(self) -> None:
-        """With ``late_gradients``, start sending the gradients that ``send_grads`` of the last
-        updated batch kept back.
+        """With ``late_gradients``, start sending the gradients that ``send_grads`` held back for
+        the last updated batch.
         """
 
     def settle(self) -> None:
-        """Receive and apply late gradients; ``update`` also begins with this. Every rank must call
-        this method.
+        """Receive and apply late gradients; ``update`` does this first. Every rank must call this
+        method.
         """
 
     @property
@@ -320,7 +320,7 @@ AnyGroup = Group[Any]  # every subclass has its own type of batch
 def make_group(plan: GroupPlan, boxing: Boxing, context: GroupContext) -> AnyGroup:
     """Return the group that runs the exchange of ``plan``.
 
-    Raise SbpError if ``runs`` is not a Group.
+    Raise SbpError if the exchange's ``runs`` does not name a subclass of Group.
     """
     kind: object = resolve_name(plan.kind.runs)
     if not (isinstance(kind, type) and issubclass(kind, Group)):

@@ -135,7 +135,7 @@ class AddressedGroup(Group[GroupInFlight]):
 
 
 class LocalGroup(AddressedGroup):
-    """Updates B tables with an all-reduce of dense gradients, and any tables in a world of one
+    """Updates B tables by an all-reduce of dense gradients, or all tables if there is only one
     rank.
 
     The number of uses of each row is summed along with its gradient, because the optimizer must
@@ -251,7 +251,7 @@ class BoxedGroup(AddressedGroup):
 
 
 def block_width(order: Sequence[int]) -> int:
-    """Return the largest width of equal blocks that the permutation ``order`` keeps intact."""
+    """Return the largest block width for which permutation ``order`` moves only whole blocks."""
     breaks = [place for place in range(1, len(order)) if order[place] != order[place - 1] + 1]
     # Blocks must start at multiples of the width, both before and after the permutation.
     starts = [*breaks, *(order[place] for place in (0, *breaks) if order), len(order)]

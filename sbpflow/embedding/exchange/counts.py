@@ -47,7 +47,7 @@ class CountsUnderWay:
         self._read = AsyncScalarRead(torch.cat(tensors)) if tensors else None
 
     def finish(self) -> None:
-        """Set ``counts`` of every source."""
+        """Set ``counts`` of every receiver."""
         if self._counts is None:
             self.copy()
         numbers: list[int] = [] if self._read is None else self._read.wait().tolist()

@@ -31,7 +31,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """The facts on which the decisions for a batch depend, in addition to its keys."""
+    """What the decisions for a batch depend on, in addition to its keys."""
 
     batch_size: int
     training: bool

@@ -30,8 +30,8 @@ class PaddedGroups:
         self._warned: dict[int, int] = {}
 
     def ask(self, parts: Sequence[GroupInFlight]) -> AsyncScalarRead | None:
-        """Start reading, for each group, the largest number of rows that a rank requests from
-        another.
+        """Start reading the largest number of rows that one rank requests from another, for each
+        group.
 
         Call this method after ``receive_ids``. Return ``None`` if the buffers are large enough for
         any batch.
@@ -90,7 +90,7 @@ class PaddedGroups:
         return again
 
     def _warn(self, index: int, part: RowsInFlight, most: int, room: int) -> None:
-        """Log a warning, but only if twice as many rows are needed as in the last warning."""
+        """Log a warning if at least twice as many rows are needed as in the last warning."""
         group = self._groups[index]
         if group.capacity is None or group.world.rank != 0 or most < 2 * self._warned.get(index, 0):
             return

@@ -38,7 +38,9 @@ class Slots:
 
 
 class Capacity:
-    """Buffers for a ``share``, in (0, 1], of the maximum number of rows that a rank can request."""
+    """Computes the sizes of buffers that hold the fraction ``share`` of the maximum number of rows
+    that a rank can request; ``share`` is in (0, 1].
+    """
 
     def __init__(self, share: float, plan: GroupPlan) -> None:
         (stack,) = plan.stacks

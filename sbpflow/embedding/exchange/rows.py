@@ -25,7 +25,7 @@ from sbpflow.embedding.storage.store import RowStore
 
 @dataclass(slots=True)
 class Merged:
-    """The merged ids that the ranks of the host sent to this rank, in an exchange with two hops.
+    """The merged ids that the ranks of this host sent to this rank, in an exchange with two hops.
 
     ``requested`` is the number of distinct ids that this rank forwards to each host, and
     ``incoming`` the number that it receives from each host.
@@ -223,7 +223,9 @@ class RowGroup(Group[RowsInFlight]):
         self._release(self.apply(step))
 
     def apply(self, step: int) -> list[GroupInFlight]:
-        """Take an optimizer step with the collected gradients; return their batches."""
+        """Take an optimizer step with the collected gradients; return the batches that they belong
+        to.
+        """
         batches, self._state.batch_size, ((lookup, grad),) = self.take_collected()
         batches[-1].update(self._store, lookup, grad, self._stack.optimizer.lr, step)
         return batches

@@ -12,7 +12,9 @@ from sbpflow.embedding.rules.base import SumOverColumns
 
 
 class SharedState:
-    """Sums squares for the row state of a group, in updates of up to ``batch_size`` samples."""
+    """Sums squared gradients for the row state of a group, in updates of up to ``batch_size``
+    samples.
+    """
 
     def __init__(self, plan: GroupPlan, boxing: Boxing) -> None:
         self._plan, self._boxing = plan, boxing
@@ -20,7 +22,8 @@ class SharedState:
         self.batch_size = 0
 
     def sum_of(self, index: int) -> SumOverColumns | None:
-        """Return a function that sums a stack's squares over the ranks that share its rows.
+        """Return a function that sums a stack's squared gradients over the ranks that share its
+        rows.
 
         Return ``None`` if no ranks share rows.
         """

@@ -1,5 +1,5 @@
-"""Defines the group that exchanges unique rows of S(0) tables, some rows early and some gradients
-late.
+"""Defines the group that exchanges unique rows of S(0) tables, and can send some rows early and
+some gradients late.
 """
 
 from collections.abc import Sequence

@@ -18,9 +18,9 @@ from sbpflow.embedding.ids.batch_ids import Bags, BatchIds, Ids, Lists
 class IdStream:
     """Runs sections of id work; the current stream may use their results after ``join``.
 
-    A section starts only after all work that was previously submitted to the current stream. If
-    memory that a section allocated has been freed after use in the current stream, a later section
-    can therefore reuse it safely.
+    A section starts only after all work that was previously submitted to the current stream.
+    Therefore, once memory that a section allocated has been used in the current stream and freed, a
+    later section can safely reuse it.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -68,7 +68,7 @@ def positions(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class IdBounds:
-    """Bounds guaranteed by the creator of some ids, which therefore need not be checked one by one.
+    """Bounds that the creator of ids guarantees, so that the ids need not be checked one by one.
 
     Ids in column c of the matrix are in range(columns[c]), and ids in list p are in
     range(lists[p]). List p has at most lengths[p] ids.

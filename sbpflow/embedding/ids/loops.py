@@ -146,8 +146,8 @@ def local_addresses(
     out_weights: Array,
     offsets: Array,
 ) -> int:
-    """Write the ids from ``firsts[use]`` to ``lasts[use]``, plus ``shift[use]``, to ``out``; return
-    how many ids were written.
+    """Add ``shift[use]`` to the ids that are between ``firsts[use]`` and ``lasts[use]``, and write
+    the sums to ``out``. Return how many ids were written.
 
     The end of each list is written to ``offsets``, or the end of each sample if ``offsets`` has
     only [samples + 1] elements. The weights of the ids are written to ``out_weights`` unless that

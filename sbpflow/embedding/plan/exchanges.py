@@ -28,8 +28,8 @@ def copies(name: str) -> bool:
 def legal_exchanges(layout: Layout, world_size: int) -> tuple[str, ...]:
     """Return the names of the exchanges that support a table's layout, starting with the default.
 
-    A whole table on one rank may be B or S(0). B must be on all ranks or on one. For S(1), the
-    exchange ``unique`` requires all ranks.
+    A whole table on one rank may have layout B or S(0). A B table must be on all ranks or on one.
+    For S(1), the exchange ``unique`` requires all ranks.
     """
     legal = [e for e in EXCHANGES if e.name != ALONE and e.accepts(layout, world_size)]
     legal.sort(key=lambda exchange: not exchange.is_default)

@@ -153,13 +153,13 @@ class Exchange(ABC):
         """Return True if a table can have this layout."""
 
     def refusal(self, table: TableConfig, layout: Layout, world: Placement) -> str:
-        """Return why this table cannot have ``layout``, which the exchange accepts, or "" if it
-        can.
+        """For a ``layout`` that the exchange accepts, return why this table cannot have it, or ""
+        if it can.
         """
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Return True if this exchange is the best of those with its name for ``lookups`` ids."""
+        """Return True if this exchange is the best one with its name for ``lookups`` ids."""
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:
@@ -332,8 +332,9 @@ class GroupPlan:
     def column_order(self) -> tuple[int, ...]:
         """Return, for each vector column in rank order, its index in the group's order.
 
-        Ranks with the same columns count only once, so on a grid, only its first row counts. The
-        result is the identity if columns are not split, or if vectors are summed over the tables.
+        Ranks with the same columns are counted only once, so on a grid, only the first row of ranks
+        is counted. The result is the identity if columns are not split, or if vectors are summed
+        over the tables.
         """
         if self.pooled or (self.kind.adds_terms and self.grid is None):
             return tuple(range(self.width))
@@ -405,8 +406,8 @@ class GroupPlan:
         return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend)
 
     def row_state_steps(self, index: int, num_squares: int) -> tuple[BoxingStep, ...]:
-        """Return the steps that sum the squares of stack ``index`` over the ranks that share its
-        rows.
+        """Return the steps that sum the squared gradients of stack ``index`` over the ranks that
+        share its rows.
         """
         stack, most = self.stacks[index], num_squares
         if self.grid is None:
@@ -423,7 +424,7 @@ class GroupPlan:
         return batch_size * self.stacks[index].lookups()
 
     def squares_sent(self, index: int, num_touched: int, batch_size: int) -> int:
-        """Return the number of elements to send for the squares of ``num_touched`` rows.
+        """Return the number of elements to send for the squared gradients of ``num_touched`` rows.
 
         If all ranks share all rows of a stack, they agree on ``num_touched``. The number is then
         rounded up to a multiple of 1/32 of the maximum, which limits the number of distinct sizes.

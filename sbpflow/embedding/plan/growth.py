@@ -90,9 +90,9 @@ class Totals:
 
     ``live`` keys have rows; ``pending`` keys have occurred, but not often enough. ``admitted``,
     ``evicted``, ``forgotten``, and the lookups are totals since the table was created.
-    ``pending_lookups`` and ``refused_lookups`` count lookups that read the shared row: pending keys
-    had not occurred often enough, and refused keys had, but the batch used all rows of their bucket
-    for other keys.
+    ``pending_lookups`` and ``refused_lookups`` count lookups that read the shared row. Pending keys
+    had not occurred often enough. Refused keys had, but the batch used all rows of their bucket for
+    other keys.
     """
 
     live: int = 0

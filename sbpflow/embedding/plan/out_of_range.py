@@ -27,6 +27,6 @@ SUBSTITUTES: dict[OutOfRange, Callable[[Tensor, Tensor | int], Tensor]] = {
     "clamp": _clamp,
     "hash": _hash,
 }
-"""Functions of int64 ids and numbers of rows; the shapes of both arguments broadcast. Valid ids are
-returned unchanged.
+"""Each function takes int64 ids and numbers of rows; the two arguments are broadcast together.
+Valid ids are returned unchanged.
 """

@@ -1,7 +1,7 @@
 """Predicts the cost of a plan's training step with the built-in prices of ``sbpflow/costs``.
 
-Without a calibration, the prediction ranks plans before a run. How often ids repeat is taken
-from the statistics of the data or, without statistics, assumed to be as in typical click data
+The prediction needs no calibration, and is used to rank plans before a run. How often ids repeat is
+taken from the statistics of the data or, without statistics, assumed to be as in typical click data
 (``costs.ids``).
 """
 
@@ -133,7 +133,7 @@ def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -
 
 
 def curve_of_table(table: TableConfig, known: Mapping[str, IdFrequencies]) -> IdCurve:
-    """Return the curve of the feature with the most distinct ids, among the table's features.
+    """Return the id curve of the table's feature with the most distinct ids.
 
     The other features of the table are assumed to use the same ids.
     """

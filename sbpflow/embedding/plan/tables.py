@@ -49,9 +49,10 @@ class FeatureConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableConfig:
-    """A logical table [num_rows, dim], looked up by the ids of each of ``features``.
+    """A logical table [num_rows, dim] that is looked up with the ids of each feature in
+    ``features``.
 
-    ``pooling`` combines the rows of a sample into one vector, their sum or mean. ``optimizer`` and
+    ``pooling`` (sum or mean) combines the rows of a sample into one vector. ``optimizer`` and
     ``kernel`` override the settings of the plan and the run. Initial values are distributed as
     U(-initial_range, initial_range). With ``growth``, ids are arbitrary 64-bit keys, and the
     ``num_rows`` rows are assigned to keys during training. ``storage`` is set if only some rows are
@@ -260,8 +261,8 @@ def _overlap(shards: Sequence[Shard]) -> tuple[Shard, Shard] | None:
     """Return two non-empty shards that share an element, or ``None``.
 
     Comparing all pairs of shards would take seconds for 1024 ranks. Instead, this function sweeps
-    over the rows and keeps the shards that cross the current row sorted by column: a new shard can
-    then overlap only its neighbors.
+    over the rows and keeps the shards at the current row in a list sorted by column. A new shard
+    can overlap only its neighbors in this list.
     """
     stops = [(shard.row_stop, False, number) for number, shard in enumerate(shards)]
     starts = [(shard.row_start, True, number) for number, shard in enumerate(shards)]

@@ -59,7 +59,7 @@ class RowBlock:
         """Return the mean square of each row's gradient over the table's full width ([touched]).
 
         Only optimizers with row state can use this value, because ranks that share a row sum their
-        squares only for these optimizers.
+        squared gradients only for these optimizers.
         """
         if self.squares is None:
             raise RuntimeError(
@@ -146,14 +146,16 @@ class SparseOptimizer(ABC):
 
     @property
     def has_row_state(self) -> bool:
-        """Return True if there is state per row, so that steps receive the mean squares of their
-        rows.
+        """Return True if there is state per row; steps then receive each row's mean squared
+        gradient.
         """
         return "row" in self.state.values()
 
     @property
     def shares_row_state(self) -> bool:
-        """Return True if ranks that store different columns of a row must sum their squares."""
+        """Return True if ranks that store different columns of a row must sum their squared
+        gradients.
+        """
         return self.has_row_state
 
     def state_shape(self, name: str, rows: int, width: int) -> tuple[int, ...]:

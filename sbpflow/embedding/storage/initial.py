@@ -125,8 +125,8 @@ class RowInitializer:
 def _uniform_rows(
     counters: Tensor, width: int, bounds: Tensor, first_column: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return ``uniform_rows`` with a bound per row. Use the compiled loop if numba is already
-    loaded.
+    """Return the values of ``uniform_rows``, with a separate bound for each row. Use the compiled
+    loop if numba is already loaded.
     """
     if counters.device.type != "cpu" or "numba" not in sys.modules:
         return uniform_rows(counters, width, bounds.unsqueeze(1), first_column).to(dtype)

@@ -2,7 +2,7 @@
 
 The benchmark does the work of a rank for one batch: deduplication (if the exchange needs it),
 lookup, and update. Ids repeat as in the statistics of the data, or by default as in click data
-(``costs.ids``). The kernels run in turn, and the minimum time of each counts.
+(``costs.ids``). The kernels take turns, and each is judged by its minimum time.
 """
 
 import json
@@ -186,8 +186,8 @@ def _are_times(value: object) -> TypeGuard[dict[str, float]]:
 
 
 def choose_by_times(unmeasured: KernelChoice, times_ms: Mapping[str, float]) -> KernelChoice:
-    """Choose the fastest kernel, or ``unmeasured`` if that kernel is within ``BAND`` of the
-    fastest.
+    """Choose the fastest kernel, but keep ``unmeasured`` (the choice made without measurements) if
+    its time is within ``BAND`` of the minimum.
     """
     fastest = min(times_ms, key=times_ms.__getitem__)
     name = fastest

@@ -24,8 +24,8 @@ class SelectedRows:
         raise NotImplementedError
 
     def places(self, numbers: Tensor) -> Tensor:
-        """Return the positions in the selection of the rows that have these ``numbers`` in the
-        store.
+        """Return the positions, within the selection, of the rows that have these ``numbers`` in
+        the store.
         """
         raise NotImplementedError
 

@@ -49,8 +49,8 @@ class RowStore(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """Return the bytes of the rows and their optimizer state on this rank, in all kinds of
-        memory.
+        """Return the size in bytes of the rows and their optimizer state on this rank, in all kinds
+        of memory.
         """
         ...
 

@@ -26,7 +26,7 @@ def _sum_rows(
     grads, source, scale, first, count, column, width,
     HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Return the sum of ``count`` rows, added in order from sorted position ``first`` on, as
+    """Return the sum of ``count`` rows, added in order starting at sorted position ``first``, as
     float32 [BLOCK, COLUMNS].
     """
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)

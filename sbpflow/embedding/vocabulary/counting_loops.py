@@ -51,16 +51,16 @@ def observe(
     sizes: Array,
     migrates: bool | None,
 ) -> None:
-    """Count the occurrences of ``keys`` [n], and write the row of each key with a row to ``out``,
-    which may be ``keys``.
+    """Count the occurrences of ``keys`` [n]. For each key that has a row, write the row to ``out``,
+    which may be the same array as ``keys``.
 
     ``counts`` is [n], or [0] if each key counts once. For keys without rows, ``out`` contains the
-    place of the key in the map. The numbers written to ``sizes`` are those of entries in ``log``
-    (the address of each key, and its value before this batch), new keys, ``candidates`` for
-    admission (addresses, which may repeat), and ``unresolved`` keys without rows (position and
-    address). The old counts of rows are written to ``log_counts`` if evictions depend on counts.
-    ``migrates`` is None unless the map migrates: for None, numba compiles a loop without the second
-    array; that loop is a third faster.
+    place of the key in the map. ``sizes`` receives four counts: entries in ``log`` (each key's
+    address, and its value before this batch), new keys, ``candidates`` for admission (addresses,
+    which may repeat), and ``unresolved`` keys, which have no rows (position and address). The old
+    counts of rows are written to ``log_counts`` if evictions depend on counts. ``migrates`` is None
+    unless the map migrates: for None, numba compiles a loop that ignores the second array and is a
+    third faster.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]

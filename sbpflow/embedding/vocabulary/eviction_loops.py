@@ -136,7 +136,7 @@ def _queue_victims(
     tails: Array,
     bucket: int,
 ) -> None:
-    """Find the keys of a bucket that are evicted first, except the keys that this step uses."""
+    """Find the keys of a bucket to evict first, excluding the keys that this step uses."""
     heap, size = victims[bucket], 0
     for is_new in (False, True):
         if is_new and state[EDGE] == 0:
@@ -193,11 +193,11 @@ def decide(
     admitted: Array,
     sizes: Array,
 ) -> None:
-    """Give rows to the ascending addresses ``candidates``, which may repeat; a full bucket evicts a
-    key for each of them.
+    """Give rows to the ascending addresses ``candidates``, which may repeat. A full bucket evicts
+    one key for each distinct address.
 
     ``admitted`` addresses get ``new_rows``, and evicted keys are added to ``log``; the numbers of
-    both are written to ``sizes``.
+    admitted addresses and of evicted keys are written to ``sizes``.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     free_rows, live, room = t.free_rows, t.live, t.room
@@ -286,7 +286,7 @@ def sweep(
 
 @compiled
 def _count_idle(t: Arrays, first: int, last: int, limit: int) -> int:
-    """Return an upper bound for the number of keys in buckets [first, last) that were last used
+    """Return an upper bound on the number of keys in buckets [first, last) that were last used
     before batch ``limit``.
     """
     state, slots, new_slots = t.state, t.slots, t.new_slots

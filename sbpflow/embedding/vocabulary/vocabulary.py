@@ -89,7 +89,7 @@ class Vocabulary:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the map."""
+        """Return the size of the map in bytes."""
         t = self.arrays
         return t.slots.nbytes + t.new_slots.nbytes + t.row_counts.nbytes
 
@@ -112,10 +112,10 @@ class Vocabulary:
         shared row), and the changes.
 
         ``counts`` are the numbers of occurrences of ``keys``, or empty if each counts once; keys
-        may repeat. Without ``begins_step``, the batch belongs to the same optimizer step as the
-        previous one; a key used in a step keeps its row during that step. ``time`` is the latest
-        event time of the samples on all ranks. The rows are written to ``out``, if given, which may
-        be ``keys``.
+        may repeat. If ``begins_step`` is False, the batch belongs to the same optimizer step as the
+        previous batch. A key keeps its row until the end of the step that uses it. ``time`` is the
+        latest event time of the samples on all ranks. If ``out`` is given, the rows are written to
+        it; it may be the same array as ``keys``.
         """
         n, sizes = keys.size, np.zeros(4, np.int64)
         self._make_room(n)

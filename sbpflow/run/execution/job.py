@@ -90,7 +90,7 @@ def build_job(
 ) -> Job:
     """Allocate and initialize this rank's part of the run, and plan its transfers in ``boxing``.
 
-    ``EmbeddingCollection`` explains ``stores`` and ``compiled``; by default, ``parallel.storage``
+    See ``EmbeddingCollection`` for ``stores`` and ``compiled``; by default, ``parallel.storage``
     selects the stores. If not ``training``, the job can only predict, and the caller must load the
     table values. Such a job has no dense optimizer, because importing its class takes a second.
     """
@@ -155,7 +155,9 @@ def _stores(config: Config, plan: RunPlan, boxing: Boxing, training: bool) -> St
 
 
 def _row_folder(config: Config, key: str) -> Path:
-    """Return the folder for the rows of the tables with the ``parallel.storage`` rule ``key``."""
+    """Return the folder for the rows of tables to which the ``parallel.storage`` rule ``key``
+    applies.
+    """
     rule = config.parallel.storage[key.removeprefix("parallel.storage.")]
     return rule.path or config.run.dir
 

@@ -50,8 +50,9 @@ class Measured:
 
 
 def rounds_between(leaders: Sequence[int]) -> Iterator[list[Pair]]:
-    """Yield rounds in which each leader has at most one partner (circle method of tournaments).
-    Over all rounds, each pair occurs once in each direction."""
+    """Yield rounds in which each leader has at most one partner (the circle method for round-robin
+    tournaments). Over all rounds, each pair occurs once in each direction.
+    """
     players: list[int | None] = [*leaders, *([None] if len(leaders) % 2 else [])]
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -96,7 +97,7 @@ def measure(
 
 
 def _seconds(boxing: Boxing, pairs: Sequence[Pair], size: int) -> dict[Pair, float]:
-    """Return the shortest time to send ``size`` float32 values along each of ``pairs``."""
+    """Return, for each of ``pairs``, the shortest time to send ``size`` float32 values."""
     world = boxing.world
     sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
     src, dst = (
@@ -178,7 +179,7 @@ def _best_rates(links: Mapping[tuple[str, str], Measured]) -> dict[tuple[str, in
 
 
 def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
-    """Return a finding for each slow host, and for each other slow link.
+    """Return a finding for each slow host, and for each slow link that no slow host explains.
 
     A host is slow as a sender or a receiver if its fastest link in this direction is slow; this
     test needs at least three hosts. With two hosts, only the two directions can be compared.

@@ -168,8 +168,8 @@ def _unusual(by_rank: Sequence[Facts], key: str) -> tuple[str, dict[str, str]]:
 def _matmul_gflop_per_s(boxing: Boxing) -> float:
     """Return the mean rate of float32 matrix products on this rank's device.
 
-    The fastest product would not show a CPU limit or another process, because both stop a rank for
-    some milliseconds at a time.
+    The fastest product would not reveal a CPU limit or a competing process, because each of these
+    stops a rank for only a few milliseconds at a time.
     """
     device = boxing.world.device
     matrix = torch.ones(_MATRIX, _MATRIX, device=device)

@@ -1,6 +1,7 @@
 """Scores a split with a trained job.
 
-Either rank 0 gets all scores, or each range of rows is scored on one rank, which gets its scores.
+Either rank 0 gets all scores, or each range of rows is scored on one rank, which gets the scores of
+that range.
 """
 
 import logging
@@ -75,8 +76,8 @@ def predict_ranges(
 
     Every rank must iterate and pass the same ``todo``. Each step scores ``batch_size`` rows, or
     ``num_rows`` if the split is smaller, divided equally among the ranks. If a rank's part would
-    extend beyond the end of its range, it is shifted back and the repeated rows are dropped. Matrix
-    shapes, and therefore the exact bits of the scores, do not depend on which ranges remain.
+    extend beyond the end of its range, the part is shifted back, and the repeated rows are dropped.
+    Matrix shapes, and therefore the exact bits of the scores, do not depend on which ranges remain.
     """
     size, rank = boxing.world.size, boxing.world.rank
     part = min(batch_size // size, num_rows)

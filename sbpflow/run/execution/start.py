@@ -85,5 +85,5 @@ def closing() -> Generator[ExitStack]:
 
 
 def lock_run_folder(config: Config, boxing: Boxing) -> RunLock:
-    """Lock ``run.dir`` for this run; raise ConfigError on all ranks if another run locked it."""
+    """Lock ``run.dir``; raise ConfigError on all ranks if another run has locked it."""
     return run_on_all_ranks(boxing, lambda: RunLock(run_dir(config), rank=boxing.world.rank))

@@ -1,8 +1,8 @@
 """Exports the checkpoints of a run as bundles and deltas (``sbpflow.serving.deltas``).
 
-A delta contains the rows that the run's delta checkpoints since the last export list as changed.
-Without delta checkpoints, or after ``num_deltas`` deltas, a new bundle is exported instead. The old
-bundle is removed when the new one is complete.
+A delta contains the rows that have changed since the last export, according to the run's delta
+checkpoints. Without delta checkpoints, or after ``num_deltas`` deltas, a new bundle is exported
+instead. The old bundle is removed when the new one is complete.
 """
 
 import logging

@@ -22,7 +22,9 @@ _EXAMPLE_ROWS = 2  # ``torch.export`` treats sizes 0 and 1 as constants
 
 
 class Functional(nn.Module):
-    """Wraps a dense part as a function of its output vectors, dense fields, and weights."""
+    """Wraps a dense part as a function of the embedding output vectors, the dense fields, and the
+    weights.
+    """
 
     def __init__(self, dense: nn.Module, outputs: tuple[str, ...], names: tuple[str, ...]) -> None:
         super().__init__()
@@ -30,7 +32,9 @@ class Functional(nn.Module):
         self._outputs, self._names = outputs, names
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Compute logits from [rows, width] of each output, [rows, fields], and the weights."""
+        """Compute logits from the vectors of each output [rows, width], the dense fields [rows,
+        fields], and the weights.
+        """
         count = len(self._outputs)
         vectors = dict(zip(self._outputs, inputs, strict=False))
         weights = dict(zip(self._names, inputs[count + 1 :], strict=True))

@@ -19,7 +19,9 @@ _DEFAULTS = ("device", "pin_memory", "layout")
 
 
 class DenseInputs(nn.Module):
-    """Wraps a dense part so that its arguments are the output vectors, then the dense fields."""
+    """Wraps a dense part so that its arguments are the embedding output vectors, then the dense
+    fields.
+    """
 
     def __init__(self, dense: nn.Module, outputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -27,7 +29,9 @@ class DenseInputs(nn.Module):
         self._outputs = outputs
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Compute logits from [rows, width] of each output and dense [rows, fields]."""
+        """Compute logits from the vectors of each output [rows, width] and the dense fields [rows,
+        fields].
+        """
         return self.dense(dict(zip(self._outputs, inputs, strict=False)), inputs[-1])
 
 

@@ -44,7 +44,9 @@ def vocabulary_of(checkpoint: Checkpoint, table: str) -> str | None:
 def served_keys(
     bundle: Path, content: Mapping[str, Any], name: str, later: Sequence[Entries]
 ) -> Entries:
-    """Return the keys of vocabulary ``name``, ascending, and their ids after ``later`` changes."""
+    """Return the keys of vocabulary ``name``, ascending, and their ids after the changes in
+    ``later``.
+    """
     place, words = (
         content["input"]["vocabularies"][name],
         Tensors(bundle / "vocabulary.safetensors"),
@@ -61,8 +63,8 @@ def key_delta(
     """Return the changes that consecutive checkpoints make to the tables of a growing field.
 
     ``tables`` maps the tables to their numbers of rows in the bundle, and ``served`` contains the
-    keys and ids there. Returns None if the bundle cannot apply the changes, for example if there
-    are more new keys than free rows.
+    keys and ids that are in the bundle. Returns None if the bundle cannot apply the changes, for
+    example if there are more new keys than free rows.
     """
     newest = members[-1]
     changes = {table: key_changes(members, table) for table in tables}

@@ -235,7 +235,9 @@ def _plan_tables(
     planned: Mapping[str, TableRule] | None,
     topology: Topology,
 ) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
-    """Return the tables' layouts and plan and, for ``scheme: auto``, all plans with prices."""
+    """Return the layouts and the plan of the tables and, for ``scheme: auto``, all considered plans
+    with their prices.
+    """
     tables = [table for output in spec.outputs for table in output.tables]
     shapes = {table.name: table.shape for table in tables}
     features = [

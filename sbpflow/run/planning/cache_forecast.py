@@ -35,8 +35,8 @@ def cached_stacks(plan: RunPlan) -> Iterator[tuple[GroupPlan, TableBatch, RowSto
 
 
 def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
-    """Return the mean numbers of rows per step over the second half of ``batches``, by the stack's
-    first table and by rank.
+    """Return the mean numbers of rows per step over the second half of ``batches``, for each stack
+    (named after its first table) and each rank.
 
     ``batches`` are the ids of whole batches. The counts are ``unique``, ``fetched``, ``read``, and
     ``written``. Stacks with ragged features are omitted. Growing tables start without keys, as in a
@@ -101,7 +101,7 @@ class _Shortage:
     last: int
 
     def share(self) -> float:
-        """Return the required share of the rows that need slots."""
+        """Return the share of the rank's rows for which slots are needed."""
         return self.needed / self.num_rows
 
 

@@ -1,4 +1,4 @@
-"""Decides which groups send early rows and late gradients, and predicts their bytes."""
+"""Decides which groups send early rows and late gradients, and predicts the bytes sent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -200,9 +200,9 @@ def _overlap(
     per_sample: float,
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[float, float]:
-    """Return the number of rows that ``first`` samples use, and how many of these ``second`` other
-    samples also use. Assumes independent samples: U(a) + U(b) - U(a + b) rows are used by both,
-    where U(n) is the number of distinct rows of n samples.
+    """Return the number of rows used by ``first`` samples, and how many of these rows are also used
+    by ``second`` other samples. Assumes independent samples: U(a) + U(b) - U(a + b) rows are used
+    by both, where U(n) is the number of distinct rows of n samples.
     """
     known = [frequencies[name] for name in table.features if name in frequencies]
     if known:

@@ -58,10 +58,10 @@ class PricedPlan:
 class EarlyRows:
     """The early rows and late gradients of a group.
 
-    ``reason`` says why the group sends no early rows, and ``late_reason`` why it sends no late
-    gradients; "" if it does. The bytes are expected values for a batch, sent by all ranks together:
-    rows sent early, rows sent in the step, gradients sent late, and gradients sent in the step.
-    With late gradients, fewer rows are early.
+    ``reason`` says why the group sends no early rows, and ``late_reason`` says why it sends no late
+    gradients; each is "" if the group does send them. The byte counts are expected values for a
+    batch, summed over all ranks: rows sent early, rows sent in the step, gradients sent late, and
+    gradients sent in the step. With late gradients, fewer rows are early.
     """
 
     group: str
@@ -132,7 +132,7 @@ class RunPlan:
     def window_bytes(self) -> list[int]:
         """Return each rank's memory for the ids of the batches in the lookahead window.
 
-        The result includes the ids of the rank's own samples and an upper bound for the received
+        The result includes the ids of the rank's own samples and an upper bound on the received
         ids.
         """
         tables, rows = self.embeddings, self.batch_size

@@ -1,5 +1,5 @@
 """Reads and writes the plan of a run as JSON. Reading a file constructs only ``RunPlan`` and the
-classes of its fields. A dataclass becomes an object whose "is" is the class name; a dtype becomes
+classes of its fields. A dataclass becomes an object with the class name under "is"; a dtype becomes
 {"dtype": name}, a mapping becomes {"map": [[key, value], ...]}, and a tuple becomes a list. A
 sparse optimizer is identified by its name or, for a custom optimizer, by "class".
 """

@@ -78,7 +78,9 @@ def line_chart(title: str, x_label: str, series: Sequence[Series], *, zero: bool
 
 
 def calibration_chart(title: str, series: Sequence[Series]) -> str:
-    """Draw observed rates over predicted probabilities, and the diagonal of perfect calibration."""
+    """Plot observed rates against predicted probabilities, with the diagonal of perfect
+    calibration.
+    """
     drawn = [line for line in series if line.points]
     if not drawn:
         return ""

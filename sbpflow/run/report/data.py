@@ -117,7 +117,9 @@ def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
 
 
 def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
-    """Read the events; also return notes on defects, such as a last line cut off by a kill."""
+    """Read the events; also return notes on defects, such as a last line that is incomplete because
+    the run was killed.
+    """
     try:
         *lines, last = read_text(file).split("\n")
     except JsonError as error:

@@ -171,7 +171,9 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Wait for any save in progress; then release the signals and the folder."""
+        """Restore the previous signal handlers, wait for any save in progress, and unlock the
+        folder.
+        """
         self._end_signals()
         if self._saver is not None:
             self._saver.wait()

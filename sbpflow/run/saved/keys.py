@@ -99,7 +99,7 @@ def to_keys(
     ``values``.
 
     The rows of values become the rows of their keys, and the row for rare values becomes the shared
-    row. ``data`` identifies the set with keys on which a run can continue.
+    row. ``data`` identifies the set, prepared with keys, on which a run can continue.
     """
     tensors: dict[str, NewTensor] = {
         name: unchanged(checkpoint, name) for name in checkpoint.tensors

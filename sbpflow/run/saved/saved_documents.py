@@ -1,6 +1,6 @@
 """Validates the documents that a run stores in a checkpoint with its tensors.
 
-The index contains a digest that reveals damage to them, but does not prove that sbpflow wrote them.
+A digest in the index reveals damage to these documents, but does not prove that sbpflow wrote them.
 """
 
 import math
