@@ -10,10 +10,11 @@ from sbpflow.runtime.fields.ranges import Accumulator, Epsilon
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowwiseAdagrad(SparseOptimizer):
-    """Implements Adagrad with one state value per row: the sum of its mean squared gradients.
+    """Implements Adagrad with one state value per row.
 
-    The mean is over all columns of the row. With ``row_state: per_shard``, the mean is only over
-    the columns on a rank, so ranks need not sum their squares, but results depend on the layout.
+    The mean square is over all columns of the row. With ``row_state: per_shard``, the mean square
+    is only over the columns on a rank. Ranks then need not sum their squared gradients, but results
+    depend on the layout.
     """
 
     name: Literal["rowwise_adagrad"] = "rowwise_adagrad"
