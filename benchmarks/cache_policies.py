@@ -91,7 +91,7 @@ def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
     and otherwise leaves immediately. The size of the cache therefore follows from L.
     """
     previous = np.full(num_rows, -1, np.int64)
-    since: list[Array] = []  # for each use: batches since the previous use, or 0
+    since: list[Array] = []  # batches since each row's previous use, or 0 for the first
     for number, rows in enumerate(trace):
         since.append(np.where(previous[rows] < 0, 0, number - previous[rows]))
         previous[rows] = number

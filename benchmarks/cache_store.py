@@ -74,7 +74,7 @@ class Measured:
     mover_cpu_ms: float  # the row-moving threads' part of ``cpu_ms``
     wait_ms: float
     fetched: float
-    read_ms: float  # time that the link is busy per step
+    read_ms: float  # how long the link is busy per step
     write_ms: float
 
 

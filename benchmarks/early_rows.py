@@ -82,7 +82,7 @@ def count(batches: Sequence[Array], hot: Array, size: int) -> dict[str, float]:
             totals["critical"] += remote * critical
             totals["early"] += remote * (requests - critical)
             totals["gradients"] += remote * requests
-            totals["hot"] += 2 * (size - 1) * touched  # a ring all-reduce of the touched rows
+            totals["hot"] += 2 * (size - 1) * touched  # a ring all-reduce for the hot rows
         last, used, used_before = cold, now, used
     means = {name: value / (len(batches) - 2) for name, value in totals.items()}
     return {**means, "exposed": means["critical"] + means["gradients"] + means["hot"]}
@@ -92,7 +92,8 @@ def predicted(counts: Sequence[Array], size: int) -> float:
     """Return the expected critical rows, as ``run/planning/early_rows.py`` computes them."""
     critical = 0.0
     for field in counts:
-        # bin rows by number of lookups, between powers of two, as in a set's statistics
+        # Group rows by their number of lookups, in bins between powers of two, as a set's
+        # statistics do.
         bins = np.frexp(field[field > 0])[1]
         rows, lookups = np.bincount(bins), np.bincount(bins, weights=field[field > 0])
         pairs = tuple((int(n), int(total)) for n, total in zip(rows, lookups, strict=True))

@@ -52,7 +52,8 @@ CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # t
 # maximum number of tables for these planners, which otherwise take minutes per task
 SLOW = {"neuroshard": 100, "torchrec": 100}
 SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
-MEASURED = 4  # the judge takes the best of this many of our plans, and of this many random plans
+# The judge picks the best of this many of our plans, and the best of as many random plans.
+MEASURED = 4
 BATCH = 8192
 GIANT = Drawn(num_rows=200_000_000, active=20_000_000, pooling=50.0, s=0.8, q=10.0)
 

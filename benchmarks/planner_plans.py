@@ -37,8 +37,8 @@ from sbpflow.runtime.ranks.topology import Topology
 MOST_ROWS, MOST_IDS = 50_000, 20.0
 DIMS = (8, 16, 32)
 HIDDEN = (16,)  # widths of the dense part's hidden layers
-MEASURED = 4  # number of our plans from which a measurement may select
-DRAWN_AT_RANDOM = 4  # number of random placements from which a measurement may select
+MEASURED = 4  # how many of our plans are measured
+DRAWN_AT_RANDOM = 4  # how many random placements are measured
 Planner = Callable[[Setting], Assignment]
 Named = dict[str, tuple[Plan, float]]  # name -> (plan, predicted ms)
 

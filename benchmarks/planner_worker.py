@@ -25,7 +25,7 @@ from sbpflow.planner.task import plan_of_tree
 from sbpflow.runtime.ranks.world import World
 from sbpflow.training.trainer import Trainer
 
-FIRST_ROUNDS = 4  # after these rounds, plans that are far slower or faster drop out
+FIRST_ROUNDS = 4  # after these rounds, plans whose difference from the first is settled drop out
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 STEPS = 4  # per turn
 # Half-widths of a 95 % interval in standard errors (Student's t), by degrees of freedom from 1 up.

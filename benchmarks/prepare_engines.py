@@ -84,7 +84,7 @@ def _processes() -> dict[int, tuple[int, float]]:
         try:
             words = path.read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
         ticks = int(words[11]) + int(words[12])
         processes[int(path.parent.name)] = int(words[1]), ticks / os.sysconf("SC_CLK_TCK")
     return processes

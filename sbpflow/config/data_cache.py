@@ -19,7 +19,7 @@ class DataCache:
         Example("/scratch/sets"),
         Key(
             "execution",
-            "Folder on a local disk of each host for files of sets at URLs. The default is "
+            "Folder on a local disk of each host for the files of sets at URLs. The default is "
             "sbpflow/sets in the user's cache folder.",
         ),
     ] = None

@@ -126,7 +126,7 @@ class ModelGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableChanges:
-    """Modifies settings that earlier patterns or ``optimizer.sparse`` set.
+    """Overrides some of the settings from earlier patterns or from ``optimizer.sparse``.
 
     Applies to entries without ``name``.
     """
@@ -245,7 +245,7 @@ class OptimizerConfig:
         Untagged("same"),
         Key(
             "results",
-            "Optimizers, by pattern of table names, instead of optimizer.sparse; the last "
+            "Optimizers, by pattern of table names, used instead of optimizer.sparse; the last "
             "match wins.",
         ),
     ] = field(default_factory=dict[str, TableOptimizer])
@@ -366,7 +366,7 @@ class TrainConfig:
     profile: Annotated[
         tuple[Count, Count] | None,
         Example((10, 15)),
-        Key("execution", "First and last step of a recorded trace."),
+        Key("execution", "First and last step of the trace to record."),
     ] = None
     log_every: Annotated[Count, Key("execution", "Number of steps between log lines.")] = 100
     progress: Annotated[bool, Key("execution", "Show a progress bar.")] = True

@@ -60,7 +60,7 @@ class TableRule:
         Example((60, 40)),
         Key(
             "execution",
-            "Numbers of rows or columns on the ranks, which may be 0. By default, the table "
+            "Number of rows or columns on each rank, which may be 0. By default, the table "
             "is split evenly.",
         ),
     ] = None

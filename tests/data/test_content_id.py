@@ -37,7 +37,7 @@ def test_sizes_beyond_the_period_of_the_polynomial():
     crc32s = np.array([zlib.crc32(b"rows"), 0, 0], dtype=np.uint32)
     whole = joined_crc32(crc32s[:2], np.array([4, 2 * half]))
     assert joined_crc32(crc32s, np.array([4, half, half])) == whole
-    eight = joined_crc32(crc32s[:2], np.array([4, 8]))  # the period is 2^32 - 1 bits
+    eight = joined_crc32(crc32s[:2], np.array([4, 8]))  # a CRC32 repeats after 2^32 - 1 bits
     assert joined_crc32(crc32s[:2], np.array([4, long])) == eight != whole
 
 

@@ -40,7 +40,7 @@ class Initial:
         self._log = log
 
     def __call__(self, rows):
-        if rows.numel():  # a new store compiles its loops with no rows
+        if rows.numel():  # a new store first calls this without rows, to compile its loops
             self._log(rows)
         weights = rows.unsqueeze(1).repeat(1, WIDTH).float()
         state = torch.full((rows.numel(), WIDTH), RULE.initial_state("sum"))
@@ -301,7 +301,7 @@ def test_rows_are_read_ahead_for_evaluation():
     store.read_ahead(lookups[0])
     store._mover.wait_idle()
     del lookup, lookups
-    assert not store._ahead  # unused early lookups leave nothing behind
+    assert not store._ahead  # nothing remains of lookups that were not used
     assert store.counts == before
 
 

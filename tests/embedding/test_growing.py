@@ -36,7 +36,7 @@ CASE = GrowingCase()
 EVICTING = Growth(
     evict=Eviction(max_rows=MIN_ROWS, idle_samples=150), admit_count=2, forget_after_samples=100
 )
-SHARE = 0.0003  # gives 40 slots for 64 rows of live keys
+SHARE = 0.0003  # this fraction gives 40 slots for the 64 rows of live keys
 TIMED = Growth(evict=Eviction(max_rows=MIN_ROWS, idle_time=30.0), admit_count=2)
 LAYOUTS = {
     "unique": (Spec("S(0)", "unique"), Spec("S(0)", "unique")),

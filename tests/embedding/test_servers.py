@@ -96,7 +96,7 @@ def test_servers_return_what_was_written(count):
             changed = draw.permutation(rows)[: size // 2]
             expected[changed] = draw.integers(0, 2**60, (changed.size, WORDS))
             records.write(changed, expected[changed])
-            records.read(wanted, out)  # some of its rows are still in flight
+            records.read(wanted, out)  # some of these rows are still being written
             assert (out == expected[wanted]).all()
 
 

@@ -59,7 +59,8 @@ def check(ranks, world_size, name, config, steps):
     losses, twin, logits = twin_run(name, steps)
     for result in results:
         np.testing.assert_allclose(result["losses"], losses, rtol=1e-10, atol=0)
-    # Weights and logits differ by sums in a different order, over 50 steps with momentum 0.9.
+    # Weights and logits differ because sums are computed in a different order, over 50 steps with
+    # momentum 0.9.
     joined_logits = np.concatenate([result["logits"] for result in results])
     np.testing.assert_allclose(joined_logits, logits.numpy(), rtol=1e-9, atol=1e-8)
     for key, (value, _) in named(twin).items():

@@ -78,7 +78,7 @@ def train_until(s3: Proxy, stop, *given) -> None:
 def events(folder):
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = ("event", "step", "loss", "auc", "logloss", "split")
-    # When "ranks" events are written depends on time.
+    # The steps at which "ranks" events are written depend on timing.
     logged = [event for event in logged if event["event"] != "ranks"]
     return [{key: event[key] for key in kept if key in event} for event in logged]
 

@@ -217,7 +217,7 @@ def peak_and_prediction(world):
     used: list[list[int]] = []
     for _ in range(2):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # return memory that earlier tests freed
-        Path("/proc/self/clear_refs").write_text("5")  # restart the peak at the present size
+        Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak to the present size
         before = status_bytes("VmRSS")
         measure_in_turns(boxing, laws_of(task), [plan], rounds=1)
         growth = gather_texts(boxing, str(status_bytes("VmHWM") - before))

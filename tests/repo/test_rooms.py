@@ -25,7 +25,7 @@ COLLECTIVES = set(
     "all_gather_object broadcast_object_list gather_object barrier".split()
 )
 # Files that may call collectives: those for conversions, for messages, for rows whose number
-# depends on the batch, and for the headers of the checked mode.
+# depends on the batch, and for the headers of checked mode.
 CALLERS = {
     "boxing/executor.py": {"all_to_all_single", "all_reduce"},
     "boxing/pairs.py": {"batch_isend_irecv"},

@@ -53,7 +53,7 @@ FLOAT64 = 1e-10
 # For bfloat16 rows and vectors: a value midway between two bfloat16 numbers may be rounded either
 # way.
 BFLOAT16 = 1e-3
-# The tolerance is for float32 logits, with sums in another order.
+# The tolerance is for float32 logits whose sums are computed in another order.
 FLOAT32 = 1e-5
 
 

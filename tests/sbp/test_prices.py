@@ -174,7 +174,7 @@ def _carry(world, a, b, repeats):
     steps = plan_boxing(src, dst, (1024, 1024), torch.float32, id="x", backend="gloo")
     boxing = Boxing(world)
     world.checked = False  # the headers of checked mode would be counted
-    shared, world._shared = world._shared, None  # shared memory is not the loopback interface
+    shared, world._shared = world._shared, None  # shared memory would bypass the loopback
     boxing.run(steps, part)
     world.barrier()
     time.sleep(0.05)

@@ -185,7 +185,7 @@ def test_a_rank_that_is_killed_ends_the_run(synth_set, tmp_path):
     output = run.end()
     assert output.count("error: ") == 1
     assert "error: rank 1 died" in output
-    # Whichever comes first reports the fault: the broken transfer or torchrun.
+    # The fault is reported by the broken transfer or by torchrun, whichever notices it first.
     told_by = r"\(([\w./]+, (all_to_all|all_gather|all_reduce): |SIGTERM\))"
     assert re.search(told_by, output), output
 

@@ -20,8 +20,8 @@ Policy = Literal["lru", "lfu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """When keys are evicted: after a time without use, or when their bucket has no free row for a
-    new key.
+    """Sets when keys are evicted: after a time without use, or when their bucket has no free row
+    for a new key.
     """
 
     max_rows: Annotated[
@@ -43,9 +43,9 @@ class Eviction:
         Rate | None,
         Key(
             "results",
-            "Evict keys that have not occurred for this long, in event time and in units of "
-            "the set's time column (microseconds for dates). By default, keys are not evicted for "
-            "this reason.",
+            "Evict keys that have not occurred for this much event time, in units of the set's "
+            "time column (microseconds for dates). By default, keys are not evicted for this "
+            "reason.",
         ),
     ] = None
 

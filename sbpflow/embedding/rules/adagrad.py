@@ -9,7 +9,9 @@ from sbpflow.runtime.fields.ranges import Accumulator, Epsilon
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adagrad(SparseOptimizer):
-    """``sum`` accumulates squared gradients, starting at ``initial_accumulator``."""
+    """Implements Adagrad; ``sum`` accumulates squared gradients, starting at
+    ``initial_accumulator``.
+    """
 
     name: Literal["adagrad"] = "adagrad"
     eps: Epsilon = 1e-8
