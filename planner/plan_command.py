@@ -248,7 +248,7 @@ def _times(path: Path, count: int) -> list[float]:
         raise ConfigError(f"--measure: the ranks wrote no times ({error}); run it again") from error
     if len(times) != count or not all(map(is_number, times)):
         raise ConfigError(
-            f"--measure: the ranks wrote {len(times)} times, but there are {count} plans"
+            f"--measure: there are {count} plans, but the ranks wrote times for {len(times)}"
         )
     return times
 

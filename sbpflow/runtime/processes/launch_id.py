@@ -43,7 +43,7 @@ def launch_id(store: TimedStore, rank: int, size: int) -> str:
         if time.monotonic() > end:
             raise AbsentError(
                 f"rank 0 did not answer through the store at {store.where} within {_ANSWER_S:g} s; "
-                "check that rank 0 was started and what it printed"
+                "check that rank 0 was started, and read its output"
             )
     launch = store.get(answer)
     store.set(f"heard/{launch}/{rank}", "yes")

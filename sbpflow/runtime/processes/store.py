@@ -313,8 +313,8 @@ def no_store(host: str, port: int, serves: bool, error: BaseException) -> Except
         )
     return AbsentError(
         f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT {host}:{port} within {CONNECT_S:g} s "
-        f"({first_line(error)}); check that rank 0 was started and what it printed, that its "
-        "address and port are right, and that no firewall blocks the connection"
+        f"({first_line(error)}); read the output of rank 0, and check that it was started, that "
+        "its address and port are right, and that no firewall blocks the connection"
     )
 
 
