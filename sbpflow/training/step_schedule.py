@@ -271,7 +271,7 @@ class StepSchedule:
         """
         moves = (*self.moves(lookahead), *self.each_step)
         during: list[tuple[Move, tuple[str, ...]]] = []
-        flying: list[tuple[int, str]] = []  # Distance of the batch, and transfer.
+        flying: list[tuple[int, str]] = []  # (distance of the batch, transfer's name)
         # Transfers still in flight at the end of one step are in flight at the start of the next
         # step, so two steps are simulated.
         for _ in range(2):

@@ -71,7 +71,7 @@ def _link_lines(facts: Mapping[str, Any]) -> list[str]:
     bound = "" if all(step["exact"] for step in facts["steps"]) else "at most "
     return [
         f"sent {where} in an iteration: {bound}{format_size(link['bytes'])} by all ranks in "
-        f"{link['transfers']} transfers, {bound}{link['ms']:.1f} ms if run one after another"
+        f"{link['transfers']} transfers, {bound}{link['ms']:.1f} ms if sequential"
         for where, link in facts["links"].items()
     ]
 

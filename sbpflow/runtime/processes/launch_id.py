@@ -15,7 +15,7 @@ from sbpflow.errors import AbsentError, PeerLostError
 from sbpflow.runtime.processes.store import TimedStore, polls
 
 _PROCESS = uuid.uuid4().hex  # Unique, even among earlier launches.
-_ANSWER_S = 600.0  # Lets rank 0 import torch; torchrun has already started all ranks.
+_ANSWER_S = 600.0  # Time for rank 0 to import torch; torchrun has already started it.
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # Time limit for rank 0 to listen; enough for all ranks of a run to start.
-_MISLED_S = 10.0  # The time limit if the name probably leads to the wrong machine.
-ANSWER_S = 5.0  # Limit of one operation; it usually takes 1 ms, or 100 ms on a busy machine.
+CONNECT_S = 60.0  # Time limit for rank 0 to listen, long enough for all ranks to start.
+_MISLED_S = 10.0  # The same if the name probably resolves to the wrong machine.
+ANSWER_S = 5.0  # Time limit for one operation, which usually takes 1 ms (100 ms if busy).
 # Wait at least ``_GREET_S`` for the listening process to prove that it is rank 0.
 _GREET_S = 5.0
 _POLL_S = 0.2
