@@ -308,7 +308,9 @@ def measure(count: int, seed: int, kept: Path | None) -> None:
         )
     for number, names in differing.items():
         if names:
-            raise SystemExit(f"{cases[number]} differs in {', '.join(names)}")
+            raise SystemExit(
+                f"{cases[number]}: results differ from those without a cache: {', '.join(names)}"
+            )
 
 
 def main() -> None:

@@ -141,7 +141,9 @@ def planned(
             expected = (missing[touched[missing]], missing[~touched[missing]])
             rows_of = zip(expected, (found.stored, found.new), strict=True)
             if not all(np.array_equal(np.sort(one), np.sort(other)) for one, other in rows_of):
-                raise SystemExit(f"batch {step}: the planner fetches or reads other rows")
+                raise SystemExit(
+                    f"batch {step}: the planner does not fetch or read the expected rows"
+                )
             cached[found.evicted] = False
             cached[rows] = touched[rows] = True
             if planner.num_leased > capacity:

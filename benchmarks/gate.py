@@ -123,7 +123,10 @@ def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
     """
     shared = [key for key in base if key in head]
     if base and not shared:
-        return f"no number in common: base has {', '.join(base)}, and head has {', '.join(head)}"
+        return (
+            f"base and head have no number in common: base has {', '.join(base)}, and head has "
+            f"{', '.join(head)}"
+        )
     for key in shared:
         if not abs(base[key] - head[key]) <= WORK_TOLERANCE:
             return f"{key} is {base[key]:.7g} in base and {head[key]:.7g} in head"

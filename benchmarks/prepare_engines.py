@@ -108,7 +108,7 @@ def main() -> None:
                 small, large = (_prepare(source, scratch / "set", engine) for source in inputs)
                 costs[engine].append((small, large))
                 contents.add(load_manifest(scratch / "set").fingerprint)
-        assert len(contents) == 1, "the engines made different sets"
+        assert len(contents) == 1, "the engines produced different sets"
         _record(costs, sum(path.stat().st_size for path in inputs[1].iterdir()) / 1e6)
 
 

@@ -190,7 +190,7 @@ class _Run:
             return  # a copy is still running
         if task.attempts == _MAX_ATTEMPTS:
             raise DataError(
-                f"--engine {self._options.name}: workers died in all {_MAX_ATTEMPTS} attempts of "
+                f"--engine {self._options.name}: workers died in all {_MAX_ATTEMPTS} attempts at "
                 f"one task ({type(reason).__name__}); check their memory, use fewer "
                 "--workers, and rerun this command to resume"
             ) from reason

@@ -95,7 +95,7 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
         except ImportError as error:
             raise ConfigError(
                 f"{key}: {type(data).__name__} needs another package ({error}); run pip install "
-                "'sbpflow[notebook]', or give a Polars DataFrame or a file"
+                "'sbpflow[notebook]', or pass a Polars DataFrame or a file"
             ) from error
         except (ValueError, TypeError, pl.exceptions.PolarsError) as error:
             raise DataError(

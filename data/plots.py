@@ -25,7 +25,7 @@ def write_png(stats: Sequence[FieldStats], path: Path) -> None:
     ratios = np.array([[s.unique_ratio[str(size)] for size in sizes] for s in stats])
     labels = ["1", *(f"to {2**k}" for k in range(1, NUM_BINS - 1)), "more"]
     for axes, values, ticks, title in (
-        (left, shares, labels, "share of a batch's lookups, by lookups of the row"),
+        (left, shares, labels, "share of a batch's lookups, by number of lookups per row"),
         (right, ratios, [f"{size:,}" for size in sizes], "distinct ids per lookup, by batch size"),
     ):
         if not ticks:  # the set is smaller than the smallest batch

@@ -60,9 +60,9 @@ class Scoring:
         self.is_folder = not output.suffix
         if output.suffix not in _WRITERS and not self.is_folder:
             raise ConfigError(
-                f"--output must end in {', '.join(_WRITERS)}, which is the format of the file, or "
-                f"have no suffix to write a folder of Parquet files, got {output}; for example, "
-                "--output scores.parquet"
+                f"--output must end in {', '.join(_WRITERS)} (the format of the file), or have no "
+                f"suffix, for a folder of Parquet files, got {output}; use, for example, --output "
+                "scores.parquet"
             )
         self._inputs, self.output, self.like = tuple(inputs), output, like
         self.overwrite = overwrite

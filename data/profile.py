@@ -161,7 +161,7 @@ class _Feature:
         low, high = self._range
         quantiles = np.clip(values_of_order(keys), low, high).tolist()
         std = max(square - mean * mean, 0.0) ** 0.5
-        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # 0 if only rounding error
+        mean = mean if abs(mean) > _FLOAT32 * std else 0.0  # 0 if it is only rounding error
         summary = {"mean": mean, "std": std, "min": low}
         names = (f"p{round(100 * part)}" for part in QUANTILES)
         return {**summary, **dict(zip(names, quantiles, strict=True)), "max": high}

@@ -163,7 +163,7 @@ def _charts(manifest: Manifest, profile: Profile) -> list[str]:
     drift = [(f.name, [("PSI", max(f.psi.values(), default=0.0))]) for f in features]
     alone = [(f.name, [("AUC", f.auc or 0.0)]) for f in features]
     charts += [
-        _ranked(f"missing and unknown share in {last}", shares, _percent),
+        _ranked(f"share of missing and unknown values in {last}", shares, _percent),
         _ranked("drift: population stability index, val or test", drift, "{:.3f}".format),
         _ranked("AUC of a single feature on val and test", alone, "{:.4f}".format),
     ]

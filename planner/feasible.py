@@ -13,8 +13,8 @@ from sbpflow.planner.task import Plan, Task
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 QUICK = 60  # number of insertions; enough to test whether a changed task fits
-RANKS = (2, 4, 8)  # factors of the number of ranks
-CACHES = (0.5, 0.25, 0.1)  # shares of the rows on the device
+RANKS = (2, 4, 8)  # numbers of ranks to try, as multiples of the given number
+CACHES = (0.5, 0.25, 0.1)  # fractions of the rows to keep on the device
 
 
 def choose(cost: TaskCost, *, seed: int = 0) -> Plan:

@@ -42,7 +42,7 @@ from sbpflow.runtime.processes.launch import ArgumentParser
 from sbpflow.runtime.processes.start_ranks import start_ranks
 from sbpflow.runtime.ranks.world import World
 
-NEAR = 1.05  # maximum price relative to the best plan: about the error of the model for good plans
+NEAR = 1.05  # maximum price relative to the best plan's; about the model's error for good plans
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
 
@@ -248,7 +248,7 @@ def _times(path: Path, count: int) -> list[float]:
         raise ConfigError(f"--measure: the ranks wrote no times ({error}); run it again") from error
     if len(times) != count or not all(map(is_number, times)):
         raise ConfigError(
-            f"--measure: the ranks wrote {len(times)} times, but there are {count} plans"
+            f"--measure: there are {count} plans, but the ranks wrote times for {len(times)}"
         )
     return times
 

@@ -84,9 +84,8 @@ def _profile(args: Namespace) -> Profile:
     if args.link is None:
         if args.ranks_per_node != 1:
             raise ConfigError(
-                f"--ranks-per-node {args.ranks_per_node} is the number of ranks that share an "
-                "adapter of --link, which is not given; add --link (for example, --link 25gbit), "
-                "or remove --ranks-per-node"
+                f"--ranks-per-node {args.ranks_per_node} needs --link, the adapter that these "
+                "ranks share; add --link (for example, --link 25gbit), or remove --ranks-per-node"
             )
         return profile
     if args.ranks_per_node < 1:

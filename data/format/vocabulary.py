@@ -182,7 +182,7 @@ def check_vocabulary(manifest: Manifest, name: str, entry: Mapping[str, Any]) ->
     for keys, ids in blocks(manifest.path, entry, "keys", "ids"):
         if int(keys[0]) <= last or not bool((keys[1:] > keys[:-1]).all()):
             raise DataError(
-                f"{manifest.path}: the keys of {name} do not ascend; prepare the set again"
+                f"{manifest.path}: the keys of {name} are not ascending; prepare the set again"
             )
         last = int(keys[-1])
         low, high = int(ids.min()), int(ids.max())

@@ -62,7 +62,7 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
     limit = options.max_bad_fraction
     if num_lines == 0:
         files = ", ".join(map(str, options.inputs))
-        raise DataError(f"--input {files} has no rows; name files with one row per line")
+        raise DataError(f"--input {files} has no rows; use files with one row per line")
     if num_lines == num_bad:
         problem = f"none of the {num_lines} lines is valid"
     elif num_bad > max(limit, early) * num_lines:
@@ -160,7 +160,7 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
     advice += [
         f"column {name} contains words such as {', '.join(map(repr, cells[:2]))}; "
         f"{'use' if name in schema.sparse else 'make it a sparse column of'} kind string, or list "
-        "the words that mean missing under `missing_values`"
+        "the words that stand for missing values under `missing_values`"
         for name, cells in words.items()
     ]
     rest = (example for example in examples if _misfit(example)[0] not in words)
@@ -217,7 +217,8 @@ def _cell_advice(example: tuple[int, str, str, str]) -> str:
         return ""
     if rule != NOT_A_TIME and not re.search("[0-9]", cell):
         return (
-            f"column {name}: if {cell!r} means missing, add `missing_values: [{json.dumps(cell)}]`"
+            f"column {name}: if {cell!r} stands for a missing value, add "
+            f"`missing_values: [{json.dumps(cell)}]`"
         )
     if rule == NOT_A_NUMBER and re.fullmatch(NUMBER, cell.replace(",", ".", 1)):
         return f'{name}: for a decimal comma, write `decimal: ","` in its options'

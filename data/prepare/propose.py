@@ -45,7 +45,7 @@ _MAX_SMALL = 20
 """A column with at most this many distinct integers is treated as categorical, whatever its name"""
 _UNUSABLE = {
     "empty": "no values",
-    "date": "use of a date column, which can only be the time",
+    "date": "a date column can only be the time",
 }
 _MIN_IDS = 100
 """Minimum number of distinct integers in a column for the remark that they may be IDs"""
@@ -276,7 +276,7 @@ def _why_unused(column: ColumnFacts, is_sparse: bool) -> str:
     if column.distinct == 1:
         return f"only the value {column.values[0]!r:.40}"
     if column.kind == "text" and column.is_unique:
-        return f"each row has a different text{_remark(column)}"
+        return f"each row has a different string{_remark(column)}"
     if PATTERN.fullmatch(column.name) or (is_sparse and not FIELD_NAME.fullmatch(column.name)):
         return f"rename the column; a name {NAME_RULE}"
     return ""

@@ -214,7 +214,7 @@ class _Reader:
             self.choice(f"{place}transform", transform, tuple(TRANSFORMS))
         if clip is not None:
             fits = isinstance(clip, list) and len(clip) == 2 and all(map(_is_float32, clip))
-            rule = f"[LOW, HIGH], two numbers within float32, {-_LARGEST:g} to {_LARGEST:g}"
+            rule = f"[LOW, HIGH], two numbers in the float32 range, {-_LARGEST:g} to {_LARGEST:g}"
             self.need(fits and clip[0] < clip[1], f"{place}clip", clip, rule)
         buckets = how.get("buckets", 0)
         if buckets:

@@ -96,8 +96,8 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
             if not inside:
                 raise ConfigError(
                     f"--input {path}: this folder contains no file that ends in "
-                    f"{', '.join(SUFFIXES)} or has a name like day_0; give files with other names "
-                    "one by one"
+                    f"{', '.join(SUFFIXES)} or has a name like day_0; list files with other names "
+                    "individually"
                 )
             files += inside
         else:
@@ -222,8 +222,8 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
 def no_line_end(path: InputPath) -> DataError:
     """Return the error for a line without a newline."""
     return DataError(
-        f"{path}: there is no line end within {MAX_LINE_BYTES >> 20} MiB; use a text table with "
-        "line ends"
+        f"{path}: a line has no end within {MAX_LINE_BYTES >> 20} MiB; use a text file with one "
+        "row per line"
     )
 
 

@@ -140,7 +140,7 @@ def _check_labels(
         if any(has) and not all(has):
             raise DataError(
                 f"{inputs[has.index(False)].path} has no column {name!r}, but "
-                f"{inputs[has.index(True)].path} has one; encode files with and without labels "
+                f"{inputs[has.index(True)].path} has it; encode files with and without labels "
                 "separately"
             )
 

@@ -28,8 +28,8 @@ Group = TypeVar("Group")
 _AHEAD = 3
 _READERS = 2
 _RUNS_AHEAD = 1
-# Blocks in use can be: read ahead, in a DALI run, finished by DALI, being delivered, being
-# consumed.
+# A block in use is in one of five states: read ahead, in a DALI run, finished by DALI, being
+# delivered, or being consumed.
 _MAX_BUFFERS = _AHEAD + _RUNS_AHEAD + 4
 _SPARE_SHARE = 16  # a new buffer is larger than needed by 1/16
 

@@ -83,7 +83,7 @@ class _Episodes:
     features: Tensor  # [T, 21]
     sizes: Tensor  # [T], as shares of a device's available memory
     chosen: Tensor  # [T, E]
-    logits: Tensor  # [T, E, D] of the acting copy
+    logits: Tensor  # [T, E, D], from the copy of the policy that placed the tables
     order: Ints
 
     def devices(self, number: int) -> Ints:

@@ -74,7 +74,7 @@ class NeuroShard:
     scaling: Scaling
     compute_ms: float
     exchange_ms: float
-    columns: float  # mean sum of columns, by which the networks' inputs are divided
+    columns: float  # mean over devices of their sums of columns; scales the inputs of ``exchange``
 
     @classmethod
     def blank(cls, num_ranks: int) -> "NeuroShard":

@@ -12,7 +12,7 @@ import numpy as np
 
 from sbpflow.planner.search.problem import BYTES, Floats, Ints, Move, State
 
-PAIRS = 20_000  # about the largest number of swaps that a step considers
+PAIRS = 20_000  # approximate maximum number of swaps that a step considers
 DOUBLINGS = 4  # the power is 2 ** DOUBLINGS
 LEAST_GAIN = 1e-9
 

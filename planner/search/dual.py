@@ -24,12 +24,13 @@ from sbpflow.planner.search.problem import BYTES, Floats, Ints, Key, Option, Pro
 
 # Multipliers on bytes to try, relative to (mean time) / (memory limit).
 MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
-FIRST_STEP = 1.5  # relative to the step that would reach the plan's time on a linear function
+FIRST_STEP = 1.5  # relative to the step that would reach the plan's time if the bound were linear
 PATIENCE = 10  # number of rounds without progress after which steps are halved
 MOMENTUM = 0.8
-LEAST_PART = 0.02  # least distance from a whole number of copies with which keys are compared
-KEY_SCALE = 30.0  # length of the steps for keys' costs, relative to those for shares
-MEMORY = 0.97  # weight of the earlier rounds in the mean number of copies of a key
+# When keys are compared, their numbers of copies count as at least this far from whole numbers.
+LEAST_PART = 0.02
+KEY_SCALE = 30.0  # step length for the costs of keys, relative to that for shares
+MEMORY = 0.97  # weight of the earlier rounds in the moving average of a key's copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Dual:
         pairs = [(row, n) for n, (_, rows) in enumerate(loads) for row in rows]
         self.rows = np.array([row for row, _ in pairs], dtype=np.int64)
         self.keys = np.array([key for _, key in pairs], dtype=np.int64)
-        # Pairs of a table and a key have numbers, because all options of a table share a payment.
+        # Pairs of a table and a key are numbered, because all options of a table share one payment.
         of_pair = self.table[self.rows] * max(len(loads), 1) + self.keys
         unique, self.pair = np.unique(of_pair, return_inverse=True)
         self.pair_key = unique % max(len(loads), 1)

@@ -55,8 +55,8 @@ def cheapest_route(
     raise SbpError(f"there is no route from {src} to {dst} for shape {list(shape)}")
 
 
-# Routes between the same layouts share most of their steps: of the steps on all routes that the
-# deduction of an op compares, one in seven is new.
+# Routes between the same layouts share most of their steps: when the signature of an op is deduced,
+# only one in seven of the steps on the compared routes is new.
 @lru_cache(maxsize=16384)
 def _price(
     src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype, backend: str

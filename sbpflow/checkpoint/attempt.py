@@ -56,7 +56,7 @@ class TensorSpec:
         """
         shape = self.shape
         if self.by_key:
-            ends: dict[int, int] = {}  # by first column: the end of the rows so far
+            ends: dict[int, int] = {}  # by first column: the end of the rows stacked so far
             pieces = [replace(piece, place=_stacked(piece.place, ends)) for piece in pieces]
             patches = [replace(patch, place=_stacked(patch.place, ends)) for patch in patches]
             shape = (max(ends.values(), default=0), *shape[1:])

@@ -163,7 +163,7 @@ def _tensor_diff(left: Checkpoint, right: Checkpoint, name: str) -> str:
         largest = max(largest, float(gap.nan_to_num(nan=float("inf")).max()))
     if not elements:
         return ""
-    return f"{elements:,} elements in {rows:,} rows differ, by {largest:.3g} at most"
+    return f"{elements:,} elements in {rows:,} rows differ, by at most {largest:.3g}"
 
 
 def _document_diff(key: str, left: object, right: object) -> Iterator[str]:

@@ -87,8 +87,8 @@ class Claim:
         except OSError as error:
             raise failed(self._file, error) from error
         raise CheckpointError(
-            f"{self._file.parent}: another run has started saving here, so this run cannot; stop "
-            "one of the runs, or use another checkpoint.dir"
+            f"{self._file.parent}: another run has started saving here, so this run cannot save; "
+            "stop one of the runs, or use another checkpoint.dir"
         )
 
 

@@ -24,7 +24,8 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 RANGE_BYTES = BLOCK_BYTES  # A tensor is copied and written in ranges of this many bytes.
 # After each range, the writing thread pauses for ``REST`` times as long as the range took, so that
-# training slows down less. In a pause, it empties segments of the log every ``_REST_S`` seconds.
+# training slows down less. During a pause, it empties segments of the log every ``_REST_S``
+# seconds.
 REST = 2.0
 _REST_S = 0.01
 

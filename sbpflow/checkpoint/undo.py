@@ -90,8 +90,8 @@ class RowLog:
         self._copies: dict[str, Tensor] = {}
         device = next(iter(self._like.values())).device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # The lock protects the data of both threads: the marks (``_pending``) and the lists of
-        # segments.
+        # The lock protects the data that both threads use: the marks (``_pending``) and the lists
+        # of segments.
         self._lock = threading.Condition()
         self._full: list[_Segment] = []  # the last segment may have room
         self._free: list[_Segment] = []

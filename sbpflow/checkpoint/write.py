@@ -20,7 +20,8 @@ from sbpflow.embedding.state import Rectangle, Values, read_values
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.remote_path import AnyPath, RemotePath
 
-_STILL_CACHED_BYTES = 4 * BLOCK_BYTES  # Pages further back are on disk and can be dropped.
+# Pages further back than this are on disk and can be dropped.
+_STILL_CACHED_BYTES = 4 * BLOCK_BYTES
 _advise = getattr(os, "posix_fadvise", None)  # Available on Linux and FreeBSD.
 
 

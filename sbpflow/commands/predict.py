@@ -121,7 +121,7 @@ def _predict_as_tasks(
     engine_name = f"--engine {args.engine}"
     if not scoring.is_folder:
         raise ConfigError(
-            f"--output must be a folder, without a suffix, with {engine_name}, got "
+            f"--output must be a folder (without a suffix) if {engine_name} is used, got "
             f"{scoring.output}; for example, --output {scoring.output.with_suffix('')}"
         )
     if world_size_of_environment() > 1:

@@ -10,7 +10,7 @@ def report(argv: Sequence[str]) -> int:
     """Write a page of curves and tables for one or more runs, and print its path."""
     parser = ArgumentParser(
         prog="sbpflow report",
-        description="Write one HTML file that compares runs and needs no network.",
+        description="Write a self-contained HTML file that compares runs.",
     )
     parser.add_argument(
         "runs", nargs="+", type=local_path, metavar="RUN", help="run folder (its run.dir)"

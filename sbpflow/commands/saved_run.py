@@ -39,7 +39,7 @@ def add_model(
         "repeat for each class"
     )
     add("--optimizer", metavar="package.module:Class", action="append", default=[], help=text)
-    text = "override of a key of the run, such as data.batch_size=4096"
+    text = "new value for one of the run's keys, such as data.batch_size=4096"
     add("overrides", nargs="*", metavar="key=value", help=text)
 
 

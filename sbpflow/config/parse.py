@@ -360,8 +360,8 @@ _NAMES: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a finite number",
-    str: "text (put quotes around it)",
-    Path: "a path (text)",
+    str: "a string (put quotes around it)",
+    Path: "a path (a string)",
 }
 
 

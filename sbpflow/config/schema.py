@@ -436,7 +436,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.export is not None and not self.checkpoint.every:
             raise ConfigError(
-                "export.dir: the run is to export its checkpoints, but it saves none, because "
+                "export.dir: the run saves no checkpoints that it could export, because "
                 "checkpoint.every is 0; use, for example, checkpoint.every: 1000"
             )
         if self.export is not None and self.export.deltas and not self.checkpoint.deltas:

@@ -130,7 +130,7 @@ class ScheduleConfig:
     decay_start: Annotated[
         int,
         Range(low=0),
-        Key("results", "Step at which the decay starts; not before the end of the warm-up."),
+        Key("results", "Step at which the decay starts (at or after the end of the warm-up)."),
     ] = 0
     decay_steps: Annotated[
         Count | None, Example(10000), Key("results", "Length of the decay in steps.")

@@ -22,8 +22,8 @@ def load_yaml(text: str) -> Any:  # noqa: ANN401 (whatever the text says)
     """Return the value of YAML text; raise a one-line ConfigError for text that is not accepted."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"the text has {len(text):,} characters, but YAML of at most {MAX_CHARACTERS:,} is "
-            "supported"
+            f"the text has {len(text):,} characters, but at most {MAX_CHARACTERS:,} characters of "
+            "YAML are supported"
         )
     try:
         # Aliases share an object; copy it, so that overriding one occurrence does not change the
@@ -88,7 +88,7 @@ class _Loader(yaml.SafeLoader):
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: {brief(node.value)} is not a valid {tag}; "
-                "correct it, or, if it is text, put it in quotes and remove the tag"
+                "correct it, or, if it is a string, put it in quotes and remove the tag"
             ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -102,8 +102,8 @@ class _Loader(yaml.SafeLoader):
             key: object = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | None):
                 raise ConfigError(
-                    f"line {line}: a key must be text, as in name: value, but this key is a "
-                    f"{type(key).__name__}"
+                    f"line {line}: a key must be a string, as in name: value, but this key is "
+                    f"a {type(key).__name__}"
                 )
             if key in seen:
                 raise ConfigError(f"line {line}: key {key!r} appears twice; remove one of them")

@@ -24,8 +24,8 @@ from sbpflow.serving.scorer import Model
 Scores = NDArray[np.float32]
 TEXT, JSON = "text/tab-separated-values", "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
-# Nine digits identify a float32 exactly, and formatting them takes a third of the time of the exact
-# decimal number.
+# Nine digits identify a float32 exactly, and formatting them takes a third as long as formatting
+# the exact decimal number.
 _NUMBER = "%.9g"
 _ROWS = re.compile(rb'[ \t\n\r]*\{[ \t\n\r]*"rows"[ \t\n\r]*:')
 

@@ -299,7 +299,7 @@ class Encoder:
                 entry = self._dense[column]
                 if entry["clip"] is None and entry["bounds"] is None:
                     value = float(cells.numbers[row, column])
-                    rule = "must be a finite number within float32, such as 3"
+                    rule = "must be a finite number in the float32 range, such as 3"
                     raise RowError(row, entry["name"], value, rule)
 
     def _finish(self, cells: Cells, ids: NDArray[np.int32]) -> Finished:

@@ -114,7 +114,7 @@ class Model:
 
     def logits(self, encoded: Encoded) -> Tensor:
         """Return the logits [n] of encoded rows."""
-        if torch.is_inference_mode_enabled():  # as in the server; entering takes 6 us
+        if torch.is_inference_mode_enabled():  # as in the server; entering the mode takes 6 us
             return self._logits(encoded)
         with torch.inference_mode():
             return self._logits(encoded)

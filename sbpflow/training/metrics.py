@@ -228,8 +228,8 @@ def group_terms(scores: Values, labels: Values, groups: Values) -> tuple[NDArray
     negatives = np.diff(tied, append=len(values)) - positives
     below = np.cumsum(negatives) - negatives
     below -= below[np.searchsorted(tied, first)][group_of_tied]
-    # Compute twice the number of correctly ordered pairs, plus the number of ties. Unlike half
-    # ties, this is an integer, so no rounding occurs.
+    # Compute twice the number of correctly ordered pairs, plus the number of ties. This number is
+    # an integer, so nothing is rounded; counting each tie as 1/2 would need fractions.
     in_order = np.add.reduceat(positives * (2 * below + negatives), np.searchsorted(tied, first))
     rows = np.diff(first, append=len(values))
     of_class_1 = np.add.reduceat(is_positive, first, dtype=np.int64)

@@ -69,8 +69,8 @@ CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
 
 # A schedule contains the following moves only with early rows. The first two moves prepare the
 # batch after the current batch, so they need the ids of two batches.
-MARK_EARLY = Move("mark_early", "rows with final values found", starts=(FLAGS,))
-SEND_EARLY = Move("send_early", "these rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
+MARK_EARLY = Move("mark_early", "early rows chosen", starts=(FLAGS,))
+SEND_EARLY = Move("send_early", "chosen rows read", waits=(FLAGS,), starts=(EARLY_VECTORS,))
 SEND_LATE = Move("send_late", "last batch's late gradients", starts=(LATE_GRADIENTS,))
 OF_THE_NEXT = (MARK_EARLY, SEND_EARLY)
 EARLY = (*OF_THE_NEXT, SEND_LATE)
@@ -271,7 +271,7 @@ class StepSchedule:
         """
         moves = (*self.moves(lookahead), *self.each_step)
         during: list[tuple[Move, tuple[str, ...]]] = []
-        flying: list[tuple[int, str]] = []  # Distance of the batch, and transfer.
+        flying: list[tuple[int, str]] = []  # (distance of the batch, transfer's name)
         # Transfers still in flight at the end of one step are in flight at the start of the next
         # step, so two steps are simulated.
         for _ in range(2):

@@ -149,7 +149,7 @@ class Trainer:
                 optimizer=optimizer,
                 clipper=clipper,
             )
-        # whether this step's CUDA graph made the dense update, and which other moves the graph made
+        # whether this step's CUDA graph did the dense update, and which other moves it did
         self._updated = False
         self._done: frozenset[str] = frozenset()
         self.lookahead = lookahead

@@ -66,8 +66,8 @@ def test_diff_names_what_differs_and_by_how_much(folder, tmp_path, capsys, monke
     left, right = folder / "checkpoints/step-8", other / "step-9"
     assert checkpoint(["diff", str(left), str(right)]) == 1
     text = capsys.readouterr().out
-    assert "tables/a: 2 elements in 1 rows differ, by 2 at most" in text
-    assert "dense/scale: 1 elements in 1 rows differ, by inf at most" in text
+    assert "tables/a: 2 elements in 1 rows differ, by at most 2" in text
+    assert "dense/scale: 1 elements in 1 rows differ, by at most inf" in text
     assert "config.train.stop: None -> 'xxx" in text
     assert "config.train.epochs" not in text
     assert text.endswith("5 tensors are equal\n")

@@ -242,7 +242,7 @@ def run_on(backend, items, wait_s=60.0):
 def test_lost_tasks_are_repeated_and_results_have_the_order_of_the_items():
     lost = [ConnectionError(), ConnectionError()]
     assert run_on(FakeBackend({3: lost}), range(6)) == list(range(6))
-    with pytest.raises(DataError, match="workers died in all 5 attempts of one task"):
+    with pytest.raises(DataError, match="workers died in all 5 attempts at one task"):
         run_on(FakeBackend({3: [ConnectionError()] * 9}), range(6))
 
 

@@ -99,7 +99,7 @@ def test_a_dense_column_may_be_named_like_an_entry_of_a_list(tmp_path):
 
 @pytest.mark.parametrize("clip", ["[-1.0e300, 1]", "[0, .inf]", "[0, 3.5e38]", "[0, true]"])
 def test_limits_beyond_float32_are_refused(tmp_path, clip):
-    with pytest.raises(ConfigError, match=r"clip is .* within float32, -3.40282e\+38 to"):
+    with pytest.raises(ConfigError, match=r"clip is .* in the float32 range, -3.40282e\+38 to"):
         schema_of(tmp_path, f"dense: {{d: {{clip: {clip}}}}}\nsparse: [C1]\n")
 
 

@@ -366,7 +366,7 @@ def test_a_table_with_accents_commas_dates_and_markers_of_missing_cells(tmp_path
     ("features", "advice"),
     [
         ("sparse: {c: integer}", "column c contains words such as 'UA', 'AA'; use kind string, or "
-         "list the words that mean missing under `missing_values`"),
+         "list the words that stand for missing values under `missing_values`"),
         ("dense: [c]\nsparse: {y2: string}", "column c contains words such as 'UA', 'AA'; make it "
          "a sparse column of kind string, or list"),
     ],
@@ -378,7 +378,7 @@ def test_a_column_of_numbers_and_words_probably_contains_strings(
     assert run(tmp_path, HEAD + f"label: y\n{features}\n", tmp_path / "t.csv") == 2
     message = capsys.readouterr().err
     assert advice in message
-    assert "means missing, add" not in message
+    assert "stands for a missing value, add" not in message
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_a_column_of_numbers_and_words_probably_contains_strings(
         ("22,5;3", "$1,234.50;3", "t.csv:2: prix (\u20ac) is not a number: '$1,234.50'\n  prix "
          "(\u20ac): write plain numbers such as 1234.5, or make it a sparse column of kind string"),
         ("22,5;3", "1.234,5;3", "prix (\u20ac): write plain numbers"),
-        ("22,5;3", "n/a;3", "if 'n/a' means missing, add `missing_values: [\"n/a\"]`"),
+        ("22,5;3", "n/a;3", "if 'n/a' stands for a missing value, add `missing_values: [\"n/a\"]`"),
         ("22,5;3", "22,5;3,5", "t.csv:2: note vendeur is not an integer: '3,5'\n  note "
          "vendeur: write whole numbers, or use kind string instead of integer"),
         ("31/01", "31/13", "t.csv:2: jour d\u00e9p\u00f4t is not a time (%d/%m/%Y): "

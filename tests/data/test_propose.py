@@ -149,7 +149,7 @@ NUMBERS = [f"{n / 7:.3f}" for n in range(60)]
         (
             "budget",
             [f'"$1,2{n}.50"' for n in range(20, 80)],
-            "budget: each row has a different text",
+            "budget: each row has a different string",
         ),
         ("day", [f"{n % 28 + 1:02}/05/2024" for n in range(60)], 'time: {day: "%d/%m/%Y"}'),
         (
@@ -220,7 +220,7 @@ def test_rows_come_from_several_files(tmp_path):
     [
         ("1,2\n3,4\n", DataError, "the first line is not a list of column names; list the columns"),
         ("a,a\n1,2\n", DataError, "the header contains 'a' twice; rename one of the columns"),
-        ("a,b\n", DataError, "no row follows the line of column names"),
+        ("a,b\n", DataError, "there are no rows after the line of column names"),
         ("", DataError, "the first line is not a list"),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_second_column_of_unique_text_and_unreadable_types_are_not_used(tmp_pa
     }).write_parquet(tmp_path / "t.parquet")  # fmt: skip
     text = propose([tmp_path / "t.parquet"]).text
     assert "row_key: play uuid" in text
-    assert "#   title: each row has a different text" in text
+    assert "#   title: each row has a different string" in text
     assert "#   ctx: values of type Struct({'a': Int64}) cannot be read; convert them" in text
     assert "  paid: standardise" in text
 

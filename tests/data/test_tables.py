@@ -396,7 +396,7 @@ def test_a_stopped_run_resumes_and_produces_the_same_bytes(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("array", "place", "value", "message"),
     [("ids", 0, 1, "contains ids 1.."), ("ids", 0, 999, "..999, but value ids must be 2..10"),
-     ("ids", 1, None, "assigns one id to two values"), ("keys", 3, 0, "do not ascend")],
+     ("ids", 1, None, "assigns one id to two values"), ("keys", 3, 0, "are not ascending")],
 )  # fmt: skip
 def test_a_hand_made_vocabulary_is_refused(tmp_path, as_csv, capsys, array, place, value, message):
     """The edited set has correct checksums and a correct fingerprint."""

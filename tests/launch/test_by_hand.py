@@ -203,7 +203,7 @@ def test_each_rank_that_started_names_the_ranks_that_did_not(tmp_path, patience)
     for output in outputs:
         (line,) = [line for line in output.splitlines() if line]
         assert line.startswith(
-            f"error: rank 1 did not join: 2 of 3 ranks joined within {min(patience)} s; check"
+            f"error: rank 1 did not join: 2 of 3 ranks joined within {min(patience)} s; read"
         )
         assert "MASTER_ADDR" in line
         assert "parallel.timeout_s" in line
@@ -273,7 +273,7 @@ def test_a_rank_0_that_was_not_started_is_reported_without_a_torch_log(impatient
         Meeting.connect()
     assert str(caught.value).startswith(
         f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT 127.0.0.1:{port} within 0.5 s (no "
-        "process listens there: connection refused); check that rank 0 was started"
+        "process listens there: connection refused); read the output of rank 0"
     )
     assert capfd.readouterr() == ("", ""), "torch's own log would contain C++ stack frames"
 

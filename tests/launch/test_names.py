@@ -132,6 +132,6 @@ def test_doctor_names_what_differs_between_machines(machines, tmp_path):
     assert sum(f"{name} resolves its own name" in by_check["names"] for name in names) == 2
     assert "1400" in by_check["mtu"]
     assert "1500" in by_check["mtu"]
-    assert " is slow: 0.00" in by_check["link"], "about 0.0025 GB/s"
+    assert " is slow: it has 0.00" in by_check["link"], "about 0.0025 GB/s"
     assert "ok     pair" in text
     assert "nothing is broken" in text

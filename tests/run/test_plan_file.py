@@ -55,7 +55,7 @@ def test_a_plan_with_the_former_names_of_classes_fields_and_moves_is_read():
     "text", ["", "[]", "{}", '{"format": 2, "plan": {}}', '{"format": 1, "plan": {"is": "Path"}}']
 )
 def test_a_file_that_is_not_a_plan_is_refused(text):
-    with pytest.raises(DataError, match=r"^plan is not a valid plan\.json"):
+    with pytest.raises(DataError, match=r"^the plan is not a valid plan\.json"):
         plan_from_json(text)
 
 

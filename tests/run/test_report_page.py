@@ -180,7 +180,7 @@ def test_a_plan_of_another_version_is_noted(tmp_path):
     run = write(tmp_path / "run", events(), plan=False)
     (run / "plan.json").write_text('{"format": 0, "sha256": "", "plan": {}}')
     text = write_report([run]).read_text(encoding="utf-8")
-    assert "plan.json is not shown: plan is not a valid plan.json" in text
+    assert "plan.json is not shown: the plan is not a valid plan.json" in text
 
 
 def test_runs_with_equal_names_are_distinguished_by_their_folders(tmp_path):

@@ -168,7 +168,7 @@ def test_missing_and_unknown_values_are_counted(exported):
 
 
 BAD = [
-    ({"price": "inf"}, r"row 1, column 'price': inf must be a finite number within float32"),
+    ({"price": "inf"}, r"row 1, column 'price': inf must be a finite number in the float32 range"),
     ({"age": "ten"}, r"row 1, column 'age': 'ten' must be a number, such as 3"),
     ({"shop": 7.5}, r"row 1, column 'shop': 7.5 must be an integer, such as 7"),
     ({"shop": "7 "}, r"row 1, column 'shop': '7 ' must be an integer, such as 7"),

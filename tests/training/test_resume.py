@@ -196,8 +196,8 @@ def test_changed_results_keys_are_refused_on_resume(synth_set, tmp_path, monkeyp
         run(synth_set, tmp_path, "run.seed=8", "optimizer.sparse.lr=0.5", "train.log_every=3")
     messages = str(caught.value)
     del caught  # frees the run's lock, which the traceback keeps alive
-    assert "run.seed was 7 and is 8" in messages
-    assert "optimizer.sparse.lr was 0.001 and is 0.5" in messages
+    assert "run.seed was 7 and is now 8" in messages
+    assert "optimizer.sparse.lr was 0.001 and is now 0.5" in messages
     assert "log_every" not in messages
     assert "checkpoint.resume=never" in messages
     # Settings that do not affect losses may change; the plan file keeps its kernels.

@@ -213,8 +213,8 @@ class Mover:
                 leaves = self._leaving[place] == rows[away]
                 out[away[leaves]] = self._leaving_records[place[leaves]]
                 away = away[~leaves]
-        # Outside the lock, another thread can fetch these rows into slots and update them.
-        # Listeners see the old values before any update, so the undo log stays correct.
+        # The lock is released here, so another thread can fetch these rows into slots and update
+        # them. Listeners see the old values before any update, so the undo log stays correct.
         if away.size:
             stored = self.layout.empty(away.size)
             self.records.read(rows[away], stored)

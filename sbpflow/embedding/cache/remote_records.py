@@ -169,7 +169,7 @@ class Servers:
         name = self.name(index)
         if isinstance(error, TimeoutError):
             return ServerLostError(
-                f"{name} does not answer within {self.limit_s:g} s; check that it does not hang, "
+                f"{name} does not answer within {self.limit_s:g} s; check that it is not stuck, "
                 f"that {self.key}.addresses is right, and that the network works"
             )
         reason = "it closed the connection" if isinstance(error, EOFError) else first_line(error)

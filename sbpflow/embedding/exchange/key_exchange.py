@@ -90,7 +90,7 @@ class KeyExchange:
                 f"field {names[0]}: evict.idle_time needs an event time, but the batch has none; "
                 "pass event_time, or use evict.idle_samples"
             )
-        columns = np.empty(ids.matrix.shape[::-1], np.int64)  # keys, which rows will replace
+        columns = np.empty(ids.matrix.shape[::-1], np.int64)  # keys, later replaced by rows
         requests.transpose(ids.matrix.contiguous().numpy(), columns)
         lists = ids.lists
         all_keys = [self._keys(columns, lists, index) for index in range(len(self.fields))]

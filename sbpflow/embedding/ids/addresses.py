@@ -244,7 +244,7 @@ class OwnerAddresses:
         most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
         firsts: list[list[int]] = []  # For each use: the first row of every part but the first.
-        steps: list[list[int]] = []  # For each use: the change of the shift at each of these rows.
+        steps: list[list[int]] = []  # For each use: the change in shift at each of these rows.
         shifts: list[int] = []
         for use in stack.uses:
             table_parts = parts[use.table.name]
@@ -307,7 +307,7 @@ class OwnerAddresses:
             return table if column is None else table.index_select(-1, column)
 
         # The shift of an id depends on its row part. If there are few parts, compare with every
-        # part boundary, and add the change of the shift at each boundary up to the id.
+        # part boundary, and add the changes in the shift at all boundaries up to the id.
         if self._firsts.shape[0] < _MOST_COMPARED:
             addresses = ids + of(self._shift)
             for first, step in zip(self._firsts, self._steps, strict=True):

@@ -452,7 +452,7 @@ class GroupPlan:
                 dtype=step.dtype,
                 bound_bytes=max(step.bytes_sent(rank) for rank in step.groups[0]),
                 total_bound_bytes=step.total_bytes,
-                what="squares of the touched rows",
+                what="squared gradients of the touched rows",
             )
             for step in steps
             if step.groups

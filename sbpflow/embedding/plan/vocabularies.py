@@ -124,7 +124,7 @@ def _split_twice(table: TableConfig, key: str, hosts: int, width: int) -> tuple[
         raise ConfigError(
             f"{key or f'table {table.name}'}: (S(0), S(0)) gives each host an equal part of the "
             f"{NUM_BUCKETS} buckets of keys, but the {table.num_rows} rows of {table.name} cannot "
-            f"be divided so over {hosts} hosts; use {use}, or sbp: S(0)"
+            f"be divided that way over {hosts} hosts; use {use}, or sbp: S(0)"
         )
     of_host = balanced_sizes(NUM_BUCKETS // hosts, width)
     return (

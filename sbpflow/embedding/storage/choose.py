@@ -78,8 +78,8 @@ def _fbgemm_fault(stack: StackFacts) -> str | None:
     if stack.dtype != torch.float32:
         return f"FBGEMM does not support {str(stack.dtype).removeprefix('torch.')} rows"
     if stack.row_dtype in HALF_DTYPES:
-        # On CPU, FBGEMM does not support bf16 rows. FBGEMM rounds fp16 rows to nearest, and is 5
-        # times slower with fp16 rows.
+        # On CPU, FBGEMM does not support bf16 rows. It rounds fp16 rows to nearest, and is 5 times
+        # slower with them than with float32 rows.
         return "FBGEMM does not round half-precision rows stochastically"
     if stack.optimizer.decay:
         return "FBGEMM ignores weight decay in some modes"

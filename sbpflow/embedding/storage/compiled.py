@@ -19,7 +19,7 @@ from sbpflow.runtime.random.streams import GAMMA, MIX_1, MIX_2
 U64 = np.uint64
 GAMMA_64, _MIX_1, _MIX_2 = (np.uint64(n % (1 << 64)) for n in (GAMMA, MIX_1, MIX_2))
 _DIGIT_BITS, _DIGITS = 11, 1 << 11
-# Loops prefetch this many rows ahead: processing so many rows takes about as long as a read from
+# Loops prefetch this many rows ahead: processing that many rows takes about as long as a read from
 # memory.
 AHEAD = 16
 

@@ -124,7 +124,7 @@ class TrainedRows(SelectedRows):
         super().__init__(store, sum(table.num_rows for table in tables.values()))
         self._tables = tables
         ends = accumulate((table.num_rows for table in tables.values()), initial=0)
-        self.starts = dict(zip(tables, ends, strict=False))  # first number by table
+        self.starts = dict(zip(tables, ends, strict=False))  # each table's first row number
 
     @classmethod
     def now(

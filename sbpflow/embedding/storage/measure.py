@@ -41,7 +41,7 @@ from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, rea
 
 LOG = logging.getLogger(__name__)
 
-BAND = 0.05  # Another kernel is chosen only if it saves more than this share of the time.
+BAND = 0.05  # The default kernel is replaced only if another saves more than this share.
 MOST_ELEMENTS = 1 << 25  # Maximum size of the benchmark's table.
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
 MOST_BYTES = 2**24  # Maximum size of the cache file.

@@ -195,8 +195,8 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
             if ends := tuple(end for end in (_SENDS, _RECEIVES) if (host, end) in slow):
                 most = max(best[host, end] for end in ends)
                 text = (
-                    f"{host} is slow: it has at most {most:.3f} GB/s {_DIRECTIONS[ends]} it, while "
-                    f"other machines have {rate:.3f} GB/s between them; check its cable, switch "
+                    f"{host} is slow: at most {most:.3f} GB/s {_DIRECTIONS[ends]} it, but usually "
+                    f"{rate:.3f} GB/s between other machines; check its cable, switch "
                     "port, rate limit, and other traffic"
                 )
                 findings.append(Finding("link", "odd", text))
@@ -210,7 +210,7 @@ def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
                 "link",
                 "odd",
                 f"{host} has a high latency: at least {1e3 * quickest[host]:.2f} ms for 4 KiB, "
-                f"while other machines have {1e3 * latency:.2f} ms between them; check its "
+                f"but usually {1e3 * latency:.2f} ms between other machines; check its "
                 "location and load",
             )
             for host in hosts

@@ -284,8 +284,8 @@ def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str
             )
         if first.vocabulary != other.vocabulary or not first.vocabulary:
             raise ConfigError(
-                f"model.fields: {pair}, but their vocabularies differ, so one id would mean two "
-                f"values; prepare the set with `vocabulary: {table}` for both in its schema"
+                f"model.fields: {pair}, but their vocabularies differ, so one id would stand for "
+                f"two values; prepare the set with `vocabulary: {table}` for both in its schema"
             )
         if first.rows != other.rows:
             raise ConfigError(

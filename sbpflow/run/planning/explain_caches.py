@@ -69,8 +69,8 @@ def _forecast_line(cache: Mapping[str, Any], name: str) -> str:
     rows = cache["rows_per_step"]
     read, written = (format_size(cache[f"{key}_bytes_per_step"]) for key in ("read", "written"))
     return (
-        f"rank {cache['rank']}, {name}: a batch has {rows['unique']:,.0f} distinct rows, of which "
-        f"{rows['fetched']:,.0f} are fetched and {rows['read']:,.0f} of these are read from "
+        f"rank {cache['rank']}, {name}: a batch has {rows['unique']:,.0f} distinct rows; "
+        f"{rows['fetched']:,.0f} of them are fetched, of which {rows['read']:,.0f} are read from "
         f"storage ({read}); {rows['written']:,.0f} rows are written ({written}); for each batch "
         f"per second, {_rates(cache)}"
     )

@@ -77,11 +77,11 @@ def plan_from_json(text: str) -> RunPlan:
         plan = _decode(content["plan"]) if known else None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"plan is not a valid {PLAN_FILE} of a run ({why_not(error)}); use the file that the "
+            f"the plan is not a valid {PLAN_FILE} ({why_not(error)}); use the {PLAN_FILE} that a "
             "run wrote"
         ) from error
     if not isinstance(plan, RunPlan):
-        raise DataError(f"plan has format {version!r}, but this version reads {FORMAT}")
+        raise DataError(f"the plan has format {version!r}, but this version reads {FORMAT}")
     return plan
 
 

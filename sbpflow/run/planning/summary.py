@@ -60,18 +60,18 @@ def format_summary(
 def _early_line(group: Mapping[str, Any]) -> str:
     """Describe how many bytes a group with early rows is expected to send."""
     early, critical = format_size(group["early_bytes"]), format_size(group["critical_bytes"])
-    line = f"early rows of {group['group']}: {early} ahead, {critical} in step"
+    line = f"early rows of {group['group']}: {early} early, {critical} on time"
     if group["late_reason"]:
         return line
     late, urgent = format_size(group["late_bytes"]), format_size(group["urgent_bytes"])
-    return f"{line}; late gradients: {late} later, {urgent} in step"
+    return f"{line}; late gradients: {late} late, {urgent} on time"
 
 
 def _link_lines(facts: Mapping[str, Any]) -> list[str]:
     bound = "" if all(step["exact"] for step in facts["steps"]) else "at most "
     return [
         f"sent {where} in an iteration: {bound}{format_size(link['bytes'])} by all ranks in "
-        f"{link['transfers']} transfers, {bound}{link['ms']:.1f} ms one after another"
+        f"{link['transfers']} transfers, {bound}{link['ms']:.1f} ms if sequential"
         for where, link in facts["links"].items()
     ]
 
@@ -141,7 +141,7 @@ def traffic_lines(expected: Mapping[str, int]) -> list[str]:
     texts = [f"{format_size(size)} {where}" for where, size in expected.items() if size]
     if not texts:
         return []
-    return [f"expected from the repetition of ids: a rank sends {' and '.join(texts)} for tables"]
+    return [f"expected from the id frequencies: a rank sends {' and '.join(texts)} for tables"]
 
 
 def _costs(plan: RunPlan, fields: Fields) -> dict[str, float]:

@@ -202,7 +202,7 @@ def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folde
     if saved.get(_SET) == data.fingerprint[:16]:  # earlier versions saved the set's fingerprint
         saved = {**saved, _SET: current[_SET]}
     differences = [
-        f"{key} was {saved.get(key, 'not given')} and is {current.get(key, 'not given')}"
+        f"{key} was {saved.get(key, 'not given')} and is now {current.get(key, 'not given')}"
         for key in sorted(saved.keys() | current.keys())
         if saved.get(key) != current.get(key)
     ]

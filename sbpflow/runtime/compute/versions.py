@@ -90,7 +90,7 @@ def install_command(torch: str | None, fbgemm_dist: str) -> str:
 def _mismatch(installed: Installed, why: str) -> str:
     dist = installed.fbgemm_dist or _FBGEMM_DISTS[0]
     return (
-        f"torch {installed.torch} and {dist} {installed.fbgemm} do not fit together: {why}; use "
+        f"torch {installed.torch} and {dist} {installed.fbgemm} are not compatible: {why}; use "
         f"{install_command(installed.torch, dist)}, or parallel.kernel=torch"
     )
 

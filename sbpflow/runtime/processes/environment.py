@@ -60,5 +60,5 @@ def env_int(name: str, default: int) -> int:
 
 def machine_name() -> str:
     """Return the host name and, under torchrun and Ray, the node number, for use in messages."""
-    node = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK")  # of torchrun, of Ray
+    node = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK")  # torchrun or Ray
     return f"{platform.node()} (node {node})" if node else platform.node()

@@ -314,7 +314,7 @@ def _stopped(by: str, ranks: list[int], machines: Mapping[int, str]) -> str:
 
 def _lost(silent: list[int], machines: Mapping[int, str]) -> str:
     advice = (
-        "check the messages above, then the kernel's out-of-memory killer (dmesg), and the memory "
+        "check the messages above, the kernel's log of killed processes (dmesg), and the memory "
         "and network of the machine"
     )
     if silent:

@@ -18,7 +18,7 @@ from types import FrameType
 # and torchrun kills a rank 30 s after forwarding SIGTERM.
 GRACE_S = 20.0
 # Slurm sends SIGTERM to every process of a job step, and torchrun forwards the signal that it gets.
-# Therefore a SIGTERM this soon after the first signal is the same request.
+# Therefore, a SIGTERM this soon after the first signal counts as the same request.
 REPEAT_S = 5.0
 
 

@@ -15,7 +15,7 @@ from sbpflow.errors import AbsentError, PeerLostError
 from sbpflow.runtime.processes.store import TimedStore, polls
 
 _PROCESS = uuid.uuid4().hex  # Unique, even among earlier launches.
-_ANSWER_S = 600.0  # Lets rank 0 import torch; torchrun has already started all ranks.
+_ANSWER_S = 600.0  # Time for rank 0 to import torch; torchrun has already started it.
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0
 
 
@@ -43,7 +43,7 @@ def launch_id(store: TimedStore, rank: int, size: int) -> str:
         if time.monotonic() > end:
             raise AbsentError(
                 f"rank 0 did not answer through the store at {store.where} within {_ANSWER_S:g} s; "
-                "check that rank 0 was started and what it printed"
+                "check that rank 0 was started, and read its output"
             )
     launch = store.get(answer)
     store.set(f"heard/{launch}/{rank}", "yes")

@@ -100,7 +100,8 @@ def _compare(store: TimedStore, number: int, digests: list[str]) -> None:
 def _message(missing: list[int], timeout_s: float, size: int) -> str:
     return (
         f"{name_ranks(missing)} did not join: {size - len(missing)} of {size} ranks joined within "
-        f"{timeout_s:g} s; check that all ranks were started and what they printed, that each "
-        f"RANK from 0 to {size - 1} is used once, that WORLD_SIZE, MASTER_ADDR, and MASTER_PORT "
-        "are equal on all ranks, and that parallel.timeout_s is longer than the slowest start"
+        f"{timeout_s:g} s; read the output of all ranks, and check that they were started, that "
+        f"each RANK from 0 to {size - 1} is used once, that WORLD_SIZE, MASTER_ADDR, and "
+        "MASTER_PORT are equal on all ranks, and that parallel.timeout_s is longer than the "
+        "slowest start"
     )

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # Time limit for rank 0 to listen; enough for all ranks of a run to start.
-_MISLED_S = 10.0  # The time limit if the name probably leads to the wrong machine.
-ANSWER_S = 5.0  # Limit of one operation; it usually takes 1 ms, or 100 ms on a busy machine.
+CONNECT_S = 60.0  # Time limit for rank 0 to listen, long enough for all ranks to start.
+_MISLED_S = 10.0  # The same if the name probably resolves to the wrong machine.
+ANSWER_S = 5.0  # Time limit for one operation, which usually takes 1 ms (100 ms if busy).
 # Wait at least ``_GREET_S`` for the listening process to prove that it is rank 0.
 _GREET_S = 5.0
 _POLL_S = 0.2
@@ -313,8 +313,8 @@ def no_store(host: str, port: int, serves: bool, error: BaseException) -> Except
         )
     return AbsentError(
         f"rank 0 did not answer at MASTER_ADDR, MASTER_PORT {host}:{port} within {CONNECT_S:g} s "
-        f"({first_line(error)}); check that rank 0 was started and what it printed, that its "
-        "address and port are right, and that no firewall blocks the connection"
+        f"({first_line(error)}); read the output of rank 0, and check that it was started, that "
+        "its address and port are right, and that no firewall blocks the connection"
     )
 
 

@@ -130,7 +130,7 @@ def _ask(name: str, token: str, end: float) -> int | None:
             peer.connect(name)
             with peer.makefile("rb") as answer:
                 words = answer.read(_MAX_ANSWER_BYTES).decode(errors="replace").split()
-        except (ConnectionError, BlockingIOError):  # nobody listens, or the backlog is full
+        except (ConnectionError, BlockingIOError):  # no listener, or its backlog is full
             return None
     return int(words[1]) if len(words) == 2 and words[0] == token else None
 

@@ -23,7 +23,7 @@ from sbpflow.runtime.ranks.topology import Topology
 LOG = logging.getLogger(__name__)
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # Requests of Linux's ioctl, netdevice(7).
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921  # ioctl request codes; see netdevice(7).
 _ANY_PORT = 9  # Any port: connecting a UDP socket sends nothing.
 
 

@@ -41,7 +41,7 @@ _SLACK_S = 5.0  # lets torch's own timeout, whose message is more specific, expi
 
 Made = TypeVar("Made")
 
-# torch 2.13 renamed these variables and warns about the old names, but 2.11 knows only those.
+# torch 2.13 renamed these variables and warns about the old names, but 2.11 has only the old names.
 _names = vars(dist)
 all_gather_single: Callable[..., dist.Work | None] = (
     _names.get("all_gather_single") or _names["all_gather_into_tensor"]
