@@ -12,16 +12,32 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Protocol
 
+import torch
+
+from sbpflow.boxing.executor import Boxing
 from sbpflow.config.schema import Config
 from sbpflow.config.table_rules import TableRule
 from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.errors import ConfigError
+from sbpflow.planner.calibration.command import save_on_all_hosts
 from sbpflow.planner.clusters import USABLE, crowded
 from sbpflow.planner.costs.cost import Prediction, TaskCost
 from sbpflow.planner.costs.features import IdStats, from_histogram, from_ratios
 from sbpflow.planner.costs.profile import Profile, default_path, load
+from sbpflow.planner.costs.run_journal import (
+    LEAST_STEPS,
+    RunLine,
+    add_run,
+    belongs,
+    facts_of,
+    journal_of,
+    origin_of,
+    with_runs,
+)
 from sbpflow.planner.feasible import choose
 from sbpflow.planner.plan_cache import chosen_once
 from sbpflow.planner.task import (
@@ -37,7 +53,9 @@ from sbpflow.planner.task import (
 from sbpflow.run.model.spec import Fields
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.plan import RunPlan
+from sbpflow.runtime.compute.devices import BACKENDS, device_name
 from sbpflow.runtime.ranks.topology import Topology
+from sbpflow.training.loop import StepTime
 
 LOG = logging.getLogger(__name__)
 
@@ -68,6 +86,22 @@ class PlannedRun:
     plan: Plan
     prediction: Prediction
     seconds: float
+    topology: Topology
+    path: Path | None  # the file of the calibration, or None if the profile was given
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Return the facts of this machine that make step times comparable."""
+        device_type = self.task.device_type
+        device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+        return facts_of(device_name(device), BACKENDS[device_type], self.topology)
+
+    @property
+    def origin(self) -> str:
+        """Return the age of the calibration, the number of runs in its prices, and what differs
+        from this machine; "" if the profile was given.
+        """
+        return "" if self.path is None else origin_of(self.cost.profile, self.facts)
 
     @property
     def rules(self) -> dict[str, TableRule]:
@@ -88,7 +122,7 @@ class PlannedRun:
         placed = len(self.plan) - len(self.task.pinned)
         return (
             f"{placed} of {len(self.plan)} tables planned in {self.seconds:.1f} s; "
-            f"predicted step time {self.prediction.step_ms:.2f} ms"
+            f"predicted step time {self.prediction.step_ms:.2f} ms{_after(self.origin)}"
         )
 
     def report(self) -> str:
@@ -101,7 +135,8 @@ class PlannedRun:
         from sbpflow.planner.report import as_text, report_of
 
         planned = priced_plan("parallel.plan: auto", self.plan, self.cost, seconds=self.seconds)
-        return as_text(report_of(planned, self.cost))
+        text = as_text(report_of(planned, self.cost))
+        return f"{text}\n{self.origin}" if self.origin else text
 
     def against(self, measured_ms: float) -> str:
         """Return the log line for the end of a run; ``measured_ms`` is not finite if no step was
@@ -116,6 +151,64 @@ class PlannedRun:
         return (
             f"{text}, measured {measured_ms:.2f} ms ({100 * (predicted / measured_ms - 1):+.0f} %)"
         )
+
+    def finished(
+        self, plan: RunPlan, measured_ms: float, step: StepTime, boxing: Boxing
+    ) -> dict[str, str]:
+        """Add a run with this plan to the calibration, and return the log lines for the end of the
+        run, by title. Every rank must call this method.
+
+        Files that cannot be written are logged as warnings, because the run itself has succeeded.
+        """
+        try:
+            ran = self._with(plan)
+        except ConfigError as error:
+            LOG.warning("the step time was not predicted: %s", error)
+            return {}
+        lines = {"step time": ran.against(measured_ms)}
+        if self.path is None:
+            return lines
+        profile = None
+        try:
+            if boxing.world.rank == 0 and step.steps >= LEAST_STEPS:
+                profile = ran._corrected(self.path, step)
+        except (OSError, ConfigError) as error:
+            LOG.warning("this run is not added to the calibration: %s", error)
+        try:
+            # raises errors only after the exchange between ranks, so no rank waits for another
+            save_on_all_hosts(boxing, profile, self.path)
+        except OSError as error:
+            LOG.warning("the calibration on this host does not include this run: %s", error)
+        lines["costs"] = origin_of(profile or self.cost.profile, self.facts)
+        return lines
+
+    def _with(self, plan: RunPlan) -> "PlannedRun":
+        """Return this run with the layouts of ``plan``, because a resumed run keeps the layouts of
+        its checkpoint.
+        """
+        ran = {name: choice_of(layout, plan.world_size) for name, layout in plan.layouts.items()}
+        return replace(self, plan=ran, prediction=self.cost.predict(ran))
+
+    def _corrected(self, path: Path, step: StepTime) -> Profile | None:
+        """Add the run to the journal, and return the corrected calibration, or None if it is for
+        other ranks or devices.
+        """
+        facts = self.facts
+        line = RunLine(
+            taken=datetime.now(UTC).isoformat(timespec="seconds"),
+            facts=facts,
+            batch_size=self.task.batch_size,
+            steps=step.steps,
+            step_ms=round(step.ms, 4),
+            totals=tuple(map(tuple, self.cost.step_counts(self.plan).tolist())),
+        )
+        lines = add_run(journal_of(path), line)
+        profile = load(path)  # as measured, and as other runs have corrected it since the start
+        return with_runs(profile, lines, facts) if belongs(profile, facts) else None
+
+
+def _after(text: str) -> str:
+    return f"; {text}" if text else ""
 
 
 def plan_tables(
@@ -135,6 +228,7 @@ def plan_tables(
     Raises ConfigError if this machine has no calibration, or PlanError if no plan fits in memory.
     """
     start = time.perf_counter()
+    path = None if profile else default_path(device_type)
     profile = profile or load(default_path(device_type))
     _, draft = plan_run(
         config,
@@ -156,6 +250,8 @@ def plan_tables(
         plan=plan,
         prediction=cost.predict(plan),
         seconds=time.perf_counter() - start,
+        topology=draft.topology,
+        path=path,
     )
 
 

@@ -19,17 +19,16 @@ from tqdm import tqdm
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.parse import build
-from sbpflow.costs.counts import FEATURES, NUM_FEATURES
-from sbpflow.embedding.storage.measure import cpu_name
+from sbpflow.costs.counts import NUM_FEATURES
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Sample, draw_plans, draw_sample, drawing
 from sbpflow.planner.calibration.fit import LEAST_SAMPLES, Record, fit
 from sbpflow.planner.calibration.measure import from_first_rank, measure_in_turns
 from sbpflow.planner.costs.cost import count_work
-from sbpflow.planner.costs.profile import RANKS_HERE, Profile
+from sbpflow.planner.costs.profile import Profile
+from sbpflow.planner.costs.run_journal import facts_of
 from sbpflow.planner.task import Plan
 from sbpflow.runtime.compute.devices import device_name
-from sbpflow.runtime.compute.versions import summary as version_summary
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.files.json_file import JsonError, object_of, parse_json, read_text
 
@@ -190,16 +189,10 @@ def _measure(boxing: Boxing, settings: Settings, journal: Journal | None, number
 def _facts(boxing: Boxing, settings: Settings) -> dict[str, str]:
     world = boxing.world
     return {
-        "world": f"{world.size} {world.backend}",
-        RANKS_HERE: str(world.topology.most_ranks_per_host),
-        "hosts": str(world.topology.num_equal_hosts),
-        "device": device_name(world.device).partition(" on ")[0],
-        "cpu": cpu_name(),
-        "software": ", ".join(f"{key} {value}" for key, value in version_summary().items()),
+        **facts_of(device_name(world.device), world.backend, world.topology),
         "optimizer": settings.optimizer,
         "seed": str(settings.seed),
         "most_rows": str(settings.most_rows),
         "tasks": drawing(),
-        "counts": " ".join(FEATURES),
         "turns": f"{settings.rounds} of {settings.steps} steps",
     }

@@ -34,13 +34,13 @@ def run_calibration(args: Namespace) -> str:
 
 
 def save_on_all_hosts(boxing: Boxing, profile: Profile | None, path: Path) -> None:
-    """Write rank 0's profile to ``path`` on every host; the first rank of each host writes the
-    file.
+    """Write rank 0's profile, if there is one, to ``path`` on every host; the first rank of each
+    host writes the file.
 
     In later runs, each host plans from its own file, and all hosts must compute the same plan.
     """
     text = from_first_rank(boxing, "" if profile is None else profile.as_json())
-    if boxing.world.rank in [host[0] for host in boxing.world.topology.hosts]:
+    if text and boxing.world.rank in [host[0] for host in boxing.world.topology.hosts]:
         write_profile(path, text)
 
 
@@ -66,6 +66,8 @@ def describe(profile: Profile) -> str:
     """Format a profile's origin and prediction errors as text."""
     lines = [f"{key:<22} {value}" for key, value in profile.about.items()]
     lines += [f"{'source of ' + key:<22} {value}" for key, value in profile.sources.items()]
+    runs = profile.runs
+    lines.append(f"{'training runs':<22} {runs.count}, all prices times {runs.factor:.3g}")
     for key, value in profile.errors.items():
         lines.append(f"held out: {key:<28} {value:.3f}")
     if profile.world_size > 1:

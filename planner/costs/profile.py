@@ -95,6 +95,17 @@ def partners(world_size: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrices:
+    """The training runs that correct a profile (``costs.run_journal``): ``factor`` multiplies all
+    prices.
+    """
+
+    count: Annotated[int, Range(low=0, below=2**31)] = 0
+    factor: Annotated[float, Range(above=0, below=1e12)] = 1.0
+    newest: str = ""  # time (UTC) of the newest run's end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """The prices of one machine and its links, stored as JSON.
 
@@ -110,6 +121,7 @@ class Profile:
     errors: Mapping[str, float] = field(default_factory=dict[str, float])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
     about: Mapping[str, str] = field(default_factory=dict[str, str])
+    runs: RunPrices = RunPrices()
 
     @property
     def device_type(self) -> str:
@@ -127,13 +139,14 @@ class Profile:
                 "planner: the profile was measured on one rank, so it has no transfer times for "
                 f"{world_size} ranks; run sbpflow calibrate --ranks 2"
             )
-        work = vector_of(self.work_ms)
+        work = self.runs.factor * vector_of(self.work_ms)
         if world_size == 1:
             return np.stack([work, np.zeros_like(work)], axis=1)
         byte, call = self.link.byte_ms(world_size), self.link.call_ms(world_size)
         hops = self.link.hop_byte_ms(world_size)
         dense = vector_of({"dense_parameters": DENSE_BYTES * byte, "always": call})
-        return np.stack([work, transfer_ms(byte, call, hops) + dense], axis=1)
+        transfers = self.runs.factor * (transfer_ms(byte, call, hops) + dense)
+        return np.stack([work, transfers], axis=1)
 
     def as_json(self) -> str:
         """Return the content of a file that ``load`` reads."""
@@ -191,7 +204,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
         raise ConfigError(
             f"its format is {brief(tree.get('format'))}, but this version reads {FORMAT}"
         )
-    if missing := sorted(set(Profile.__dataclass_fields__) - set(tree)):
+    if missing := sorted(set(Profile.__dataclass_fields__) - set(tree) - {"runs"}):
         raise ConfigError(f"missing keys: {', '.join(missing)}")
     profile = build(Profile, {key: value for key, value in tree.items() if key != "format"})
     if unknown := sorted(set(profile.work_ms) - set(INDEX)):

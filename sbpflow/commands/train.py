@@ -259,7 +259,8 @@ def _fit(
             notes = {"ids out of range": health.out_of_range_note(job.embeddings, boxing)}
             if planned is not None:
                 rows = config.data.batch_size * config.train.accumulate
-                notes["step time"] = planned.against(1e3 * rows / result.samples_per_s)
+                ms = 1e3 * rows / result.samples_per_s
+                notes |= planned.finished(job.plan, ms, result.step_time, boxing)
             report.final(
                 steps=result.steps,
                 samples_per_s=result.samples_per_s,

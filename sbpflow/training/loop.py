@@ -53,6 +53,17 @@ class Reporter(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The median of the ms per step over ``steps`` timed steps. Every step counts with the mean of
+    its log interval; single steps cannot be timed, because the host runs ahead of a GPU until it
+    waits for the loss at the end of the interval.
+    """
+
+    steps: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """A run's result. ``samples_per_s`` is the total rate of all ranks; only rank 0 has the
     evaluations.
@@ -64,6 +75,7 @@ class Result:
 
     steps: int
     samples_per_s: float
+    step_time: StepTime
     loss: float
     val: Evaluation | None
     test: Evaluation | None
@@ -98,6 +110,7 @@ class Pace:
         self.seconds = 0.0
         # steps, rows, seconds, seconds waiting for data, seconds waiting for transfers
         self._interval = [0, 0, 0.0, 0.0, 0.0]
+        self._logged: list[tuple[float, int]] = []  # ms per step, and number of steps
         self._waits = world.waits if world.size > 1 else None
         self._restart(time.perf_counter())
         self._data_seconds = 0.0
@@ -138,10 +151,20 @@ class Pace:
         self._interval = [0, 0, 0.0, 0.0, 0.0]
         if not steps:
             return float("nan"), {}
+        self._logged.append((1e3 * seconds / steps, int(steps)))
         waited = {"wait": wait} if self._waits else {}
         parts = {"step": seconds, "data": data, **waited}
         parts |= {f"move_{k}": v for k, v in moves.items()}
         return rows / seconds, {f"{name}_ms": 1e3 * s / steps for name, s in parts.items()}
+
+    def median(self) -> StepTime:
+        """Return the median step time of all intervals so far."""
+        total, passed = sum(steps for _, steps in self._logged), 0
+        for ms, steps in sorted(self._logged):
+            passed += steps
+            if 2 * passed >= total:
+                return StepTime(steps=total, ms=ms)
+        return StepTime(steps=0, ms=float("nan"))
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
@@ -189,10 +212,9 @@ def fit(
 ) -> Result:
     """Train on ``loaders["train"]``; score ``val`` during the run, then ``val`` and ``test``.
 
-    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when the
-    run is saved, and whether the run ends with the weights of the best step or of the last step.
-    Raises TrainingError if the loss is not finite, and ConfigError if a key watches ``val`` but
-    ``val`` is empty.
+    ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
+    saved, and whether it ends with the weights of the best or of the last step. Raises
+    TrainingError if the loss is not finite, and ConfigError if a key watches an empty ``val``.
     """
     checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)
@@ -247,6 +269,7 @@ def fit(
     result = Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
+        step_time=pace.median(),
         loss=watch.last,
         val=score("val", step),
         test=score("test", step),

@@ -4,7 +4,9 @@ prediction with the measured time.
 
 import json
 import math
+import os
 import re
+import sys
 from dataclasses import replace
 from functools import cache
 from glob import escape
@@ -30,7 +32,7 @@ from sbpflow.data import fields_of, load_manifest
 from sbpflow.data.stats import load_stats
 from sbpflow.errors import ConfigError
 from sbpflow.models.registry import MODELS
-from sbpflow.planner.costs.profile import Link, Profile, default_path
+from sbpflow.planner.costs.profile import Link, Profile, default_path, load
 from sbpflow.planner.for_run import plan_tables
 from sbpflow.planner.task import embedding_plan, rules
 from sbpflow.run.planning.build_plan import plan_run
@@ -38,6 +40,7 @@ from sbpflow.run.planning.explain import describe
 from sbpflow.run.planning.plan_file import plan_from_json
 from sbpflow.run.saved.saved_model import find_checkpoint, saved_config, saved_layouts
 from sbpflow.runtime.files.run_folder import TABLE_PLAN_FILE
+from tests import deadlines
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/scheme3.yaml")
@@ -97,6 +100,54 @@ def test_planned_runs_save_their_plan_and_rate_its_prediction(
     second = plan_from_json((again / "plan.json").read_text())
     assert second.embeddings == first.embeddings
     assert {layout.key for layout in first.layouts.values()} == {"parallel.plan auto"}
+
+
+@pytest.mark.slow
+def test_two_runs_correct_a_calibration_that_is_too_slow(synth_set, tmp_path, calibrated):
+    """The calibration predicts more than three times the real step time."""
+    path = default_path("cpu")
+    slow = profile()
+    replace(slow, work_ms={**slow.work_ms, "always": 500.0}).save(path)
+    words = [*SMALL, f"data.path={synth_set}", "parallel.plan=auto", "train.max_steps=24"]
+    words += [
+        "train.epochs=100",
+        "parallel.kernel=torch",
+        "train.eval_every=0",
+        "data.batch_size=100",
+        "train.eval_rows=100",
+    ]
+    errors, factors = list[float](), [1.0]
+    for number in range(2):
+        done = deadlines.run(
+            [*(sys.executable, "-m", "sbpflow", "train", "-n", "2", "--config", CONFIG),
+             *words, f"run.dir={tmp_path / str(number)}"],
+            120,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = re.search(r"step time:\s+predicted ([0-9.]+) ms.* measured ([0-9.]+)", done.stderr)
+        assert found, done.stderr
+        errors.append(math.log(float(found[1]) / float(found[2])))
+        assert load(path).runs.count == number + 1
+        assert re.search(rf"costs:\s+calibration of .*, corrected by {number + 1} run", done.stderr)
+        factors.append(load(path).runs.factor)
+    third = errors[1] + math.log(factors[2] / factors[1])  # the error if a third run is as fast
+    assert errors[0] > max(errors[1], math.log(3))
+    assert abs(third) < min(errors[1], 0.5 * errors[0])
+
+
+def test_runs_end_without_a_writable_cache(synth_set, tmp_path, calibrated, capsys, monkeypatch):
+    def full(path, line):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("sbpflow.planner.for_run.add_run", full)
+    before = default_path("cpu").read_text()
+    words = [*SMALL, f"data.path={synth_set}", f"run.dir={tmp_path / 'run'}", "parallel.plan=auto"]
+    words += ["data.batch_size=100", "train.max_steps=24"]
+    assert train.main(["--config", CONFIG, *words]) == 0
+    assert "not added to the calibration: [Errno 28] No space left" in capsys.readouterr().err
+    assert default_path("cpu").read_text() == before
 
 
 def test_planned_runs_resume_without_planner_or_plan_file(
