@@ -92,6 +92,6 @@ def test_workers_that_scored_with_earlier_weights_load_the_new_weights(
 
 def test_an_output_file_is_refused_because_engines_write_folders(run, folder, tmp_path):
     with pytest.raises(
-        ConfigError, match=r"must be a folder, .* got .*s\.parquet; .* --output .*/s$"
+        ConfigError, match=r"must be a folder .* got .*s\.parquet; .* --output .*/s$"
     ):
         predict(words(run, folder / "new", tmp_path / "s.parquet", "--engine", "processes"))
