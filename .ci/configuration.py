@@ -24,7 +24,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
 
 Set a key in the YAML file or after the command, as in `train.stop.patience=3`. PATTERN stands for a
-pattern of names, such as `"*.C1"`. If several patterns match a name, the last pattern wins.
+[pattern](layouts.md#table-rules) of names, such as `"*.C1"`. If several patterns match a name, the
+last pattern wins.
 
 The last column states what a key affects, and thus whether an unfinished run may resume with a
 different value (`checkpoint.resume: auto`):
