@@ -224,7 +224,9 @@ def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
 
 
 def delta(folder: Path, changed: int, results: Results) -> None:
-    """Measure the latency of scoring one row before and while a large delta is applied."""
+    """Measure the latency of scoring one row before and while a large delta is applied: from its
+    publication to the first answer of the new version.
+    """
     with (
         _copy(folder) as served,
         _copy(folder) as chain,  # deltas are written here, and published later
@@ -241,10 +243,8 @@ def delta(folder: Path, changed: int, results: Results) -> None:
             shutil.copytree(chain.bundle / name, served.bundle / f"{name}.copy")
             start = time.time()
             (served.bundle / f"{name}.copy").rename(served.bundle / name)
-            while not server.serve_version(chain.model):
-                time.sleep(0.05)
-            end = time.time()
             answers = client.result()
+            end = answers.first[name_of(chain.model)]
             idle = answers.latency[answers.at < start - 1.0]
             during = answers.latency[(answers.at >= start) & (answers.at <= end)]
             results.add(

@@ -26,14 +26,15 @@ class Answers:
 
     ``bodies`` counts the answers by (request, version header, status, body). For each answer,
     ``latency`` contains the seconds, ``at`` the end time (``time.time``), and ``request`` the
-    request. ``lost`` contains (time, request) for each request whose connection ended without an
-    answer.
+    request. ``first`` contains the end time of the first answer of each version. ``lost`` contains
+    (time, request) for each request whose connection ended without an answer.
     """
 
     bodies: dict[tuple[int, str, int, bytes], int] = field(default_factory=dict)
     latency: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     at: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     request: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    first: dict[str, float] = field(default_factory=dict[str, float])
     lost: list[tuple[float, int]] = field(default_factory=list)
 
 
@@ -182,9 +183,10 @@ class _Client:
         self, connection: _Connection, status: int, headers: Mapping[bytes, bytes], body: bytes,
         *, closed: bool,
     ) -> None:  # fmt: skip
-        now = time.perf_counter()
-        self._rows.append((time.time(), now - connection.started, connection.number))
+        at, now = time.time(), time.perf_counter()
+        self._rows.append((at, now - connection.started, connection.number))
         version = headers.get(b"x-model-version", b"").decode()
+        self._answers.first.setdefault(version, at)
         key = connection.number, version, status, body
         self._answers.bodies[key] = self._answers.bodies.get(key, 0) + 1
         if closed or headers.get(b"connection") == b"close":
