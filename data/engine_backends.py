@@ -291,7 +291,8 @@ class Dask:
         try:
             if address is None:
                 here = workers or os.cpu_count() or 1
-                # By default, Dask's workers profile themselves every 10 ms and return freed memory.
+                # By default, Dask's workers profile themselves every 10 ms and return freed memory
+                # to the system.
                 settings = {
                     "distributed.worker.profile.enabled": False,
                     "distributed.nanny.pre-spawn-environ": _worker_environment(here),

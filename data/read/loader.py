@@ -353,7 +353,7 @@ def open_loader(
             'example, device=torch.device("cpu")'
         )
     if manifest.cache is not None and shuffle != "none":
-        # Each batch has rows of all shards, so all shards are downloaded and mapped.
+        # A batch may contain rows from any shard, so all shards are downloaded and mapped.
         manifest.cache.get_split(split)
         manifest = replace(manifest, cache=None)
     rows = BlockReader(manifest, split, crosses, max_maps)

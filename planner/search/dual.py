@@ -185,7 +185,8 @@ class _Ascent:
         # relative load that a table adds to each set of ranks with this key
         use = dual.mean[:, dual.rows] / room[:, None] * dual.local[dual.keys]
         self.use = np.concatenate([use, use > 0.5 + 1e-9])
-        # load that a table adds to the mean of a limited number of sets of ranks with this key
+        # load that a table adds, on average, to each set of ranks with this key, if the number of
+        # sets is limited
         sets = np.where(self.unlimited | (limits.most < 1), np.inf, limits.most)
         self.on_sets = dual.mean[:, dual.rows] * (dual.local / sets)[dual.keys]
         dead = np.any(dual.heaviest > room[:, None] * (1 + 1e-9), axis=0)

@@ -15,7 +15,7 @@ from sbpflow.costs.counts import Ints, Key
 from sbpflow.costs.ids import Floats
 from sbpflow.errors import PlanError
 
-BYTES = 2  # index of the bytes in a load, after two times in ms
+BYTES = 2  # index of the bytes in a load, which follow two times in ms
 NO_LIMIT = 1e18  # bytes
 # shards whose loads differ by at most this fraction are treated as equal when choosing ranks
 ALIKE = 0.01
