@@ -189,7 +189,7 @@ class _Process:
 def _work(pipe: "Connection[Any, Any]", threads: int) -> None:
     """Run calls until the parent ends or kills this process."""
     keep_freed_memory()
-    # Polars and torch, whose threads this limits, are not loaded yet.
+    # These variables limit the threads of Polars and torch, which are not loaded yet.
     os.environ |= {_THREADS: str(threads), "OMP_NUM_THREADS": str(threads)}
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a traceback
     threading.Thread(target=_follow_parent, daemon=True).start()
@@ -237,7 +237,8 @@ class Ray:
         if address is None:
             here = workers or os.cpu_count() or 1
             settings |= {"address": "local", "num_cpus": here, "include_dashboard": False}
-            # Workers inherit the environment. Ray would start them with a niceness of 15.
+            # Workers inherit the environment. By default, Ray would start them with a niceness of
+            # 15.
             started = {**_worker_environment(here), "RAY_worker_niceness": "0"}
             started["RAY_raylet_start_wait_time_s"] = "120"
         else:
@@ -290,7 +291,8 @@ class Dask:
         try:
             if address is None:
                 here = workers or os.cpu_count() or 1
-                # By default, Dask's workers profile themselves every 10 ms and return freed memory.
+                # By default, Dask's workers profile themselves every 10 ms and return freed memory
+                # to the system.
                 settings = {
                     "distributed.worker.profile.enabled": False,
                     "distributed.nanny.pre-spawn-environ": _worker_environment(here),

@@ -175,7 +175,8 @@ class PlannedRun:
         except (OSError, ConfigError) as error:
             LOG.warning("this run is not added to the calibration: %s", error)
         try:
-            # raises errors only after the exchange between ranks, so no rank waits for another
+            # This call raises errors only after the exchange between ranks, so no rank is left
+            # waiting.
             save_on_all_hosts(boxing, profile, self.path)
         except OSError as error:
             LOG.warning("the calibration on this host does not include this run: %s", error)
@@ -203,7 +204,7 @@ class PlannedRun:
             totals=tuple(map(tuple, self.cost.step_counts(self.plan).tolist())),
         )
         lines = add_run(journal_of(path), line)
-        profile = load(path)  # as measured, and as other runs have corrected it since the start
+        profile = load(path)  # again, because other runs may have corrected it since the start
         return with_runs(profile, lines, facts) if belongs(profile, facts) else None
 
 

@@ -73,7 +73,7 @@ def _read(file: IO[str], task: Task) -> Plan | None:
 
 def _write(file: IO[str], path: Path, plan: Plan) -> None:
     try:
-        # Bypass the buffer of ``file``, which would be written again on close.
+        # Bypass the buffer of ``file``, because its content would be written again on close.
         os.ftruncate(file.fileno(), 0)
         content = {"sha256": _digest_of(plan_tree(plan)), "plan": plan_tree(plan)}
         os.write(file.fileno(), json.dumps(content).encode())

@@ -42,7 +42,8 @@ from sbpflow.runtime.processes.launch import ArgumentParser
 from sbpflow.runtime.processes.start_ranks import start_ranks
 from sbpflow.runtime.ranks.world import World
 
-NEAR = 1.05  # maximum price relative to the best plan's; about the model's error for good plans
+# Maximum price relative to the best plan's; the margin is about the model's error for good plans.
+NEAR = 1.05
 WRITERS = {".txt": as_text, ".json": as_json, ".html": as_html}
 
 

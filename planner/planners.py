@@ -62,7 +62,7 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
     "dreamshard": DreamShard,
     "autoshard": AutoShard,
 }
-MOST_FOR_EMBARK = 2000  # limit of tables x ranks, above which EMBark's 189 placements take seconds
+MOST_FOR_EMBARK = 2000  # limit on tables x ranks, above which EMBark's 189 placements take seconds
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables in a training task
 # memory limits of the training tasks, relative to an evenly divided plan

@@ -50,8 +50,8 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 if not (_CHECKOUT / "sbpflow" / "data").is_dir() and (_CHECKOUT / "pyproject.toml").is_file():
     __path__.append(str(_CHECKOUT))
 
-# Maps each module to its public names, by topic: values, ranks, conversions, tensors, embeddings,
-# models, runs.
+# Maps each module to its public names. The modules are ordered by topic: values, ranks,
+# conversions, tensors, embeddings, models, runs.
 _MODULES = {
     "sbp.sbp": ("Split", "Broadcast", "Partial"),
     "sbp.placement": ("Placement",),

@@ -93,8 +93,8 @@ def unknown_value(what: str, value: Never, legal: object) -> ValueError:
 
 
 # The commands print these errors without a traceback, because their messages say what to do. An
-# SbpError is printed with its traceback, because it is a mistake in a program and the line number
-# helps to find it.
+# SbpError is printed with its traceback, because it reports a mistake in a program, and the line
+# number helps to find that mistake.
 MESSAGE_ERRORS = (
     ConfigError,
     DataError,

@@ -186,7 +186,7 @@ class IdTable(ABC):
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
         # Fibonacci hashing multiplies a key by 2^64 / golden ratio, and scales the high half of the
         # product to the capacity. If the capacity is a power of two, the slot consists of the
-        # highest bits.
+        # product's highest bits.
         spread = keys.astype(np.uint64) * np.uint64(GAMMA)
         spread >>= np.uint64(32)
         spread *= np.uint64(self._capacity)

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 _PARTIAL, _RESERVED, _PIN = ".partial", ".reserved", ".pin"
 _NUM_LOCKS = 256
 _DOWNLOADS = 8
-_TRIES = 3  # maximum number of downloads of a file if its checksum does not match
+_TRIES = 3  # maximum number of times to download a file whose checksum does not match
 _WAIT_S = 0.05
 _AHEAD = 4  # number of files of a split to download ahead of reading
 
@@ -162,8 +162,8 @@ class ShardCache:
             for number in range(1, _TRIES + 1):
                 (self.url / name).download(partial)
                 if partial.stat().st_size == file.num_bytes and file_crc32(partial) == file.crc32:
-                    # Under the lock, other processes that add up sizes see either the reservation
-                    # or the file.
+                    # The lock ensures that other processes that add up sizes see either the
+                    # reservation or the file.
                     with hold(self._room, wait=True):
                         partial.replace(path)
                         reserved.unlink()

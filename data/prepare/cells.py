@@ -242,7 +242,7 @@ def _numbers(cells: pl.Series, decimal: str = ".") -> tuple[pl.Series, pl.Series
     if cells.dtype != pl.String:
         return cells.cast(pl.Float64), pl.repeat(True, len(cells), eager=True)
     cell = pl.col(cells.name)
-    if decimal == ",":  # 1.234,5 is rejected: digits cannot be grouped
+    if decimal == ",":  # 1.234,5 is rejected: digit grouping is not supported
         cell = cell.str.replace_all(".", "?", literal=True).str.replace(",", ".", literal=True)
     frame = cells.to_frame().select(
         number=cell.str.extract(f"^{REAL_PATTERN}$", 1).cast(pl.Float64, strict=False),

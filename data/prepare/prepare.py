@@ -265,7 +265,8 @@ def _publish(work: Path, options: PrepareOptions) -> Manifest:
     """Move the finished set to the output; an existing set stays there until then."""
     if (work / "set").exists():
         for unfinished in (work / "set").rglob("*.partial"):
-            # A worker that died left this file, or one that runs a copy of a task still writes it.
+            # This file was left by a worker that died, or a worker that runs a copy of a task is
+            # still writing it.
             unfinished.unlink(missing_ok=True)
         (work / _PUBLISHING).touch()
         if options.output.exists():

@@ -262,7 +262,7 @@ def _remark(column: ColumnFacts) -> str:
     if column.kind != "integer" or column.distinct < _MIN_IDS or column.words & _ENTITY_WORDS:
         return ""
     low, high = (float(value) for value in (column.values.min(), column.values.max()))
-    # If most integers of the range occur, the column is likely to contain IDs.
+    # If most integers in the range occur, the column is likely to contain IDs.
     is_dense = high - low < 2 * column.distinct
     return f"; for IDs, write {_name(column.name)}: integer under sparse" if is_dense else ""
 

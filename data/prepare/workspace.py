@@ -128,7 +128,8 @@ def open_work(output: Path, plan: str) -> tuple[Path, bool]:
     work = work_folder(output)
     if work.is_dir() and set(os.listdir(work)) <= {_NEW_MARK}:
         (work / _NEW_MARK).unlink(missing_ok=True)
-        # The folder is empty if a run was killed before it wrote the mark or after it removed it.
+        # The folder is empty if a run was killed before it wrote the mark or after it removed the
+        # mark.
         work.rmdir()
     if work.exists():
         if not (work / MARK).is_file():

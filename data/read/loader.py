@@ -296,7 +296,7 @@ def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
     """Return the backend that ``data.loader`` selects; for ``auto``, log the choice."""
     if wanted != "auto":
         return wanted
-    # ``find_spec`` does not load DALI, but only imports ``nvidia``, a namespace that CUDA's
+    # ``find_spec`` does not load DALI; it imports only ``nvidia``, a namespace that CUDA's
     # libraries share.
     has_dali = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
     chosen: Backend = "dali" if has_dali else "memmap"
@@ -353,7 +353,7 @@ def open_loader(
             'example, device=torch.device("cpu")'
         )
     if manifest.cache is not None and shuffle != "none":
-        # Each batch has rows of all shards, so all shards are downloaded and mapped.
+        # A batch may contain rows from any shard, so all shards are downloaded and mapped.
         manifest.cache.get_split(split)
         manifest = replace(manifest, cache=None)
     rows = BlockReader(manifest, split, crosses, max_maps)

@@ -26,7 +26,8 @@ from sbpflow.planner.costs.features import zipf_mandelbrot
 from sbpflow.planner.task import Choice, DenseWork, Plan, Shape, Task, dense_work
 from sbpflow.sbp.sbp import balanced_sizes
 
-# maximum number of elements of a sample's tables, which every rank that stores them must allocate
+# maximum number of elements in the tables of a sample; every rank that stores the tables must
+# allocate them
 MOST_ELEMENTS = 1 << 24
 DIMS = (4, 8, 16, 32, 64)
 # widths of hidden layers; narrow layers do more reads and writes per multiply-add
@@ -98,7 +99,7 @@ def draw_sample(
     total = float((rows * np.asarray(dims)).sum())
     if total > MOST_ELEMENTS:
         rows = np.maximum((rows * (MOST_ELEMENTS / total)).astype(int), 30)
-    # keeps steps short
+    # limit the number of ids, so that steps are short
     most_ids = (1_600_000 if large else 400_000) // batch
     while hotness.sum() > most_ids and hotness.max() > 1:
         hotness = np.maximum(hotness // 2, 1)

@@ -31,9 +31,9 @@ LEAST_SAMPLES = 3
 LEAST_PLANS = 3  # rank correlations need at least this many plans of a task
 # weight of a price's squared relative change, relative to the squared relative error of one step
 SHRINKAGE = 0.01
-# The same for the factors of the first fit. It keeps every factor above 0: on a slow link, short
-# calibrations hardly measure the work of the ranks, and if work had no price, the planner would not
-# balance it.
+# The same weight for the factors of the first fit. This weight keeps every factor above 0: on a
+# slow link, short calibrations hardly measure the work of the ranks, and if work had no price, the
+# planner would not balance it.
 FIRST_SHRINKAGE = 0.001
 DENSE_MS = vector_of(
     {"dense_macs": 2e-7, "dense_elements": 1e-6, "dense_parameters": 5e-6}

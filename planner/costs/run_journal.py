@@ -30,11 +30,11 @@ from sbpflow.runtime.files.json_file import JsonError, object_of, parse_json
 from sbpflow.runtime.ranks.topology import Topology
 
 LOG = logging.getLogger(__name__)
-LEAST_STEPS = 20  # timed steps of a run
-MOST_LINES = 200  # the journal keeps the newest lines
-MOST_RUNS = 20  # the newest runs correct the prices
+LEAST_STEPS = 20  # minimum number of timed steps of a run in the journal
+MOST_LINES = 200  # only this many of the newest lines are kept
+MOST_RUNS = 20  # only this many of the newest runs correct the prices
 MOST_CHARACTERS = 2**26
-# The facts that must be those of the calibration; the software may be newer.
+# The facts that must match those of the calibration; the software may be newer.
 _PLACE = ("world", RANKS_HERE, "hosts", "device", "cpu")
 
 

@@ -98,7 +98,8 @@ def _keys(
     task: Task, table: TableConfig, shape: Shape, exchange: Exchange
 ) -> Callable[[tuple[int, ...]], tuple[Key, ...]]:
     output, rule, ragged = task.output_of[table.name], task.optimizer_of(table), task.ragged(table)
-    stored = (repr((table.dim, ragged, rule, table.kernel)),)  # as a string, because of its hash
+    # As a string, because strings cache their hash.
+    stored = (repr((table.dim, ragged, rule, table.kernel)),)
 
     @cache
     def keys(ranks: tuple[int, ...]) -> tuple[Key, ...]:

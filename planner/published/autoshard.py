@@ -37,10 +37,10 @@ ENTROPY, BASELINE, MOST_GRADIENT = 0.001, 0.5, 40.0
 class Amount:
     """The amount of training."""
 
-    steps: int = 20_000  # tables placed
-    episodes: int = 8  # in parallel
+    steps: int = 20_000  # number of tables to place
+    episodes: int = 8  # number of episodes in parallel
     cost_updates: int = 20  # updates of the cost head after each update of the policy
-    replay: int = 5_000  # devices
+    replay: int = 5_000  # number of devices in the replay buffer
     batch: int = 512
 
 

@@ -31,8 +31,8 @@ from sbpflow.planner.task import Shape
 
 BEAM, CANDIDATES, DEPTH = 3, 10, 10
 SCALES = tuple(1.0 + 0.05 * step for step in range(11))
-LARGEST_SET = 15  # tables
-# the features of ``Setting.features`` without the size
+LARGEST_SET = 15  # maximum number of tables in a set
+# all of ``Setting.features`` except the size
 WITHOUT_SIZE = [n for n in range(21) if n != 3]
 
 
@@ -74,7 +74,8 @@ class NeuroShard:
     scaling: Scaling
     compute_ms: float
     exchange_ms: float
-    columns: float  # mean over devices of their sums of columns; scales the inputs of ``exchange``
+    # Sum of columns per device, averaged over devices; scales the inputs of ``exchange``.
+    columns: float
 
     @classmethod
     def blank(cls, num_ranks: int) -> "NeuroShard":

@@ -27,7 +27,8 @@ MULTIPLIERS = np.concatenate([[0.0], np.geomspace(1e-4, 1e3, 29)])
 FIRST_STEP = 1.5  # relative to the step that would reach the plan's time if the bound were linear
 PATIENCE = 10  # number of rounds without progress after which steps are halved
 MOMENTUM = 0.8
-# When keys are compared, their numbers of copies count as at least this far from whole numbers.
+# When a key is chosen for branching, the distance of its number of copies from the nearest whole
+# number counts as at least this much.
 LEAST_PART = 0.02
 KEY_SCALE = 30.0  # step length for the costs of keys, relative to that for shares
 MEMORY = 0.97  # weight of the earlier rounds in the moving average of a key's copies
@@ -98,7 +99,7 @@ class Dual:
         total, least, most, mean = loads.transpose(1, 2, 0)
         self.sizes = size * home[BYTES] + total[BYTES]
         # A shard's load can be negative, because its rank sends less to other ranks. The least load
-        # of any rank counts as part of ``home``, so that all other loads are positive.
+        # of any rank counts as part of ``home``, so that none of the remaining loads is negative.
         least = least[:BYTES]
         self.home = home[:BYTES] + least
         self.spread = total[:BYTES] / size - least
@@ -184,7 +185,8 @@ class _Ascent:
         # relative load that a table adds to each set of ranks with this key
         use = dual.mean[:, dual.rows] / room[:, None] * dual.local[dual.keys]
         self.use = np.concatenate([use, use > 0.5 + 1e-9])
-        # load that a table adds to the mean of a limited number of sets of ranks with this key
+        # load that a table adds, on average, to each set of ranks with this key, if the number of
+        # sets is limited
         sets = np.where(self.unlimited | (limits.most < 1), np.inf, limits.most)
         self.on_sets = dual.mean[:, dual.rows] * (dual.local / sets)[dual.keys]
         dead = np.any(dual.heaviest > room[:, None] * (1 + 1e-9), axis=0)
@@ -243,7 +245,8 @@ class _Ascent:
         copies = np.zeros(len(dual.key_ms))
         np.maximum.at(copies, dual.pair_key, number / weight)
         copies = np.maximum(copies, (used / weight).max(axis=0, initial=0.0))
-        # A required key may have more copies, although the bound does not pay for them.
+        # A plan may have more copies of a required key than the bound pays for, so the search may
+        # branch on such a key.
         more = self.required & self.unlimited & (dual.local > 0)
         copies = np.maximum(copies, (self.limits.least + LEAST_PART) * more)
         key = self._branch(copies)

@@ -26,7 +26,7 @@ from sbpflow.planner.search.problem import (
 # time is a maximum over ranks, so most moves do not change it; the root mean square rewards moves
 # that reduce the load of any rank.
 EVENNESS = 0.05
-FEW = 4  # largest number of shards whose ranks are also chosen individually
+FEW = 4  # maximum number of shards for which ranks are also chosen individually
 NO_ROOM = 1e6  # penalty in ms if the total excess equals the mean memory limit of the ranks
 
 

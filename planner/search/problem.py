@@ -15,9 +15,9 @@ from sbpflow.costs.counts import Ints, Key
 from sbpflow.costs.ids import Floats
 from sbpflow.errors import PlanError
 
-BYTES = 2  # index of the bytes in a load, after two times in ms
+BYTES = 2  # index of the bytes in a load, which follow two times in ms
 NO_LIMIT = 1e18  # bytes
-# shards that differ less in load are treated as equal when choosing ranks
+# shards whose loads differ by at most this fraction are treated as equal when choosing ranks
 ALIKE = 0.01
 
 

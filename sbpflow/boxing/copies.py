@@ -177,9 +177,9 @@ def assembler(pieces: list[Piece], shape: Shape, total: int) -> Landing:
     if dim is None:
         return (total,), _scatterer(pieces, shape)
     if _even_dim(pieces, shape) == dim and total == numel(whole(shape)):
-        # gloo and NCCL divide the first dim by rank, so equal pieces arrive as a stack. `cat` of
-        # the stacked pieces writes the result in one pass over memory; copying each piece to its
-        # strided position would take one pass per piece.
+        # gloo and NCCL divide the first dim by rank, so equal pieces arrive as a stack.
+        # Concatenating the stacked pieces writes the result in one pass over memory; copying each
+        # piece to its strided position would take one pass per piece.
         count, (first, *rest) = len(pieces), pieces[0].shape
         each = (count, first, *rest)
         return (count * first, *rest), lambda stack: torch.cat(stack.view(each).unbind(), dim)
@@ -194,8 +194,8 @@ def combiner(pieces: list[Piece], shape: Shape, total: int, op: Reduction) -> La
     """
     box = whole(shape)
     if all(piece.box == box for piece in pieces) and len(pieces) > 1:
-        # Terms arrive in rank order of the group; ``pieces`` gives the order in which to combine
-        # them.
+        # Terms arrive in the rank order of the group; ``pieces`` gives the order in which to
+        # combine them.
         places = [piece.offset // max(1, numel(box)) for piece in pieces]
         return (len(pieces), *shape), lambda stack: _combine_whole(stack.unbind(), places, op)
 

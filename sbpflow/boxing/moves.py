@@ -94,9 +94,9 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTra
     together = not one_step_legal(src, dst)
     moves: list[BoxTransfer] = []
     for target in _cells(dst, shape, _Role.TARGET):
-        # The source cells of a bundle must send to the same row of the target cell. If terms must
-        # be combined, a bundle consists of all cells with the same box; otherwise, of a single
-        # cell.
+        # All source cells in a bundle send to the same row of the target cell. If terms must be
+        # combined, a bundle contains all cells that overlap the target cell in the same box;
+        # otherwise, it contains a single cell.
         bundles: dict[object, tuple[Box, list[_Cell]]] = {}
         for number, source in enumerate(sources.near(target.box)):
             box = intersect(source.box, target.box)
@@ -193,8 +193,8 @@ class _Role(Enum):
 
 def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
     """Group the ranks by box; in a source layout, also by term."""
-    # All terms of a source are sent, so each needs a cell. In a destination, only one of the P
-    # coordinates receives data, so they share a cell.
+    # All terms of a source are sent, so each needs a cell. In a destination, only one of the
+    # coordinates along the P axes receives data, so these coordinates share a cell.
     together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
     cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:

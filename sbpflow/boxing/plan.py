@@ -108,7 +108,7 @@ def last_linear_layout(
         return sum(step.total_bytes + COLLECTIVE_COST_BYTES * bool(step.groups) for step in steps)
 
     # There is always a candidate: the layout with only B. All ranks choose the same one, because
-    # `min` returns the first of several equal prices.
+    # `min` returns the first of several candidates with equal prices.
     return min(layouts_before(src, dst, shape), key=price)
 
 

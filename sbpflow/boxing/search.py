@@ -19,7 +19,7 @@ from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Partial, Sbp, Split
 
-# The fixed cost of a collective in bytes is OneFlow's constant per transfer
+# The fixed cost of a collective, in bytes, is OneFlow's constant per transfer
 # (AUTO_PARALLEL_TRANSFER_COST, oneflow/core/framework/sbp_infer_util.cpp at 25c8978, 2025-08).
 COLLECTIVE_COST_BYTES = 16500
 
@@ -124,7 +124,7 @@ def _legal(placement: Placement, candidates: list[NdSbp]) -> Iterator[Layout]:
     for nd_sbp in candidates:
         try:
             yield Layout(placement, nd_sbp)
-        except SbpError:  # these explicit sizes are for an axis of another length
+        except SbpError:  # the explicit sizes do not fit the length of this axis
             continue
 
 

@@ -211,7 +211,7 @@ def needed_by(paths: Iterable[AnyPath]) -> set[AnyPath]:
     """
     needed = set[AnyPath]()
     for path in paths:
-        if path in needed:  # and so are the checkpoints that it depends on
+        if path in needed:  # the checkpoints that it depends on are in ``needed``, too
             continue
         needed.add(path)
         try:

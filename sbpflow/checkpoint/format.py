@@ -27,7 +27,8 @@ from sbpflow.runtime.files.remote_path import AnyPath
 FORMAT = "sbpflow-checkpoint"
 VERSION, DELTA_VERSION = 1, 2
 INDEX_FILE = "index.json"
-BLOCK_BYTES = 8 * 2**20  # each block of this size has a CRC; a multiple of every item size
+# Each block of this size has a CRC. The size is a multiple of every item size.
+BLOCK_BYTES = 8 * 2**20
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

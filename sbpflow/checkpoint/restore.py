@@ -54,7 +54,7 @@ def _check_shape(
     checkpoint: Checkpoint, saved: SavedTensor, tensor: LogicalTensor, *, grown: bool
 ) -> None:
     name, shape = tensor.name, tensor.shape
-    if tensor.by_key:  # any number of rows fits
+    if tensor.by_key:  # the number of saved rows may differ
         shape = (*saved.shape[:1], *shape[1:])
     if saved.column_starts != tensor.column_starts:
         raise CheckpointError(
@@ -108,7 +108,8 @@ class _Growing:
     def __init__(self, checkpoint: Checkpoint, field: "FieldKeys") -> None:
         self._checkpoint, self._name = checkpoint, f"vocabularies/{field.plan.name}"
         addresses = self._addresses("keys")
-        # The range of saved keys in the buckets of each owner, and the rows assigned to these keys.
+        # For each owner: the range of saved keys in its buckets, and the first of the rows assigned
+        # to these keys.
         self._parts: list[tuple[slice, int]] = []
         if (live := field.live) is not None:
             self._parts = [

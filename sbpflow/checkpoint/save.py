@@ -27,7 +27,8 @@ from sbpflow.runtime.processes.background import in_background
 
 State = Mapping[str, LogicalTensor]
 
-# Scheduling weight 110 instead of 1024 (Linux kernel/sched/core.c, sched_prio_to_weight).
+# This niceness gives a thread scheduling weight 110 instead of 1024 (Linux kernel/sched/core.c,
+# sched_prio_to_weight).
 _NICENESS = 10
 
 
@@ -180,8 +181,8 @@ class Saver:
         step.
         """
         world = self._boxing.world
-        # Leave out the rows of keys: their number changes from save to save, and each row is on one
-        # rank only.
+        # Leave out tensors that are saved by key, because their number of rows changes from save to
+        # save, and each row is on only one rank.
         mine = {
             name: [astuple(place) for place in _places(tensor) if not tensor.by_key]
             for name, tensor in state.items()

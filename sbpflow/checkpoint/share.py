@@ -11,8 +11,8 @@ from sbpflow.checkpoint.format import Place
 
 Places = Mapping[str, Sequence[Place]]
 
-# Copies with at least this many elements are split among the ranks that have them. A smaller copy
-# is written by a single rank.
+# A rectangle that several ranks store is split among these ranks if it has at least this many
+# elements. A smaller rectangle is written by a single rank.
 MIN_SHARED = 2**16
 
 

@@ -70,7 +70,7 @@ class Slabs:
         self._owner[slabs] = np.repeat(numbers, added)
         # Concatenate the slabs of all ranges: for each range the open slab, then the added ones.
         # The rows of a range fill its slabs from the first free row of the open slab on. The place
-        # of every row is thus its index plus a shift per range, which needs no loop over ranges.
+        # of every row is thus its index plus a shift per range, so no loop over ranges is needed.
         opened = np.cumsum(added) - added + numbers
         chain = np.empty(counts.size + num_added, np.int64)
         is_open = np.zeros(chain.size, bool)

@@ -93,7 +93,7 @@ class RowLog:
         # The lock protects the data that both threads use: the marks (``_pending``) and the lists
         # of segments.
         self._lock = threading.Condition()
-        self._full: list[_Segment] = []  # the last segment may have room
+        self._full: list[_Segment] = []  # only the last segment still receives rows
         self._free: list[_Segment] = []
         self._num_segments = 0
         # A job may have many small stores, so small stores use small segments.
@@ -136,7 +136,7 @@ class RowLog:
                 self._lock.wait()
             if self._closed:
                 return
-            # ``rows`` may contain padding, a row number after the last row, which has no mark.
+            # ``rows`` may contain padding: the number after the last row, which is never marked.
             start = segment.num_rows
             count = self._take_marked(rows, self._pending, segment.rows.numpy()[start:])
             segment.num_rows = stop = start + count

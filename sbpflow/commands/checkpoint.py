@@ -88,8 +88,8 @@ def _to_keys(path: AnyPath, data: AnyPath, output: AnyPath) -> str:
 
     checkpoint, keyed = checked(checkpoints_of(path)[0]), load_manifest(data)
     values = values_with_keys(_manifest_of(checkpoint.path), keyed)
-    # This fingerprint and row digest match no set, so a run that resumes from here starts a new
-    # epoch.
+    # No data set has this fingerprint and row digest, so a run that resumes from this checkpoint
+    # starts a new epoch.
     facts = {
         "path": str(keyed.origin),
         "fingerprint": "",

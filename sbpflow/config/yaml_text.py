@@ -84,7 +84,7 @@ class _Loader(yaml.SafeLoader):
         except ConfigError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            # Scalar constructors raise errors about Python's internals, so replace them.
+            # Scalar constructors raise errors about Python's internals, so replace these errors.
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: {brief(node.value)} is not a valid {tag}; "

@@ -66,7 +66,7 @@ class Growing(KeyExchange):
         addresses: list[Tensor] = []
         for shard in shards:
             table_rows, keys = new[shard.table.name]
-            # Another table of the field may have more rows on this rank.
+            # Some of these rows may be in another table's shards, but not in this shard.
             mine = (table_rows >= shard.row_start) & (table_rows < shard.row_stop)
             rows.append(table_rows[mine] + shard.shift)
             addresses.append(keys[mine])

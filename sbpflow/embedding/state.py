@@ -88,9 +88,10 @@ class StoredRows:
 
 
 Values = Tensor | StoredRows
-# The tensors of a growing field. ``clock`` contains the number of completed batches and the number
-# of samples after each of the last batches, and ``times`` the latest event times; only the first
-# owner has these two. ``totals`` contains a row of ``vocabulary.Totals`` for each owner.
+# The tensors of a growing field. ``clock`` contains the number of completed batches and, for each
+# recent batch, the total number of samples up to its end. ``times`` contains the latest event
+# times. Only the first owner has ``clock`` and ``times``. ``totals`` contains a row of
+# ``vocabulary.Totals`` for each owner.
 KEY_TENSORS = {
     "keys": torch.int64,
     "last_uses": torch.int32,

@@ -41,7 +41,7 @@ class Batcher:
         batch = [self._waiting.popleft()]
         model, rows, _ = batch[0]
         room = self._max_rows - len(rows.ids)
-        # All rows of a batch are scored by the same version of the model.
+        # All rows in a batch are scored by the same version of a model.
         while self._waiting and self._waiting[0][0] is model:
             room -= len(self._waiting[0][1].ids)
             if room < 0:

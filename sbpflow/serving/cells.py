@@ -63,7 +63,7 @@ def is_missing(cell: object) -> bool:
 def real_number(cell: object, decimal: str = ".") -> float:
     """Return the number in a cell that is not missing, or NaN for the text "nan"."""
     if isinstance(cell, str):
-        if decimal == ",":  # 1.234,5 is rejected: digits cannot be grouped
+        if decimal == ",":  # 1.234,5 is rejected: digit grouping is not supported
             cell = cell.replace(".", "?").replace(",", ".", 1)
         if match := _REAL.fullmatch(cell):
             return float(match[1])

@@ -270,8 +270,8 @@ def _read_values(path: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
     except (OSError, BundleError) as error:
         raise DataError(f"{path} cannot be read ({error}); load the newest bundle") from error
     # A server reads changed rows from the file for as long as it uses the delta. All other values
-    # have their own mapping, which is released with their version, so that their pages do not stay
-    # in memory.
+    # have their own mapping, which is released with the version of the model, so that their pages
+    # do not stay in memory.
     return {name: (rows if _is_values(name) else others).tensor(name) for name in rows.entries}
 
 

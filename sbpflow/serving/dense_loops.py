@@ -16,7 +16,8 @@ from sbpflow.runtime.compute.compiled import Array, compiled, compiled_fast
 from sbpflow.serving.lookups import Gather, Segment
 
 LINEAR, RELU, SIGMOID, ADD, SUB, MUL, SUM, MEAN, COPY = range(9)
-_MOST_PRODUCTS = 4_000_000  # Above this, torch's faster products outweigh its slower calls.
+# For more multiplications than this, torch is faster, although its calls take longer.
+_MOST_PRODUCTS = 4_000_000
 _Span = tuple[int, int]  # the columns of a value: start and size
 _Step = tuple[int, int, int, int, int, int, int]
 

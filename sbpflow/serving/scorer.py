@@ -36,7 +36,8 @@ FORMAT, VERSION = "sbpflow-model", 2
 Dense = Callable[[Mapping[str, Tensor]], Tensor]
 LOOPS = "encoder_loops"
 COMPILED = "dense.pt2"
-_MOST_IN_ORDER = 4  # torch adds up to four vectors in order, so numpy gives the same sum
+# For at most four vectors, torch adds them in order, so numpy gives the same sum.
+_MOST_IN_ORDER = 4
 
 
 class Version(NamedTuple):
@@ -103,7 +104,7 @@ class Model:
         if self.program is not None and len(encoded.ids) <= self.program.max_rows:
             ids = self._with_hashed(encoded)
             logits = self.program.logits(self.gathers, self.stores, ids, encoded.dense)
-            if logits is not None and len(logits) == 1:  # numpy takes 10 us
+            if logits is not None and len(logits) == 1:  # numpy would take 10 us
                 logit = float(logits[0])
                 return np.array([1.0 / (1.0 + math.exp(min(-logit, 700.0)))], dtype=np.float32)
         if logits is None:

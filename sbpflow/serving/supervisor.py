@@ -16,7 +16,7 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SOON_S = 2.0  # If a worker fails this soon after its start, its successor would, too.
+_SOON_S = 2.0  # If a worker fails this soon after its start, its replacement would fail too.
 _PAUSE_S = 0.05
 
 
@@ -109,5 +109,6 @@ class Supervisor:
         except BaseException:
             logger.exception("worker %d failed", number)
         finally:
-            # ``os._exit`` skips the exit handlers and buffers, which belong to the supervisor.
+            # ``os._exit`` neither runs the exit handlers nor flushes the buffers; both belong to
+            # the supervisor.
             os._exit(code)

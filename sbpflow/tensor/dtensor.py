@@ -79,8 +79,8 @@ def chunk_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
         if isinstance(sbp, Split):
             parts = layout.placement.shape[axis]
             sizes = chunk_sizes(lengths[sbp.dim], parts)
-            # A split with some empty parts needs explicit sizes, because balanced splits may not
-            # have them.
+            # A split with some empty parts needs explicit sizes, because balanced splits must not
+            # have empty parts.
             even = sizes == balanced_sizes(lengths[sbp.dim], parts)
             even = even and (all(sizes) or not any(sizes))
             nested = any(

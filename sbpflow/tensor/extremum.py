@@ -103,9 +103,9 @@ class _OutOf(torch.autograd.Function):
             value = redistribute(out, way.dst, home, "value")
             whole = redistribute(gradient, way.incoming, _gradient_home(src), "gradient")
             # Several terms may equal the extremum, but only one may get the gradient. For each
-            # element where its own term is the extremum, a rank claims the gradient with its
-            # position; the lowest position wins. On ranks outside the placement, all tensors are
-            # empty.
+            # element, every rank whose own term is the extremum claims the gradient with its
+            # position, and the lowest position wins. On ranks outside the placement, all tensors
+            # are empty.
             place, no_place = _claim(src, world.rank)
             claim = torch.where(part == value, place, no_place)
             claims = tuple(Partial("min") if isinstance(s, Partial) else s for s in src.nd_sbp)

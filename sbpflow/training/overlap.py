@@ -12,7 +12,8 @@ import torch
 
 from sbpflow.training.trainer import Trainer
 
-FIRST_STEP = 11  # The measurement starts when memory is allocated and connections are open.
+# The measurement starts at this step, when memory has been allocated and connections are open.
+FIRST_STEP = 11
 # Blocks run alternately with and without overlap; the first step of a block is not timed.
 BLOCK_STEPS = 5
 NUM_BLOCKS = 8

@@ -21,7 +21,7 @@ from sbpflow.training.metrics import Evaluation
 
 logger = logging.getLogger(__name__)
 
-_PERSISTS = 3  # Number of consecutive windows before a warning.
+_PERSISTS = 3  # Number of consecutive windows in which a rank must be slow before a warning.
 _WINDOW_STEPS = 20  # Minimum length of a window, because single steps vary.
 # A rank is slow if its own time exceeds ``_FACTOR`` times the median of the other ranks, and the
 # difference exceeds the share ``_SHARE`` of a step.

@@ -33,8 +33,8 @@ class Move:
         return saved_move, (self.name, self.says)
 
 
-# Ids are sent immediately if the receiver knows their number. For id lists and unique rows, counts
-# are sent first.
+# Ids are sent immediately if the receiver knows how many to expect. For id lists and unique rows,
+# counts are sent first.
 IDS, COUNTS, COUNTED_IDS = "ids", "counts", "counted ids"
 FLAGS, EARLY_VECTORS = "flags", "early vectors"
 VECTORS, ROW_GRADIENTS, DENSE_GRADIENTS = "vectors", "row gradients", "dense gradients"
@@ -76,7 +76,7 @@ OF_THE_NEXT = (MARK_EARLY, SEND_EARLY)
 EARLY = (*OF_THE_NEXT, SEND_LATE)
 EARLY_LOOKAHEAD = 2
 
-# The moves of ids do not depend on trained values, so they may run in earlier steps.
+# The moves that exchange ids do not depend on trained values, so they may run in earlier steps.
 OF_IDS = (START_ID_EXCHANGE, EXCHANGE_IDS, RECEIVE_IDS)
 OF_A_BATCH = (*OF_IDS, LOOKUP, GATHER_OUTPUTS, FORWARD, BACKWARD, SEND_GRADS, RECEIVE_GRADS)
 OF_A_STEP = (SEND_DENSE, RECEIVE_DENSE, UPDATE, UPDATE_DENSE)

@@ -204,7 +204,7 @@ class Trainer:
             self._set_learning_rates()
             self.schedule.run(
                 # The maps are not attributes, because they would create a reference cycle, which
-                # delays freeing the tables.
+                # would delay freeing the tables.
                 {move.name: self._of_batch(move) for move in (*OF_A_BATCH, *EARLY)},
                 {move.name: self._of_step(move) for move in (*OF_A_STEP, CLIP)},
                 in_flight,

@@ -41,7 +41,7 @@ class CacheCounts:
 
     # Three counts: rows brought into slots, rows among these that had never been written, and rows
     # written back. The counts form one tuple, because another thread reads them while the mover
-    # counts.
+    # updates them.
     moved: tuple[int, int, int] = (0, 0, 0)
     wait_s: float = 0.0
 
@@ -105,8 +105,9 @@ class Mover:
         self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._initial, self._ahead, self._key = request.initial, ahead, key
         self._name = name_tables(shard.table.name for shard in request.shards)
-        self._flights: dict[int, _Flight] = {}  # By the caller's number, in announcement order.
-        # By the planner's number; used only by the mover's thread.
+        # Flights by the caller's number for the batch, in announcement order.
+        self._flights: dict[int, _Flight] = {}
+        # Flights by the planner's number for the batch; used only by the mover's thread.
         self._by_batch: dict[int, _Flight] = {}
         self._demanded = -1  # the last batch that training has asked to admit
         self._lock = threading.Lock()

@@ -54,8 +54,8 @@ class RecordLayout:
     def values(self, records: Array, name: str) -> Tensor:
         """Return the values [n, ..] of the tensor ``name`` from ``records`` [n, words]."""
         like = self.like[name]
-        # ``contiguous()`` would keep the stride of a dim of length 1. A tensor with such a stride
-        # cannot be viewed as another dtype if the stride is odd; a copy always can.
+        # ``contiguous()`` would keep the stride of a dim of length 1. If that stride is odd, the
+        # tensor cannot be viewed as another dtype, so the words are copied instead.
         words = torch.from_numpy(records[:, self.columns[name]].copy())
         return words.view(like.dtype).view(len(records), *like.shape[1:])
 

@@ -43,9 +43,10 @@ def announce(
     mask, num_rows = rows.shape[0] - 1, records.shape[0] - 1
     at = batch & mask
     i, stop, first, width = start, addresses.size, count, rows.shape[1]
-    # Most addresses may be duplicates. To detect them, this loop reads bits, which fit in a CPU
-    # cache, instead of records. A branch on duplicates would be mispredicted, so the loop always
-    # writes the entry and advances only for a new row; the next write then overwrites a duplicate.
+    # Most of the addresses may be duplicates. To detect duplicates, this loop reads bits, which fit
+    # in a CPU cache, instead of records. A branch on duplicates would be mispredicted, so the loop
+    # always writes the entry and advances only for a new row; the next write then overwrites a
+    # duplicate.
     lines = seen.reshape(-1, 1)
     while i < stop and count < width:
         if i + DISTANCE < stop:

@@ -40,8 +40,8 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import SbpError
 
-# The collected batches, their total number of samples, and for each store one merged (lookup,
-# gradients).
+# The collected batches, their total number of samples, and one merged (lookup, gradients) pair per
+# store.
 Collected = tuple[list["GroupInFlight"], int, list[tuple[Lookup, Tensor]]]
 VECTORS = "vectors"
 GRADIENTS = "gradients"

@@ -26,7 +26,7 @@ class PaddedGroups:
             for index, group in enumerate(groups)
             if isinstance(group, RowGroup) and group.capacity is not None
         }
-        # For each group, the largest number of rows in a warning so far.
+        # For each group, the largest number of rows that a warning has reported so far.
         self._warned: dict[int, int] = {}
 
     def ask(self, parts: Sequence[GroupInFlight]) -> AsyncScalarRead | None:

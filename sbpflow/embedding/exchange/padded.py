@@ -90,8 +90,9 @@ class BufferLayout:
             empty = torch.empty(0, dtype=torch.int64, device=send.device)
             return Slots(empty, empty, parts * room), send
         # The position of a row is its index among the unique rows minus the number of rows in
-        # preceding parts. Rows that do not fit all write to the last position. Which row is written
-        # last does not matter, because all ranks detect the overflow and repeat the exchange.
+        # preceding parts. All rows that do not fit are written to the last position. Which of these
+        # rows is written last does not matter, because all ranks detect the overflow and repeat the
+        # exchange.
         runs = wanted.runs()
         before = wanted.unique_up_to(self._before)
         part = torch.searchsorted(self._lasts, runs.keys)

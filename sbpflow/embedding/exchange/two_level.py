@@ -23,7 +23,7 @@ class TwoLevelGroup(RowGroup):
     def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
         _, self._positions = groups_of(plan.stacks[0].layouts[0].placement)
         super().__init__(plan, boxing, context)
-        self.capacity = None  # ``config.checks`` rejects fixed-size buffers here.
+        self.capacity = None  # ``config.checks`` rejects fixed-size buffers for this exchange.
         # Order the parts of the address space by position within the host, then by host. The sorted
         # ids of a rank are then grouped by destination in both hops.
         own = next(n for n, ranks in enumerate(self._positions) if self.world.rank in ranks)

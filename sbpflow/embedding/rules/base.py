@@ -110,11 +110,11 @@ class SparseOptimizer(ABC):
     # ``state`` maps the name of each state to its shape: one value per row, or one per element.
     state: ClassVar[Mapping[str, StateSize]] = {}
     # ``kernels`` maps each supported kernel to the optimizer's function, as
-    # "package.module:function". A built-in optimizer without this mapping has a function of its own
-    # name in every kernel except FBGEMM.
+    # "package.module:function". For a built-in optimizer without this mapping, every kernel except
+    # FBGEMM has a function that is named after the optimizer.
     kernels: ClassVar[Mapping[CompiledKernel, str]] = {}
     # ``one_rate`` is the reason why the learning rate must stay constant during a run; ``None`` if
-    # it may change.
+    # the learning rate may change.
     one_rate: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:

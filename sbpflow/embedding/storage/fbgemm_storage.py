@@ -119,7 +119,7 @@ def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.d
         learning_rate=optimizer.lr,
         pooling_mode=PoolingMode.SUM,
         # The id reader has already checked the ids and reports the field and row of a bad id; TBE's
-        # default would silently train row 0. With NONE, TBE also leaves the caller's tensors
+        # default mode would silently train row 0. With NONE, TBE also leaves the caller's tensors
         # unchanged.
         bounds_check_mode=BoundsCheckMode.NONE,
         device=device if on_cuda else None,

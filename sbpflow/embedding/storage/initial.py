@@ -20,7 +20,7 @@ from sbpflow.runtime.random.splitmix import signed
 from sbpflow.runtime.random.streams import GAMMA, fill_uniform, mix, stream_key, uniform_rows
 
 Array = np.ndarray[Any, Any]
-# Above this number of elements, torch takes longer than loading numba does (0.5 s).
+# For more elements than this, initialization with torch takes longer than loading numba (0.5 s).
 LEAST_ELEMENTS = 1 << 20
 _ROWS_AT_A_TIME = 1 << 16
 _EXACT = {torch.float32, torch.float64}  # dtypes that the compiled loops write

@@ -26,7 +26,7 @@ class Lookup:
         self.addresses = addresses
         self.offsets = offsets
         self.weights = weights
-        # [n] from ``RowStore.admit``; ``None`` if the slot of each row is its number.
+        # [n] from ``RowStore.admit``; ``None`` if each row's slot number is its row number.
         self.placed: Tensor | None = None
         self.graph: Tensor | None = None  # output of TBE, whose backward is the fused update
         self.num_unique: int | None = None

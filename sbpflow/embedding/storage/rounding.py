@@ -12,7 +12,7 @@ from torch import Tensor
 from sbpflow.embedding.plan.tables import Shard
 from sbpflow.runtime.random.streams import GAMMA, mix, step_keys, stream_key
 
-# Number of mantissa bits that float32 has and the narrow dtype does not.
+# Number of mantissa bits that float32 has but the narrow dtype lacks.
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 # Each 64-bit word of random bits is shared by this many columns, which use 16 bits each.
 COLUMNS_PER_WORD = 4
@@ -39,7 +39,7 @@ class RowNoise:
         self.bases = torch.tensor([s.base for s in shards], dtype=torch.int64, device=device)
         shift = [shard.row_start - shard.base for shard in shards]
         self.shift = torch.tensor(shift, dtype=torch.int64, device=device)
-        # All shards of a store have the same dim and columns, so the first one stands for all.
+        # All shards of a store have the same dim and columns, so the first shard's are used.
         dim, self.first_column = (shards[0].table.dim, shards[0].col_start) if shards else (1, 0)
         self.words_per_row = -(-dim // COLUMNS_PER_WORD)
 

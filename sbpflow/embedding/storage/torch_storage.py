@@ -48,7 +48,7 @@ class TorchStorage:
         if fixed_size is None:
             fixed_size = self.always_fixed or device.type == "cuda"
         # With fixed sizes, lookups keep the ids of rows on other ranks, and read an extra slot of
-        # zeros for these.
+        # zeros for these ids.
         self.absent = rows if fixed_size else None
         block_slots = slots if self.absent is None else slots + 1
         self._weights = huge_pages.zeros((block_slots, width), row_dtype or dtype, device)

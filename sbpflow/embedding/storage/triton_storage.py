@@ -20,7 +20,7 @@ from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import SbpError
 from sbpflow.runtime.random.streams import step_keys
 
-# Any, because the type stubs do not know ``function[grid]`` of jitted functions.
+# Any, because the type stubs do not support ``function[grid]`` for jitted functions.
 _launch: Any = kernels
 # Maximum numbers of constants and states of a step function (see ``triton_rules``).
 MOST_CONSTANTS, MOST_STATES = 4, 2

@@ -91,10 +91,9 @@ def observe(
             if place == U64(array.shape[0] - 1):
                 raise IndexError("the key map is full at its end; this is a bug")
             value = array[place, VALUE]
-        # From here on, the code does not branch on the key, except for LFU counts, because the
-        # processor could not predict such a branch. Entries are always written to the logs and
-        # lists, but the position advances only past those that are needed, so the next entry
-        # overwrites an unneeded one.
+        # The processor could not predict branches on the key, so there are none from here on,
+        # except for LFU counts. Entries are always written to the logs and lists, but the position
+        # advances only past those that are needed, so the next entry overwrites an unneeded one.
         content = content_of(value)
         has_row = content > 0
         log[num_log, ADDRESS], log[num_log, VALUE] = address, value
@@ -141,7 +140,7 @@ def resolve(
         array = slots
         if place >= IN_NEW:
             array, place = new_slots, place - IN_NEW
-        # Evictions may have moved the key back.
+        # Evictions may have moved the key to an earlier slot.
         while array[place, ADDRESS] != address or array[place, VALUE] == 0:
             place -= 1
         content = content_of(array[place, VALUE])

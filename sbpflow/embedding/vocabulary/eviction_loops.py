@@ -119,8 +119,8 @@ def _range_of(state: Array, first: int, last: int, is_new: bool) -> tuple[int, i
     """
     scale = state[NEW_SCALE] if is_new else state[SCALE]
     start = home(_first_address(state, first), scale, state[FIRST])
-    # Use the last address of the previous bucket, because the end of the last bucket would
-    # overflow.
+    # Use the last address of bucket ``last - 1``: if it is the last bucket of all, the next address
+    # does not fit in 64 bits.
     stop = home(_first_address(state, last) - 1, scale, state[FIRST]) + 1
     return (start if is_new else max(start, state[EDGE])), stop
 

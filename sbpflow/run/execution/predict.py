@@ -127,7 +127,8 @@ def probabilities(logits: NDArray[np.floating]) -> Floats:
     torch's float32 sigmoid rounds differently in the vectorized part of an array and in its
     remainder.
     """
-    with np.errstate(over="ignore"):  # a large negative logit overflows exp; 1 / inf is 0
+    # For a large negative logit, exp overflows to inf, and 1 / inf is 0.
+    with np.errstate(over="ignore"):
         return (1.0 / (1.0 + np.exp(-logits.astype(np.float64)))).astype(np.float32)
 
 

@@ -28,7 +28,8 @@ class Functional(nn.Module):
 
     def __init__(self, dense: nn.Module, outputs: tuple[str, ...], names: tuple[str, ...]) -> None:
         super().__init__()
-        self._dense = [dense]  # in a list, so that this module does not register its weights
+        # In a list, so that this module does not register the weights of ``dense``.
+        self._dense = [dense]
         self._outputs, self._names = outputs, names
 
     def forward(self, *inputs: Tensor) -> Tensor:

@@ -98,7 +98,8 @@ def _content(
     (result,) = next(node for node in program.graph.nodes if node.op == "output").args[0]
     nodes: list[list[Any]] = []
     needed = {result.name}
-    for node in reversed(list(program.graph.nodes)):  # assertions do not affect the result
+    # Leave out nodes that do not affect the result, such as assertions.
+    for node in reversed(list(program.graph.nodes)):
         if node.name not in needed or node.op == "placeholder":
             continue
         nodes.append([_name(node), node.name, _encoded(node.args), _encoded(_kwargs(node))])

@@ -77,7 +77,7 @@ class TorchModel:
         return module
 
     def _make(self, seed: int, device: torch.device) -> nn.Module:
-        keep_compiled_privately()  # before the user's code, which may compile
+        keep_compiled_privately()  # must precede the user's code, which may call ``torch.compile``
         with seeded(seed, device):
             module = self.make()
         if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]

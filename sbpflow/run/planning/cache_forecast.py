@@ -22,7 +22,7 @@ from sbpflow.run.planning.plan import RunPlan
 
 BATCHES = 100
 Ids = NDArray[np.integer[Any]]
-# maps table, rank and name to rows per step
+# maps table, rank, and name to rows per step
 Forecast = Mapping[str, Mapping[int, Mapping[str, float]]]
 
 

@@ -14,7 +14,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
 # The cache fetches the fewest rows if the known batches contain about three times as many rows as
-# it has slots.
+# the cache has slots.
 AUTO_LOOKAHEAD = 64
 
 

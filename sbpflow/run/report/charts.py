@@ -169,7 +169,7 @@ def picture(title: str, figures: Sequence[str]) -> str:
 
 
 def _shade(place: int, count: int) -> str:
-    if count <= len(COLORS):  # bars and lines with the same name get the same color
+    if count <= len(COLORS):  # bars use the same colors as lines if there are enough colors
         return COLORS[place]
     return f"hsl({round(360 * place / count + 205) % 360} 50% {48 + 14 * (place % 2)}%)"
 

@@ -52,8 +52,8 @@ class Run:
         events = self.of("step" if split is None else "eval")
         if by not in ("step", "time"):
             raise ValueError(f"by must be step or time, got {by!r}")
-        # The steps need sorting: a run that restores its best weights at the end evaluates their
-        # earlier step a second time.
+        # Sort by step, because a run that restores its best weights at the end evaluates the
+        # earlier step of these weights again.
         return sorted(
             (float(event["step"]) if by == "step" else self.minutes(event), float(event[key]))
             for event in events

@@ -12,7 +12,7 @@ from sbpflow.errors import PeerStoppedError
 from sbpflow.runtime.processes.store import TimedStore
 from sbpflow.runtime.ranks.world import World
 
-_LOOK_S = 1.0  # seconds between checks for other ranks' signals; each check asks the store
+_LOOK_S = 1.0  # seconds between checks for other ranks' signals; each check queries the store
 
 
 class StopSignal(Protocol):

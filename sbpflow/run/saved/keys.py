@@ -147,7 +147,7 @@ def _new_vocabulary(name: str, keys: Tensor, counts: Tensor) -> dict[str, NewTen
         "pending_keys": none.to(torch.int64),
         "pending_last_uses": none,
         "pending_counts": none,
-        "clock": torch.zeros(2, dtype=torch.int64),  # batches and samples so far: none
+        "clock": torch.zeros(2, dtype=torch.int64),  # no batches and no samples so far
         "times": torch.tensor([NO_TIME]),
         "totals": torch.zeros(len(TOTALS), dtype=torch.int64),
     }

@@ -72,7 +72,7 @@ def import_fbgemm() -> ModuleType | None:
     try:
         return importlib.import_module("fbgemm_gpu")
     except (ImportError, OSError, AttributeError) as error:
-        # An ABI mismatch shows as an undefined symbol, a missing library, or an unregistered
+        # An ABI mismatch shows up as an undefined symbol, a missing library, or an unregistered
         # operator.
         reason = str(error).strip().split("\n", 1)[0]
         raise ConfigError(_mismatch(installed, f"the import fails: {reason}")) from error

@@ -223,8 +223,8 @@ class RemotePath:
                     out.write(data)
                     at += len(data)
             except BaseException:
-                # Discard the partial upload: closing the file, as garbage collection would,
-                # completes it.
+                # Discard the partial upload, because closing the file, as garbage collection would
+                # do, completes the upload.
                 if hasattr(out, "discard"):
                     out.discard()
                 out.closed = True

@@ -205,7 +205,7 @@ class Meeting:
             _wait(lambda: store.check([f"printed/{machine}"]), 2 * _GRACE_S)
             time.sleep(_LATER_S)
         store.add("gone", 1)
-        # The store ends with this process, but other ranks must still read "printed".
+        # The store ends with this process, so wait until the other ranks have read "printed".
         if self.serves:
             _wait(lambda: store.add("gone", 0) >= self.world_size, _GRACE_S)
 

@@ -49,8 +49,8 @@ class GracefulShutdown:
     def leave(self, saved: str = "") -> None:
         """Raise the received signal again for the previous handler, with the message ``saved``."""
         self.end()
-        # Set the text first; the thread that reads the pipe could otherwise post a reason without
-        # it.
+        # If there is a message, do not wake the thread that reads the pipe, which could post a
+        # reason without the message.
         pass_on = signal.set_wakeup_fd(-1) if saved else -1
         try:
             signal.raise_signal(self.signum)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-CONNECT_S = 60.0  # Time limit for rank 0 to listen, long enough for all ranks to start.
-_MISLED_S = 10.0  # The same if the name probably resolves to the wrong machine.
+CONNECT_S = 60.0  # Time limit for rank 0 to start listening, long enough for all ranks to start.
+_MISLED_S = 10.0  # The same limit if the host name probably resolves to the wrong machine.
 ANSWER_S = 5.0  # Time limit for one operation, which usually takes 1 ms (100 ms if busy).
 # Wait at least ``_GREET_S`` for the listening process to prove that it is rank 0.
 _GREET_S = 5.0

@@ -44,8 +44,8 @@ def choose_interface(
         # interface, which is the first interface on every machine.
         os.environ.setdefault(_INTERFACE, socket.if_indextoname(1))
         return
-    # On rank 0's own machine, the name MASTER_ADDR may lead to the loopback interface, so that
-    # machine uses the route to another host's address instead.
+    # On rank 0's own machine, the name in MASTER_ADDR may resolve to the loopback interface. That
+    # machine therefore uses its route to another host's address instead.
     mine = source_address(main)
     by_rank = gather(store, "address", rank, topology.size, mine, timeout_s)
     own = own_addresses()

@@ -17,7 +17,7 @@ from sbpflow.runtime.compute.compiled import Array, Node, compiled
 FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}
 _FUTEX = FUTEX_CALLS.get(platform.machine(), -1)
 _WAIT, _WAKE = 0, 1
-_SPINS = 200  # number of checks before sleeping, which together take a few microseconds
+_SPINS = 200  # number of checks before sleeping; all checks together take a few microseconds
 
 # glibc's ``syscall`` with the arguments of futex(2)
 _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))

@@ -17,7 +17,9 @@ ARENA_BYTES = 1 << 36  # Reserved address space; only pages in use take memory.
 IN_FLIGHT = 1024  # Maximum number of messages in flight per pair and channel.
 MAX_CHANNELS = 512
 _LINE = 16  # Number of int32 words per cache line.
-_ENTRY = 4  # A descriptor in int64 words: offset, bytes, number, number again once copied.
+# Number of int64 words per descriptor: the message's offset, size in bytes, and number, and the
+# number again once the message has been copied.
+_ENTRY = 4
 _RING_BYTES = 4 * 2 * _LINE + 8 * _ENTRY * IN_FLIGHT
 _SMALLEST = 256
 

@@ -35,7 +35,7 @@ from sbpflow.sbp.layout import Layout
 logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 512
-LENGTH_BYTES = 8  # end of a header: the length of this rank's refusal message, or 0
+LENGTH_BYTES = 8  # at the end of a header: the length of this rank's refusal message, or 0
 DEFAULT_TIMEOUT_S = 600.0
 _SLACK_S = 5.0  # lets torch's own timeout, whose message is more specific, expire first
 
@@ -139,8 +139,9 @@ class World:
             choose_interface(met.store, meeting.rank, topology, timeout_s)
         if owns:
             if chosen.type == "cuda":
-                # NCCL 2.26: run transfers of different groups in issue order, which is the same on
-                # all ranks. If the order differed between ranks, they could deadlock.
+                # Since NCCL 2.26, this variable makes transfers of different groups run in issue
+                # order, which is the same on all ranks. If the order differed between ranks, they
+                # could deadlock.
                 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
             alone = meeting.init_method is None
             store = _names["HashStore"]() if alone else _store_of_start(met, timeout_s)
@@ -326,7 +327,7 @@ class World:
         except RuntimeError as failed:
             if error is None:
                 raise
-            # probably a consequence of the first error
+            # The failed close is probably a consequence of the first error.
             error.add_note(f"then {failed}")
 
 

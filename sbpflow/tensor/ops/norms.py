@@ -85,8 +85,8 @@ def batch_norm(
             "batch_norm: a batch of one row has no variance; train on batches of two or more "
             "rows (for example, use data.tail: drop to skip a short last batch)"
         )
-    # The running mean is first subtracted from x, because E[x^2] - E[x]^2 cancels most digits if
-    # the mean is large.
+    # The running mean is first subtracted from x, because E[x^2] - E[x]^2 loses most digits to
+    # cancellation if the mean is large.
     center = GlobalTensor(
         running_mean.part.clone(), running_mean.layout, running_mean.shape, x.boxing
     )

@@ -80,7 +80,8 @@ def _reshape_groups(
     letters: list[str] = [next(names) for _ in old]
     output: list[str] = [next(names) for _ in new]
     scales: list[tuple[str, int, int]] = []
-    if not math.prod(old):  # all products are 0, so only equal leading dims are matched
+    # For an empty tensor, all products are 0, so only equal leading dims are matched.
+    if not math.prod(old):
         for n, _ in takewhile(lambda pair: old[pair[0]] == pair[1], enumerate(new[: len(old)])):
             output[n] = letters[n]
         return tuple(letters), tuple(output), ()
@@ -124,7 +125,8 @@ def concat(
     free = [letter for n, letter in enumerate(letters) if n != dim]
     signatures = "".join(",".join([a] * len(tensors)) + f"->{a};" for a in free)
     signatures += ",".join(["P"] * len(tensors)) + "->P"
-    # Operands may have different lengths along ``dim``, so each operand has its own letter for it.
+    # Operands may have different lengths along ``dim``, so each operand has its own letter for this
+    # dim.
     others = letters_for(len(tensors), "".join(letters))
     dims = tuple((*letters[:dim], others[n], *letters[dim + 1 :]) for n in range(len(tensors)))
     op_rule = cached_rule("concat", dims, letters, signatures)
