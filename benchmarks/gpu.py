@@ -49,7 +49,7 @@ class Part:
     command: tuple[str, ...]
     limit_s: float
     needs: tuple[str, ...] = ()
-    after: str = ""  # name of another part, whose failure skips this part
+    after: str = ""  # name of another part; if it fails, this part is skipped
 
 
 def _pytest(*words: str) -> tuple[str, ...]:

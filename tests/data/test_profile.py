@@ -195,7 +195,7 @@ def test_the_profile_does_not_depend_on_blocks(manifest, profile, monkeypatch):
     assert (again.fields, again.splits) == (profile.fields, profile.splits)
     for left, right in zip(again.dense, profile.dense, strict=True):
         assert (left.psi, left.auc, left.missing) == (right.psi, right.auc, right.missing)
-        # sums in a different order
+        # the sums are computed in a different order
         assert left.summary["train"] == pytest.approx(right.summary["train"], rel=1e-12)
 
 
