@@ -460,7 +460,7 @@ def main() -> None:
                 break
             if time.monotonic() - begin > args.limit_s:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
-            # A run that fails is recorded, too, and is repeated with kills at other moments.
+            # Count the logs of failed runs, too, so that such a run is repeated with other kills.
             number = len(list(base.glob("run*.log")))
             outcome = one_run(base, number, args)
             with done.open("a") as file:

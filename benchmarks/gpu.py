@@ -30,7 +30,7 @@ NEEDED = {
     "tqdm": "pip install tqdm",
     "pytest": "pip install pytest",
 }
-# Optional packages, and what is missing without them.
+# Optional packages, and what happens without them.
 USED = {
     "triton": "torch's slower kernels update the rows",
     "hypothesis": "the Triton kernels' tests are skipped",

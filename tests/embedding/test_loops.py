@@ -135,7 +135,7 @@ def test_compiled_lists_equal_torch(monkeypatch, weighted):
     plan = make_plan(2, "unique", weighted=weighted)
     ids = make_ids(plan, 1)
     fast = IdReader(plan, 0, CPU)
-    monkeypatch.setattr(fast, "_checked", None)  # the slow path would fail without this function
+    monkeypatch.setattr(fast, "_checked", None)  # the slow path fails without this function
     slow = without_loops(monkeypatch, lambda: IdReader(plan, 0, CPU))
     one, other = fast.read(ids).lists, slow.read(ids).lists
     assert torch.equal(one.lengths, other.lengths)
