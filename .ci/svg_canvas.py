@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 SANS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'Liberation Mono', monospace"
 
-# The contrast of rank colors with "text" in the same theme must be at least 4.5:1.
+# Each rank color must have a contrast of at least 4.5:1 with "text" in the same theme.
 THEMES = {
     "light": {
         "text": "#1f2328",

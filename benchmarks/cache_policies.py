@@ -91,13 +91,13 @@ def bagpipe(trace: Trace, num_rows: int, capacity: int) -> tuple[Fetches, int]:
     and otherwise leaves immediately. The size of the cache therefore follows from L.
     """
     previous = np.full(num_rows, -1, np.int64)
-    since: list[Array] = []  # batches since each row's previous use, or 0 for the first
+    since: list[Array] = []  # batches since each row's previous use; 0: first use
     for number, rows in enumerate(trace):
         since.append(np.where(previous[rows] < 0, 0, number - previous[rows]))
         previous[rows] = number
     sizes = np.array([rows.size for rows in trace])
-    # held[gap, batch]: rows that stay cached during a batch that does not use them, by the gap
-    # between their two uses.
+    # held[gap, batch]: number of rows that stay cached during this batch without being used, and
+    # whose previous and next uses are ``gap`` batches apart.
     held = np.zeros((len(trace) + 1, len(trace) + 1), np.int64)
     for number, gaps in enumerate(since):
         for gap, count in enumerate(np.bincount(gaps)):

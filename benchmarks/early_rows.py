@@ -92,8 +92,8 @@ def predicted(counts: Sequence[Array], size: int) -> float:
     """Return the expected critical rows, as ``run/planning/early_rows.py`` computes them."""
     critical = 0.0
     for field in counts:
-        # Group rows by their number of lookups, in bins between powers of two, as a set's
-        # statistics do.
+        # Group rows by their number of lookups, in bins bounded by powers of two, like the
+        # statistics of a prepared set.
         bins = np.frexp(field[field > 0])[1]
         rows, lookups = np.bincount(bins), np.bincount(bins, weights=field[field > 0])
         pairs = tuple((int(n), int(total)) for n, total in zip(rows, lookups, strict=True))

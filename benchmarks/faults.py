@@ -57,9 +57,10 @@ NUM_SERVERS = 3
 KILLS_OF_A_RUN = 5
 STEPS, EVERY = 160, 10
 LOOKAHEADS = {"device": (0, 1, 4, 16), "file": (2, 4, 16), "servers": (2, 4, 16)}
-# With servers, rows must be evicted in every step: the train split uses 27% of the rows.
+# With servers, rows must be evicted in every step, so caches hold fewer than the 27% of the rows
+# that the train split uses.
 SERVER_CACHES = ("10%", "14%", "18%")
-CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches need up to 20%
+CACHES = ("25%", "40%", "70%")  # percentage of rows; two batches use up to 20% of the rows
 # The limits are low, so a key's row is freed after two steps without use.
 GROWING = (
     "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
@@ -308,7 +309,7 @@ class Campaign:
                 return False
             time.sleep(self.chance.uniform(0.0, 0.1))
         else:
-            # Until the first new step truncates the file, it contains steps of the previous start.
+            # The file contains steps of the previous start until the first new step truncates it.
             target = before + self.chance.randint(1, STEPS // 4)
             if not wait(ranks, lambda: steps_done(self.folder) >= target, START_S):
                 return False
@@ -441,7 +442,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         base: Path = args.folder or Path(scratch)
         base.mkdir(parents=True, exist_ok=True)
-        in_use = (base / "lock").open("w")  # campaigns replace each other's servers and secret
+        in_use = (base / "lock").open("w")  # concurrent campaigns would share servers and secret
         try:
             fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -459,7 +460,7 @@ def main() -> None:
                 break
             if time.monotonic() - begin > args.limit_s:
                 raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
-            # Record the failed run; it is repeated with kills at other moments.
+            # Count the logs of failed runs, too, so that such a run is repeated with other kills.
             number = len(list(base.glob("run*.log")))
             outcome = one_run(base, number, args)
             with done.open("a") as file:

@@ -58,7 +58,8 @@ PACKAGES = ("sbpflow", "models", "data", "planner", "benchmarks")
 MARGIN = 1.02
 SLOWER, FASTER, SAME = "slower", "faster", "no significant difference"
 # Different kernels and orders of summation change losses by up to 5e-5 after an epoch
-# (benchmarks/results/cpu_criteo.jsonl). A loader's work is compared as integers.
+# (benchmarks/results/cpu_criteo.jsonl). The row and click counts of a loader are integers, and must
+# be equal.
 WORK_TOLERANCE = 5e-5
 LINK = "1gbit"
 
@@ -359,7 +360,7 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes worktrees
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs cleanup
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the Makefile
     facts = provenance()
     with tempfile.TemporaryDirectory() as temporary:

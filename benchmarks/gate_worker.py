@@ -38,7 +38,7 @@ def measure_steps(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     if args.quick:
         shape = replace(shape, table_rows=20_000, rows_per_rank=1024, num_batches=4)
         steps, turns = 10, 2
-    # The keyword for the exchange precision has different names in different commits.
+    # The name of the keyword for the exchange precision depends on the commit.
     known = inspect.signature(ClickTrainer).parameters
     precision: dict[str, Any] = {"wire" if "wire" in known else "comm_dtype": "float32"}
     with World.start("cpu") as world:

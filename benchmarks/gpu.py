@@ -30,7 +30,7 @@ NEEDED = {
     "tqdm": "pip install tqdm",
     "pytest": "pip install pytest",
 }
-# Optional packages, and what is missing without them.
+# Optional packages, and what happens without them.
 USED = {
     "triton": "torch's slower kernels update the rows",
     "hypothesis": "the Triton kernels' tests are skipped",
@@ -49,7 +49,7 @@ class Part:
     command: tuple[str, ...]
     limit_s: float
     needs: tuple[str, ...] = ()
-    after: str = ""  # name of another part, whose failure skips this part
+    after: str = ""  # name of another part; if it fails, this part is skipped
 
 
 def _pytest(*words: str) -> tuple[str, ...]:

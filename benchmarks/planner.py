@@ -49,9 +49,9 @@ from sbpflow.planner.task import Task
 from sbpflow.planner.workloads import DIMS, Drawn, make_task, random_task, split_pool
 
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
-# maximum number of tables for these planners, which otherwise take minutes per task
+# maximum number of tables for these planners; with more tables, they take minutes per task
 SLOW = {"neuroshard": 100, "torchrec": 100}
-SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory per rank, relative to an even plan of whole tables
+SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory limit per rank, relative to the mean memory of whole tables
 # The judge picks the best of this many of our plans, and the best of as many random plans.
 MEASURED = 4
 BATCH = 8192
@@ -159,7 +159,7 @@ def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, objec
     narrow = problem_of(case.cost, table_wise)
     table_only = search(narrow, seed=seen.seed)
     keep("auto, whole or copied", _in(judge, narrow, table_only.assignment), start)
-    # Also search with the judge's own prices: gaps and bounds refer to the best known plan.
+    # Also search with the judge's own prices, because gaps are relative to the best known plan.
     own = search(judge.problem, seed=1, given={"auto": ours.assignment})
     limit = bound(judge.problem, own.priced.ms)
     facts: dict[str, object] = {"bound_ms": limit.ms}

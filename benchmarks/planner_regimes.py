@@ -38,8 +38,9 @@ from sbpflow.planner.task import Plan, Task
 RANKS, HOSTS = 4, 2
 TASKS, TABLES, BATCH = 12, (10, 26, 40), 4096
 LIMITS = ("none", "equal", "unequal")
-SLACK = 1.15  # memory of all ranks, relative to that of whole tables
-GIANT = 0.4  # share of the largest table in the bytes of all rows, in every other task with limits
+SLACK = 1.15  # total memory limit of the ranks, relative to the memory of whole tables
+# In every other task with limits, the largest table has this share of the bytes of all rows.
+GIANT = 0.4
 DRAWN_EVERY = 3  # in every third task, random plans are measured, too
 OTHERS = (*(name for name in GREEDY if name != "random"), "embark", *LEARNED, "torchrec")
 COMPARED = (

@@ -25,10 +25,11 @@ from sbpflow.planner.task import plan_of_tree
 from sbpflow.runtime.ranks.world import World
 from sbpflow.training.trainer import Trainer
 
-FIRST_ROUNDS = 4  # after these rounds, plans whose difference from the first is settled drop out
+FIRST_ROUNDS = 4  # then plans whose difference from the first plan is settled are dropped
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 STEPS = 4  # per turn
-# Half-widths of a 95 % interval in standard errors (Student's t), by degrees of freedom from 1 up.
+# Half-widths of a 95 % interval (Student's t), in units of the standard error, for 1, 2, 3, ...
+# degrees of freedom.
 _T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),

@@ -59,9 +59,9 @@ SPARSE = {
     "ftrl": Ftrl(lr=0.1),
 }
 SCHEMES = ("dp", "1", "2", "3", "mixed")
-# Errors of float64 (53 bits) from summing in a different order over 30 steps are far below these
-# bounds. In FTRL's state and Adam's second moments, errors may be 1e3 times as large as in their
-# inputs.
+# The rounding errors of float64 (53 bits) from summing in a different order over 30 steps are far
+# below these bounds. In FTRL's state and Adam's second moments, errors may be 1e3 times as large as
+# in their inputs.
 BOUND = 1e-10
 
 

@@ -40,8 +40,9 @@ from sbpflow.serving.scorer import load as load_bundle
 
 SIZES = (1, 64, 1024)
 CONNECTIONS = 8
-# Scores of different versions differ by far more than this. Between batch sizes, rounding changes
-# scores by more than 1e-6, because the random values in the deltas are larger than trained values.
+# Scores of different model versions differ by far more than this tolerance. Between batch sizes,
+# rounding changes scores by more than 1e-6, because the random values in the deltas are larger than
+# trained values.
 _TOLERANCE = 1e-5
 _DELTAS = 24  # the default number of deltas per bundle
 EMPTY = """

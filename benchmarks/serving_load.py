@@ -162,8 +162,8 @@ class _Client:
         except OSError:
             part = b""
         connection.received += part
-        # A response that arrives before the whole request has been sent is accepted only
-        # afterwards, so that the connection is free for the next request.
+        # A response that arrives early is accepted only after the whole request has been sent, so
+        # that the connection is free for the next request.
         if not connection.unsent or not part:
             self._complete(connection, closed=not part)
 

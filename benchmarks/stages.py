@@ -59,7 +59,8 @@ PLANNED = ("every table whole", "scheme: auto")
 SKIPS = ("ids", "vectors", "gradients", "dense", "update")
 BATCH = 2048
 OPTIMIZER = sparse_optimizer("rowwise_adagrad", lr=0.05)
-# Ids per sample and rows of MLPerf's DCNv2 (Criteo 1TB, multi-hot), with the rows scaled by 1/100.
+# For each table of MLPerf's DCNv2 (Criteo 1TB, multi-hot), the number of ids per sample, and 1/100
+# of the number of rows.
 DCNV2_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 DCNV2_ROWS = (
     400000, 390, 171, 74, 200, 3, 71, 14, 2, 400000, 30677, 4049, 11, 22, 120, 2, 9, 10, 7,
@@ -75,7 +76,7 @@ def make_shape(name: str) -> Shape:
         return many_tables(510)
     if name == "dcnv2":
         hotness, rows, dims = list(DCNV2_HOTNESS), list(DCNV2_ROWS), [16] * 26
-    else:  # T180 has 177 tables and 81.6 ids per sample; this benchmark uses 1/4 of these ids
+    else:  # T180 has 177 tables with 81.6 ids per sample each; this benchmark uses a quarter
         random = np.random.default_rng(180)
         rows = (np.exp(random.normal(7.0, 1.5, 177)).astype(int) + 2).tolist()
         hotness = np.clip(random.geometric(4 / 81.6, 177), 1, 80).tolist()

@@ -46,7 +46,7 @@ def work(args: argparse.Namespace) -> None:
     from sbpflow.embedding.plan.tables import INITIAL_RANGE
 
     torch.set_num_threads(1)
-    # With 214 ids per sample, the learning rate for one id per field makes the loss diverge.
+    # With 214 ids per sample, the loss diverges at the learning rate used for one id per field.
     shape = SHAPES[args.shape]
     if args.hot != "one":
         shape = replace(shape, hotness=HOTNESS[args.hot], lr=0.005, num_batches=8)

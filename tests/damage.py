@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Replacement values: different types, and numbers and strings at the limits.
+# Replacement values of different types, including extreme numbers and strings.
 VALUES = (
     *("null", "true", "false", "0", "-1", "1", "2", "0.5", "-0.0", "1e-300", "5e-324", "1e300"),
     *("1e999", "-1e999", "NaN", "Infinity", "-Infinity", str(2**31), str(2**63), str(2**64)),

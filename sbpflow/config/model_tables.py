@@ -56,8 +56,8 @@ class FieldRule:
         Example(200_000),
         Key(
             "results",
-            "Restart the count of a key without a row if it does not occur within this many"
-            " samples. By default, counts never restart.",
+            "Restart the count of a key without a row if the key does not occur within this"
+            " many samples. By default, counts never restart.",
         ),
     ] = None
     evict: Annotated[Eviction | None, Example({"max_rows": 50_000_000})] = None

@@ -380,7 +380,7 @@ def test_an_exported_model_gives_the_same_scores(run, tmp_path):
     files = run.export(tmp_path / "model", pt2=True)
     assert {"model.json", "model.pt2", "scorer.py"} <= {file.name for file in files}
     model = torch.export.load(tmp_path / "model" / "model.pt2").module()
-    # The rows have no value in any field.
+    # All categorical values are missing, and the dense value is 0.
     ids, dense = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 1)
     missing = pl.DataFrame({"user": [None], "item": [None], "city": [None], "price": [0.0]})
     (score,) = run.predict(missing)["score"]

@@ -27,7 +27,8 @@ from sbpflow.checkpoint.write import Part, write_parts
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.files.json_file import json_digest
 
-# Bytes; so few that even small tensors have many blocks, some of which begin within a row.
+# Block size in bytes: so small that even small tensors have many blocks, some of which start in the
+# middle of a row.
 BLOCK = 64
 
 
@@ -46,7 +47,8 @@ def values_of(shape, dtype, start):
     return (torch.arange(count, dtype=torch.float64) + start).reshape(shape).to(dtype)
 
 
-# name: (shape, dtype, [(rank, place)]), with uneven rows, a grid, an empty piece, no dims, no rows
+# name: (shape, dtype, [(rank, place)]). The tensors have uneven pieces, a grid of pieces, an empty
+# piece, no dims, or no rows.
 TENSORS = {
     "tables/a": ((9, 5), torch.float32, [(0, (0, 6, 0, 5)), (1, (6, 9, 0, 5))]),
     "tables/b": (

@@ -334,7 +334,7 @@ def test_spill_files_have_no_name_and_are_checked(tmp_path):
     file = spill.SpillFile(tmp_path)
     first = file.append([memoryview(b"some"), memoryview(b" rows")])
     second = file.append([memoryview(b"others")])
-    assert not list(tmp_path.iterdir())  # the file has no name, so it ends with its process
+    assert not list(tmp_path.iterdir())  # the file has no name, so it does not outlive its process
     assert [bytes(file.read(one)) for one in (second, first)] == [b"others", b"some rows"]
     os.pwrite(file._file, b"S", first.offset)
     with pytest.raises(CheckpointError, match="spilled rows: the disk did not return the bytes"):

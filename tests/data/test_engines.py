@@ -78,7 +78,7 @@ def test_a_worker_killed_in_every_phase_does_not_change_the_set(
     tables, clean, tmp_path, phases, monkeypatch, caplog, engine
 ):
     needs(engine)
-    # Several groups and ranges, so that these phases have several tasks.
+    # Create several groups and ranges, so that these phases have several tasks.
     monkeypatch.setattr("sbpflow.data.prepare.count._GROUP_ROWS", (40, 40))
     prepare(options_of(tables, tmp_path / "set", engine))
     check_kills(engine, phases, caplog)

@@ -31,8 +31,8 @@ def test_contiguous_parts_have_equal_load(reserved, parts):
     assert load.sum() == counts.sum() + sum(reserved)
     shares = [part.sum() / load.sum() for part in np.array_split(load, 2)]
     assert max(shares) < 0.53
-    # A part's load is at least that of its most frequent row; loads without that row must be
-    # balanced, too.
+    # The part that has the most frequent row has at least that row's load; apart from this, the
+    # loads must be balanced.
     hottest = max(load) / load.sum()
     shares = [part.sum() / load.sum() for part in np.array_split(load, parts)]
     assert max(shares) < max(1 / parts + 0.05, hottest + 0.02)

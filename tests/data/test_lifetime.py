@@ -31,7 +31,7 @@ def test_a_set_replaced_during_a_read_is_refused(tmp_path, backend):
         loader.epoch(1)
     with pytest.raises(DataError, match="replaced since it was opened"):
         open_loader(old, batch_size=100, backend=backend)
-    rest = [before, *first]  # the open read has mapped only the old set
+    rest = [before, *first]  # the running epoch reads the old files, which it has mapped
     run_prepare(tmp_path / "set", source, seed=7, overwrite=True)
     again = list(loader.epoch(0))
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(rest, again, strict=True))

@@ -96,7 +96,7 @@ def test_batches_do_not_depend_on_how_many_are_read_at_once(
             assert left.cursor == right.cursor
             for name in ("labels", "dense", "ids"):
                 assert torch.equal(getattr(left, name), getattr(right, name))
-    if shuffle != "none":  # in file order, each batch is a view of its own buffer
+    if shuffle != "none":  # without shuffling, each batch is a view of its own buffer
         assert _num_memories(reads[1]) < _num_memories(single) / 2
         assert _num_memories(reads[2]) == 1
 
@@ -318,7 +318,7 @@ def test_a_dropped_tail_is_counted_from_the_restored_cursor(row_set):
     again.load_state_dict(state)
     assert rows_of(next(again.epoch(1)))[0] == 0
     assert again.num_dropped_rows == 0
-    smaller = fresh(1000)  # the epoch has one more step
+    smaller = fresh(1000)  # with this batch size, the epoch has one more step
     smaller.load_state_dict(state)
     with pytest.raises(DataError, match="finish that epoch first"):
         smaller.epoch(1)

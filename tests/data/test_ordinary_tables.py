@@ -53,7 +53,7 @@ def test_a_rule_decides_which_cells_are_1(tmp_path, label, cells, expected):
     schema = f"label: {label}\nsparse: {{c: string}}\n"
     assert run(tmp_path, HEAD + schema, tmp_path / "t.csv") == 0
     assert labels_of(tmp_path / "set") == expected
-    (tmp_path / "plain.csv").write_text(rows)  # without names, the fast parser reads plain columns
+    (tmp_path / "plain.csv").write_text(rows)  # no header: read by the fast parser
     plain = "separator: ','\n" + schema
     assert run(tmp_path, plain, tmp_path / "plain.csv", "--overwrite") == 0
     assert labels_of(tmp_path / "set") == expected

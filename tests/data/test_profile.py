@@ -112,7 +112,7 @@ def test_dense_summaries_are_those_of_the_rows(profile, frame):
         assert summary["mean"] == pytest.approx(values.mean(), rel=1e-6)
         assert summary["std"] == pytest.approx(values.std(ddof=0), rel=1e-5)
         for name, part_of in (("p25", 0.25), ("p50", 0.5), ("p99", 0.99)):
-            # Bins are 1/128 wide, and a quantile is the lower edge of its bin.
+            # Bins have a relative width of 1/128, and a quantile is the lower edge of its bin.
             exact = values.quantile(part_of, "higher")
             assert exact * (1 - 1 / 64) <= summary[name] <= exact
 
@@ -195,7 +195,7 @@ def test_the_profile_does_not_depend_on_blocks(manifest, profile, monkeypatch):
     assert (again.fields, again.splits) == (profile.fields, profile.splits)
     for left, right in zip(again.dense, profile.dense, strict=True):
         assert (left.psi, left.auc, left.missing) == (right.psi, right.auc, right.missing)
-        # sums in a different order
+        # the sums are computed in a different order
         assert left.summary["train"] == pytest.approx(right.summary["train"], rel=1e-12)
 
 

@@ -27,8 +27,8 @@ from tests.data.rows import all_words, floats, folder_bytes, ids, run_prepare
 
 NUM_ROWS = 137_139
 """Number of real rows that were measured."""
-# Distinct ids per 16384 consecutive rows, measured on six batches of real rows; missing counts as
-# one id.
+# Number of distinct ids per 16384 consecutive rows, measured on six batches of real rows; a missing
+# value counts as one id.
 UNIQUE_16K = {"C3": 9164, "C4": 6189, "C7": 4182, "C10": 4460, "C11": 2520, "C12": 8562,
               "C13": 2060, "C15": 2619, "C16": 7574, "C18": 1450, "C19": 671, "C21": 8134,
               "C24": 3708, "C26": 2814, "C2": 427, "C1": 220}  # fmt: skip
@@ -104,8 +104,8 @@ def test_each_column_of_a_chain_determines_the_next():
 def test_integers_follow_the_measured_quantiles(name):
     values, column = sample()[1][name], profile()["int"][name]
     zero = column["zero"]
-    # Shares of zeros were measured among all rows, and quantiles among the rows that are not
-    # missing.
+    # The share of zeros refers to all rows, and the quantiles only to rows in which the value is
+    # present.
     assert abs((values == 0).mean() - zero) < share_bound(zero) + 0.01
     for percent, expected in zip(column["quantile_pct"], column["quantile"], strict=True):
         if 1 <= percent <= 99:
@@ -122,8 +122,9 @@ def test_correlated_integers():
     for name, (other, share) in FOLLOWS.items():
         actual = np.corrcoef(ranked(name), ranked(other))[0, 1]
         assert abs(actual - share) < 0.15, name
-    # In the real data, I4 equals I13 in 71 % of the rows. Generated rows share the quantile instead
-    # of the value, which keeps both marginal distributions.
+    # In the real data, I4 equals I13 in 71 % of the rows. In that share of the generated rows, the
+    # two columns have the same quantile instead of the same value, so that both marginal
+    # distributions are preserved.
     assert (integers["I4"] == integers["I13"]).mean() > 0.5
 
 
@@ -181,8 +182,8 @@ def test_halves_of_large_tables_have_equal_load(generated):
 def test_the_reported_best_scores_match_the_options_and_the_labels(generated):
     options = SynthOptions(output=generated.path, **SMALL)
     for auc, logloss in generated.bayes.by_split.values():
-        # The generator calibrates the AUC on other rows; between splits of 15,000 rows, it differs
-        # by up to 0.004.
+        # The generator calibrates the AUC on other rows; the AUC differs by up to 0.004 between
+        # splits of 15,000 rows.
         assert abs(auc - options.auc) < 0.005
         assert abs(logloss - 0.4497) < 0.01
     labels = np.concatenate([floats(generated, split)[:, 0] for split in generated.splits])

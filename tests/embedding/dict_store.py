@@ -98,7 +98,7 @@ class DictStore:
         rows = own.rows()
         like = self.read(slice(0, 0))[WEIGHTS]
         block = like.new_zeros(rows.numel(), *like.shape[1:])
-        # the absent address is the last address; its row stays zero
+        # the address after the last row stands for absent rows; its vector stays zero
         stored = rows[rows < self.num_rows]
         self.read(stored, {WEIGHTS: block[: stored.numel()]})
         found = self.kernel.pool(block, own.place(own.inverse()))

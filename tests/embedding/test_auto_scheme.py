@@ -137,7 +137,7 @@ def test_the_price_is_that_of_the_largest_shard(exchange):
         for sizes in cuts
     )
     assert others[0] == pytest.approx(others[1])
-    assert others[0] - even > 1e-4  # milliseconds; groups and calls make up most of a price
+    assert others[0] - even > 1e-4  # milliseconds; groups and calls account for most of a price
 
 
 def test_equal_rules_keep_their_names_and_are_planned_only_once():

@@ -35,7 +35,7 @@ def forward_twice(world: World) -> None:
 
     first = forward()
     first.sum().backward()
-    forward(training=False)  # an evaluation between the two steps does not lose anything
+    forward(training=False)  # an evaluation must keep the pending gradient
     with pytest.raises(
         SbpError,
         match=r"apply_gradients\(step\).*start_id_exchange.*receive_grads.*update\(step\)",

@@ -147,7 +147,7 @@ def test_compiled_rounding_equals_torch(row_dtype, dtype):
     plain, compiled = (storage_of(k, SGD, 11, **options) for k in ("torch", "numba"))
     rows = torch.arange(50)
     for step in range(1, 60):
-        scale = 10.0 ** (step % 30 - 20)  # from subnormals to values beyond float16
+        scale = 10.0 ** (step % 30 - 20)  # from subnormals to values beyond the range of float16
         values = torch.randn(50, 11, dtype=dtype) * scale
         special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0, 1e30])
         values[step % 50, :6] = special.to(dtype)

@@ -34,7 +34,7 @@ def make_plan(size, exchange, *, weighted=True, pooling="sum", policy="error", r
                 for f in FEATURES]  # fmt: skip
     if not ragged:
         features = [FeatureConfig(name=f.name, hotness=f.hotness) for f in FEATURES]
-    # Features with lists and with a matrix share a table: the ids of b become lists of two ids.
+    # a has lists and b has a matrix, but they share a table: the ids of b become lists of two ids.
     tables = [
         TableConfig(name="t.a", features=("a", "b"), num_rows=ROWS[0], dim=4, pooling=pooling),
         TableConfig(name="t.c", features=("c",), num_rows=ROWS[1], dim=4, pooling=pooling),
@@ -135,7 +135,7 @@ def test_compiled_lists_equal_torch(monkeypatch, weighted):
     plan = make_plan(2, "unique", weighted=weighted)
     ids = make_ids(plan, 1)
     fast = IdReader(plan, 0, CPU)
-    monkeypatch.setattr(fast, "_checked", None)  # fails on the slow path, which needs this function
+    monkeypatch.setattr(fast, "_checked", None)  # the slow path fails without this function
     slow = without_loops(monkeypatch, lambda: IdReader(plan, 0, CPU))
     one, other = fast.read(ids).lists, slow.read(ids).lists
     assert torch.equal(one.lengths, other.lengths)

@@ -138,7 +138,7 @@ def check(ranks, mix: Mix, tolerance: float, rtol: float = 0.0) -> None:
             covered[name][r0:r1, c0:c1] = True
             for key, value in state.items():
                 whole = table.state.get(key)
-                if whole is None:  # no rank has touched a row
+                if whole is None:  # no rank has touched a row of this table
                     continue
                 want = whole[r0:r1] if whole.ndim == 1 else whole[r0:r1, c0:c1]
                 np.testing.assert_allclose(value, want, rtol=rtol, atol=tolerance, err_msg=key)
@@ -207,9 +207,10 @@ FBGEMM_CASES = [
     ("exchange", "rule"), FBGEMM_CASES, ids=lambda value: getattr(value, "name", value)
 )
 def test_fbgemm_equals_the_reference(ranks, exchange, rule):
-    # Weights are near 0.05 and steps near 0.1: float32 rounds each of 20 steps by about 1e-8.
-    # Adagrad's first steps divide small gradients by their own size, which may lose three more
-    # digits. Adagrad's sums of squares reach about 100, with a relative accuracy of 1e-6.
+    # Weights are near 0.05 and updates near 0.1, so float32 rounding adds an error of about 1e-8 in
+    # each of the 20 steps. Adagrad's first steps divide small gradients by their own magnitude, so
+    # that three more digits may be lost. Adagrad's sums of squares reach about 100, with a relative
+    # accuracy of 1e-6.
     pytest.importorskip("fbgemm_gpu")
     mix = mix_of(exchange, 8, rule, dtype=torch.float32, kernel="fbgemm")
     check(ranks, mix, 2e-5, rtol=1e-6)
@@ -220,8 +221,8 @@ def test_fbgemm_equals_the_reference(ranks, exchange, rule):
 )
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, tolerance):
-    # With vectors of either dtype, gradients are sent as bf16 (8 significant bits). They are up to
-    # 4, and the learning rate is up to 0.1, over 20 steps.
+    # With vectors of either dtype, gradients are sent as bf16 (8 significant bits). The gradients
+    # are at most 4 in magnitude, the learning rate is at most 0.1, and there are 20 steps.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), comm_dtype=comm_dtype)
     check(ranks, mix, tolerance)
 
@@ -229,9 +230,10 @@ def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, toler
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 5e-2), (torch.float16, 6e-3)])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_in_half_precision_stay_close(ranks, exchange, dtype, tolerance):
-    # Values reach 1.2, where neighboring values differ by 2^-7 in bf16 and by 2^-10 in fp16. One
-    # random rounding has a standard deviation of at most half this distance, and the sum of 20
-    # roundings of at most 2.3 times the distance. The bounds are six times the distance.
+    # Values reach 1.2, where neighboring values differ by 2^-7 in bf16 and by 2^-10 in fp16. The
+    # error of one random rounding has a standard deviation of at most half this distance, and the
+    # sum of 20 such errors has one of at most 2.3 times the distance. The bounds are six times the
+    # distance.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), row_dtype=dtype)
     check(ranks, mix, tolerance)
 
@@ -244,7 +246,7 @@ def test_overlap_and_table_order_do_not_change_results(ranks, exchange, kernel):
     others = [
         replace(mix, overlap=False),
         replace(mix, outputs=(replace(output, tables=output.tables[::-1]),)),
-        # Move tables that share a feature together, because the smaller table limits the sampled
+        # Tables that share a feature stay together, because the smaller table limits the sampled
         # ids.
         *(
             replace(mix, outputs=(replace(output, tables=tables),))

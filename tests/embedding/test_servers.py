@@ -131,7 +131,7 @@ def test_a_slow_server_does_not_bring_back_old_rows():
         records.write(row, np.ones((1, WORDS), np.int64))
         while not out.all():  # wait until the fast server has both writes
             reader.read(row, out)
-        for _ in range(30):  # the row stays new after the newer write is confirmed
+        for _ in range(30):  # reads still return the new row after its write is confirmed
             time.sleep(0.005)
             records.read(row, out)
             assert out.all()

@@ -138,8 +138,8 @@ def test_update_matches_torch(name, case, width, row_dtype):
 
 
 def compare(one, other, row_dtype=None):
-    # The tolerance covers sums of up to 200 float32 gradients of about 1 in another order, or
-    # squares of such sums.
+    # The tolerance covers the rounding errors of adding up to 200 float32 gradients of about 1 in
+    # another order, and of squaring such sums.
     for key in one.state:
         torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-5, atol=2e-5)
     if row_dtype is None:

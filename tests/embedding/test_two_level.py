@@ -213,7 +213,7 @@ def test_lookahead_and_clipping_do_not_change_a_bit(ranks):
 def test_losses_equal_those_of_the_flat_exchange(ranks):
     flat = make_config("3", "rowwise_adagrad", dense="adam", dim=8)
     two, one = (ranks(4, train_wdl, config, 8)[0]["losses"] for config in (wdl(), flat))
-    np.testing.assert_allclose(two, one, rtol=1e-12)  # float64 sums in another order
+    np.testing.assert_allclose(two, one, rtol=1e-12)  # float64 sums are computed in another order
     assert len(set(two)) == 8
 
 
@@ -294,7 +294,7 @@ def test_prices_count_distinct_ids_of_ranks_and_hosts():
     assert two.sent_bytes - two.network_bytes == pytest.approx(wanted / 2 * row_bytes, rel=1e-4)
     assert two.ms < flat.ms
     assert two.work_ms > flat.work_ms
-    # If links between hosts are as fast as within a host, the additional work does not pay.
+    # If links between hosts are as fast as links within a host, the additional work does not pay.
     flat, two = (price_plan(big_plan(s, HOSTS), batch, HOSTS) for s in ("S(0)", "(S(0), S(0))"))
     assert flat.ms < two.ms
 

@@ -17,7 +17,7 @@ def fail(mode: str, rank: int) -> None:
     if mode == "mistake_on_one" and rank == 1:
         raise DataError("shard 3: row 7 is cut short")
     if mode == "mistakes_differ":
-        time.sleep(0.5 * rank)  # so the rank that prints must wait for the other rank
+        time.sleep(0.5 * rank)  # so the rank that prints both messages must wait for the other rank
         raise DataError(f"shard {rank}: row 7 is cut short")
     if mode == "crash_on_all":
         raise SbpError("matmul: [2, 3] x [4, 5] has no common dim")

@@ -19,7 +19,7 @@ from tests.deadlines import Deadline, output_of
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "tests" / "launch" / "entry.py"
 START_S = 60
-END_S = 60  # seconds until the last rank is gone; a collective would wait 20 minutes
+END_S = 60  # time limit in seconds for all ranks to exit; a collective would wait 20 minutes
 
 
 class Run:

@@ -119,7 +119,7 @@ def test_interfaces_are_found_by_address():
 @pytest.mark.slow
 def test_doctor_names_what_differs_between_machines(machines, tmp_path):
     ip("-n", machines[1].name, "link", "set", machines[1].interface, "mtu", "1400")
-    machines[1].slow_down("20mbit")  # limits only the second machine's sending
+    machines[1].slow_down("20mbit")  # limits only what the second machine sends
     for machine in machines:
         machine.interface_for_gloo = ""
         machine.run(["-m", "sbpflow", "doctor", "--dir", str(tmp_path)])

@@ -12,7 +12,7 @@ from tests.launch.machines import Machine, needs_namespaces, two_machines, wait_
 
 pytestmark = needs_namespaces
 
-END_S = 40  # seconds until the last rank is gone; torchrun takes most of this time
+END_S = 40  # time limit in seconds for all ranks to exit; torchrun takes most of it
 
 
 @pytest.fixture

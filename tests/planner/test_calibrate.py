@@ -255,7 +255,7 @@ def test_lists_of_ids_are_measured_and_every_host_gets_the_profile(ranks, tmp_pa
         assert ms > 0
         assert matrix == (200, 3)
         assert lengths == pytest.approx([2.25, 0.5], abs=0.15)
-        # the counts are shares of t0's 500 rows and t2's 90 rows
+        # the largest ids show that the lists refer to t0 (500 rows) and t2 (90 rows)
         assert largest[0] >= 90 > largest[1]
     assert load(tmp_path / "0.json") == load(tmp_path / "1.json") == PROFILE
 

@@ -141,7 +141,7 @@ def test_the_oldest_plans_are_deleted(monkeypatch):
     chooser = Chooser()
     for seed in range(4):
         chosen_once(COST, seed, chooser)
-        time.sleep(0.02)  # order the files by modification time
+        time.sleep(0.02)  # so that each file has a later modification time than the one before
     assert len(list((cache_dir() / "plans").iterdir())) == 2
     chosen_once(COST, 3, chooser)
     assert chooser.calls == 4

@@ -172,7 +172,7 @@ def test_no_table_touches_more_rows_than_it_has(tmp_path):
     assert read_tables(path).stats["C3"].touched(1e6) == 800
 
 
-SAMPLE, BINS = "as sample", "as bins"  # replace the table's zipf key
+SAMPLE, BINS = "as sample", "as bins"  # each replaces the table's zipf key
 
 
 @pytest.mark.parametrize(

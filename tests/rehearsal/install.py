@@ -146,8 +146,8 @@ def _claim_device() -> None:
     cuda.default_stream = lambda *_: _Stream(clock=streams.MAIN)
     cuda.CUDAGraph, cuda.graph = graphs.Graph, graphs.capture
     cuda.is_current_stream_capturing = lambda: graphs.capturing() is not None
-    # `torch.manual_seed` and `fork_rng` then use the host's generator instead of the device's
-    # generator.
+    # With these replacements, `torch.manual_seed` and `fork_rng` use the host's generator instead
+    # of the device's.
     cuda.get_rng_state = lambda *_: torch.empty(0, dtype=torch.uint8)
     cuda.set_rng_state = lambda *_: None
     cuda.manual_seed_all = lambda seed: graphs.refuse("torch.manual_seed")

@@ -21,7 +21,7 @@ _SYNCS = frozenset(
 _MATMUL = frozenset(
     "mm addmm mv addmv bmm baddbmm dot linear matmul addmm_ addmv_ _addmm_activation vdot".split()
 )
-# In these ops, CUDA rejects 0-d CPU tensors, which it accepts in arithmetic.
+# With these ops, CUDA rejects 0-d CPU tensors, although it accepts them in arithmetic.
 _ALL_ON_DEVICE = frozenset(
     "index_select embedding gather scatter_ scatter scatter_add_ mm addmm mv cat index_copy_ "
     "searchsorted _embedding_bag".split()

@@ -150,8 +150,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.split("::")[1]
     has = any(isinstance(leaf, Rehearsed) for leaf in tree_leaves((args, kwargs)))
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
-    # C++ asks for "meta" when it creates tensors next to a Rehearsed one; a caller can ask for it,
-    # too.
+    # C++ requests the device "meta" when it creates a tensor like a Rehearsed one, but a caller can
+    # request it, too.
     target = has if wanted is None else wanted.type in ("cuda", "meta") and not _is_meta_meant()
     if name == "_foreach_copy_" and _crosses(*args[:2]):
         for mine, theirs in zip(*args[:2], strict=True):  # torch also copies these one by one
@@ -246,7 +246,7 @@ def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool)
     if to_device:
         _note_upload(source, non_blocking)
         return Rehearsed(out)
-    # The target is not pinned: the host does not wait, and cannot know when the copy is complete.
+    # The target is not pinned, so after a non-blocking copy, the host cannot know when it can read.
     if non_blocking:
         raise RefusedError("an asynchronous copy to the host; use pinned memory")
     wait("copy to the host")

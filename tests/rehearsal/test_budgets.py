@@ -68,8 +68,8 @@ def second_step(world, config, accumulate):
     sort = "aten.sort.stable"
     on_main = second.ops[sort] - second.elsewhere[sort]
     if accumulate == 1:  # rows of several batches are merged by a second sort
-        # The rows of dense gradients are known only when they arrive; all other sorts run ahead on
-        # other streams.
+        # The rows of dense gradients are known only when the gradients arrive; all other sorts run
+        # ahead on other streams.
         assert on_main == sum(
             len(group.stacks)
             for group in job.plan.embeddings.groups
@@ -95,7 +95,8 @@ def test_step_stays_within_its_budget(rehearsed_ranks, budget, sparse):
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[budget])
 
 
-# Numbers of additional ops, which move rows into buffers on the id stream and around the transfers.
+# Number of additional ops, by scheme: they move rows into buffers, on the id stream and around the
+# transfers.
 LAID_OUT = {"3": 80, "dp": 110}
 
 

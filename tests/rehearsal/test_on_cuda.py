@@ -50,7 +50,7 @@ def test_adjacent_inputs_use_one_aligned_product(rehearsed_ranks):
     plain = [tensor.requires_grad_() for tensor in operands("cpu")]
     wanted = F.linear(torch.cat(plain[:2], 1), *plain[2:])
     wanted.sum().backward()
-    # float32 sums in another order
+    # float32 sums are computed in another order
     np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
     for mine, tensor in zip(gradients, plain, strict=True):
         np.testing.assert_allclose(mine, tensor.grad.numpy(), atol=1e-5)

@@ -19,7 +19,7 @@ FIELDS = Fields.of(
     {"C1": 4037, "C2": 11, "C3": 5003, "C4": 3},
     {"C1xC2": 7001, "C3xC4": 2903},
 )
-# numbers of tables for the Criteo sets with two crosses
+# the numbers of fields and crosses of a prepared Criteo set
 CRITEO = Fields.of(
     tuple(f"I{number}" for number in range(1, 14)),
     {f"C{n}": 3 + 10 ** (1 + n % 5) for n in range(1, 27)},

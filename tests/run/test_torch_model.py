@@ -105,7 +105,7 @@ class OddNorm(Net):
 
     def forward(self, vectors: dict[str, Tensor], dense: Tensor) -> Tensor:
         x = self.first(torch.cat([vectors["deep"], dense], 1))
-        if len(x) < BATCH:  # not in the dry run, which uses two rows of zeros
+        if len(x) < BATCH:  # the dry run, which uses two rows of zeros
             return self.last(x)
         return self.last(self.norm(x.t()).t())
 

@@ -39,7 +39,7 @@ def derived(scheme, p):
         return ids + wide + deep[scheme] + dense
     # In scheme 3's worst case, every id is sent to another rank, its row is received, and its
     # gradient is sent. The owner keeps the ids for the gradients, so they are sent only once.
-    # Counts add p x (p-1) int64 values for each of 2 groups.
+    # The counts add p x (p-1) int64 values for each of 2 groups.
     rows = D + CROSSES * WIDE
     return B * (F + CROSSES) * 4 + 2 * rows + dense + 2 * 8 * p * (p - 1)
 

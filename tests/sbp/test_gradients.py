@@ -395,7 +395,7 @@ def test_the_holder_of_a_maximum_gets_the_gradient(ranks, dst, names):
     values = ranks(3, _extremum, "max", dst)
     assert [n for n, _ in values] == [names] * 3
     # Two ranks share each maximum: ranks 1 and 2 at (0, 0), 0 and 1 at (0, 1), 0 and 2 at (1, 1).
-    # The first one gets the gradient.
+    # The first of them gets the gradient.
     assert [g for _, g in values] == [
         [[0, 10], [0, 1000]],
         [[1, 0], [0, 0]],

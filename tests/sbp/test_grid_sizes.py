@@ -38,7 +38,7 @@ def layouts(draw, placement, shape, learns):
     splits.
     """
     nd_sbp = []
-    lengths = [{length} for length in shape]  # sizes of the pieces that the previous axes leave
+    lengths = [{length} for length in shape]  # piece sizes after splitting along the previous axes
     for parts in placement.shape:
         choices = [Broadcast(), *([Partial()] if learns else []), *map(Split, range(len(shape)))]
         sbp = draw(st.sampled_from(choices))

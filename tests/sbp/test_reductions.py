@@ -80,7 +80,7 @@ def test_a_loss_of_many_half_logits_is_finite(ranks, sbp):
     expected = F.binary_cross_entropy_with_logits(logits.double(), labels.double()).item()
     assert F.binary_cross_entropy_with_logits(logits, labels, reduction="sum").isinf()
     for loss in ranks(2, _loss, sbp):
-        # Losses of single elements are rounded, too, all in the same way.
+        # The loss of each element is rounded, too; most losses are equal, so errors do not cancel.
         assert loss == pytest.approx(expected, rel=2 * HALF_ULPS * torch.finfo(torch.float16).eps)
 
 

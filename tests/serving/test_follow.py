@@ -81,7 +81,7 @@ def test_a_bundle_with_deltas_equals_a_bundle_of_the_same_step(run, tmp_path, ro
         assert torch.equal(found[name], value), name
     changed = [name for name in wanted if not torch.equal(before[name], wanted[name])]
     assert {name.split("/")[0] for name in changed} == {"tables", "dense"}
-    # A full checkpoint, or too many deltas, starts the chain again.
+    # A full checkpoint, or too many deltas, starts a new chain.
     assert follow(12) == "step-12"
     assert [path.name for path in bundles_in(tmp_path / "out")] == ["step-12"]
     assert follow(14) == "step-12/deltas/000001"

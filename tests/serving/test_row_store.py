@@ -40,7 +40,7 @@ def test_every_version_keeps_its_rows(parts, merges):
         rows = torch.randperm(ROWS, generator=generator)[:20]
         new = torch.full((20, DIM), float(number))
         whole[rows] = new
-        # a table without changes, and two tables
+        # one table without changes, and two with changed rows
         none = rows[:0], new[:0]
         store = store.with_rows(none, (rows[:5], new[:5]), (rows[5:], new[5:]))
         versions.append((store, whole))

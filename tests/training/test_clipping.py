@@ -108,7 +108,7 @@ def test_the_norm_is_of_the_full_gradient_in_every_layout(ranks, plain, case, ro
     norm = norm_of(changes, rows=rows)
     world_size, config = CASES[case]
     results = ranks(world_size, one_step, with_clip(config, norm / 3, rows=rows))
-    # float64 sums in another order
+    # float64 sums are computed in another order
     assert [result["norm"] for result in results] == pytest.approx([norm] * world_size, rel=1e-12)
     factor = norm / 3 / (norm + 1e-6)
     for name, change in joined(results).items():

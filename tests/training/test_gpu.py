@@ -37,7 +37,7 @@ def test_one_gpu_trains_like_the_reference_in_float64(nccl_ranks, sparse):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sparse", SPARSE)
 def test_kernels_agree_on_the_gpu(nccl_ranks, sparse):
-    # float32 sums in another order, ten steps
+    # float32 sums are computed in another order over ten steps
     runs = [
         nccl_ranks(1, train, make_config("1", sparse, dtype="float32", dim=8, kernel=kernel), 10)
         for kernel in ("torch", "auto")

@@ -114,7 +114,7 @@ def test_explain_forecasts_the_rows_of_keys_in_a_cache(run, capsys):
     words += ["model.embedding_dim=8", 'parallel.storage={"deep.C3": {kind: file, cache: 1%}}']
     assert explain([*words, "--json"]) == 0
     caches = json.loads(capsys.readouterr().out)["caches"]
-    num_rows: list[int] = []  # per batch: its keys with rows, and the shared row if used
+    num_rows: list[int] = []  # per batch: keys with rows, plus 1 if the shared row is used
     counts = dict[int, int]()
     keys = RowFiles(load_manifest(run / "first"), "train").keys(0, 32 * BATCH)[:, 0]
     for batch in keys.reshape(32, BATCH).tolist():

@@ -108,7 +108,7 @@ def test_accumulated_batches_are_one_step_of_all_their_rows(ranks, scheme, spars
     (whole,) = ranks(1, run_whole, config)
     tables = {name: weights for name, _, weights, _ in whole["pieces"]}
     for result in ranks(2, run, config, 3, True):
-        # float64 sums in another order over four steps
+        # float64 sums are computed in another order over four steps
         np.testing.assert_allclose(result["losses"], whole["losses"], rtol=0, atol=1e-11)
         for name, value in result["dense"].items():
             np.testing.assert_allclose(value, whole["dense"][name], rtol=0, atol=1e-9)
@@ -141,8 +141,8 @@ def test_every_accumulated_batch_has_different_dropout_masks(ranks):
     one, three = ranks(2, mask_seeds, 1)[0], ranks(2, mask_seeds, 3)
     assert three[0] == three[1]
     assert len(set(three[0])) == len(set(one)) == 6
-    # A step's first batch has the seed of a step with one batch, so that recorded results stay
-    # valid.
+    # A step's first batch has the same seed as a step with one batch, so that recorded results
+    # stay valid.
     assert [three[0][0], three[0][3]] == one[:2]
     seed = make_config("dp", "sgd").run.seed
     assert one == [stream_key(seed, f"dropout/{step}") for step in range(1, 7)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sbpflow.errors import MetricError
 from sbpflow.training.metrics import auc, evaluate, gauc, logloss
 
-# Scores with few distinct values, so that ties are common, including infinities and both zeros.
+# Only a few distinct scores, so that ties are common; they include infinities and both zeros.
 SCORES = st.sampled_from([-math.inf, -2.5, -1.0, -0.0, 0.0, 1e-30, 1.0, 1.0000001, 7.0, math.inf])
 ROWS = st.lists(st.tuples(SCORES, st.booleans()), min_size=2, max_size=40).filter(
     lambda rows: len({label for _, label in rows}) == 2

@@ -168,7 +168,7 @@ def training_run(synth_set: Path, folder: Path) -> Run:
     return run
 
 
-@pytest.mark.alone  # if ranks fail seconds apart, under load, the message names ranks
+@pytest.mark.alone  # under load, ranks may fail seconds apart; the message then names ranks
 def test_two_ranks_report_a_mistake_once(synth_set):
     output = Run(f"data.path={synth_set}", "model.wide.crosses=[[C1, C9]]").end()
     assert output.count("error: ") == 1

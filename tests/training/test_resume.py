@@ -107,8 +107,8 @@ def test_a_run_with_deltas_resumes_bit_for_bit(synth_set, whole, tmp_path, monke
         interrupted(synth_set, tmp_path, monkeypatch, at, *deltas)
     assert run(synth_set, tmp_path, *deltas) == 0
     assert events(tmp_path) == events(whole)
-    # Chains of deltas continue after interrupts: 2 is full, 4 to 8 are deltas, 10 is full, and so
-    # on.
+    # Chains of deltas continue after interruptions: 2 is full, 4 to 8 are deltas, 10 is full, and
+    # so on.
     folder = tmp_path / "checkpoints"
     assert [path.name for path in list_checkpoints(folder)] == ["step-20", "step-18"]
     one, two = (open_checkpoint(path / "checkpoints" / "step-20") for path in (whole, tmp_path))

@@ -25,7 +25,7 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
 
-# No size is divisible by 2, 3 or 4, and C4 has fewer rows than four ranks.
+# No size is divisible by 2, 3 or 4, and C4 has fewer rows than there are ranks (up to 4).
 FIELDS = Fields.of(
     ("I1", "I2", "I3"),
     {"C1": 37, "C2": 11, "C3": 53, "C4": 3},
@@ -101,7 +101,7 @@ def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
     batches: list[Rows] = []
     for index in range(count):
         n = batch_size - 7 if index % 5 == 4 else batch_size
-        n = 2 if index == count - 1 else n  # fewer rows than four ranks
+        n = 2 if index == count - 1 else n  # fewer rows than ranks, if there are more than two
         ids = torch.stack(
             [(torch.rand(n, generator=generator) ** 3 * size).int() for size in sizes], 1
         )
