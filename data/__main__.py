@@ -48,7 +48,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     given = [key for key in _SHARED if getattr(args, key) is not None]
     if args.like is not None and given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')}: this option is determined by the set of --like "
+            f"--{given[0].replace('_', '-')}: this option is determined by the --like set "
             f"({args.like}); remove the option, or remove --like"
         )
     if args.grow and args.like is None:
@@ -182,7 +182,7 @@ def _verify(args: argparse.Namespace) -> Manifest:
 def _removed_part(text: str) -> str:
     raise argparse.ArgumentTypeError(
         f"{text} is no longer supported; run one command with --engine ray or --engine dask, and "
-        "--address for the cluster of your machines"
+        "pass the address of your cluster with --address"
     )
 
 
@@ -260,7 +260,7 @@ def parser() -> ArgumentParser:
         "of every id of string columns")  # fmt: skip
     _add_common(prepare)
     prepare.set_defaults(run=_prepare)
-    schema = commands.add_parser("schema", help="propose the schema of a table with column names")
+    schema = commands.add_parser("schema", help="propose a schema for a table with column names")
     schema.add_argument("input", nargs="+", type=input_path, metavar="PATH", help="files or "
         "folders as in prepare, with column names")  # fmt: skip
     schema.set_defaults(run=_schema)

@@ -329,7 +329,7 @@ def _stats_of(
     if not largest.unique_ratio:
         raise ConfigError(
             "parallel.plan: auto needs at least 1,024 training rows to measure the ids of "
-            f"batches, but the data set is smaller (table {largest.name}); use more rows, or "
+            f"batches for table {largest.name}, but the data set has fewer; use more rows, or "
             "parallel.scheme: auto"
         )
     return from_ratios(

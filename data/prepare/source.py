@@ -95,8 +95,8 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
                 _log_skipped(path, entries, inside)
             if not inside:
                 raise ConfigError(
-                    f"--input {path}: this folder contains no file that ends in "
-                    f"{', '.join(SUFFIXES)} or has a name like day_0; list files with other names "
+                    f"--input {path}: this folder contains no file whose name ends in one of "
+                    f"{', '.join(SUFFIXES)} or looks like day_0; list files with other names "
                     "individually"
                 )
             files += inside

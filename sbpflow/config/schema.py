@@ -366,7 +366,7 @@ class TrainConfig:
     profile: Annotated[
         tuple[Count, Count] | None,
         Example((10, 15)),
-        Key("execution", "First and last step of the trace to record."),
+        Key("execution", "First and last step of the recorded trace."),
     ] = None
     log_every: Annotated[Count, Key("execution", "Number of steps between log lines.")] = 100
     progress: Annotated[bool, Key("execution", "Show a progress bar.")] = True

@@ -312,9 +312,9 @@ class ParallelConfig:
         Example(0.25),
         Key(
             "execution",
-            "CUDA only: size of the buffers in which the exchanges unique and local send "
-            "rows, as a fraction of the maximum number of rows. With buffers of fixed size, "
-            "the host does not wait for row counts. A batch with more rows is sent again.",
+            "CUDA only: size of the buffers in which the exchanges unique and local send rows, "
+            "as a fraction of the maximum number of rows. With buffers of fixed size, the host "
+            "does not wait for row counts. A batch that does not fit is sent again.",
         ),
     ] = None
     timeout_s: Annotated[

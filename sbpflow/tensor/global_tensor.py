@@ -292,7 +292,8 @@ def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
         if sbp != grad and (isinstance(sbp, Split) or isinstance(grad, Split)):
             raise SbpError(
                 f"grad_sbp {text} does not fit a {result} result: a gradient has the shape of its "
-                "tensor, so use the same S for S, and B or P for B and P"
+                "tensor, so repeat each S of the result, and use B or P where the result has B "
+                "or P"
             )
     return layout
 

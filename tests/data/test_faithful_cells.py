@@ -148,7 +148,7 @@ def test_encoded_rows_cannot_replace_the_set_of_like(tmp_path, capsys):
     manifest = prepared(tmp_path, "sparse: {C1: string}\n", rows)
     arguments = ["encode", "--like", manifest.path, "--input", tmp_path / "t.csv", "--overwrite"]
     assert main([*map(str, arguments), "--output", str(tmp_path / "." / "set")]) == 2
-    assert "this is the set of --like" in capsys.readouterr().err
+    assert "this folder contains the --like set" in capsys.readouterr().err
     assert load_manifest(manifest.path).fingerprint == manifest.fingerprint
 
 

@@ -124,7 +124,8 @@ class SparseOptimizer(ABC):
         if unknown := set(self.kernels) - set(get_args(CompiledKernel)):
             known = ", ".join(get_args(CompiledKernel))
             raise ConfigError(
-                f"sparse optimizer {self.name}: kernels contains {', '.join(unknown)}; use {known}"
+                f"sparse optimizer {self.name}: kernels contains {', '.join(unknown)}; use one of "
+                f"{known}"
             )
         hints = get_type_hints(type(self), include_extras=True)
         for field in fields(self):
