@@ -241,8 +241,8 @@ def parser() -> ArgumentParser:
     add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
-    add("--keys", nargs="?", const="*", metavar="FIELDS", help="store 64-bit keys instead of ids "
-        "of these fields (such as C1,C2; default all) for tables that grow")  # fmt: skip
+    add("--keys", nargs="?", const="*", metavar="FIELDS", help="fields whose ids are replaced "
+        "by 64-bit keys, so that their tables can grow (such as C1,C2; default all)")  # fmt: skip
     add("--dense", help="transform of the dense values (default log3)")
     add("--schema", type=local_path, metavar="FILE|auto", help="YAML with label, dense, sparse, "
         "columns (default: Criteo); auto accepts the proposal of `sbpflow schema`")  # fmt: skip

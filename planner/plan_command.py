@@ -83,7 +83,7 @@ def plan(argv: Sequence[str]) -> str:
         type=int,
         default=0,
         metavar="K",
-        help="time the best K plans and the plans with one shape for all tables on this machine",
+        help="on this machine, time the best K plans and the plans with one shape for all tables",
     )
     args = parser.parse_args(argv)
     cost, name = _cost(args), planner_of(args.planner)

@@ -132,7 +132,7 @@ def test_a_run_reports_values_that_differ_from_the_input(tmp_path, caplog):
     )
     assert "bad lines were skipped:\n  1 x blank line" in caplog.messages
     assert "values clamped to the input range of their transform: d 2" in caplog.messages
-    assert "values dropped because a row had more than the maximum number: t 3" in caplog.messages
+    assert "values dropped because a row had too many of them: t 3" in caplog.messages
     assert not any("without an id" in message for message in caplog.messages)
     caplog.clear()
     (tmp_path / "new.csv").write_text("1,1,new,p|new\n0,1,a,\n0,1,other,x\n")
