@@ -154,9 +154,9 @@ class TableRule:
             ranks = hosts or (tuple(range(world_size)),)
             if len(set(map(len, ranks))) > 1:
                 raise ConfigError(
-                    f"{key}.sbp: {self.sbp} needs equally many ranks on every host, but the hosts "
-                    f"have {', '.join(str(len(host)) for host in ranks)}; use sbp: S(0), or start "
-                    "equally many ranks on every host"
+                    f"{key}.sbp: {self.sbp} needs the same number of ranks on every host, but the "
+                    f"hosts have {', '.join(str(len(host)) for host in ranks)}; use sbp: S(0), or "
+                    "start the same number of ranks on every host"
                 )
         if ranks is None and axes == 1:
             return Placement.line(device_type, world_size)

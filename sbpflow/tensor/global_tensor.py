@@ -76,7 +76,7 @@ class GlobalTensor:
             part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
         elif requires_grad and not part.requires_grad:
             raise SbpError(
-                "from_local: requires_grad=True is only allowed if part is None, but rank "
+                "from_local: requires_grad=True is allowed only if part is None, but rank "
                 f"{boxing.world.rank} passed a part that does not require grad; omit "
                 "requires_grad and call requires_grad_() on the result"
             )

@@ -63,7 +63,7 @@ class RowBlock:
         """
         if self.squares is None:
             raise RuntimeError(
-                "mean_squares is only available to optimizers with row state, which this "
+                "mean_squares is available only to optimizers with row state, which this "
                 "optimizer does not have; use grads"
             )
         return self.squares
