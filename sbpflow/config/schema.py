@@ -70,8 +70,8 @@ class DataConfig:
         Example("out/criteo"),
         Key(
             "execution",
-            "Folder of the prepared set, or a URL such as s3://bucket/set. When a run "
-            "resumes, the folder may have moved, but must have the same rows.",
+            "Folder of the prepared set, or a URL such as s3://bucket/set. When a run resumes, "
+            "the folder may have moved, but the rows must be the same.",
         ),
     ] = None
     cache: DataCache = field(default_factory=DataCache)
