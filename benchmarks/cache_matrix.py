@@ -225,7 +225,7 @@ def _differing_tensors(folder: Path) -> list[str]:
     for first, second, step in pairs:
         one, two = (open_checkpoint(folder / name / f"step-{step}") for name in (first, second))
         if one.tensors.keys() != two.tensors.keys():
-            found.append(f"{second}, step {step}: other tensors")
+            found.append(f"{second}, step {step}: the tensors differ")
             continue
         found += [
             f"{second}, step {step}: {name}"

@@ -148,7 +148,7 @@ def planned(
             cached[rows] = touched[rows] = True
             if planner.num_leased > capacity:
                 raise SystemExit(
-                    f"{planner.num_leased} rows are leased, but there are {capacity} slots"
+                    f"{planner.num_leased} rows are leased, but there are only {capacity} slots"
                 )
         planner.release()
     return Fetches(fetched / len(trace), read / len(trace)), shrunk

@@ -58,7 +58,7 @@ def embark_task(
 ) -> Task:
     """Return one of EMBark's workloads; raise ConfigError for an unknown name."""
     if name not in _EMBARK:
-        raise ConfigError(f"workload {name!r}; use {', '.join(EMBARK)}")
+        raise ConfigError(f"workload {name!r} is unknown; use one of {', '.join(EMBARK)}")
     drawn: list[Drawn] = []
     dims: list[int] = []
     for count, rows, hotness, dim in zip(*_EMBARK[name], strict=True):

@@ -48,7 +48,7 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     given = [key for key in _SHARED if getattr(args, key) is not None]
     if args.like is not None and given:
         raise ConfigError(
-            f"--{given[0].replace('_', '-')}: this option is determined by the set of --like "
+            f"--{given[0].replace('_', '-')}: this option is determined by the --like set "
             f"({args.like}); remove the option, or remove --like"
         )
     if args.grow and args.like is None:
@@ -182,7 +182,7 @@ def _verify(args: argparse.Namespace) -> Manifest:
 def _removed_part(text: str) -> str:
     raise argparse.ArgumentTypeError(
         f"{text} is no longer supported; run one command with --engine ray or --engine dask, and "
-        "--address for the cluster of your machines"
+        "pass the address of your cluster with --address"
     )
 
 
@@ -241,8 +241,8 @@ def parser() -> ArgumentParser:
     add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")
     add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
-    add("--keys", nargs="?", const="*", metavar="FIELDS", help="store 64-bit keys instead of ids "
-        "of these fields (such as C1,C2; default all) for tables that grow")  # fmt: skip
+    add("--keys", nargs="?", const="*", metavar="FIELDS", help="fields whose ids are replaced "
+        "by 64-bit keys, so that their tables can grow (such as C1,C2; default all)")  # fmt: skip
     add("--dense", help="transform of the dense values (default log3)")
     add("--schema", type=local_path, metavar="FILE|auto", help="YAML with label, dense, sparse, "
         "columns (default: Criteo); auto accepts the proposal of `sbpflow schema`")  # fmt: skip
@@ -260,7 +260,7 @@ def parser() -> ArgumentParser:
         "of every id of string columns")  # fmt: skip
     _add_common(prepare)
     prepare.set_defaults(run=_prepare)
-    schema = commands.add_parser("schema", help="propose the schema of a table with column names")
+    schema = commands.add_parser("schema", help="propose a schema for a table with column names")
     schema.add_argument("input", nargs="+", type=input_path, metavar="PATH", help="files or "
         "folders as in prepare, with column names")  # fmt: skip
     schema.set_defaults(run=_schema)

@@ -132,8 +132,9 @@ def _hashes() -> dict[str, Any]:
     keys = np.array([0, 7, 2**64 - 1], dtype=np.uint64)
     return {
         "string": {
-            "definition": f"blake2b of the UTF-8 bytes with {KEY_BYTES + CHECK_BYTES} bytes; the "
-            f"key is the first {KEY_BYTES} bytes and the check the rest, little-endian",
+            "definition": f"blake2b digest of the UTF-8 bytes, {KEY_BYTES + CHECK_BYTES} bytes "
+            f"long; the first {KEY_BYTES} bytes are the key and the other bytes are the check, "
+            "both little-endian",
             "vectors": [[text, *string_key(text)] for text in _TEXTS],
         },
         "hashed": {

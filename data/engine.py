@@ -52,7 +52,9 @@ class EngineOptions:
     def check(self) -> None:
         """Raise ConfigError for an unknown engine, or an address that the engine cannot use."""
         if self.name not in ENGINES:
-            raise ConfigError(f"--engine: {self.name!r} is unknown; use {', '.join(ENGINES)}")
+            raise ConfigError(
+                f"--engine: {self.name!r} is unknown; use one of {', '.join(ENGINES)}"
+            )
         if self.address is not None and not ENGINES[self.name].is_cluster:
             raise ConfigError(
                 f"--address: {self.address!r} needs an engine with a cluster; use, for "
@@ -281,7 +283,8 @@ def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> Non
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="number of concurrent tasks (default: all CPUs)")
     text = (
-        f"where tasks run: in {default} or processes on this machine, or on a Ray or Dask cluster"
+        f"where tasks run: in {default} or in processes on this machine, or on a Ray or Dask "
+        "cluster"
     )
     names = (default, "processes", "ray", "dask")
     add("--engine", default=default, choices=names, help=f"{text} (default {default})")

@@ -39,7 +39,7 @@ def by_column(
         raise ConfigError(f"{key} must be {example}, got {text!r}") from error
     names = [name for name, _ in values]
     if unknown := [name for name in names if name not in columns]:
-        raise ConfigError(f"{key}: {unknown[0]!r} is not a column; use {', '.join(columns)}")
+        raise ConfigError(f"{key}: {unknown[0]!r} is not a column; use one of {', '.join(columns)}")
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{key}: {text!r} contains {twice[0]} twice; give each column one value")
     return values

@@ -60,9 +60,9 @@ class Scoring:
         self.is_folder = not output.suffix
         if output.suffix not in _WRITERS and not self.is_folder:
             raise ConfigError(
-                f"--output must end in {', '.join(_WRITERS)} (the format of the file), or have no "
-                f"suffix, for a folder of Parquet files, got {output}; use, for example, --output "
-                "scores.parquet"
+                f"--output must end in one of {', '.join(_WRITERS)}, which sets the file format, "
+                f"or have no suffix (for a folder of Parquet files), got {output}; use, for "
+                "example, --output scores.parquet"
             )
         self._inputs, self.output, self.like = tuple(inputs), output, like
         self.overwrite = overwrite

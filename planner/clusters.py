@@ -93,8 +93,8 @@ def profile_of(name: str | None) -> Profile:
         return described(name)
     if name is not None and not Path(name).exists():
         raise ConfigError(
-            f"--profile: {name} is neither a file nor a known machine; use {', '.join(MACHINES)}, "
-            "or the file of a calibration"
+            f"--profile: {name} is neither a file nor a known machine; use one of "
+            f"{', '.join(MACHINES)}, or a calibration file"
         )
     if name is None and not default_path().is_file():
         raise ConfigError(
@@ -117,7 +117,7 @@ def described(name: str) -> Profile:
     """Return a profile of a machine in ``MACHINES``, computed only from published figures."""
     if name not in MACHINES:
         raise ConfigError(
-            f"planner: {name!r} is unknown; use {', '.join(MACHINES)}, or --profile FILE"
+            f"planner: {name!r} is unknown; use one of {', '.join(MACHINES)}, or --profile FILE"
         )
     machine = MACHINES[name]
     byte = 1e-6 / (machine.memory_gb_per_s * machine.share)  # ms
@@ -176,8 +176,8 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
         return link, f"links of {name}"
     if rate is None or not int(rate[1]):
         raise ConfigError(
-            f"--link must be {', '.join(MACHINES)}, or the rate of a node's adapter, such as "
-            f"25gbit, got {name!r}"
+            f"--link must be one of {', '.join(MACHINES)}, or the rate of a node's adapter, such "
+            f"as 25gbit, got {name!r}"
         )
     gbit = int(rate[1]) * (1.0 if rate[2] == "g" else 1e-3)
     link = Link(

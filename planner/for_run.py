@@ -320,7 +320,7 @@ def _stats_of(
     fields = [known[name] for name in table.features if name in known]
     if not fields:
         LOG.warning(
-            "no statistics of %s, a column that the model computes; the planner assumes that all "
+            "no statistics for %s, a column that the model computes; the planner assumes that all "
             "rows of %s are equally frequent",
             ", ".join(table.features),
             table.name,
@@ -330,7 +330,7 @@ def _stats_of(
     if not largest.unique_ratio:
         raise ConfigError(
             "parallel.plan: auto needs at least 1,024 training rows to measure the ids of "
-            f"batches, but the data set is smaller (table {largest.name}); use more rows, or "
+            f"batches for table {largest.name}, but the data set has fewer; use more rows, or "
             "parallel.scheme: auto"
         )
     return from_ratios(

@@ -84,7 +84,7 @@ def plan(argv: Sequence[str]) -> str:
         type=int,
         default=0,
         metavar="K",
-        help="time the best K plans and the plans with one shape for all tables on this machine",
+        help="on this machine, time the best K plans and the plans with one shape for all tables",
     )
     args = parser.parse_args(argv)
     cost, name = _cost(args), planner_of(args.planner)
@@ -136,7 +136,7 @@ def _cost(args: Namespace) -> TaskCost:
         )
     report, measure = getattr(args, "report", None), getattr(args, "measure", 0)
     if report and report.suffix not in WRITERS:
-        raise ConfigError(f"--report must end in {', '.join(WRITERS)}, got {report}")
+        raise ConfigError(f"--report must end in one of {', '.join(WRITERS)}, got {report}")
     if measure < 0:
         raise ConfigError(f"--measure must be 0 or more, got {measure}; for example, --measure 4")
     for key in ("report", "output"):
@@ -246,7 +246,9 @@ def _times(path: Path, count: int) -> list[float]:
     try:
         times = list_of(read_json(path), str(path))
     except (FileNotFoundError, JsonError) as error:
-        raise ConfigError(f"--measure: the ranks wrote no times ({error}); run it again") from error
+        raise ConfigError(
+            f"--measure: the ranks wrote no times ({error}); run the command again"
+        ) from error
     if len(times) != count or not all(map(is_number, times)):
         raise ConfigError(
             f"--measure: there are {count} plans, but the ranks wrote times for {len(times)}"

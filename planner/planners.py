@@ -151,7 +151,7 @@ def published(name: PlannerName, like: TaskCost, seed: int) -> Callable[[Setting
         return embark
     if name not in LEARNED:
         raise ConfigError(
-            f"--planner: {name!r} is not a published planner; use {', '.join(PLANNERS[1:])}"
+            f"--planner: {name!r} is not a published planner; use one of {', '.join(PLANNERS[1:])}"
         )
     kind, path = LEARNED[name], path_of(name, like, seed)
     model = kind.blank(like.task.world_size)

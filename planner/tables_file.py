@@ -74,8 +74,8 @@ class TablesFile:
             limits = (device_bytes,)
         if limits is not None and len(limits) not in (1, world_size):
             raise ConfigError(
-                f"device_gb: {len(limits)} limits for {world_size} ranks; give one number for all "
-                "ranks, or a list with one number per rank"
+                f"device_gb: got {len(limits)} limits for {world_size} ranks; give one number for "
+                "all ranks, or a list with one number per rank"
             )
         return Task(
             outputs=(OutputConfig(name="tables", tables=self.tables),),
@@ -103,7 +103,8 @@ def read_tables(path: Path) -> TablesFile:
         ) from error
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{path} must contain an object with a list of tables, but it is {kind_name(tree)}"
+            f"{path} must contain an object with a list of tables, but it contains "
+            f"{kind_name(tree)}"
         )
     given = cast("dict[str, Any]", tree)
     _check_keys(str(path), given, KEYS)
@@ -277,5 +278,5 @@ def _bins(key: str, value: object) -> list[float]:
 def _check_keys(where: str, tree: Mapping[str, Any], keys: tuple[str, ...]) -> None:
     if unknown := sorted(set(tree) - set(keys)):
         raise ConfigError(
-            f"{where} has unknown keys {', '.join(unknown)}; the keys are {', '.join(keys)}"
+            f"{where} has unknown keys {', '.join(unknown)}; the valid keys are {', '.join(keys)}"
         )

@@ -189,8 +189,8 @@ class Task:
             )
         if self.device_bytes is not None and len(self.device_bytes) != self.world_size:
             raise ConfigError(
-                f"task: {len(self.device_bytes)} memory limits for {self.world_size} ranks; give "
-                "one limit for each rank"
+                f"task: got {len(self.device_bytes)} memory limits for {self.world_size} ranks; "
+                "give one limit for each rank"
             )
         if missing := [table.name for table in self.tables if table.name not in self.stats]:
             raise ConfigError(

@@ -97,7 +97,7 @@ def map_array(path: Path, dtype: str, shape: tuple[int, ...]) -> "NDArray[Any]":
     except (OSError, RuntimeError) as error:
         raise DataError(
             f"{path} cannot be mapped into memory ({error}); free some memory, or raise the limit "
-            "on maps (sysctl vm.max_map_count)"
+            "on memory maps (sysctl vm.max_map_count)"
         ) from error
     return raw[HEADER_BYTES:].view(dtype).reshape(shape)
 

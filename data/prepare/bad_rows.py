@@ -18,11 +18,11 @@ from sbpflow.errors import DataError
 _WRONG_NUMBER = "fields instead of"
 _NOT_HEX = "is not eight hex digits"
 _FIXES = {
-    NOT_A_NUMBER: "write plain numbers such as 1234.5, or make it a sparse column of kind string, "
-    "which uses its cells as categories",
+    NOT_A_NUMBER: "write plain numbers such as 1234.5, or make the column a sparse column of kind "
+    "string, so that its cells are categories",
     f"is not {EXPECTED['integer']}": "write whole numbers, or use kind string instead of integer",
     "is not a 32-bit integer": "write whole numbers, or remove kind: integer",
-    NOT_A_TIME: "write dates such as 2024-05-01 12:30:00, or their format as in "
+    NOT_A_TIME: "write dates such as 2024-05-01 12:30:00, or give their format, as in "
     '`time: {NAME: "%d/%m/%Y"}`',
 }
 """Advice for cells that break a rule, by rule"""
@@ -159,8 +159,8 @@ def _advice(staged: Sequence[StagedPiece], options: PrepareOptions) -> list[str]
     words = _columns_of_words(examples, schema)
     advice += [
         f"column {name} contains words such as {', '.join(map(repr, cells[:2]))}; "
-        f"{'use' if name in schema.sparse else 'make it a sparse column of'} kind string, or list "
-        "the words that stand for missing values under `missing_values`"
+        f"{'use' if name in schema.sparse else 'make it a sparse column of'} kind string, or, "
+        "under `missing_values`, list the words that stand for missing values"
         for name, cells in words.items()
     ]
     rest = (example for example in examples if _misfit(example)[0] not in words)

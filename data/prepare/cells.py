@@ -211,7 +211,7 @@ def _dense(cells: pl.Series, column: DenseColumn, faults: Faults) -> pl.Series:
     values, is_number = _real(cells, column.decimal)
     faults[cells.name, NOT_A_NUMBER] = ~is_number
     if column.clip is None and not column.buckets:
-        rule = "is infinite or exceeds float32 (use clip to limit it)"
+        rule = "is infinite or outside the float32 range (use clip to limit it)"
         faults[cells.name, rule] = values.is_infinite().fill_null(False)
     return values
 

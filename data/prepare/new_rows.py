@@ -35,8 +35,8 @@ def encode(
     """
     if output.resolve() == like.resolve():
         raise ConfigError(
-            f"--output {output}: this is the set of --like, and new rows would replace it; choose "
-            "another folder"
+            f"--output {output}: this folder contains the --like set, which the new rows would "
+            "replace; choose another folder"
         )
     # inputs are checked first, so that an error in ``like`` does not hide a missing input
     check_exists(inputs)

@@ -45,7 +45,7 @@ _MAX_SMALL = 20
 """A column with at most this many distinct integers is treated as categorical, whatever its name"""
 _UNUSABLE = {
     "empty": "no values",
-    "date": "a date column can only be the time",
+    "date": "a date column can be used only as the time column",
 }
 _MIN_IDS = 100
 """Minimum number of distinct integers in a column for the remark that they may be IDs"""
@@ -258,7 +258,7 @@ def _remark(column: ColumnFacts) -> str:
     """Return a remark if the proposed use of a column is doubtful, or ""."""
     if column.odd:
         problem = f"cells such as {column.odd!r:.40} are not numbers"
-        return f"; {problem}; clean them to use the column as dense"
+        return f"; {problem}; clean them to use the column as a dense column"
     if column.kind != "integer" or column.distinct < _MIN_IDS or column.words & _ENTITY_WORDS:
         return ""
     low, high = (float(value) for value in (column.values.min(), column.values.max()))

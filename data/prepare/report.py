@@ -8,7 +8,7 @@ _LOG = logging.getLogger(__name__)
 
 _COUNTED = (
     ("dense", "clamped", "values clamped to the input range of their transform"),
-    ("fields", "cut", "values dropped because a row had more than the maximum number"),
+    ("fields", "cut", "values dropped because a row had too many of them"),
     (
         "fields",
         "collisions",

@@ -59,7 +59,7 @@ def read_schema(source: Path | Mapping[str, Any]) -> Schema:
         except (UnicodeDecodeError, ConfigError) as error:
             raise ConfigError(f"{key} cannot be parsed as YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{key} must be a mapping with keys {', '.join(_KEYS)}")
+        raise ConfigError(f"{key} must be a mapping with any of the keys {', '.join(_KEYS)}")
     reader = _Reader(key)
     schema = reader.schema(cast("dict[str, Any]", raw))
     schema.check(reader.key)
@@ -113,7 +113,8 @@ class _Reader:
     def known(self, place: str, raw: Mapping[str, Any], keys: Collection[str]) -> None:
         if unknown := sorted(set(map(str, raw)) - set(keys)):
             raise ConfigError(
-                f"{self.key}: {place}unknown key {unknown[0]!r}; the keys are {', '.join(keys)}"
+                f"{self.key}: {place}unknown key {unknown[0]!r}; the valid keys are "
+                f"{', '.join(keys)}"
             )
 
     def names(self, key: str, values: Collection[object]) -> None:
@@ -206,7 +207,10 @@ class _Reader:
             return DenseColumn(name=name)
         if isinstance(how, str):
             how = {"transform": how}
-        known = f"one of {', '.join(TRANSFORMS)}, or a mapping with {', '.join(_DENSE_KEYS)}"
+        known = (
+            f"one of {', '.join(TRANSFORMS)}, or a mapping with any of the keys "
+            f"{', '.join(_DENSE_KEYS)}"
+        )
         self.need(isinstance(how, dict), f"dense {name}", how, known)
         self.known(place, how, _DENSE_KEYS)
         transform, clip = how.get("transform"), how.get("clip")
@@ -329,12 +333,12 @@ def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], 
             )
         if absent := [name for name in pair if name not in sparse]:
             raise ConfigError(
-                f"--crosses: {absent[0]!r} is not a sparse column; use {', '.join(sparse)}"
+                f"--crosses: {absent[0]!r} is not a sparse column; use one of {', '.join(sparse)}"
             )
     if len({frozenset(pair) for pair in pairs}) < len(pairs):
         raise ConfigError(
-            f"--crosses: {text!r} contains a cross twice, because AxB and BxA are the same cross; "
-            "remove one"
+            f"--crosses: {text!r} lists one cross twice (AxB and BxA are the same cross); remove "
+            "one of them"
         )
     return tuple((pair[0], pair[1]) for pair in pairs)
 
@@ -344,5 +348,5 @@ def _pair(text: str, sparse: tuple[str, ...]) -> tuple[str, ...]:
     known = [(left, right) for left in sparse for right in sparse if f"{left}x{right}" == text]
     if len(known) > 1:
         ways = " or ".join(f"{left} with {right}" for left, right in known)
-        raise ConfigError(f"--crosses: {text!r} may mean {ways}; rename one of the columns")
+        raise ConfigError(f"--crosses: {text!r} can be read as {ways}; rename one of the columns")
     return known[0] if known else tuple(text.split("x"))

@@ -95,8 +95,8 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
                 _log_skipped(path, entries, inside)
             if not inside:
                 raise ConfigError(
-                    f"--input {path}: this folder contains no file that ends in "
-                    f"{', '.join(SUFFIXES)} or has a name like day_0; list files with other names "
+                    f"--input {path}: this folder contains no file whose name ends in one of "
+                    f"{', '.join(SUFFIXES)} or looks like day_0; list files with other names "
                     "individually"
                 )
             files += inside
@@ -222,8 +222,8 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
 def no_line_end(path: InputPath) -> DataError:
     """Return the error for a line without a newline."""
     return DataError(
-        f"{path}: a line has no end within {MAX_LINE_BYTES >> 20} MiB; use a text file with one "
-        "row per line"
+        f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; use a text file with one row "
+        "per line"
     )
 
 

@@ -60,7 +60,9 @@ class SynthOptions:
         if self.format == "tsv" and any(most > 1 for _, (_, most) in self.hot):
             raise ConfigError("--hot: Criteo text has one value per column; use --format prepared")
         if self.format == "tsv" and self.keys:
-            raise ConfigError("--keys: text has no ids; prepare the text with `prepare --keys`")
+            raise ConfigError(
+                "--keys: text output has no ids; prepare that text with `prepare --keys`"
+            )
         check_ranges(
             ("--rows", self.rows, 1, 10**11),
             ("--ctr", self.ctr, 0.001, 0.999),

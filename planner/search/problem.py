@@ -205,7 +205,8 @@ def check_assignment(problem: Problem, assignment: Sequence[Move]) -> None:
     """
     if len(assignment) != problem.num_tables:
         raise PlanError(
-            f"plan: {len(assignment)} moves for {problem.num_tables} tables; use one move per table"
+            f"plan: got {len(assignment)} moves for {problem.num_tables} tables; use one move per "
+            "table"
         )
     for name, options, move in zip(problem.names, problem.options, assignment, strict=True):
         if not 0 <= move.option < len(options):

@@ -244,7 +244,7 @@ def compact(path: AnyPath) -> str:
     paths = checkpoints_of(path)
     delta = checked(paths[0])
     if delta.previous is None:
-        return f"{delta.path} is a full checkpoint already"
+        return f"{delta.path} is already a full checkpoint"
     folder = delta.path.parent
     with held(folder):
         check_last(delta)

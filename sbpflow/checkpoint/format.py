@@ -248,7 +248,7 @@ def _parse(text: str) -> Index:
         _wrong(f"its version is {version!r}, but this program reads {VERSION} and {DELTA_VERSION}")
     content = tree["content"]
     if json_digest(content) != tree["sha256"]:
-        _wrong("its checksum does not match, so it was changed after it was written")
+        _wrong("its checksum does not match, so the file was changed after it was written")
     if content["byte_order"] != sys.byteorder:
         _wrong(f"its byte order is {content['byte_order']}, not {sys.byteorder} as on this machine")
     if content["block_bytes"] != BLOCK_BYTES:

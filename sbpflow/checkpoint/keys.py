@@ -180,8 +180,8 @@ def _read(
         num_missing -= int((~is_old[index]).sum()) * values.shape[1]
     if num_missing:
         raise CheckpointError(
-            f"{checkpoint.path}: {name} lacks {num_missing} values, and {before.path} does not "
-            "have their keys either; use another checkpoint"
+            f"{checkpoint.path}: {num_missing} values of {name} are missing, and {before.path} "
+            "does not have their keys either; use another checkpoint"
         )
 
 

@@ -98,5 +98,7 @@ def _from_text(text: str) -> RunFacts:
     if not facts or not all(isinstance(value, str) for value in facts.values()):
         raise ValueError("facts must map strings to strings")
     if text != (json.dumps(_content(run)) + "\n" if is_first else _to_text(run)):
-        raise ValueError("its checksum does not match: it was changed after it was written")
+        raise ValueError(
+            "its checksum does not match, so the file was changed after it was written"
+        )
     return run

@@ -24,7 +24,12 @@ def embedding_server(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--index", required=True, metavar="K/N", help="this is server K of N; K starts at 0")
     add("--memory-gb", type=float, help="limit for all rows (default: the memory of the machine)")
-    add("--listener", type=int, metavar="FD", help="inherited socket to use; ends with stdin")
+    add(
+        "--listener",
+        type=int,
+        metavar="FD",
+        help="inherited socket to use; the server ends when stdin is closed",
+    )
     args = parser.parse_intermixed_args(argv)
     from sbpflow.config.load import load_config
     from sbpflow.config.storage_rules import named_servers

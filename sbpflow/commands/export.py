@@ -37,7 +37,10 @@ def _arguments(argv: Sequence[str]) -> Namespace:
     add = parser.add_argument
     add("--output", type=any_path, required=True, metavar="DIR", help="a new folder, or a URL")
     add("--rows", default="as_trained", help="table row format: as_trained, float16 or int8")
-    text = "labeled set to score with the exported and the original rows (default: the run's set)"
+    text = (
+        "labeled set to score with both the exported and the original table rows (default: the "
+        "run's set)"
+    )
     add("--score", type=any_path, metavar="SET", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
     text = (

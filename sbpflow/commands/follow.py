@@ -109,8 +109,8 @@ def _check_no_bundle(key: str, folder: Path) -> None:
 
     if (folder / BUNDLE_FILE).is_file():
         raise ConfigError(
-            f"{key}: {folder} is a bundle, and servers would not load exports step-N from it; use "
-            f"another folder, such as {folder}-live"
+            f"{key}: {folder} is itself a bundle, and servers would not load the step-N exports "
+            f"written to it; use another folder, such as {folder}-live"
         )
 
 

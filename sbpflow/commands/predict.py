@@ -53,7 +53,7 @@ def _predict(argv: Sequence[str]) -> int:
     add("--input", nargs="+", required=True, metavar="PATH", help="raw rows, or one prepared set")
     text = "a .parquet, .csv or .tsv file, or a folder of Parquet files (no suffix)"
     add("--output", type=local_path, required=True, metavar="PATH", help=text)
-    text = f"rows per file of a folder (default {_BLOCK_ROWS:,})"
+    text = f"rows per file if the output is a folder (default {_BLOCK_ROWS:,})"
     add("--block-rows", type=int, default=_BLOCK_ROWS, metavar="N", help=text)
     add("--split", default="test", choices=("train", "val", "test"), help="split of a prepared set")
     add(

@@ -31,7 +31,9 @@ _DESCRIPTION = "Train a model on a prepared set."
 def train(argv: Sequence[str]) -> int:
     """Train on ``-n`` ranks on this machine, or in this process as a single rank."""
     parser = config_parser("sbpflow train", _DESCRIPTION)
-    ranks_help = "number of processes to start on this machine (default: one, or torchrun's)"
+    ranks_help = (
+        "number of processes to start on this machine (default: one, or the number set by torchrun)"
+    )
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help=ranks_help)
     servers_help = "embedding servers to start on this machine (parallel.storage, kind: servers)"
     parser.add_argument("--servers", type=int, metavar="M", help=servers_help)

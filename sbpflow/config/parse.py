@@ -110,7 +110,7 @@ class _UnknownKeyError(ConfigError):
             # Models and optimizers share some keys, but each key is suggested only once.
             near = list(dict.fromkeys(k for k in all_keys if k.rpartition(".")[2] in matches))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        known = f"{group or 'the top level'} has {', '.join(self.siblings)}"
+        known = f"{group or 'the top level'} has the keys {', '.join(self.siblings)}"
         return f"{self.key}: unknown key; {hint}{known}"
 
 

@@ -70,8 +70,8 @@ class DataConfig:
         Example("out/criteo"),
         Key(
             "execution",
-            "Folder of the prepared set, or a URL such as s3://bucket/set. When a run "
-            "resumes, the folder may have moved, but must have the same rows.",
+            "Folder of the prepared set, or a URL such as s3://bucket/set. When a run resumes, "
+            "the folder may have moved, but the rows must be the same.",
         ),
     ] = None
     cache: DataCache = field(default_factory=DataCache)
@@ -366,7 +366,7 @@ class TrainConfig:
     profile: Annotated[
         tuple[Count, Count] | None,
         Example((10, 15)),
-        Key("execution", "First and last step of the trace to record."),
+        Key("execution", "First and last step of the recorded trace."),
     ] = None
     log_every: Annotated[Count, Key("execution", "Number of steps between log lines.")] = 100
     progress: Annotated[bool, Key("execution", "Show a progress bar.")] = True

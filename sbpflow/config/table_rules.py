@@ -154,9 +154,9 @@ class TableRule:
             ranks = hosts or (tuple(range(world_size)),)
             if len(set(map(len, ranks))) > 1:
                 raise ConfigError(
-                    f"{key}.sbp: {self.sbp} needs equally many ranks on every host, but the hosts "
-                    f"have {', '.join(str(len(host)) for host in ranks)}; use sbp: S(0), or start "
-                    "equally many ranks on every host"
+                    f"{key}.sbp: {self.sbp} needs the same number of ranks on every host, but the "
+                    f"hosts have {', '.join(str(len(host)) for host in ranks)}; use sbp: S(0), or "
+                    "start the same number of ranks on every host"
                 )
         if ranks is None and axes == 1:
             return Placement.line(device_type, world_size)
@@ -312,9 +312,9 @@ class ParallelConfig:
         Example(0.25),
         Key(
             "execution",
-            "CUDA only: size of the buffers in which the exchanges unique and local send "
-            "rows, as a fraction of the maximum number of rows. With buffers of fixed size, "
-            "the host does not wait for row counts. A batch with more rows is sent again.",
+            "CUDA only: size of the buffers in which the exchanges unique and local send rows, "
+            "as a fraction of the maximum number of rows. With buffers of fixed size, the host "
+            "does not wait for row counts. A batch that does not fit is sent again.",
         ),
     ] = None
     timeout_s: Annotated[

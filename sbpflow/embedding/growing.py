@@ -95,7 +95,7 @@ class Growing(KeyExchange):
         names = [field.plan.name for field in self.fields]
         if name not in names:
             raise ConfigError(
-                f"erase: field {name!r} is not a growing field; use {', '.join(names)}"
+                f"erase: field {name!r} is not a growing field; use one of {', '.join(names)}"
             )
         changes: list[Changes] = []
         none = np.empty(0, np.int64)

@@ -107,8 +107,8 @@ def newest_bundle(folder: Path) -> Path:
     bundles = bundles_in(folder)
     if not bundles:
         raise DataError(
-            f"{folder} has neither {BUNDLE_FILE} nor bundles step-N; use the output of `sbpflow "
-            "export`, or wait for the first export of a run"
+            f"{folder} contains neither {BUNDLE_FILE} nor any bundle named step-N; use the output "
+            "of `sbpflow export`, or wait for the first export of a run"
         )
     return bundles[-1]
 

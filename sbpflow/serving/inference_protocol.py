@@ -69,7 +69,7 @@ def read_request(body: bytes, max_rows: int) -> tuple[str | None, dict[str, list
     if not isinstance(outputs, list) or any(
         not isinstance(output, dict) or output.get("name") != "score" for output in outputs
     ):
-        raise BodyError('outputs may only list "score", the only output of the model')
+        raise BodyError('outputs may list only "score", the only output of the model')
     return number, columns
 
 
@@ -91,7 +91,9 @@ def _column(tensor: object, where: str) -> tuple[str, list[Any]]:
     datatype = tensor.get("datatype")
     kinds = _KINDS.get(datatype) if isinstance(datatype, str) else None
     if kinds is None:
-        raise BodyError(f"{where}: datatype {datatype!r} is not supported; use {', '.join(_KINDS)}")
+        raise BodyError(
+            f"{where}: datatype {datatype!r} is not supported; use one of {', '.join(_KINDS)}"
+        )
     for row, value in enumerate(values):
         if value is not None and type(value) not in kinds:
             raise BodyError(

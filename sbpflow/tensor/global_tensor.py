@@ -76,7 +76,7 @@ class GlobalTensor:
             part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
         elif requires_grad and not part.requires_grad:
             raise SbpError(
-                "from_local: requires_grad=True is only allowed if part is None, but rank "
+                "from_local: requires_grad=True is allowed only if part is None, but rank "
                 f"{boxing.world.rank} passed a part that does not require grad; omit "
                 "requires_grad and call requires_grad_() on the result"
             )
@@ -292,7 +292,8 @@ def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
         if sbp != grad and (isinstance(sbp, Split) or isinstance(grad, Split)):
             raise SbpError(
                 f"grad_sbp {text} does not fit a {result} result: a gradient has the shape of its "
-                "tensor, so use the same S for S, and B or P for B and P"
+                "tensor, so repeat each S of the result, and use B or P where the result has B "
+                "or P"
             )
     return layout
 

@@ -124,7 +124,8 @@ class GradientSync:
         self._parameters = list(parameters)
         if boxing is None and not parameters:
             raise SbpError(
-                "gradients: an empty list of parameters needs boxing; pass boxing=boxing"
+                "gradients: boxing is required if the list of parameters is empty; pass "
+                "boxing=boxing"
             )
         self._boxing = boxing or parameters[0].boxing
         if plan is None:
@@ -177,8 +178,8 @@ class GradientSync:
                 gradients.append(term)
             else:
                 raise SbpError(
-                    "gradients: the plan computes a total, so start() needs this rank's term of "
-                    "it; pass the term"
+                    "gradients: the plan computes a total; pass this rank's term of the total to "
+                    "start()"
                 )
         if len(gradients) == 1:
             return self._boxing.start(steps, gradients[0], CHANNEL, donate=True)

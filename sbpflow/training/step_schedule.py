@@ -64,8 +64,8 @@ UPDATE_DENSE = Move("update_dense", "dense optimizer step")
 
 # A schedule contains a clip move only if gradients are clipped. The clip move must come after all
 # moves that compute the gradients that it scales.
-CLIP = Move("clip", "dense gradients scaled to a norm")
-CLIP_ROWS = Move("clip", "all gradients scaled to a norm")
+CLIP = Move("clip", "dense gradients clipped")
+CLIP_ROWS = Move("clip", "all gradients clipped")
 
 # A schedule contains the following moves only with early rows. The first two moves prepare the
 # batch after the current batch, so they need the ids of two batches.

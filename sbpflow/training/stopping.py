@@ -77,8 +77,8 @@ class Stopper(Best):
         """Return the reason for stopping as one line."""
         delta = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
-            f"at step {step}, after {self.waited} consecutive evaluations of val without a better "
-            f"{self.metric} than {self.value:.6g} at step {self.step}{delta}"
+            f"at step {step}, after {self.waited} consecutive evaluations of val in which "
+            f"{self.metric} did not improve on {self.value:.6g} (step {self.step}){delta}"
         )
 
 

@@ -418,7 +418,7 @@ class Trainer:
 
     def _clip(self) -> None:
         if self._clipper is None:
-            raise RuntimeError("the schedule clips, but the trainer has no Clipper")
+            raise RuntimeError("the schedule clips gradients, but the trainer has no Clipper")
         self.gradient_norm = self._clipper.clip()
 
     def _set_learning_rates(self) -> None:

@@ -124,7 +124,7 @@ def test_compacting_a_chain_gives_the_bytes_of_a_full_checkpoint(folder, capsys)
     one, two = (open_checkpoint(path / "step-8").index for path in (chain, full))
     assert one == two
     assert checkpoint(["compact", str(chain)]) == 0
-    assert "is a full checkpoint already" in capsys.readouterr().out
+    assert "is already a full checkpoint" in capsys.readouterr().out
     assert checkpoint(["prune", str(chain), "--keep", "1"]) == 0
     assert names(chain) == ["step-8"]
 

@@ -155,7 +155,7 @@ MISTAKES = {
     "train.slices=C1": ["train.slices: C1 (str) is not a list"],
     "train.loss.label_smoothing=1": ["train.loss.label_smoothing must be >= 0 and < 1, got 1"],
     "lr=0.1": ["lr: unknown key", "optimizer.sparse.lr or optimizer.dense.lr"],
-    "snapshots.every=3": ["snapshots: unknown key", "the top level has run, data"],
+    "snapshots.every=3": ["snapshots: unknown key", "the top level has the keys run, data"],
     "train.epochs=three": ["train.epochs: three (str)", "a whole number", "epochs: 1"],
     "train.epochs=0": ["train.epochs must be >= 1, got 0", ">= 1", "epochs: 1"],
     "train.max_steps=1.5": ["train.max_steps: 1.5 (float)", "max_steps: 100"],

@@ -190,7 +190,7 @@ def test_the_former_option_part_is_rejected_with_its_replacement(tmp_path, capsy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (EngineOptions("spark"), "'spark' is unknown; use threads, processes, ray, dask"),
+        (EngineOptions("spark"), "'spark' is unknown; use one of threads, processes, ray, dask"),
         (
             EngineOptions("threads", "auto"),
             "needs an engine with a cluster; use, for example, --engine ray",

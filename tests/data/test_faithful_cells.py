@@ -132,7 +132,7 @@ def test_a_run_reports_values_that_differ_from_the_input(tmp_path, caplog):
     )
     assert "bad lines were skipped:\n  1 x blank line" in caplog.messages
     assert "values clamped to the input range of their transform: d 2" in caplog.messages
-    assert "values dropped because a row had more than the maximum number: t 3" in caplog.messages
+    assert "values dropped because a row had too many of them: t 3" in caplog.messages
     assert not any("without an id" in message for message in caplog.messages)
     caplog.clear()
     (tmp_path / "new.csv").write_text("1,1,new,p|new\n0,1,a,\n0,1,other,x\n")
@@ -148,7 +148,7 @@ def test_encoded_rows_cannot_replace_the_set_of_like(tmp_path, capsys):
     manifest = prepared(tmp_path, "sparse: {C1: string}\n", rows)
     arguments = ["encode", "--like", manifest.path, "--input", tmp_path / "t.csv", "--overwrite"]
     assert main([*map(str, arguments), "--output", str(tmp_path / "." / "set")]) == 2
-    assert "this is the set of --like" in capsys.readouterr().err
+    assert "this folder contains the --like set" in capsys.readouterr().err
     assert load_manifest(manifest.path).fingerprint == manifest.fingerprint
 
 

@@ -249,7 +249,7 @@ def test_remote_tables_are_copied_first(tmp_path):
         (
             "mixed",
             cycle("1", "x"),
-            "cells such as 'x' are not numbers; clean them to use the column as dense",
+            "cells such as 'x' are not numbers; clean them to use the column as a dense column",
         ),
         ("day", [f"{n % 9 + 1}/5/2024" for n in range(60)], "or the format %m/%d/%Y"),
     ],

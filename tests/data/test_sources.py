@@ -176,7 +176,7 @@ def test_the_version_of_a_remote_file_changes_with_its_content(tmp_path, memory)
     [
         ("memory://clicks/absent.tsv", "no such file or folder"),
         ("nothing://clicks/rows.tsv", "nothing"),
-        ("memory://clicks", "this folder contains no file that ends in .tsv"),
+        ("memory://clicks", "this folder contains no file whose name ends in one of .tsv"),
     ],
 )
 def test_an_unreadable_input_is_reported_with_its_url(tmp_path, memory, url, message):

@@ -247,7 +247,7 @@ def test_growth_changes_no_id_and_fills_spare_ids_first(tmp_path, capsys):
     assert (shop["new_values"], shop["in_spare_ids"], shop["behind_the_old"]) == (12, 5, 7)
     assert shop["max_over_mean"] == pytest.approx(max(parts) / np.mean(parts), abs=1e-3)
     line = "deep.shop has 12 new values: 5 in spare rows and 7 in rows after the old ones;"
-    assert f"{line} the most loaded of the 4 parts of its rows has" in explained(capsys, big.path)
+    assert f"{line} the busiest of the 4 parts of its rows has" in explained(capsys, big.path)
     assert "grown" not in explained(capsys, same.path)
 
 
@@ -268,7 +268,7 @@ def test_like_refuses_options_that_the_set_decides(tmp_path, as_csv, capsys):
     source = write_csv(tmp_path / "t.csv", ROWS[:20])
     words = ["--input", source, "--output", tmp_path / "new", "--like", as_csv.path]
     assert main(["prepare", *map(str, words), "--min-count", "3"]) == 2
-    assert "--min-count: this option is determined by the set of --like" in capsys.readouterr().err
+    assert "--min-count: this option is determined by the --like set" in capsys.readouterr().err
     assert main(["prepare", *map(str, words[:4]), "--grow"]) == 2
     assert "--grow needs a set to grow from" in capsys.readouterr().err
 
@@ -334,7 +334,7 @@ def test_columns_with_an_x_are_crossed_and_ambiguous_names_refused(tmp_path, cap
     assert (cross.parts, cross.rows) == (("sex", "tax"), 17)
     schema.write_text("sparse: {se: integer, sex: integer, tax: integer, xtax: integer}\n")
     assert main([*map(str, words)]) == 2
-    assert "'sexxtax' may mean se with xtax or sex with tax" in capsys.readouterr().err
+    assert "'sexxtax' can be read as se with xtax or sex with tax" in capsys.readouterr().err
 
 
 class Stopped(BaseException):

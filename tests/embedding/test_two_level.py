@@ -234,7 +234,7 @@ def test_default_grid_has_a_row_per_host():
 @pytest.mark.parametrize(
     ("changes", "hosts", "says"),
     [
-        ({}, ((0, 1, 2), (3,)), r"equally many ranks on every host, but the hosts have 3, 1; use"),
+        ({}, ((0, 1, 2), (3,)), r"number of ranks on every host, but the hosts have 3, 1; use"),
         ({"ranks": ((0, 2), (1, 3))}, HOSTS.hosts, r"ranks \[0, 2\] in one row, .*different hosts"),
         ({"ranks": ((0, 1),)}, HOSTS.hosts, r"\(S\(0\), S\(0\)\) needs all 4 ranks, but .* has 2"),
         ({"exchange": "reduce"}, HOSTS.hosts, r"reduce does not support .*; use unique"),

@@ -43,9 +43,9 @@ TERMINATED_LATER = Reason("terminated", order=3)
         ([TERMINATED, LOST], "stopped by SIGTERM"),
         ([Reason("interrupt", "step 6 is saved"), LOST], "stopped by Ctrl-C; step 6 is saved"),
         ([TERMINATED, Reason("terminated", "a")], "stopped by SIGTERM; a"),
-        ([TERMINATED, None], "error: rank 1 died or does not answer; "),
-        ([LOST, None], "error: rank 1 died or does not answer; "),
-        ([LOST, None, None], "error: ranks 1, 2 died or does not answer; "),
+        ([TERMINATED, None], "error: rank 1 died or stopped responding; "),
+        ([LOST, None], "error: rank 1 died or stopped responding; "),
+        ([LOST, None, None], "error: ranks 1, 2 died or stopped responding; "),
         ([ABSENT, ABSENT, None], "error: rank 2 did not join"),
         ([MISTAKE, ABSENT, None], "error: a: no [rank 0]"),
         ([CRASH, ABSENT, None], "Traceback\nValueError: b\n[rank 0]"),
@@ -69,8 +69,8 @@ def test_posted_reasons_become_one_message(posts, message):
         ([TERMINATED] * 4, "stopped by SIGTERM"),
         ([LOST, LOST, INTERRUPT, INTERRUPT], "stopped by Ctrl-C, sent to ranks 2, 3 on b"),
         ([INTERRUPT] * 4, "stopped by Ctrl-C"),
-        ([TERMINATED, None, LOST, LOST], "error: rank 1 on a died or does not answer; "),
-        ([LOST, TERMINATED_LATER, None, LOST], "error: rank 2 on b died or does not answer; "),
+        ([TERMINATED, None, LOST, LOST], "error: rank 1 on a died or stopped responding; "),
+        ([LOST, TERMINATED_LATER, None, LOST], "error: rank 2 on b died or stopped responding; "),
         ([None, None, LOST, None], "error: ranks 0, 1 on a and rank 3 on b died or do"),
     ],
 )
@@ -82,7 +82,7 @@ def test_posted_reasons_of_two_machines_become_one_message(posts, message):
 def test_without_the_store_ranks_of_this_machine_are_not_blamed():
     machines = {0: "a", 1: "a", 2: "b", 3: "b"}
     text = compose({2: LOST}, 4, machines, alive=[2, 3], store_lost="the store at a:1 is silent")
-    assert text.startswith("error: ranks 0, 1 on a died or does not answer; ")
+    assert text.startswith("error: ranks 0, 1 on a died or stopped responding; ")
     assert text.endswith("(closed by peer; the store at a:1 is silent)")
 
 

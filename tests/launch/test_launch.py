@@ -138,7 +138,7 @@ def test_a_rank_that_exits_is_named_with_its_code_and_line(run: Run) -> None:
 def test_survivors_name_the_rank_that_died(run: Run) -> None:
     run.pids()
     output = run.output(END_S)
-    assert output.count("error: rank 1 died or does not answer") == 1
+    assert output.count("error: rank 1 died or stopped responding") == 1
     assert "dmesg" in output
     assert not own_traceback(output)
 

@@ -69,7 +69,7 @@ def test_checkpoints_are_saved_listed_and_removed(folder):
     assert value_of(folder, 4) == 4.0
     assert "step-10" in list_text(folder)
     assert verify_text(folder)[1]
-    assert "full checkpoint already" in compact(folder)
+    assert "already a full checkpoint" in compact(folder)
     keep_only(folder, newest=1, step=10, and_step=2)
     assert [path.name for path in list_checkpoints(folder)] == ["step-10", "step-2"]
     remove_checkpoint(folder / "step-2")

@@ -116,7 +116,7 @@ def test_a_described_machine_has_the_memory_of_its_data_sheet(tmp_path):
     plan([*words[:-2], "--output", str(output)])
     assert yaml.safe_load(output.read_text())["tables"]["C1"]["ranks"] == [1]
     path.write_text(json.dumps({**whole, "device_gb": [600, 600, 600]}))
-    with pytest.raises(ConfigError, match="device_gb: 3 limits for 2 ranks; give one number"):
+    with pytest.raises(ConfigError, match="device_gb: got 3 limits for 2 ranks; give one number"):
         plan(words)
 
 
@@ -136,7 +136,7 @@ def test_names_in_any_script_are_reported(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--report", "plan.pdf"], "--report must end in .txt, .json, .html"),
+        (["--report", "plan.pdf"], "--report must end in one of .txt, .json, .html"),
         (["--measure", "-1"], "--measure must be 0 or more, got -1"),
         (["--measure", "2"], "--measure samples ids from each table's zipf"),
         (
@@ -181,7 +181,7 @@ SAMPLE, BINS = "as sample", "as bins"  # each replaces the table's zipf key
         ({"rows": 0}, r"tables\[0\].rows must be a whole number, 1 or more .*got 0"),
         ({"zipf": None, "bins": 3}, r"tables\[0\] has zipf and bins; give exactly one of"),
         ({"zipf": {"s": "x"}}, r"zipf.s must be a number, 0 or more .*got 'x'"),
-        ({"width": 3}, "unknown keys width; the keys are name, rows"),
+        ({"width": 3}, "unknown keys width; the valid keys are name, rows"),
         ({"name": "C2"}, "several tables are named C2"),
         ({"name": 7}, r"tables\[0\].name must be a non-empty string.* got 7"),
         ({"rows": 0.5}, r"tables\[0\].rows must be a whole number, 1 or more .*got 0.5"),
@@ -241,7 +241,10 @@ def test_a_wrong_key_of_a_tables_file_is_named(tmp_path, change, message):
             {"parameters": 5, "elements_per_sample": "a"},
             "elements_per_sample must be a number.* got 'a'",
         ),
-        ({"parameters": 5, "layers": 2}, "dense has unknown keys layers; the keys are parameters"),
+        (
+            {"parameters": 5, "layers": 2},
+            "dense has unknown keys layers; the valid keys are parameters",
+        ),
     ],
 )
 def test_a_wrong_key_of_a_dense_part_is_named(tmp_path, dense, message):

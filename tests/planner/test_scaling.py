@@ -88,11 +88,11 @@ def test_another_link_changes_only_transfers_and_is_reported_as_assumed():
     ("words", "message"),
     [
         (["--ranks", "0"], "--ranks must be 1 or more, got 0"),
-        (["--link", "token-ring"], "--link must be h100-dgx"),
+        (["--link", "token-ring"], "--link must be one of h100-dgx"),
         (["--ranks-per-node", "0", "--link", "1gbit"], "--ranks-per-node must be 1 or more, got 0"),
         (["--ranks-per-node", "4"], "--ranks-per-node 4 .*--link 25gbit"),
         (["--ranks-per-node", "4", "--link", "a100-dgx"], "a node of a100-dgx has 8 ranks"),
-        (["--link", "0gbit"], "--link must be h100-dgx.* got '0gbit'"),
+        (["--link", "0gbit"], "--link must be one of h100-dgx.* got '0gbit'"),
         (["--planner", "nobody"], "nobody"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_wrong_argument_of_clusters_is_named(tables, words, message):
 
 def test_an_unknown_command_is_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["planner", "guess"])
-    with pytest.raises(ConfigError, match="unknown command 'guess'; use calibrate, "):
+    with pytest.raises(ConfigError, match="unknown command 'guess'; use one of calibrate, "):
         main()
 
 
@@ -115,7 +115,7 @@ def test_ethernet_is_shared_by_the_ranks_of_a_node():
     shared, _ = link_of("25gbit", 4)
     assert link_of("25000mbit")[0] == alone
     assert shared.between_gb_per_s == pytest.approx(alone.between_gb_per_s / 4)
-    with pytest.raises(ConfigError, match="--link must be h100-dgx, a100-dgx, or"):
+    with pytest.raises(ConfigError, match="--link must be one of h100-dgx, a100-dgx, or"):
         link_of("infiniband")
 
 

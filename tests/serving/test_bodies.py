@@ -150,7 +150,7 @@ def test_an_inference_request_is_read_as_columns():
         (b'{"inputs": [7]}', r"inputs\[0\] is not an object"),
         (tensor(name=7), "needs a string"),
         (tensor(shape=[3]), r"shape \[3\] does not fit 2 values of 'C1'; use \[2\] or \[2, 1\]"),
-        (tensor(datatype="BOOL"), "datatype 'BOOL' is not supported; use BYTES"),
+        (tensor(datatype="BOOL"), "datatype 'BOOL' is not supported; use one of BYTES"),
         (tensor(datatype=[]), r"datatype \[\] is not supported"),
         (tensor(data=["a", 7]), "row 1, column 'C1': 7 is not BYTES; use null"),
         (tensor(datatype="INT64", data=[1, True]), "row 1, column 'C1': True is not INT64"),

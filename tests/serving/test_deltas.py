@@ -145,5 +145,5 @@ def test_the_newest_bundle_of_a_folder_is_current(bundle: Path):
     (newer / "model.json").write_text("{}")
     bundle.with_name("step-11.partial").mkdir()
     assert newest_bundle(bundle.parent) == newer
-    with pytest.raises(DataError, match=r"neither model\.json nor bundles step-N"):
+    with pytest.raises(DataError, match=r"neither model\.json nor any bundle named step-N"):
         newest_bundle(newer / "deltas")

@@ -253,7 +253,7 @@ def test_auto_depends_on_the_price():
     assert "are sent one batch ahead" in format_plan(on)
     assert "are sent one batch later" in format_plan(on)
     assert on.transfers() == set(moves.TRANSFERS) - {"ids"}
-    assert "early rows of deep/unique: none: they would hide 0.00 ms" in format_plan(off)
+    assert "early rows of deep/unique: none: the overlap would hide 0.00 ms" in format_plan(off)
     assert plan_from_json(plan_to_json(on)) == on
     assert not any(step.id.endswith(EARLY) for _, step in off.steps())
     assert {step.id for _, step in on.steps() if step.id.endswith((*EARLY, *LATE))} == {
@@ -264,7 +264,7 @@ def test_auto_depends_on_the_price():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lookahead": 1}, "train.lookahead is 1, but early rows need 2 or more"),
+        ({"lookahead": 1}, "train.lookahead is 1, but early rows need a lookahead of 2 or more"),
         ({"scheme": "1"}, "no table uses the exchange unique"),
         ({"overlap": False}, "parallel.overlap is false"),
         ({"size": 1}, "a single rank sends no rows"),
@@ -294,7 +294,7 @@ def test_no_early_rows_with_false_or_with_auto_for_cached_tables(tmp_path):
         for group in planned(early_config(cached(config, tmp_path), "auto"), SLOW).early_rows
         if group.group == "deep/unique"
     )
-    assert "slots for two batches (true" in deep.reason
+    assert "slots for two batches (train.early_rows: true" in deep.reason
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_no_early_rows_with_false_or_with_auto_for_cached_tables(tmp_path):
             {"early_rows": False},
             r"late gradients need early rows, which are off \(train.early_rows is false\)",
         ),
-        ({"accumulate": 3}, "train.accumulate is 3, but late gradients need 1"),
+        ({"accumulate": 3}, "train.accumulate is 3, but late gradients need a value of 1"),
         ({"clip": ClipConfig(norm=1.0, rows=True)}, "optimizer.clip.rows is true"),
     ],
 )
@@ -326,7 +326,7 @@ def test_auto_needs_true_to_send_late_gradients_of_cached_tables(tmp_path):
     plan = planned(early_config(cached(config, tmp_path)), SLOW)
     deep = next(group for group in plan.early_rows if group.group == "deep/unique")
     assert deep.reason == ""
-    assert "slots for three batches (true" in deep.late_reason
+    assert "slots for three batches (train.late_gradients: true" in deep.late_reason
 
 
 def reading(world: World, config: Config) -> Any:

@@ -97,7 +97,7 @@ def test_a_job_continues_when_machines_leave_and_join(synth_set, tmp_path, undis
         job.wait(lambda: job.saved_by() == 2, "two machines did not start")
         second.kill()
         job.wait(lambda: job.saved_by() == 1, "the first did not go on alone")
-        assert "died or does not answer" in job.output()
+        assert "died or stopped responding" in job.output()
         second.elastic(job.words, tmp_path / "log2")
         job.wait(lambda: job.saved_by() == 2, "the second was not let in")
         assert "stopped by SIGTERM" in job.output(), "the rank that was alone was told, and saved"

@@ -51,8 +51,8 @@ def test_patience_counts_evaluations_in_a_row():
     ]
     assert (stopper.value, stopper.step) == (0.72, 4)
     assert stopper.why(6) == (
-        "at step 6, after 2 consecutive evaluations of val without a better auc than 0.72 at step 4"
-        " by more than 0.01"
+        "at step 6, after 2 consecutive evaluations of val in which auc did not improve on 0.72 "
+        "(step 4) by more than 0.01"
     )
 
 

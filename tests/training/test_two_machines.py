@@ -94,12 +94,12 @@ def test_supervised_jobs_on_two_machines_resume(machines, synth_set, tmp_path, u
     if fault == "cut":
         machines[1].pull_cable()
         job.wait(lambda: job.output().count("supervise: ended with code") >= 2, "they did not end")
-        assert job.output().count("died or does not answer") >= 2
+        assert job.output().count("died or stopped responding") >= 2
         machines[1].plug_in()
     elif fault == "killed":  # another machine will run the same command
         machines[1].kill()
         job.wait(lambda: "supervise: ended with code" in job.output(), "the other did not end")
-        assert "died or does not answer" in job.output()
+        assert "died or stopped responding" in job.output()
         job.start(machines[1])
     else:
         machines[0].slow_down("2mbit")

@@ -97,8 +97,8 @@ class PaddedGroups:
         self._warned[index] = most
         logger.warning(
             "parallel.row_buffer_fraction: %g leaves room for %d rows of %s between two ranks, "
-            "but a batch of %d requests %d; the exchange was repeated with that size, which made "
-            "the host wait; use %g",
+            "but a batch of %d samples requests %d; the exchange was repeated with that size, "
+            "which made the host wait; use %g",
             group.capacity.share,
             room,
             group.plan.name,

@@ -199,7 +199,7 @@ class IdReader:
         missing, unknown = sorted(wanted - set(ids)), sorted(set(ids) - set(self._by_name))
         if missing or unknown:
             problem = f"{missing[0]} is missing" if missing else f"{unknown[0]} is unknown"
-            raise DataError(f"ids: feature {problem}; use {', '.join(sorted(wanted))}")
+            raise DataError(f"ids: feature {problem}; pass {', '.join(sorted(wanted))}")
 
     def _join(self, ids: Mapping[str, "Tensor | Bags"]) -> tuple[Tensor, dict[int, Bags]]:
         columns: list[Tensor] = []

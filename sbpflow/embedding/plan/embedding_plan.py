@@ -305,8 +305,8 @@ def _check_substitutes(
             )
             raise ConfigError(
                 f"feature {feature.name}: out_of_range {policy} would change ids that are valid "
-                f"in the larger tables of {sizes}; give these tables the same num_rows, or use "
-                "out_of_range: error"
+                f"in the larger of the tables {sizes}; give these tables the same num_rows, or "
+                "use out_of_range: error"
             )
 
 

@@ -69,7 +69,7 @@ def make_groups(
         for name in table.features:
             if name not in by_name:
                 raise ConfigError(
-                    f"table {table.name}: the data has no feature {name!r}; use "
+                    f"table {table.name}: the data has no feature {name!r}; use one of "
                     f"{', '.join(by_name)}"
                 )
     ragged = frozenset(

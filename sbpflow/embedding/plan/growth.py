@@ -35,8 +35,8 @@ class Eviction:
         Count | None,
         Key(
             "results",
-            "Evict keys that have not occurred for this many samples. By default, keys are "
-            "not evicted for being idle.",
+            "Evict keys that have not occurred for this many samples. By default, keys are not "
+            "evicted for being idle.",
         ),
     ] = None
     idle_time: Annotated[
@@ -44,8 +44,8 @@ class Eviction:
         Key(
             "results",
             "Evict keys that have not occurred for this much event time, in units of the set's "
-            "time column (microseconds for dates). By default, keys are not evicted for "
-            "being idle.",
+            "time column (microseconds for dates). By default, keys are not evicted for being "
+            "idle.",
         ),
     ] = None
 

@@ -63,7 +63,7 @@ class RowBlock:
         """
         if self.squares is None:
             raise RuntimeError(
-                "mean_squares is only available to optimizers with row state, which this "
+                "mean_squares is available only to optimizers with row state, which this "
                 "optimizer does not have; use grads"
             )
         return self.squares
@@ -124,7 +124,8 @@ class SparseOptimizer(ABC):
         if unknown := set(self.kernels) - set(get_args(CompiledKernel)):
             known = ", ".join(get_args(CompiledKernel))
             raise ConfigError(
-                f"sparse optimizer {self.name}: kernels contains {', '.join(unknown)}; use {known}"
+                f"sparse optimizer {self.name}: kernels contains {', '.join(unknown)}; use one of "
+                f"{known}"
             )
         hints = get_type_hints(type(self), include_extras=True)
         for field in fields(self):

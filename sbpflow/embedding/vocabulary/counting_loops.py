@@ -89,7 +89,7 @@ def observe(
         while (value != 0) & (array[place, ADDRESS] != address):
             place += U64(1)
             if place == U64(array.shape[0] - 1):
-                raise IndexError("the key map is full at its end; this is a bug")
+                raise IndexError("the key map has no free slot at its end; this is a bug")
             value = array[place, VALUE]
         # The processor could not predict branches on the key, so there are none from here on,
         # except for LFU counts. Entries are always written to the logs and lists, but the position

@@ -68,8 +68,8 @@ class GlobalBatchNorm(nn.Module):
             rows = "the rows of a batch" if batch is None else f"{batch.part.shape[0]} rows"
             raise SbpError(
                 f"module {self.name}: BatchNorm1d got an input of shape {list(x.shape)} for "
-                f"{rows}; over all ranks, its input must be [rows, features], with one row per "
-                "row of the batch; otherwise, use LayerNorm"
+                f"{rows}; its input must be [rows, features] and must have, over all ranks, one "
+                "row for each row of the batch; otherwise, use LayerNorm"
             )
         weight = torch.ones_like(self.running_mean) if self.weight is None else self.weight
         bias = torch.zeros_like(self.running_mean) if self.bias is None else self.bias

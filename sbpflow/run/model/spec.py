@@ -290,7 +290,7 @@ def _check_shared(table: str, members: Sequence[IdField], shared: Collection[str
         if first.rows != other.rows:
             raise ConfigError(
                 f"model.fields: {pair}, but they have {first.rows} and {other.rows} rows; fields "
-                "that share a table must have equal numbers of rows"
+                "that share a table must have the same number of rows"
             )
 
 

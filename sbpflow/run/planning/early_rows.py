@@ -122,7 +122,10 @@ def _why_not(config: Config, plan: EmbeddingPlan) -> str:
     if not config.parallel.overlap:
         return "parallel.overlap is false"
     if given != "auto" and given < EARLY_LOOKAHEAD:
-        return f"train.lookahead is {given}, but early rows need {EARLY_LOOKAHEAD} or more, or auto"
+        return (
+            f"train.lookahead is {given}, but early rows need a lookahead of {EARLY_LOOKAHEAD} or "
+            "more, or auto"
+        )
     return ""
 
 
@@ -135,7 +138,8 @@ def _why_not_group(group: GroupPlan, wanted: bool | str) -> str:
         return f"table {table.name} grows, and the rows of new keys are set just before the lookup"
     if table.storage is not None and wanted == "auto":
         return (
-            f"the cache of table {table.name} would need slots for two batches (true allows this)"
+            f"the cache of table {table.name} would need slots for two batches ({KEY}: true "
+            "allows this)"
         )
     return ""
 
@@ -147,12 +151,13 @@ def _why_not_late(config: Config, group: GroupPlan) -> str:
     if config.train.late_gradients is False:
         return f"{LATE_KEY} is false"
     if accumulate > 1:
-        return f"train.accumulate is {accumulate}, but late gradients need 1"
+        return f"train.accumulate is {accumulate}, but late gradients need a value of 1"
     if clip is not None and clip.rows:
-        return "optimizer.clip.rows is true, and the norm of all gradients is needed in the step"
+        return "optimizer.clip.rows is true, so each step needs the norm of all its gradients"
     if table.storage is not None and config.train.late_gradients == "auto":
         return (
-            f"the cache of table {table.name} would need slots for three batches (true allows this)"
+            f"the cache of table {table.name} would need slots for three batches ({LATE_KEY}: "
+            "true allows this)"
         )
     return ""
 
@@ -166,7 +171,7 @@ def _does_not_pay(group: GroupPlan, hidden: float, sent: float, topology: Topolo
     if hidden_ms > cost_ms:
         return ""
     return (
-        f"they would hide {max(0.0, hidden_ms):.2f} ms at {link.gb_per_s:g} GB/s "
+        f"the overlap would hide {max(0.0, hidden_ms):.2f} ms at {link.gb_per_s:g} GB/s "
         f"({link.source}) and cost {cost_ms:.2f} ms"
     )
 

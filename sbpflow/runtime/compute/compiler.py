@@ -22,7 +22,7 @@ def compiler_problem(device_type: str) -> str:
     """Return why torch.compile cannot compile for a device and what to install, or "" if it can."""
     if device_type == "cuda":
         if find_spec("triton") is None:
-            return "triton, which compiles for CUDA, is not installed: pip install triton"
+            return "triton, which compiles for CUDA, is not installed; run pip install triton"
         names, given, kind = C_COMPILERS, os.environ.get("CC"), "C"
     elif device_type == "cpu":
         names, given, kind = CPP_COMPILERS, os.environ.get("CXX"), "C++"

@@ -112,7 +112,9 @@ def _torch() -> Finding:
     version = minor(torch.__version__)
     if version not in FBGEMM_OF_TORCH:
         return Finding(
-            "torch", "broken", f"{torch.__version__}: untested; use {', '.join(FBGEMM_OF_TORCH)}"
+            "torch",
+            "broken",
+            f"{torch.__version__}: untested; use one of {', '.join(FBGEMM_OF_TORCH)}",
         )
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     return Finding("torch", "ok", f"{torch.__version__} ({build})")

@@ -275,7 +275,7 @@ class RemotePath:
             raise ConfigError(f"{self}: {error}") from error
         except ValueError as error:
             reason = redacted(str(error))
-            raise ConfigError(f"{self}: {reason}; use a URL that fsspec reads") from None
+            raise ConfigError(f"{self}: {reason}; use a URL that fsspec can read") from None
 
     def _call(self, verb: str, function: Callable[[Any, str], Result]) -> Result:
         """Return the result of a request; retry temporary failures.
@@ -356,8 +356,8 @@ def any_path(given: str | AnyPath) -> AnyPath:
     shown, (scheme, _, rest) = redacted(text), text.partition(":/")
     if not rest.startswith("/"):
         raise PathError(
-            f"{shown!r} is a URL with one slash, as Path writes it; use {scheme}://.. as a "
-            "string, or an absolute path for a local folder of that name"
+            f"{shown!r} is a URL with one slash instead of two, as Path writes it; use "
+            f"{scheme}://.. as a string, or an absolute path for a local folder of that name"
         )
     if "::" in scheme:
         raise PathError(

@@ -318,7 +318,7 @@ def _lost(silent: list[int], machines: Mapping[int, str]) -> str:
         "and network of the machine"
     )
     if silent:
-        return f"{_located(silent, machines)} died or does not answer; {advice}"
+        return f"{_located(silent, machines)} died or stopped responding; {advice}"
     return f"a connection between ranks broke even though all ranks are alive; {advice}"
 
 

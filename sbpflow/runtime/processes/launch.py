@@ -78,7 +78,9 @@ def dispatch(
         return 0
     if name not in commands:
         near = [f"; did you mean {match}?" for match in get_close_matches(name, commands, 1)]
-        raise ConfigError(f"unknown command {name!r}{''.join(near)}; use {', '.join(commands)}")
+        raise ConfigError(
+            f"unknown command {name!r}{''.join(near)}; use one of {', '.join(commands)}"
+        )
     return until_nobody_reads(lambda: commands[name](argv[1:]))
 
 

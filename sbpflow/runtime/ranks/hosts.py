@@ -171,8 +171,8 @@ def _leader_by_environment(rank: int, size: int, error: OSError) -> int:
     if local < 1 or size % local:
         raise ConfigError(
             f"LOCAL_WORLD_SIZE={local or 'unset'} does not show which of the {size} ranks share a "
-            f"host ({first_line(error)}); start with torchrun and equal numbers of ranks on all "
-            "hosts, or describe the hosts in a file: parallel.topology=hosts.yaml"
+            f"host ({first_line(error)}); start with torchrun and the same number of ranks on "
+            "every host, or describe the hosts in a file: parallel.topology=hosts.yaml"
         )
     if rank % local == 0:
         LOG.warning(

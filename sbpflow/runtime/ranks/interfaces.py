@@ -63,9 +63,9 @@ def choose_interface(
             return
     raise ConfigError(
         f"the name of this machine, {machine_name()}, resolves to {own[0] if own else 'nothing'}, "
-        "so other machines cannot reach its ranks, and no interface leads to the other hosts; "
-        f"set {_INTERFACE} to the interface that does (for example, {_INTERFACE}=eth0), or "
-        "correct the name's address in /etc/hosts"
+        "so other machines cannot reach its ranks, and no interface to the other hosts was "
+        f"found; set {_INTERFACE} to the interface that reaches them (for example, "
+        f"{_INTERFACE}=eth0), or correct the address of this name in /etc/hosts"
     )
 
 

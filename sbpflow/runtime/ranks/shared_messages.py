@@ -63,8 +63,8 @@ class Arena:
             return pieces.pop(), size
         if self.end + size > ARENA_BYTES:
             raise SbpError(
-                f"too many bytes of messages ({self.end:,}) are in flight between the ranks of "
-                "this host; set parallel.shared_memory: false"
+                "the messages in flight between the ranks of this host are too large "
+                f"({self.end:,} bytes); set parallel.shared_memory: false"
             )
         self.end += size
         return self.end - size, size
