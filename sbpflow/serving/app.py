@@ -145,7 +145,7 @@ class App:
         self, served: Served | None, path: str, scope: Message, receive: Receive
     ) -> _Answer:
         if served is None:
-            answer = await self._answer_server(path)
+            answer = self._answer_server(path)
             _check_method(scope, "GET", "HEAD")
             return answer
         if path in ("/score", "/models//score"):
@@ -167,15 +167,13 @@ class App:
             return _Answer(inference_protocol.model_metadata(served.name, version))
         raise _unknown_path(scope["path"])
 
-    async def _answer_server(self, path: str) -> _Answer:
+    def _answer_server(self, path: str) -> _Answer:
         if path in ("/health", "/v2/health/live"):
             return _Answer(b"ok\n", _TEXT)
         if path in ("/ready", "/v2/health/ready"):
             return self._readiness()
         if path == "/metrics":
-            # in another thread, because formatting takes over 1 ms, in which requests would wait
-            text = await asyncio.to_thread(self._metrics.text, datetime.now(UTC).timestamp())
-            return _Answer(text.encode(), _METRICS)
+            return _Answer(self._metrics.text(datetime.now(UTC).timestamp()).encode(), _METRICS)
         if path == "/v2":
             return _Answer(inference_protocol.server_metadata())
         if path.startswith(("/models/", "/v2/models/")):
