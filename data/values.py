@@ -177,7 +177,7 @@ def values_with_keys(
         if field.name not in stored:
             raise ConfigError(
                 f"field {field.name}: {fitted.path} has no vocabulary for this field; use a set "
-                f"with keys for {', '.join(stored) or 'no field'} only"
+                + (f"in which only {', '.join(stored)} have keys" if stored else "without keys")
             )
         own = stored[field.name]
         arrays = (

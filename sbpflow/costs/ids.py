@@ -124,8 +124,8 @@ class IdFrequencies:
         """Return the mean number of rows used by ``first`` samples, and how many of these rows are
         also used by ``second`` other samples of the same epoch.
 
-        An epoch reads every sample once, so the two sets of samples never share a row with a single
-        lookup. If several fields with the same ids share a table, ``uses`` is the number of these
+        An epoch reads every sample once, so a row that is looked up only once in the epoch is never
+        used by both sets of samples. If several fields with the same ids share a table, ``uses`` is the number of these
         fields, and each row has ``uses`` times as many lookups.
         """
         rows, lookups = np.asarray(self.bins, dtype=np.float64).reshape(-1, 2).T

@@ -59,8 +59,8 @@ class RankTimes:
 
 
 class RankWatch:
-    """A ``Reporter`` that gathers the times of all ranks, passes them to the functions ``write`` on
-    every rank, and warns about a slow rank.
+    """A ``Reporter`` that gathers the times of all ranks, passes them to each function in
+    ``write`` on every rank, and warns about a slow rank.
 
     The only communication is one small all-gather per log interval.
     """

@@ -256,7 +256,7 @@ PATHS = sorted(name for name, key in KEYS.items() if key.kind == "path")
     [
         ("x" * 5000, "5,000 bytes"),
         ("x" * 241, "name of 241 bytes"),
-        ("a/" * 2000, "4,000 bytes, but a path has at most 3,800"),
+        ("a/" * 2000, "4,000 bytes, but a path can have at most 3,800"),
         ('"\\ud800"', "half of a surrogate pair"),
     ],
 )

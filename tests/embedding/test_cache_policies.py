@@ -25,7 +25,7 @@ def test_fetches_counted_by_hand():
 
 
 def test_bagpipe_keeps_the_rows_within_its_lookahead():
-    # The uses of row 0 are 2 batches apart, those of rows 1 and 2 are 4 apart. If rows
+    # The uses of row 0 are 2 batches apart, and those of rows 1 and 2 are 4 apart. If rows
     # were kept for 4 batches, the cache would hold rows 0, 1, and 2 in batches 1 and 2, and also
     # row 3 in batch 3.
     assert bagpipe(TRACE, 4, 4) == (per_step(4, 0), len(TRACE))

@@ -144,7 +144,9 @@ EMPTY_GROUPS = [
 
 
 def test_groups_with_empty_parts_of_unequal_shapes(ranks):
-    """Split 13 rows over 2 ranks; the parts of the rank without columns are [7, 0] and [6, 0]."""
+    """Split 13 rows over the rows of a 2 x 2 grid; the parts of the two ranks without columns are
+    [7, 0] and [6, 0].
+    """
     grid = Placement("cpu", (0, 1, 2, 3), (2, 2))
     drawn = [
         (Layout(grid, a), Layout(grid, b), (13, 5), "float32")

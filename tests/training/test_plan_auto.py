@@ -132,7 +132,8 @@ def test_two_runs_correct_a_calibration_that_is_too_slow(synth_set, tmp_path, ca
         assert load(path).runs.count == number + 1
         assert re.search(rf"costs:\s+calibration of .*, corrected by {number + 1} run", done.stderr)
         factors.append(load(path).runs.factor)
-    third = errors[1] + math.log(factors[2] / factors[1])  # the error if a third run is as fast
+    # the error of a third run that is as fast as the second
+    third = errors[1] + math.log(factors[2] / factors[1])
     assert errors[0] > max(errors[1], math.log(3))
     assert abs(third) < min(errors[1], 0.5 * errors[0])
 

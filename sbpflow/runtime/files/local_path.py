@@ -64,8 +64,8 @@ def _fault(text: str) -> str:
     except UnicodeEncodeError:
         return "contains half of a surrogate pair"
     if len(raw) > MAX_BYTES:
-        return f"has {len(raw):,} bytes, but a path has at most {MAX_BYTES:,}"
+        return f"has {len(raw):,} bytes, but a path can have at most {MAX_BYTES:,}"
     longest = max(map(len, raw.split(b"/")))
     if longest > MAX_NAME_BYTES:
-        return f"contains a name of {longest:,} bytes, but a name has at most {MAX_NAME_BYTES}"
+        return f"contains a name of {longest:,} bytes, but a name can have at most {MAX_NAME_BYTES}"
     return ""

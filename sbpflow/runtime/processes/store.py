@@ -200,7 +200,7 @@ def open_store(serves: bool) -> TimedStore:
 
 
 def loopback_name(host: str) -> bool:
-    """Return whether ``host`` denotes the local machine on every machine."""
+    """Return whether ``host`` is a loopback address or name, which leads each machine to itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
