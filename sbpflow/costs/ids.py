@@ -125,8 +125,8 @@ class IdFrequencies:
         also used by ``second`` other samples of the same epoch.
 
         An epoch reads every sample once, so a row that is looked up only once in the epoch is never
-        used by both sets of samples. If several fields with the same ids share a table, ``uses`` is the number of these
-        fields, and each row has ``uses`` times as many lookups.
+        used by both sets of samples. If several fields with the same ids share a table, ``uses`` is
+        the number of these fields, and each row has ``uses`` times as many lookups.
         """
         rows, lookups = np.asarray(self.bins, dtype=np.float64).reshape(-1, 2).T
         rows, lookups = rows[rows > 0], lookups[rows > 0]
