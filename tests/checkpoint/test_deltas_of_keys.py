@@ -247,7 +247,7 @@ def test_missing_rows_of_new_keys_are_noticed(folder):
     """Replace a delta's predecessor with an earlier checkpoint, which lacks some keys."""
     delta = open_checkpoint(folder / "deltas" / "step-8")
     delta.before = open_checkpoint(folder / "deltas" / "step-2")
-    with pytest.raises(CheckpointError, match=r"tables/deep.f lacks \d+ values, and"):
+    with pytest.raises(CheckpointError, match=r"\d+ values of tables/deep.f are missing"):
         delta.tensor("tables/deep.f")
     with pytest.raises(CheckpointError, match=r"tables/deep.h has no keys"):
         key_changes([delta], "deep.h")

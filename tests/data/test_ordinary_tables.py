@@ -363,10 +363,10 @@ def test_a_table_with_accents_commas_dates_and_markers_of_missing_cells(tmp_path
 @pytest.mark.parametrize(
     ("features", "advice"),
     [
-        ("sparse: {c: integer}", "column c contains words such as 'UA', 'AA'; use kind string, or "
-         "list the words that stand for missing values under `missing_values`"),
+        ("sparse: {c: integer}", "column c contains words such as 'UA', 'AA'; use kind string, or, "
+         "under `missing_values`, list the words"),
         ("dense: [c]\nsparse: {y2: string}", "column c contains words such as 'UA', 'AA'; make it "
-         "a sparse column of kind string, or list"),
+         "a sparse column of kind string, or, under `missing_values`"),
     ],
 )  # fmt: skip
 def test_a_column_of_numbers_and_words_probably_contains_strings(
@@ -383,13 +383,13 @@ def test_a_column_of_numbers_and_words_probably_contains_strings(
     ("old", "new", "message"),
     [
         ("22,5;3", "$1,234.50;3", "t.csv:2: prix (\u20ac) is not a number: '$1,234.50'\n  prix "
-         "(\u20ac): write plain numbers such as 1234.5, or make it a sparse column of kind string"),
+         "(\u20ac): write plain numbers such as 1234.5, or make the column a sparse"),
         ("22,5;3", "1.234,5;3", "prix (\u20ac): write plain numbers"),
         ("22,5;3", "n/a;3", "if 'n/a' stands for a missing value, add `missing_values: [\"n/a\"]`"),
         ("22,5;3", "22,5;3,5", "t.csv:2: note vendeur is not an integer: '3,5'\n  note "
          "vendeur: write whole numbers, or use kind string instead of integer"),
         ("31/01", "31/13", "t.csv:2: jour d\u00e9p\u00f4t is not a time (%d/%m/%Y): "
-         "'31/13/2024'\n  jour d\u00e9p\u00f4t: write dates such as 2024-05-01 12:30:00, or their"),
+         "'31/13/2024'\n  jour d\u00e9p\u00f4t: write dates such as 2024-05-01 12:30:00, or "),
         ("A2", "", "t.csv:3: r\u00e9f is missing (it is the row_key, which must not be empty): "),
         (', decimal: ","', "", "prix (\u20ac): for a decimal comma, write `decimal"),
     ],

@@ -71,7 +71,7 @@ def test_posted_reasons_become_one_message(posts, message):
         ([INTERRUPT] * 4, "stopped by Ctrl-C"),
         ([TERMINATED, None, LOST, LOST], "error: rank 1 on a died or stopped responding; "),
         ([LOST, TERMINATED_LATER, None, LOST], "error: rank 2 on b died or stopped responding; "),
-        ([None, None, LOST, None], "error: ranks 0, 1 on a and rank 3 on b died or do"),
+        ([None, None, LOST, None], "error: ranks 0, 1 on a and rank 3 on b died or "),
     ],
 )
 def test_posted_reasons_of_two_machines_become_one_message(posts, message):

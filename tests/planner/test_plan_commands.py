@@ -95,7 +95,7 @@ def test_without_a_profile_both_ways_to_get_one_are_named(tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"sbpflow calibrate .*--profile h100-dgx"):
         profile_of(None)
-    with pytest.raises(ConfigError, match=r"--profile: h100 is neither .*use h100-dgx, a100-dgx"):
+    with pytest.raises(ConfigError, match=r"--profile: h100 is neither .*h100-dgx, a100-dgx"):
         profile_of("h100")
     assert profile_of("h100-dgx") == PROFILE
 

@@ -311,7 +311,7 @@ def test_loads_are_work_transfers_and_bytes():
 def test_impossible_plans_are_refused():
     problem = make_problem(2, 2)
     for plan, message in (
-        ((Move(0, (0,)),), "plan: 1 moves for 2 tables"),
+        ((Move(0, (0,)),), "1 moves for 2 tables"),
         ((Move(9, (0,)), Move(0, (0,))), "option 9 of"),
         ((Move(1, (0, 0)), Move(0, (0,))), r"has 2 shards, but they are on ranks \[0, 0\]"),
         ((Move(0, (2,)), Move(0, (0,))), "not in a world of 2 ranks"),
