@@ -178,8 +178,9 @@ class Model:
         for name, (rows, values) in tables.items():
             table = self._known("tables", name, self.content["tables"])
             at = torch.from_numpy(np.asarray(rows, dtype=np.int64))
-            if len(at) and (int(at.min()) < 0 or int(at.max()) >= table["rows"]):
-                raise BundleError(f"table {name} has {table['rows']} rows, got row {int(at.max())}")
+            if len(outside := at[(at < 0) | (at >= table["rows"])]):
+                row = int(outside[0])
+                raise BundleError(f"table {name} has {table['rows']} rows, got row {row}")
             own = changed.setdefault(table["store"], [])
             values = values if isinstance(values, tuple) else _tensor(values)
             own.append((at + table["first"], values))

@@ -307,8 +307,10 @@ def test_changes_make_a_new_model_and_leave_the_old_one(exported, prepared):
     tensors = [store.gather(torch.from_numpy(rows) + table["first"]) for store in stores]
     assert tensors[0].tolist() == values.tolist()
     assert tensors[1].tolist() != values.tolist()
-    with pytest.raises(BundleError, match=r"table deep\.city has \d+ rows, got row 999"):
-        model.with_changes({"deep.city": (np.array([999]), values[:1])}, {}, Version("test", 6, 1))
+    for row in (999, -1):
+        changed = {"deep.city": (np.array([0, row]), values[:2])}
+        with pytest.raises(BundleError, match=rf"table deep\.city has \d+ rows, got row {row}"):
+            model.with_changes(changed, {}, Version("test", 6, 1))
 
 
 def test_new_vocabulary_entries_get_their_ids(exported):
