@@ -438,7 +438,9 @@ def main() -> None:
         "file": (20, "cache_faults"),
         "servers": (40, "server_faults"),
     }[args.storage]
-    results = Results(name, recorded=args.kills >= least and not (args.deltas or args.keys))
+    if args.keys:
+        name = f"growth_{name}"
+    results = Results(name, recorded=args.kills >= least and (args.keys or not args.deltas))
     with tempfile.TemporaryDirectory() as scratch:
         base: Path = args.folder or Path(scratch)
         base.mkdir(parents=True, exist_ok=True)
