@@ -27,16 +27,13 @@ from sbpflow.planner.calibration.command import save_on_all_hosts
 from sbpflow.planner.clusters import USABLE, crowded
 from sbpflow.planner.costs.cost import Prediction, TaskCost
 from sbpflow.planner.costs.features import IdStats, from_histogram, from_ratios
-from sbpflow.planner.costs.profile import Profile, default_path, load
-from sbpflow.planner.costs.run_journal import (
+from sbpflow.planner.costs.profile import MeasuredRun, Profile, default_path, load
+from sbpflow.planner.costs.run_corrections import (
     LEAST_STEPS,
-    RunLine,
-    add_run,
     belongs,
     facts_of,
-    journal_of,
     origin_of,
-    with_runs,
+    with_run,
 )
 from sbpflow.planner.feasible import choose
 from sbpflow.planner.plan_cache import chosen_once
@@ -55,7 +52,6 @@ from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.plan import RunPlan
 from sbpflow.runtime.compute.devices import BACKENDS, device_name
 from sbpflow.runtime.ranks.topology import Topology
-from sbpflow.training.loop import StepTime
 
 LOG = logging.getLogger(__name__)
 
@@ -153,7 +149,7 @@ class PlannedRun:
         )
 
     def finished(
-        self, plan: RunPlan, measured_ms: float, step: StepTime, boxing: Boxing
+        self, plan: RunPlan, measured_ms: float, timed_steps: int, boxing: Boxing
     ) -> dict[str, str]:
         """Add a run with this plan to the calibration, and return the log lines for the end of the
         run, by title. Every rank must call this method.
@@ -170,16 +166,16 @@ class PlannedRun:
             return lines
         profile = None
         try:
-            if boxing.world.rank == 0 and step.steps >= LEAST_STEPS:
-                profile = ran._corrected(self.path, step)
-        except (OSError, ConfigError) as error:
+            if boxing.world.rank == 0 and timed_steps >= LEAST_STEPS:
+                profile = ran._corrected(self.path, measured_ms)
+        except ConfigError as error:
             LOG.warning("this run is not added to the calibration: %s", error)
         try:
             # This call raises errors only after the exchange between ranks, so no rank is left
             # waiting.
             save_on_all_hosts(boxing, profile, self.path)
         except OSError as error:
-            LOG.warning("the calibration on this host does not include this run: %s", error)
+            LOG.warning("this run is not added to the calibration: %s", error)
         lines["costs"] = origin_of(profile or self.cost.profile, self.facts)
         return lines
 
@@ -190,22 +186,21 @@ class PlannedRun:
         ran = {name: choice_of(layout, plan.world_size) for name, layout in plan.layouts.items()}
         return replace(self, plan=ran, prediction=self.cost.predict(ran))
 
-    def _corrected(self, path: Path, step: StepTime) -> Profile | None:
-        """Add the run to the journal, and return the corrected calibration, or None if it is for
-        other ranks or devices.
+    def _corrected(self, path: Path, measured_ms: float) -> Profile | None:
+        """Return the calibration corrected by this run, or None if it was replaced during the run
+        or is for other ranks or devices.
         """
-        facts = self.facts
-        line = RunLine(
-            taken=datetime.now(UTC).isoformat(timespec="seconds"),
-            facts=facts,
-            batch_size=self.task.batch_size,
-            steps=step.steps,
-            step_ms=round(step.ms, 4),
-            totals=tuple(map(tuple, self.cost.step_counts(self.plan).tolist())),
-        )
-        lines = add_run(journal_of(path), line)
+        facts, priced = self.facts, self.cost.profile
         profile = load(path)  # again, because other runs may have corrected it since the start
-        return with_runs(profile, lines, facts) if belongs(profile, facts) else None
+        if profile.about != priced.about or not belongs(profile, facts):
+            return None
+        run = MeasuredRun(
+            taken=datetime.now(UTC).isoformat(timespec="seconds"),
+            software=facts["software"],
+            predicted_ms=self.prediction.step_ms / priced.run_factor,
+            measured_ms=measured_ms,
+        )
+        return with_run(profile, run)
 
 
 def _after(text: str) -> str:

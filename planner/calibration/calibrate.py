@@ -19,14 +19,14 @@ from tqdm import tqdm
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.parse import build
-from sbpflow.costs.counts import NUM_FEATURES
+from sbpflow.costs.counts import FEATURES, NUM_FEATURES
 from sbpflow.errors import ConfigError
 from sbpflow.planner.calibration.design import Sample, draw_plans, draw_sample, drawing
 from sbpflow.planner.calibration.fit import LEAST_SAMPLES, Record, fit
 from sbpflow.planner.calibration.measure import from_first_rank, measure_in_turns
 from sbpflow.planner.costs.cost import count_work
 from sbpflow.planner.costs.profile import Profile
-from sbpflow.planner.costs.run_journal import facts_of
+from sbpflow.planner.costs.run_corrections import facts_of
 from sbpflow.planner.task import Plan
 from sbpflow.runtime.compute.devices import device_name
 from sbpflow.runtime.fields.ranges import Range
@@ -194,5 +194,6 @@ def _facts(boxing: Boxing, settings: Settings) -> dict[str, str]:
         "seed": str(settings.seed),
         "most_rows": str(settings.most_rows),
         "tasks": drawing(),
+        "counts": " ".join(FEATURES),
         "turns": f"{settings.rounds} of {settings.steps} steps",
     }

@@ -66,8 +66,8 @@ def describe(profile: Profile) -> str:
     """Format a profile's origin and prediction errors as text."""
     lines = [f"{key:<22} {value}" for key, value in profile.about.items()]
     lines += [f"{'source of ' + key:<22} {value}" for key, value in profile.sources.items()]
-    runs = profile.runs
-    lines.append(f"{'training runs':<22} {runs.count}, all prices times {runs.factor:.3g}")
+    factor = profile.run_factor
+    lines.append(f"{'training runs':<22} {len(profile.runs)}, all prices times {factor:.3g}")
     for key, value in profile.errors.items():
         lines.append(f"held out: {key:<28} {value:.3f}")
     if profile.world_size > 1:

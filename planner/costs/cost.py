@@ -14,7 +14,7 @@ import numpy as np
 from sbpflow.costs.counts import BUFFERS, INDEX, MEMORY, NUM_FEATURES, Key
 from sbpflow.costs.ids import Floats
 from sbpflow.costs.prices import SENT
-from sbpflow.planner.costs.profile import ERROR, Profile, RunPrices
+from sbpflow.planner.costs.profile import ERROR, Profile
 from sbpflow.planner.costs.work import base_work, shape_work
 from sbpflow.planner.task import Choice, Task
 
@@ -49,7 +49,6 @@ class TaskCost:
         # step.
         times = np.full(NUM_FEATURES, float(task.accumulate))
         times[_ONCE_PER_STEP] = 1.0
-        self._times = times
         self.prices[:, :2] *= times[:, None]
 
     @property
@@ -57,12 +56,8 @@ class TaskCost:
         """Return a digest of the profile, independent of the task, for the names of cache files.
         The runs are left out, because a factor of all prices does not change which plan is best.
         """
-        profile = replace(self.profile, runs=RunPrices())
+        profile = replace(self.profile, runs=())
         return hashlib.sha256(profile.as_json().encode()).hexdigest()
-
-    def step_counts(self, plan: Mapping[str, Choice]) -> Floats:
-        """Return the counts [D, F] of a whole step of a plan, with all of its batches."""
-        return count_work(self.task, plan) * self._times
 
     def predict(self, plan: Mapping[str, Choice]) -> Prediction:
         """Predict the step time, memory, and traffic of one plan."""

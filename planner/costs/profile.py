@@ -8,6 +8,7 @@ prices are measured and which are assumed.
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -95,14 +96,15 @@ def partners(world_size: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunPrices:
-    """The training runs that correct a profile (``costs.run_journal``): ``factor`` multiplies all
-    prices.
+class MeasuredRun:
+    """The step time of a training run, predicted by the calibration without corrections, and
+    measured. ``taken`` is the time (UTC) of the run's end.
     """
 
-    count: Annotated[int, Range(low=0, below=2**31)] = 0
-    factor: Annotated[float, Range(above=0, below=1e12)] = 1.0
-    newest: str = ""  # time (UTC) of the newest run's end
+    taken: str
+    software: str
+    predicted_ms: Annotated[float, Range(above=0, below=1e12)]
+    measured_ms: Annotated[float, Range(above=0, below=1e12)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +123,21 @@ class Profile:
     errors: Mapping[str, float] = field(default_factory=dict[str, float])
     sources: Mapping[str, str] = field(default_factory=dict[str, str])
     about: Mapping[str, str] = field(default_factory=dict[str, str])
-    runs: RunPrices = RunPrices()
+    runs: tuple[MeasuredRun, ...] = ()
 
     @property
     def device_type(self) -> str:
         """Return the device type of the ranks, derived from their backend."""
         return next(device for device, backend in BACKENDS.items() if backend == self.backend)
+
+    @property
+    def run_factor(self) -> float:
+        """Return the factor by which ``runs`` correct all prices: the median of measured /
+        predicted. The calibration counts as one run, and the median limits the effect of runs on a
+        busy machine.
+        """
+        ratios = [math.log(run.measured_ms / run.predicted_ms) for run in self.runs]
+        return math.exp(statistics.median([0.0, *ratios]))
 
     def prices(self, world_size: int) -> Floats:
         """Return the ms per count of a rank's work and of its transfers, [F, 2].
@@ -139,13 +150,14 @@ class Profile:
                 "planner: the profile was measured on one rank, so it has no transfer times for "
                 f"{world_size} ranks; run sbpflow calibrate --ranks 2"
             )
-        work = self.runs.factor * vector_of(self.work_ms)
+        factor = self.run_factor
+        work = factor * vector_of(self.work_ms)
         if world_size == 1:
             return np.stack([work, np.zeros_like(work)], axis=1)
         byte, call = self.link.byte_ms(world_size), self.link.call_ms(world_size)
         hops = self.link.hop_byte_ms(world_size)
         dense = vector_of({"dense_parameters": DENSE_BYTES * byte, "always": call})
-        transfers = self.runs.factor * (transfer_ms(byte, call, hops) + dense)
+        transfers = factor * (transfer_ms(byte, call, hops) + dense)
         return np.stack([work, transfers], axis=1)
 
     def as_json(self) -> str:

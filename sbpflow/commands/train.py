@@ -262,7 +262,7 @@ def _fit(
             if planned is not None:
                 rows = config.data.batch_size * config.train.accumulate
                 ms = 1e3 * rows / result.samples_per_s
-                notes |= planned.finished(job.plan, ms, result.step_time, boxing)
+                notes |= planned.finished(job.plan, ms, result.timed_steps, boxing)
             report.final(
                 steps=result.steps,
                 samples_per_s=result.samples_per_s,

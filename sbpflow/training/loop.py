@@ -53,17 +53,6 @@ class Reporter(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    """The median of the ms per step over ``steps`` timed steps. Every step counts with the mean of
-    its log interval; single steps cannot be timed, because the host runs ahead of a GPU until it
-    waits for the loss at the end of the interval.
-    """
-
-    steps: int
-    ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """A run's result. ``samples_per_s`` is the total rate of all ranks; only rank 0 has the
     evaluations.
@@ -75,7 +64,7 @@ class Result:
 
     steps: int
     samples_per_s: float
-    step_time: StepTime
+    timed_steps: int  # the steps that ``samples_per_s`` includes
     loss: float
     val: Evaluation | None
     test: Evaluation | None
@@ -100,17 +89,16 @@ class Result:
 
 
 class Pace:
-    """Counts the rows and seconds of training and, separately, the seconds spent waiting for data
-    and for transfers. Evaluations are excluded, and so is the first step, because it allocates
-    memory and opens connections.
+    """Counts the steps, rows, and seconds of training and, separately, the seconds spent waiting
+    for data and for transfers. Evaluations are excluded, and so is the first step, because it
+    allocates memory and opens connections.
     """
 
     def __init__(self, world: World) -> None:
-        self.rows = 0
+        self.steps = self.rows = 0
         self.seconds = 0.0
         # steps, rows, seconds, seconds waiting for data, seconds waiting for transfers
         self._interval = [0, 0, 0.0, 0.0, 0.0]
-        self._logged: list[tuple[float, int]] = []  # ms per step, and number of steps
         self._waits = world.waits if world.size > 1 else None
         self._restart(time.perf_counter())
         self._data_seconds = 0.0
@@ -125,6 +113,7 @@ class Pace:
         now = time.perf_counter()
         if self._warm:
             seconds = now - self._begin
+            self.steps += 1
             self.rows += batch_size
             self.seconds += seconds
             waited = self._waits.seconds - self._waited if self._waits else 0.0
@@ -151,20 +140,10 @@ class Pace:
         self._interval = [0, 0, 0.0, 0.0, 0.0]
         if not steps:
             return float("nan"), {}
-        self._logged.append((1e3 * seconds / steps, int(steps)))
         waited = {"wait": wait} if self._waits else {}
         parts = {"step": seconds, "data": data, **waited}
         parts |= {f"move_{k}": v for k, v in moves.items()}
         return rows / seconds, {f"{name}_ms": 1e3 * s / steps for name, s in parts.items()}
-
-    def median(self) -> StepTime:
-        """Return the median step time of all intervals so far."""
-        total, passed = sum(steps for _, steps in self._logged), 0
-        for ms, steps in sorted(self._logged):
-            passed += steps
-            if 2 * passed >= total:
-                return StepTime(steps=total, ms=ms)
-        return StepTime(steps=0, ms=float("nan"))
 
 
 def num_train_steps(train: TrainConfig, steps_per_epoch: int) -> int:
@@ -269,7 +248,7 @@ def fit(
     result = Result(
         steps=step,
         samples_per_s=pace.rows / pace.seconds if pace.seconds else float("nan"),
-        step_time=pace.median(),
+        timed_steps=pace.steps,
         loss=watch.last,
         val=score("val", step),
         test=score("test", step),

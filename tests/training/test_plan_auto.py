@@ -129,9 +129,9 @@ def test_two_runs_correct_a_calibration_that_is_too_slow(synth_set, tmp_path, ca
         found = re.search(r"step time:\s+predicted ([0-9.]+) ms.* measured ([0-9.]+)", done.stderr)
         assert found, done.stderr
         errors.append(math.log(float(found[1]) / float(found[2])))
-        assert load(path).runs.count == number + 1
+        assert len(load(path).runs) == number + 1
         assert re.search(rf"costs:\s+calibration of .*, corrected by {number + 1} run", done.stderr)
-        factors.append(load(path).runs.factor)
+        factors.append(load(path).run_factor)
     # the error of a third run that is as fast as the second
     third = errors[1] + math.log(factors[2] / factors[1])
     assert errors[0] > max(errors[1], math.log(3))
@@ -139,13 +139,14 @@ def test_two_runs_correct_a_calibration_that_is_too_slow(synth_set, tmp_path, ca
 
 
 def test_runs_end_without_a_writable_cache(synth_set, tmp_path, calibrated, capsys, monkeypatch):
-    def full(path, line):
+    def full(path, text):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("sbpflow.planner.for_run.add_run", full)
+    replace(profile(), world_size=1).save(default_path("cpu"))
     before = default_path("cpu").read_text()
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={tmp_path / 'run'}", "parallel.plan=auto"]
     words += ["data.batch_size=100", "train.max_steps=24"]
+    monkeypatch.setattr("sbpflow.planner.calibration.command.write_profile", full)
     assert train.main(["--config", CONFIG, *words]) == 0
     assert "not added to the calibration: [Errno 28] No space left" in capsys.readouterr().err
     assert default_path("cpu").read_text() == before
