@@ -98,9 +98,9 @@ def profile_of(name: str | None) -> Profile:
         )
     if name is None and not default_path().is_file():
         raise ConfigError(
-            f"--profile is not given, and there is no calibration at {default_path()}; run "
-            "sbpflow calibrate (under five minutes), or plan from a data sheet with --profile "
-            f"{next(iter(MACHINES))}"
+            f"without --profile, this machine must be calibrated ({default_path()} does not "
+            "exist); run sbpflow calibrate (under five minutes), or plan from a data sheet with "
+            f"--profile {next(iter(MACHINES))}"
         )
     return load(default_path() if name is None else Path(name))
 

@@ -194,7 +194,7 @@ class Task:
             )
         if missing := [table.name for table in self.tables if table.name not in self.stats]:
             raise ConfigError(
-                f"task: there are no id statistics for {', '.join(missing[:5])}; give statistics "
+                f"task: the id statistics of {', '.join(missing[:5])} are missing; give statistics "
                 "for every table (for example, zipf_mandelbrot(num_rows, 1.05, 2.0, "
                 "ids_per_sample=1))"
             )

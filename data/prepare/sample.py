@@ -120,7 +120,7 @@ def _cells(source: Input, text: str, separator: str, num_rows: int) -> pl.DataFr
         body = body[: body.rfind('"')]
         body = body[: body.rfind("\n") + 1]
     if not body:
-        raise DataError(f"{source.path}: there are no rows after the line of column names")
+        raise DataError(f"{source.path} has no rows after the line of column names")
     return pl.read_csv(
         io.BytesIO(body.encode()),
         has_header=False,

@@ -196,8 +196,9 @@ def load(path: Path) -> Profile:
     """Read a profile; raise ConfigError if it is missing or invalid."""
     if not path.is_file():
         raise ConfigError(
-            f"planner: there is no calibration at {path}; run sbpflow calibrate (under five "
-            "minutes), or use parallel.scheme: auto, which needs no calibration"
+            f"planner: this machine has not been calibrated ({path} does not exist); run sbpflow "
+            "calibrate (under five minutes), or use parallel.scheme: auto, which needs no "
+            "calibration"
         )
     try:
         return _from_tree(object_of(read_json(path, max_bytes=MOST_BYTES), str(path)))

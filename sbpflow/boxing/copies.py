@@ -291,7 +291,7 @@ def _run_start(box: Box, shape: Shape) -> int | None:
 
 
 def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the only dim along which the pieces are split, or None if there is no such dim."""
+    """Return the dim along which the pieces are split, or None if it is not exactly one dim."""
     dims = [
         dim
         for dim, length in enumerate(shape)

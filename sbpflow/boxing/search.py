@@ -52,7 +52,7 @@ def cheapest_route(
             price = _price(layout, after, shape, dtype, backend)
             pushed += 1
             heapq.heappush(queue, (cost + price, len(route), pushed, (*route, after)))
-    raise SbpError(f"there is no route from {src} to {dst} for shape {list(shape)}")
+    raise SbpError(f"cannot convert {src} to {dst} for shape {list(shape)}: no route exists")
 
 
 # Routes between the same layouts share most of their steps: when the signature of an op is deduced,

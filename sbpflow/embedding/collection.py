@@ -415,7 +415,7 @@ class EmbeddingCollection:
         batch, self._last = self._last, None
         if batch is None:
             raise RuntimeError(
-                "apply_gradients: there is no batch to train on; call forward(training=True) first"
+                "apply_gradients needs a training batch; call forward(training=True) first"
             )
         self.send_grads(batch)
         self.receive_grads(batch)

@@ -213,7 +213,7 @@ class App:
             raise BodyError(str(error)) from error
         check_rows(len(encoded.ids), self._limits.rows)
         if self.is_alone() or (model.program is not None and len(encoded.ids) == 1):
-            # the batcher would cost two passes of the event loop, but there are no rows to combine
+            # the batcher would only add two passes of the event loop, as no other rows can join
             scores = model.score_encoded(encoded)
         else:
             scores = await self._batcher.score(model, encoded)

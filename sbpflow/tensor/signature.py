@@ -287,7 +287,7 @@ def _describe(operands: Sequence[Operand]) -> str:
 def _no_signature(op_rule: Rule, operands: tuple[Operand, ...], out: NdSbp | None) -> str:
     requested = "" if out is None else f" and output {format_nd_sbp(out)}"
     return (
-        f"{op_rule.op}: there is no legal signature for operands "
+        f"{op_rule.op} has no legal signature for operands "
         f"{_describe(operands)}{requested}; legal per axis: {describe(op_rule)}. Operands are "
         "never converted to P; convert one with x.to(layout)"
     )

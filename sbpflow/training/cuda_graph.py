@@ -188,7 +188,7 @@ class Graphs(Generic[InputsT]):
 
 
 def _copy(target: Inputs, source: Inputs) -> None:
-    """Copy all tensors in one call to a private torch function, because there is no public one."""
+    """Copy all tensors in one call to a private torch function; torch has no public one."""
     targets = [tensor for tensor in target.tensors() if tensor is not None]
     sources = [tensor for tensor in source.tensors() if tensor is not None]
     with torch.no_grad():

@@ -68,7 +68,7 @@ class ScoreHistogram:
         num_negative, num_positive = sum(negatives), sum(positives)
         rows = num_negative + num_positive
         if not rows:
-            raise MetricError("there are no predictions, but a metric needs at least one row")
+            raise MetricError("a metric needs at least one row, got no predictions")
         sums = self.sums.tolist()
         logloss, reason = sums[0] / rows, one_class(num_positive, rows)
         area, bound = None, None

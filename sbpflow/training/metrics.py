@@ -257,7 +257,7 @@ def _scores(scores: Values, labels: Values) -> NDArray[np.generic]:
             "label per prediction"
         )
     if len(values) == 0:
-        raise MetricError("there are no predictions, but a metric needs at least one row")
+        raise MetricError("a metric needs at least one row, got no predictions")
     nans = int(np.isnan(values).sum())
     if nans:
         row = int(np.isnan(values).argmax())

@@ -220,7 +220,7 @@ def test_rows_come_from_several_files(tmp_path):
     [
         ("1,2\n3,4\n", DataError, "the first line is not a list of column names; list the columns"),
         ("a,a\n1,2\n", DataError, "the header contains 'a' twice; rename one of the columns"),
-        ("a,b\n", DataError, "there are no rows after the line of column names"),
+        ("a,b\n", DataError, "has no rows after the line of column names"),
         ("", DataError, "the first line is not a list"),
     ],
 )

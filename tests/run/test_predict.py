@@ -304,7 +304,7 @@ def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folde
     checkpoint.index = odd
     with pytest.raises(ConfigError, match="add --model os_evil:Model"):
         saved_config(checkpoint, [], models=MODELS, own_model=None)
-    with pytest.raises(ConfigError, match="there is no module os_evil"):
+    with pytest.raises(ConfigError, match="module os_evil does not exist"):
         saved_config(checkpoint, [], models=MODELS, own_model="os_evil:Model")
     with pytest.raises(ConfigError, match="--model is a:B, but the saved model is"):
         saved_config(find_checkpoint(run), [], models=MODELS, own_model="a:B")

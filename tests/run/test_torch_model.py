@@ -443,7 +443,7 @@ def test_a_configuration_may_name_a_user_s_class(tmp_path):
     assert load_config(copy, models=MODELS) == loaded
     for name, message in {
         "examples.own_module:OwnModle": "has no 'OwnModle'; did you mean OwnModel",
-        "examples.no_such:Model": "there is no module examples.no_such; put its folder on",
+        "examples.no_such:Model": "module examples.no_such does not exist; put its folder on",
         "examples.own_module:Net": "is not a model configuration",
         ":Model": "does not have the form package.module:Class",
     }.items():

@@ -270,7 +270,7 @@ def test_optimizers_are_selected_by_module_and_class(synth_set, tmp_path, capsys
 
 MISTAKES = {
     "tests.embedding.own_rule": r"sparse\.name: .* does not have the form package\.module:Class",
-    "no_such_module:Rule": r"optimizer\.sparse\.name: .* there is no module no_such_module",
+    "no_such_module:Rule": r"optimizer\.sparse\.name: .* module no_such_module does not exist",
     "tests.embedding.own_rule:ScaledMomentun": r"did you mean ScaledMomentum\?",
     "tests.embedding.own_rule:RowBlock": r"RowBlock is not a sparse optimizer",
     "sbpflow:SparseOptimizer": r"SparseOptimizer is not a sparse optimizer",

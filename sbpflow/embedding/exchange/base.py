@@ -283,7 +283,7 @@ class Group(ABC, Generic[BatchT]):
         collected, self._collected = self._collected, []
         if not collected:
             raise RuntimeError(
-                f"{self.plan.name}: there are no gradients to update with; call receive_grads first"
+                f"{self.plan.name}: update was called without gradients; call receive_grads first"
             )
         batches = [batch for batch, _, _ in collected]
         merged: list[tuple[Lookup, Tensor]] = []

@@ -129,7 +129,7 @@ def kernel_function(optimizer: SparseOptimizer, kernel: CompiledKernel) -> Calla
     function = getattr(import_module(module), name, None)
     if not callable(function):
         raise SbpError(
-            f"sparse optimizer {optimizer.name}: kernels[{kernel!r}] is {path!r}, but there is no "
-            "such function; use package.module:function"
+            f"sparse optimizer {optimizer.name}: kernels[{kernel!r}] is {path!r}, but this "
+            "function does not exist; use package.module:function"
         )
     return function

@@ -49,7 +49,7 @@ class KernelChoice:
 class StackFacts:
     """The properties of a stack that decide which kernels support it."""
 
-    width: int  # smallest width that is not a multiple of 4; if there is none, the smallest width
+    width: int  # smallest width that is not a multiple of 4, or else the smallest width
     optimizer: SparseOptimizer
     dtype: torch.dtype
     row_dtype: torch.dtype

@@ -91,7 +91,7 @@ def observe(
             if place == U64(array.shape[0] - 1):
                 raise IndexError("the key map has no free slot at its end; this is a bug")
             value = array[place, VALUE]
-        # The processor could not predict branches on the key, so there are none from here on,
+        # The processor could not predict branches on the key, so the rest of the loop has none,
         # except for LFU counts. Entries are always written to the logs and lists, but the position
         # advances only past those that are needed, so the next entry overwrites an unneeded one.
         content = content_of(value)

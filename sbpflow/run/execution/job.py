@@ -115,8 +115,7 @@ def build_job(
     if not hasattr(model, "buffers"):
         raise SbpError(
             f"model {config.model.name}: its dense part {type(model).__name__} has no attribute "
-            "buffers (state that no optimizer changes); if there is no such state, set "
-            "self.buffers = {}"
+            "buffers (state that no optimizer changes); without such state, set self.buffers = {}"
         )
     parts = [parameter.part for parameter in model.parameters.values()]
     use_graph = config.parallel.cuda_graph

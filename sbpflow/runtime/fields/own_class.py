@@ -18,8 +18,8 @@ def import_own_class(key: str, name: str, example: str) -> type:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but it imports another module that is missing
         raise ConfigError(
-            f"{key}: {name} cannot be imported, because there is no module {error.name}; put its "
-            f"folder on PYTHONPATH (PYTHONPATH=. is the current folder); {example}"
+            f"{key}: {name} cannot be imported, because module {error.name} does not exist; put "
+            f"its folder on PYTHONPATH (PYTHONPATH=. is the current folder); {example}"
         ) from error
     kind = getattr(module, class_name, None)
     if kind is None:

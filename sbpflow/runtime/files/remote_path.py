@@ -142,7 +142,7 @@ class RemotePath:
 
     @property
     def state(self) -> object:
-        """Return a value that changes when the file is written, or None if there is none."""
+        """Return a value that changes when the file is written, or None if the store has none."""
         names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
         info = self.info()
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)
