@@ -12,7 +12,7 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Specifies when a run is saved, which checkpoints are kept, and where the run resumes.
+    """Specifies when a run is saved, which checkpoints are kept, and from which one it resumes.
 
     ``resume: auto`` resumes an unfinished run in ``dir`` from its newest valid checkpoint; the run
     fails if any key that affects results has changed. ``never`` starts from the beginning and moves

@@ -126,9 +126,8 @@ class ModelGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableChanges:
-    """Overrides some of the settings from earlier patterns or from ``optimizer.sparse``.
-
-    Applies to entries without ``name``.
+    """Overrides, in an entry without ``name``, settings from earlier patterns or from
+    ``optimizer.sparse``.
     """
 
     name: Literal["same"] = "same"

@@ -320,7 +320,7 @@ class ParallelConfig:
     timeout_s: Annotated[
         float,
         Range(above=0, high=1e6),
-        Key("execution", "How long a rank waits for other ranks before it fails, in seconds."),
+        Key("execution", "Time in seconds that a rank waits for other ranks before it fails."),
     ] = 300.0
     shared_memory: Annotated[
         bool,

@@ -25,7 +25,7 @@ class Eviction:
     """
 
     max_rows: Annotated[
-        int, Key("results", "Number of rows of the field's tables; at least 65536.")
+        int, Key("results", "Number of rows of each of the field's tables; at least 65536.")
     ]
     policy: Annotated[
         Policy,
