@@ -47,7 +47,7 @@ class CheckpointConfig:
             "rows and the dense part.",
         ),
     ] = 0
-    keep: Annotated[Count, Key("execution", "Number of newest checkpoints to keep.")] = 3
+    keep: Annotated[Count, Key("execution", "How many of the newest checkpoints to keep.")] = 3
     keep_best: Annotated[
         bool | Metric,
         Key(
