@@ -37,9 +37,9 @@ class Changes:
 class Saved:
     """The keys of a vocabulary, or of a range of its buckets, in the order of their addresses.
 
-    ``lasts`` are the numbers of the batches that last used the keys. For each of the last batches
-    up to batch ``now``, ``clock`` contains the number of samples so far, and ``times`` the latest
-    event time so far.
+    ``lasts`` are the numbers of the batches that last used the keys. For each of the most recent
+    batches, up to batch ``now``, ``clock`` contains the number of samples so far, and ``times`` the
+    latest event time so far.
     """
 
     addresses: Array
