@@ -242,7 +242,7 @@ class EmbeddingCollection:
             group.send_early(part)
 
     def send_late(self, batch: EmbeddingsInFlight) -> None:
-        """Start sending the late gradients of the batch before this one."""
+        """Start sending the late gradients of the batch before ``batch``."""
         for group in self._groups:
             group.send_late()
 

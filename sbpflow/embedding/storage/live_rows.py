@@ -150,7 +150,7 @@ class TrainedRows(SelectedRows):
         return TrainedRows(self.store, tables)
 
     def count(self, table: str) -> int:
-        """Return the number of rows of a table."""
+        """Return the number of rows of ``table`` in this snapshot."""
         return self._tables[table].num_rows
 
     def numbers_in(self, whole: "TrainedRows", table: str) -> Array:
