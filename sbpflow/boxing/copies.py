@@ -83,7 +83,9 @@ def whole(shape: Shape) -> Box:
 
 
 def neutral(op: Reduction, dtype: torch.dtype) -> float | int:
-    """Return the neutral element of a reduction: 0 for a sum, the lowest value for a max."""
+    """Return the neutral element of a reduction: 0 for a sum, the lowest value for a max, and the
+    highest for a min.
+    """
     if op == "sum":
         return 0
     floats = dtype.is_floating_point
@@ -291,7 +293,9 @@ def _run_start(box: Box, shape: Shape) -> int | None:
 
 
 def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the dim along which the pieces are split, or None if it is not exactly one dim."""
+    """Return the dim along which the pieces are split, or None unless they are split along exactly
+    one dim.
+    """
     dims = [
         dim
         for dim, length in enumerate(shape)
@@ -301,8 +305,8 @@ def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
 
 
 def _even_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the dim along which the pieces are equally long and in order, or None if there is
-    none.
+    """Return the dim along which the pieces are equally long and in order, or None if there is no
+    such dim.
     """
     dim = _joining_dim(pieces, shape)
     if dim is None or shape[dim] % len(pieces):

@@ -41,7 +41,8 @@ class Messages:
 def pass_messages(
     sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], link: Link
 ) -> Messages:
-    """Send to and receive from ranks of the link, given by global rank; empty tensors are not sent.
+    """Exchange tensors with other ranks of the link; both mappings are keyed by global rank, and
+    empty tensors are not sent.
 
     Every rank of the link must make the same calls in the same order, and both ends must agree on
     the size of each message. Each call has its own gloo tag. If ranks disagree on a size, the next

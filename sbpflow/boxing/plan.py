@@ -96,7 +96,7 @@ def last_linear_layout(
     communication.
 
     The result is ``src`` itself if possible. Otherwise, it is the layout on the placement of
-    ``dst``, with S or B in place of P(max), that is cheapest to reach. The backward of the
+    ``dst``, with S or B in place of P(max), that is cheapest to reach. The backward pass of the
     conversion goes through this layout: each element of ``dst`` is then either the neutral element
     or a copy of an element on the same rank.
     """

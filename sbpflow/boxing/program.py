@@ -58,8 +58,8 @@ class Program:
       of the group, or None if all numbers are equal.
     * ``comm_dtype`` is the dtype in which buffers are sent, or None to keep their dtype.
     * ``stays`` and ``add_own`` are set if the exchange leaves out the piece that this rank would
-      send to itself. ``stays`` then copies that piece. If the piece is a term of a sum,
-      ``add_own``, (part, received) -> result, replaces ``unpack``.
+      send to itself. ``stays`` then copies that piece. If the piece is a term of a sum, ``add_own``
+      replaces ``unpack``; its arguments are the part and the received data.
     * ``in_pairs`` is this rank's number if all-to-alls are sent as messages between pairs of ranks,
       else None.
     """
@@ -165,8 +165,8 @@ def _nothing(part: Tensor) -> None:
 
 
 def _local(step: BoxingStep, rank: int) -> Unpack:
-    """Return the function for a rank that does not communicate: it slices the part, or embeds it in
-    a part of neutral elements.
+    """Return the function for a rank that does not communicate: the function slices the part, or
+    embeds the part in neutral elements.
     """
     dst_box = step.dst.part_slices(step.shape, rank)
     if dst_box is None:
@@ -228,7 +228,7 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _all_equal(step: BoxingStep, group: tuple[int, ...]) -> bool:
-    """Return True if all ranks of the group send each other equal amounts, less than
+    """Return True if all ranks of the group send each other equal amounts, each less than
     ``APART_BYTES``.
 
     The collective then needs no sizes. All ranks must make the same decision, so this function

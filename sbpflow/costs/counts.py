@@ -92,10 +92,10 @@ class Facts:
     The global batch has ``lookups`` ids, of which ``touched`` are distinct. A single rank needs
     ``wanted`` distinct ids, and all ranks of a host together need ``host_wanted`` (the same as
     ``wanted`` if the layout does not distinguish hosts). ``vectors`` is the number of vectors sent
-    per sample. Bytes per element are ``item`` in arithmetic, ``row_item`` in stored rows,
-    ``vector_item`` in sent vectors, and ``gradient_item`` in sent gradients. ``window`` is the
-    number of batches whose ids are in memory at the same time. ``state`` contains two numbers of
-    optimizer state values: per row, and per element.
+    per sample. An element has ``item`` bytes in arithmetic, ``row_item`` bytes in stored rows,
+    ``vector_item`` bytes in sent vectors, and ``gradient_item`` bytes in sent gradients. ``window``
+    is the number of batches whose ids are in memory at the same time. ``state`` contains the number
+    of optimizer state values per row and the number per element.
     """
 
     world_size: int
@@ -158,7 +158,8 @@ class Facts:
 class Counted(Protocol):
     """The part of an exchange's interface that cost estimates use.
 
-    If ``copies`` or ``even`` is true, the table has no shards, so ``part`` is not called.
+    If ``copies`` or ``even`` is true, ``home`` counts all work of a rank, and ``part`` is not
+    called.
     """
 
     copies: ClassVar[bool]

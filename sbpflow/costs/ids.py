@@ -146,7 +146,7 @@ def _curve_of_bins(bins: tuple[tuple[int, int], ...]) -> IdCurve:
 
 def exponent_of(curve: IdCurve, num_rows: int, draws: float) -> float:
     """Return the exponent, to the nearest 0.5, for which ``click_curve`` touches as many rows in
-    ``draws`` lookups as ``curve``.
+    ``draws`` lookups as ``curve`` does.
     """
     wanted = curve.touched(draws)
     low, high = 1.0, _MOST

@@ -173,8 +173,8 @@ class EmbeddingCollection:
     def _counts(
         self, parts: list[GroupInFlight], rounds: int = 1
     ) -> list[tuple[GroupInFlight, Callable[[], Tensor | None]]]:
-        """For each group that has at least ``rounds`` rounds of ids, return its part of the batch
-        and a function that returns its counts.
+        """For each group that has at least ``rounds`` rounds of ids, return the group's part of the
+        batch and a function that returns the counts of that part.
         """
         return [
             (part, partial(group.counts, part))
@@ -242,7 +242,7 @@ class EmbeddingCollection:
             group.send_early(part)
 
     def send_late(self, batch: EmbeddingsInFlight) -> None:
-        """Start sending the late gradients of the batch before this one."""
+        """Start sending the late gradients of the batch before ``batch``."""
         for group in self._groups:
             group.send_late()
 
@@ -423,7 +423,9 @@ class EmbeddingCollection:
 
     @property
     def out_of_range(self) -> Tensor:
-        """Return how many ids clamp or hash has replaced on this rank, as int64 [features]."""
+        """Return how many ids the policy ``clamp`` or ``hash`` has replaced on this rank, as int64
+        [features].
+        """
         self._stream.join()
         return self._reader.out_of_range
 

@@ -36,7 +36,7 @@ class EmbeddingsInFlight:
     def lookup_tensors(self) -> list[Tensor | None]:
         """Return the addresses, bags, and segments of all lookups.
 
-        Call this method after the collection's ``arrive``.
+        Call this method after ``EmbeddingCollection.arrive``.
         """
         lookups = [lookup for part in self.groups for lookup in part.lookups]
         return [tensor for lookup in lookups for tensor in lookup.tensors()]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoreMaker:
-    """Creates row stores with ``factory``; ``kernels`` has the chosen kernel of each table."""
+    """Creates row stores with ``factory``; ``kernels`` maps each table to its chosen kernel."""
 
     plan: EmbeddingPlan
     kernels: Mapping[str, KernelChoice]

@@ -146,6 +146,6 @@ def split_sizes(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
 def split_bounds(sbp: Split, size: int, parts: int) -> tuple[int, ...]:
     """Return the start of each piece, followed by the end of the last piece.
 
-    Cached, because planning calls it for every rank.
+    Results are cached, because planning calls this function for every rank.
     """
     return (0, *accumulate(split_sizes(sbp, size, parts)))

@@ -21,7 +21,8 @@ class Split:
     """Each coordinate stores a consecutive piece of ``dim``.
 
     ``sizes`` (a tuple or list) gives the length of each coordinate's piece, 0 or more. ``None``
-    means a balanced split: the first ``n % parts`` pieces get one more element.
+    means a balanced split: in a dim of length n, each of the first ``n % parts`` pieces has one
+    more element than the others.
     """
 
     dim: int
@@ -160,8 +161,8 @@ def format_nd_sbp(nd_sbp: NdSbp) -> str:
 
 
 def balanced_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Return the lengths of the pieces of a balanced split; the first ``size % parts`` get one
-    more.
+    """Return the lengths of the pieces of a balanced split; the first ``size % parts`` pieces get
+    one more element.
     """
     quotient, remainder = divmod(size, parts)
     return tuple(quotient + (part < remainder) for part in range(parts))

@@ -1,10 +1,11 @@
 """Computes gradients through P(max) and P(min), which are not linear.
 
-In a conversion from P(max), the gradient of an element goes to the rank whose term is the maximum
-or, among equal terms, to the first rank in coordinate order; the gradient of NaN is dropped. In a
-conversion from S or B to P(max) on the same placement, each gradient stays on its rank. Every other
-conversion to P(max) first converts to such an S or B layout (``boxing.plan.last_linear_layout``).
-As in other conversions, gradients of copies along B axes are summed. P(min) works like P(max).
+In a conversion from P(max), the gradient of an element goes to the rank whose term is the maximum;
+if several terms are equal to the maximum, it goes to the first of their ranks in coordinate order.
+The gradient of a NaN element is dropped. In a conversion from S or B to P(max) on the same
+placement, each gradient stays on its rank. Every other conversion to P(max) first converts to such
+an S or B layout (``boxing.plan.last_linear_layout``). As in other conversions, gradients of copies
+along B axes are summed. P(min) works like P(max).
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch declares forward and backward with arbitrary arguments; here, the arguments have names)

@@ -122,7 +122,7 @@ class GlobalTensor:
         return self
 
     def detach(self) -> "GlobalTensor":
-        """Return a tensor with the same value that is detached from the autograd graph."""
+        """Return a tensor with the same value, detached from the autograd graph."""
         return GlobalTensor(self.part.detach(), self.layout, self.shape, self.boxing)
 
     def __repr__(self) -> str:

@@ -44,7 +44,7 @@ class SlotBlock:
         self._training = torch.cuda.current_stream(self._device) if self._is_cuda else None
 
     def section(self) -> AbstractContextManager[None]:
-        """Return a context in which the mover's stream is the current stream."""
+        """Return a context manager in which the mover's stream is the current stream."""
         return torch.cuda.stream(self._mover)
 
     def mark(self) -> torch.cuda.Event | None:

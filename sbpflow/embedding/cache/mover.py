@@ -62,7 +62,7 @@ class CacheCounts:
 
     @staticmethod
     def total(counts: Sequence["CacheCounts"]) -> "CacheCounts":
-        """Return the sums over several stores."""
+        """Return the sums of the counts of several stores."""
         fetched, new, written = zip(*(store.moved for store in counts), strict=True)
         waits = [store.wait_s for store in counts]
         return CacheCounts((sum(fetched), sum(new), sum(written)), sum(waits))
@@ -295,8 +295,8 @@ class Mover:
         self._admit_ready()
 
     def _admit_ready(self) -> None:
-        """Admit up to ``_ahead`` batches after the one being looked up, as long as their rows
-        fit.
+        """Admit up to ``_ahead`` batches after the one being looked up, as long as there are enough
+        slots for their rows.
         """
         planner = self.planner
         last = max(self._demanded, planner.num_released - 1) + self._ahead

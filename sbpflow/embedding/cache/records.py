@@ -25,8 +25,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class RecordLayout:
-    """Where each tensor of a row is stored in the row's record. ``tensors`` may have any number of
-    rows.
+    """Where each tensor of a row is stored in the row's record. Only the dtypes of ``tensors`` and
+    the shapes of their rows matter, not their numbers of rows.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -48,7 +48,7 @@ class RecordLayout:
         return torch.empty(num_rows, self.num_words, dtype=self.word).numpy()
 
     def words(self, tensor: Tensor) -> Tensor:
-        """View a contiguous tensor of rows as words [rows, words of a row]."""
+        """View a contiguous tensor of rows as words [rows, words per row]."""
         return tensor.view(tensor.shape[0], -1).view(self.word)
 
     def values(self, records: Array, name: str) -> Tensor:
@@ -77,12 +77,12 @@ class RecordStore(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all records."""
+        """Return the size of all records in bytes."""
         ...
 
     def read(self, rows: Array, out: Array) -> None:
-        """Copy the records of ``rows`` [n] to ``out`` [n, words]; records never written are
-        undefined.
+        """Copy the records of ``rows`` [n] to ``out`` [n, words]; the contents of records that were
+        never written are undefined.
         """
 
     def write(self, rows: Array, records: Array) -> None:

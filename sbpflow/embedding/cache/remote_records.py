@@ -150,7 +150,7 @@ class Servers:
         )
 
     def _confirm(self, sock: socket.socket, index: int, expected: int = 0) -> None:
-        """Receive the start of a reply; raise ServerLostError if the request was refused."""
+        """Receive the header of a reply; raise ServerLostError if the request was refused."""
         reply, count = receive_header(sock)
         if reply == REFUSED:
             raise ServerLostError(f"{self.name(index)} refused: {receive_reason(sock, count)}")
@@ -158,7 +158,7 @@ class Servers:
             raise ProtocolError(f"reply {reply} for {count} rows")
 
     def confirm(self, sock: socket.socket, index: int, expected: int) -> None:
-        """Receive the start of the reply to a request for ``expected`` rows."""
+        """Receive the header of the reply to a request for ``expected`` rows."""
         try:
             self._confirm(sock, index, expected)
         except (EOFError, OSError, ProtocolError) as error:
@@ -302,8 +302,8 @@ class _Writer:
 
 
 class RemoteRecords:
-    """Keeps the records of a store on ``servers``. They have the dtype and length of the records in
-    ``like`` ([n, words]).
+    """Keeps the records of a store on ``servers``. The records have the dtype and length of those
+    in ``like`` ([n, words]).
 
     ``store`` is the number of this store on this rank.
     """
@@ -376,10 +376,10 @@ class RemoteRecords:
         return order, np.split((rows[order] // self._num).astype("<i4"), ends[:-1])
 
     def _read_unconfirmed(self, rows: Array, out: Array) -> Array | None:
-        """Copy the rows that are in unconfirmed writes to ``out``; return the positions of the
-        other rows.
+        """Fill ``out`` with those of ``rows`` that are in unconfirmed writes; return the positions
+        of the other rows.
 
-        ``None`` stands for all positions.
+        The result is ``None`` if there are no unconfirmed writes, so that all positions remain.
         """
         left: Array | None = None
         for write in self._writes.newest_first():

@@ -1,4 +1,6 @@
-"""Defines the arrays of slot planning: a planning record for each row, and the state."""
+"""Defines the arrays that slot planners use: a planning record for each row, and the planner's
+state.
+"""
 
 from importlib import import_module
 from importlib.util import find_spec

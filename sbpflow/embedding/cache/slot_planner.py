@@ -80,7 +80,7 @@ class Admission:
 
 
 class SlotPlanner:
-    """Leases ``num_slots`` slots to the rows of batches; a rank has ``num_rows`` rows.
+    """Leases ``num_slots`` slots to the rows of batches, on a rank that has ``num_rows`` rows.
 
     Batches are numbered from 0, and are announced, admitted, and released in this order.
     ``records`` has one record for each row, and one for the address after the last row.
@@ -220,7 +220,9 @@ class SlotPlanner:
         self.num_admitted = max(self.num_admitted, self.num_released)
 
     def translate(self, addresses: Array, slots: Array) -> int:
-        """Write the slots of the addresses of an admitted batch; return how many have no slot."""
+        """Write the slots of the addresses of an admitted batch; return the number of addresses
+        without a slot.
+        """
         return self._loops.translate(addresses, self.records, slots)
 
     def _wanted(self, batch: int) -> Array:

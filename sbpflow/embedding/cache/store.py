@@ -93,8 +93,8 @@ class CachedStore:
         return self.kernel.pool(block, own.place(own.inverse()))
 
     def _peeked(self, lookup: Lookup) -> tuple[Lookup, Tensor, Array]:
-        """Return a lookup that reads from a block of its unique rows, the block itself, and the
-        rows to read into it.
+        """Return three values: a copy of ``lookup`` without slots, a block of zeros for its unique
+        rows, and the numbers of the rows to read into the block.
 
         The address after the last row stands for an absent row, which reads as zeros.
         """

@@ -1,6 +1,6 @@
 """Runs the transfers whose sizes depend on the batch: individual rows, and ids in lists.
 
-This is the only module outside ``boxing`` that calls collectives. OneFlow's distributed gather (its
+No other module of ``sbpflow.embedding`` calls c10d collectives. OneFlow's distributed gather (its
 scheme 3) and EMBark's unique-based groups exchange rows in this way.
 """
 

@@ -202,8 +202,8 @@ class Group(ABC, Generic[BatchT]):
         """
 
     def settle(self) -> None:
-        """Receive and apply late gradients; ``update`` does this first. Every rank must call this
-        method.
+        """Receive and apply late gradients, if any; ``update`` calls this method first. Every rank
+        must call this method.
         """
 
     @property
@@ -240,8 +240,7 @@ class Group(ABC, Generic[BatchT]):
         self._collected.append((batch, lookups, grads))
 
     def gradient_squares(self) -> Tensor:
-        """Return the sum of squares of the collected gradients (0-d float64), which are first
-        summed per row.
+        """Sum the collected gradients per row, and return the sum of their squares (0-d float64).
 
         The results of all ranks can be summed, because replicated rows are counted only on the
         first rank.

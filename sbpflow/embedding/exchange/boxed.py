@@ -135,8 +135,8 @@ class AddressedGroup(Group[GroupInFlight]):
 
 
 class LocalGroup(AddressedGroup):
-    """Updates B tables by an all-reduce of dense gradients, or all tables if there is only one
-    rank.
+    """Updates B tables, or all tables if there is only one rank, by an all-reduce of dense
+    gradients.
 
     The number of uses of each row is summed along with its gradient, because the optimizer must
     update only touched rows. For example, weight decay must not shrink an untouched row.

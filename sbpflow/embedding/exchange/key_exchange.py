@@ -31,7 +31,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What the decisions for a batch depend on, in addition to its keys."""
+    """The inputs of the decisions for a batch, other than its keys."""
 
     batch_size: int
     training: bool
@@ -277,6 +277,6 @@ def _split(values: Array, sizes: Array) -> list[list[Array]]:
 
 
 def _positions(lists: Lists, places: tuple[int, ...]) -> Array:
-    """Return the positions of all ids of some lists."""
+    """Return the positions of the ids of the lists at ``places``."""
     place = np.tile(np.arange(lists.lengths.shape[1]), lists.lengths.shape[0])
     return np.flatnonzero(np.isin(np.repeat(place, lists.lengths.reshape(-1).numpy()), places))

@@ -52,8 +52,8 @@ class PaddedGroups:
         return groups
 
     def send_again(self, parts: list[GroupInFlight], groups: Sequence[int]) -> None:
-        """Repeat the id exchange of these groups without fixed-size buffers, and replace their
-        entries in ``parts``.
+        """Repeat the id exchange of ``groups`` without fixed-size buffers, and replace the entries
+        of these groups in ``parts``.
         """
         limited = self._limited(parts)
         for index in groups:

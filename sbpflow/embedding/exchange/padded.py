@@ -78,7 +78,7 @@ class BufferLayout:
         self._absent = lasts + 1 - bases  # first address after each part's rows
 
     def lay_out(self, wanted: Lookup, room: int) -> tuple[Slots, Tensor]:
-        """Return the slots and the buffers to send ([parts, 1 + capacity]).
+        """Return the ``Slots`` of the rows, and the buffers to send ([parts, 1 + room]).
 
         The first element of a buffer is the largest number of rows in any part. The row addresses
         follow, relative to the base of the part. Rows that do not fit are left out.

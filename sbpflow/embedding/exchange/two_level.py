@@ -1,8 +1,8 @@
 """Defines the groups that exchange rows in two hops, as planned by ``plan/two_level.py``.
 
-A rank sends its unique ids to the ranks of its own host. A rank merges the ids that it receives
-from its host, and sends the merged ids to the owners on all hosts. Rows and gradients take the same
-two hops. ``lookup`` and ``send_grads`` start the hop between hosts, so it overlaps with the
+A rank sends its unique ids to the ranks of its own host. Each rank merges the ids that it receives
+from these ranks, and sends the merged ids to the owners on all hosts. Rows and gradients take the
+same two hops. ``lookup`` and ``send_grads`` start the hop between hosts, so it overlaps with the
 following moves. The hop within the host is short, so ranks simply wait until it ends.
 """
 

@@ -298,8 +298,8 @@ class OwnerAddresses:
         return Lookup(addresses, offsets, self.bags.list_weights(lists))
 
     def _address(self, ids: Tensor, column: Tensor | None) -> Tensor:
-        """Return the addresses of ``ids`` [samples, columns], or of ids [n] that are in columns
-        ``column``.
+        """Return the addresses of ``ids`` [samples, columns], or of ``ids`` [n], whose columns are
+        ``column`` [n].
         """
         ids = ids.to(self._dtype)
 

@@ -1,5 +1,5 @@
-"""Runs id work in its own CUDA stream, so that ids are checked, sent, and sorted during the dense
-part.
+"""Runs id work in its own CUDA stream, so that ids are checked, sent, and sorted while the dense
+part of the model runs.
 
 docs/decisions/gpu.md explains the synchronization and the lifetime of memory. On CPU, there is no
 stream: all work runs immediately, in program order.

@@ -42,7 +42,7 @@ class Lists:
         return (torch.cumsum(flat, 0) - flat).view(self.lengths.shape)
 
     def take(self, places: Tensor, total: int | None = None) -> "Lists":
-        """Return the lists at these places, in this order, for every sample.
+        """Return the lists at ``places``, in this order, for every sample.
 
         ``total`` is the number of ids in these lists. If ``total`` is not passed, the host waits
         for the device.

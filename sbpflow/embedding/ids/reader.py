@@ -44,10 +44,10 @@ class IdCheck:
 class IdReader:
     """Checks the ids of a batch and applies the policy for out-of-range ids.
 
-    An id must be a row of every table that uses its feature, so the smallest of these tables sets
-    the limit. With clamp and hash, these tables must all have the same size; ``plan_embeddings``
-    checks this rule. ``out_of_range`` counts the replaced ids per feature on this rank, over all
-    batches passed to ``account``. ``compiled`` is passed to ``find_loops``.
+    An id must be a valid row number in every table that uses its feature, so the smallest of these
+    tables sets the limit. With clamp and hash, these tables must all have the same size;
+    ``plan_embeddings`` checks this rule. ``out_of_range`` counts the replaced ids per feature on
+    this rank, over all batches passed to ``account``. ``compiled`` is passed to ``find_loops``.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class IdReader:
         """Read ids in one of three forms.
 
         The forms are a tensor [samples, columns] in the plan's order, ``BatchIds`` (such a matrix,
-        and lists), and a mapping from feature to [samples], [samples, hotness], or Bags. The ids in
-        ``BatchIds`` are not checked if their bounds guarantee that they are valid.
+        and lists), and a mapping from each feature to a tensor ([samples] or [samples, hotness]) or
+        to ``Bags``. The ids in ``BatchIds`` are not checked if their bounds guarantee that they are
+        valid.
 
         Raise DataError, with the feature's name, for missing ids and wrong shapes. Out-of-range ids
         are recorded in ``check``; without ``check``, they raise DataError immediately.
@@ -126,7 +127,9 @@ class IdReader:
         return BatchIds(matrix, lists)
 
     def _fits(self, ids: BatchIds) -> bool:
-        """Return True if bounds and shapes guarantee that every id is a row of its tables."""
+        """Return True if bounds and shapes guarantee that every id is a valid row number in its
+        tables.
+        """
         plan, bounds, lists = self._plan, ids.bounds, ids.lists
         if bounds is None or not set(plan.ids.lists) <= set(self._ragged):
             return False

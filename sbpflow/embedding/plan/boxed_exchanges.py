@@ -58,8 +58,8 @@ class DenseAllreduce(Exchange):
         """Return True if an all-reduce sends at most as many rows as a gather of the touched rows.
 
         With P ranks and a table of R rows, an all-reduce sends 2 (P-1) R rows. In a gather, each
-        rank sends its touched rows, at most min(R, lookups / P), to all other ranks. In total,
-        these are at most P (P-1) min(R, lookups / P) rows.
+        rank sends its touched rows, at most min(R, lookups / P), to all other ranks, so all ranks
+        together send at most P (P-1) min(R, lookups / P) rows.
         """
         return 2 * table.num_rows <= min(world_size * table.num_rows, lookups)
 

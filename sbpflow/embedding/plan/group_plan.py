@@ -131,8 +131,8 @@ class Exchange(ABC):
     """Describes how a group exchanges ids, vectors, and gradients. Exchanges are stateless.
 
     Several exchanges can share a configuration ``name``; the layout and the world size then select
-    one of them. ``runs`` names the executing class as ``package.module:Class``. ``calls`` lists the
-    features of ``costs.counts`` that grow by one per group and round.
+    one of them. ``runs`` names the executing class as ``package.module:Class``. ``calls`` names,
+    for each round of a group, the count in ``costs.counts.FEATURES`` that grows by one.
     """
 
     name: ClassVar[str]
@@ -159,7 +159,9 @@ class Exchange(ABC):
         return ""
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Return True if this exchange is the best one with its name for ``lookups`` ids."""
+        """Return True if, among the exchanges with the same name, this exchange is the best one for
+        ``lookups`` ids.
+        """
         return True
 
     def cuts(self, num_rows: int, dim: int, world_size: int) -> Cuts:

@@ -59,7 +59,7 @@ def make_groups(
     backend: str,
     batch_size: int,
 ) -> tuple[tuple[GroupPlan, ...], IdColumns]:
-    """Return all groups, in the order of the outputs, and where a batch stores the ids.
+    """Return all groups, in the order of the outputs, and the places of the ids in a batch.
 
     Raise ConfigError if a table uses a feature that the data does not have.
     """

@@ -88,11 +88,11 @@ class Growth:
 class Totals:
     """The counts of a growing field as of the last completed batch.
 
-    ``live`` keys have rows; ``pending`` keys have occurred, but not often enough. ``admitted``,
-    ``evicted``, ``forgotten``, and the lookups are totals since the table was created.
-    ``pending_lookups`` and ``refused_lookups`` count lookups that read the shared row. Pending keys
-    had not occurred often enough. Refused keys had, but the batch used all rows of their bucket for
-    other keys.
+    ``live`` keys have rows; ``pending`` keys have occurred, but not often enough to be assigned a
+    row. ``admitted``, ``evicted``, ``forgotten``, and the lookups are totals since the table was
+    created. ``pending_lookups`` and ``refused_lookups`` count lookups that read the shared row.
+    Pending keys had not occurred often enough to be assigned a row. Refused keys had occurred often
+    enough, but the batch used all rows of their bucket for other keys.
     """
 
     live: int = 0

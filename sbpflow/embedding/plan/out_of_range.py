@@ -1,7 +1,7 @@
-"""Defines policies for ids that are not rows of their table.
+"""Defines the policies for out-of-range ids.
 
 A policy that replaces ids consists of a name in ``OutOfRange`` and a function in this module. The
-policy ``error`` replaces no ids.
+policy ``error`` does not replace ids.
 """
 
 from collections.abc import Callable

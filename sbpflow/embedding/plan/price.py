@@ -1,8 +1,8 @@
 """Predicts the cost of a plan's training step with the built-in prices of ``sbpflow/costs``.
 
-The prediction needs no calibration, and is used to rank plans before a run. How often ids repeat is
-taken from the statistics of the data or, without statistics, assumed to be as in typical click data
-(``costs.ids``).
+The prediction needs no calibration, and is used to rank plans before a run. The frequencies of ids
+come from the statistics of the data; without statistics, they are assumed to be those of typical
+click data (``costs.ids``).
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ def price_plan(
 def plan_totals(
     plan: EmbeddingPlan, batch_size: int, frequencies: Mapping[str, IdFrequencies]
 ) -> Floats:
-    """Return the work of each rank, as [ranks, features]."""
+    """Return the work counts of each rank ([ranks, F])."""
     totals = np.zeros((plan.world.size, NUM_FEATURES))
     ids = {f.name: batch_size * ids_per_sample(f, frequencies) for f in plan.features}
     # Owners receive the ids of a feature only once, so the tables that share an id transfer also

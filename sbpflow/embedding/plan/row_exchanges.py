@@ -23,7 +23,8 @@ Stages = tuple[Stage, ...]
 class RowExchange(Exchange):
     """Base class of the exchanges that deduplicate ids.
 
-    Each group consists of a single stack, so that all rows share numbering, optimizer, and width.
+    Each group consists of a single stack, so that all rows share a numbering, an optimizer, and a
+    width.
     """
 
     to_all: ClassVar[bool]  # True if each rank sends its requests to all other ranks
@@ -35,8 +36,8 @@ class RowExchange(Exchange):
     def row_stages(self, group: GroupPlan, most: int, rows: int, others: int) -> Stages:
         """Return the stages that send vectors and gradients.
 
-        A rank requests at most ``most`` rows, all ranks together at most ``rows``, and all ranks
-        except one together at most ``others``.
+        One rank requests at most ``most`` rows, all P ranks together request at most ``rows``, and
+        any P - 1 ranks together request at most ``others``.
         """
 
     def stages(self, group: GroupPlan, batch_size: int) -> Stages:
@@ -59,8 +60,8 @@ def _vectors(group: GroupPlan, per_rank: int, total: int) -> Stage:
 
 
 def _flags(group: GroupPlan, purpose: Purpose, name: str, others: int, total: int) -> Stage:
-    """Return the stage that sends one bit per requested row. All ranks except one together request
-    at most ``others`` rows.
+    """Return the stage that sends one bit per requested row. The other ranks together request at
+    most ``others`` rows from a rank.
     """
     size, what = group.world.size, "one bit per row requested by other ranks"
     # The bits for each pair of ranks are padded to whole bytes.

@@ -33,8 +33,8 @@ class FeatureConfig:
     """A categorical feature with ``hotness`` ids per sample, or 0 to ``hotness`` ids if ``ragged``.
 
     If ``weighted``, each id has a weight that multiplies its row. If several tables use the
-    feature, each id must be a valid row in all of them; the policies clamp and hash, which replace
-    ids, then require tables with equal ``num_rows``.
+    feature, each id must be a valid row number in all of them; the policies ``clamp`` and ``hash``,
+    which replace ids, then require tables with equal ``num_rows``.
     """
 
     name: str

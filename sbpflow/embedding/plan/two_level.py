@@ -112,8 +112,8 @@ class UniqueTwoLevel(Exchange):
         )
 
     def home(self, facts: Facts, cut: Cut) -> Counts:
-        """Return all work of a rank. Every rank stores an equal part of the table, so ``part`` is
-        not needed.
+        """Return the total work of a rank. Every rank stores an equal part of the table, so
+        ``part`` is not needed.
 
         A rank requests ``wanted`` rows within its host. A rank receives requests for ``merged``
         distinct rows from its host; these rows cross the network unless the host itself owns them.

@@ -174,8 +174,8 @@ class SparseOptimizer(ABC):
         return 0.0
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """Return the numbers, as Python numbers, for learning rate ``lr`` and training step
-        ``step``.
+        """Return the ``StepNumbers`` for learning rate ``lr`` and training step ``step``, as Python
+        numbers.
         """
         return StepNumbers(lr, 1.0 - lr * self.decay, step)
 

@@ -21,7 +21,8 @@ class LazyAdam(SparseOptimizer):
     state: ClassVar = {"exp_avg": "element", "exp_avg_sq": "element"}
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """Return the numbers of a step. The rate includes the bias correction of the mean.
+        """Return the ``StepNumbers`` of a training step. The rate includes the bias correction of
+        the mean.
 
         Bias corrections use the step number of the job, not the number of updates of a row.
         """

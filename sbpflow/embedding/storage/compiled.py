@@ -1,8 +1,8 @@
 """Defines loops over rows and ids that numba compiles for the CPU. Requires numba.
 
 Terms are added in batch order, with fused multiply-add (fma) wherever torch's kernels use it, so
-that sums, SGD, and state without square roots are bit-equal to ``TorchStorage``. Results that
-involve a square root differ by at most one unit in the last place, because torch's vector math
+that sums, SGD, and state without square roots are bit-equal to those of ``TorchStorage``. Results
+that involve a square root differ by at most one unit in the last place, because torch's vector math
 library does not round square roots correctly. Arrays must be C-contiguous. Each function is
 compiled on first use for its argument types and cached in the user's cache directory.
 """

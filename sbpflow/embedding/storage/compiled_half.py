@@ -1,7 +1,7 @@
-"""Defines loops for pooled reads and rounded writes of half-precision rows, compiled by numba.
+"""Defines loops, compiled by numba, for pooled reads and rounded writes of half-precision rows.
 
-The rules in the docstring of ``compiled`` apply; all results of this module are bit-equal to
-``TorchStorage``. Rows are passed as int16 bits, because NumPy has no bfloat16 type.
+The rules in the docstring of ``compiled`` apply; all results of this module are bit-equal to those
+of ``TorchStorage``. Rows are passed as int16 bits, because NumPy has no bfloat16 type.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,9 @@ _from_float16 = cast("Callable[[int], float]", _from_half)
 
 @compiled
 def _as_float16(bits: np.int64) -> np.int64:
-    """Return the bits of the float16 nearest to a float32 (as bits) with magnitude up to 65504."""
+    """Return the bits of the float16 nearest to a float32 value, which is passed as bits. A finite
+    value must be at most 65504 in magnitude.
+    """
     sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
     if exponent == 255:
         return sign | 0x7C00 | (0x200 if mantissa else 0)

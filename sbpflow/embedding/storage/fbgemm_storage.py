@@ -54,7 +54,7 @@ class FbgemmStorage:
         return {self._state_names[0]: state.data}
 
     def sort_ahead(self, lookup: Lookup) -> None:
-        """Do nothing: TBE sorts in its backward pass."""
+        """Do nothing, because TBE sorts in its backward pass."""
 
     def lookup(self, lookup: Lookup, lr: float | None = None) -> Tensor:
         if lr is None:
@@ -134,8 +134,8 @@ def _host_buffers(
     optimizer: SparseOptimizer,
     device: torch.device,
 ) -> dict[str, Any]:
-    """On CPU, return huge-page memory for TBE if this version of FBGEMM accepts preallocated
-    memory.
+    """Return the arguments that pass huge-page memory to TBE on CPU, or {} if this version of
+    FBGEMM does not accept preallocated memory.
     """
     argument = "preallocated_host_buffers"
     if argument not in inspect.signature(make).parameters:

@@ -79,7 +79,7 @@ class RowInitializer:
         self._ranges = torch.tensor(ranges, dtype=torch.float64)
 
     def __call__(self, rows: Tensor, addresses: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the values of ``rows`` [n], by name."""
+        """Return the initial values and state of ``rows`` [n], by name."""
         rows, device = rows.to(torch.int64), rows.device
         shard_of = torch.searchsorted(self._bases[1:].to(device), rows, right=True)
         if addresses is None:

@@ -37,9 +37,9 @@ class Changes:
 class Saved:
     """The keys of a vocabulary, or of a range of its buckets, in the order of their addresses.
 
-    ``lasts`` are the numbers of the batches that last used the keys. For each of the last batches
-    up to batch ``now``, ``clock`` contains the number of samples so far, and ``times`` the latest
-    event time so far.
+    ``lasts`` are the numbers of the batches that last used the keys. For each of the most recent
+    batches, up to batch ``now``, ``clock`` contains the number of samples so far, and ``times`` the
+    latest event time so far.
     """
 
     addresses: Array
@@ -150,7 +150,7 @@ class TrainedRows(SelectedRows):
         return TrainedRows(self.store, tables)
 
     def count(self, table: str) -> int:
-        """Return the number of rows of a table."""
+        """Return the number of rows of ``table`` in this snapshot."""
         return self._tables[table].num_rows
 
     def numbers_in(self, whole: "TrainedRows", table: str) -> Array:

@@ -80,8 +80,8 @@ class StackShape:
         skew: Mapping[str, float] | None = None,
         device: str = "cpu",
     ) -> "StackShape | None":
-        """Return the shape for the rank with the most rows, or ``None`` if that rank looks up
-        nothing.
+        """Return the ``StackShape`` for the rank with the most rows, or ``None`` if that rank looks
+        up nothing.
         """
         rank = max(stack.holders(), key=stack.num_rows)
         size = group.world.size
@@ -123,8 +123,8 @@ def _mean_skew(stack: TableBatch, rank: int, skew: Mapping[str, float]) -> float
 
 
 class Profile:
-    """Stores measured times by shape. Each kind of machine has one file, which several processes
-    may write.
+    """Stores measured times by ``StackShape``. Each kind of machine has one file, which several
+    processes may write.
     """
 
     def __init__(self, path: Path | None = None) -> None:

@@ -84,7 +84,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 class Indexer:
-    """Deduplicates addresses below ``num_addresses``. Reuses its scratch memory."""
+    """Deduplicates addresses below ``num_addresses``, with scratch memory that all calls share."""
 
     def __init__(self, num_addresses: int) -> None:
         self._num_addresses = num_addresses
@@ -115,7 +115,7 @@ class Indexer:
 
 
 class CompiledLookup(Lookup):
-    """A ``Lookup`` that deduplicates and sums gradients in compiled loops."""
+    """A ``Lookup`` that deduplicates addresses and sums gradients in compiled loops."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Row stores decide where the rows of a rank are kept, and which slot of a kernel's block each row
 uses.
 
-A rank has one store per stack, which numbers the rows of the stack's shards on this rank
+A rank has one store per stack, which numbers the rows of the stack's shards on that rank
 consecutively from 0. ``DeviceStore`` has a slot for every row. A store with fewer slots than rows
 learns from ``announce`` which rows the next batches need, and can load them before ``admit``.
 """
@@ -189,7 +189,8 @@ class InitialValues(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRequest:
-    """The arguments for creating a store for the rows of a stack on this rank, in ``shards`` order.
+    """The arguments for creating a store for the rows of a stack on this rank; rows are numbered in
+    the order of ``shards``.
 
     ``make_kernel`` allocates a kernel's block with the given number of slots, all in the
     optimizer's initial state; a store calls ``make_kernel`` exactly once. ``initial`` computes

@@ -159,7 +159,7 @@ class TorchStorage:
         self.device_numbers.write(self.optimizer.numbers(lr, step))
 
     def numbers(self, lr: float, step: int) -> StepNumbers:
-        """Return the numbers of an update. If the numbers are in device memory, first set them,
+        """Return the ``StepNumbers`` of an update. If they are in device memory, first set them,
         except during a capture.
         """
         if self.device_numbers is None:

@@ -1,4 +1,4 @@
-"""The Triton kernel: the operations of ``TorchStorage`` in few launches of fixed size.
+"""The Triton kernel: the operations of ``TorchStorage`` in a few launches of fixed size.
 
 The kernel computes in float32. So far, the kernel has not run on a GPU; tests compare it with the
 torch kernel in Triton's interpreter.
@@ -141,7 +141,7 @@ class TritonStorage(TorchStorage):
         return (-(-positions // self._block),)
 
     def _rule(self, numbers: StepNumbers) -> dict[str, Any]:
-        """Return the kernel arguments for the optimizer and the numbers of its step."""
+        """Return the kernel arguments for the optimizer and for the ``StepNumbers`` of its step."""
         optimizer, states = self.optimizer, list(self.state.values())
         on_device = self.device_numbers
         step, constants = self._step

@@ -55,9 +55,10 @@ def observe(
     which may be the same array as ``keys``.
 
     ``counts`` is [n], or [0] if each key counts once. For keys without rows, ``out`` contains the
-    place of the key in the map. ``sizes`` receives four counts: entries in ``log`` (each key's
-    address, and its value before this batch), new keys, ``candidates`` for admission (addresses,
-    which may repeat), and ``unresolved`` keys, which have no rows (position and address). The old
+    place of the key in the map. ``log`` receives the address of each key and its value before this
+    batch, ``candidates`` receives the addresses (possibly repeated) of keys that can be admitted,
+    and ``unresolved`` receives the position and address of each key without a row. The number of
+    entries in each of these lists and the number of new keys are written to ``sizes``. The old
     counts of rows are written to ``log_counts`` if evictions depend on counts. ``migrates`` is None
     unless the map migrates: for None, numba compiles a loop that ignores the second array and is a
     third faster.

@@ -136,7 +136,7 @@ def _queue_victims(
     tails: Array,
     bucket: int,
 ) -> None:
-    """Find the keys of a bucket to evict first, excluding the keys that this step uses."""
+    """Find the keys to evict first from a bucket, excluding the keys that this step uses."""
     heap, size = victims[bucket], 0
     for is_new in (False, True):
         if is_new and state[EDGE] == 0:
@@ -193,8 +193,8 @@ def decide(
     admitted: Array,
     sizes: Array,
 ) -> None:
-    """Give rows to the ascending addresses ``candidates``, which may repeat. A full bucket evicts
-    one key for each distinct address.
+    """Assign rows to the keys with the addresses ``candidates``, which are ascending and may
+    repeat. A full bucket evicts one key for each distinct address.
 
     ``admitted`` addresses get ``new_rows``, and evicted keys are added to ``log``; the numbers of
     admitted addresses and of evicted keys are written to ``sizes``.

@@ -10,7 +10,7 @@ from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 
 
 class FieldKeys:
-    """The vocabulary that this rank owns, if any, and the rows of the field that it stores."""
+    """The vocabulary that this rank owns, if any, and the rows of the field on this rank."""
 
     def __init__(self, plan: VocabularyPlan, rank: int, shards: Sequence[Shard]) -> None:
         self.plan = plan

@@ -38,8 +38,8 @@ class Arrays(NamedTuple):
     ``slots`` and ``new_slots`` are [n, 2] int64: an address, and a value (see ``value_of``), which
     is 0 in an empty slot. ``row_counts`` contains the counts of keys with rows if evictions depend
     on counts. ``free_rows`` is a stack. ``live`` is the number of used rows in each bucket, and
-    ``room`` their maximum. ``victims`` [buckets, n, 2] contains, between ``heads`` and ``tails``,
-    the next keys to evict, in the form of slots.
+    ``room`` is the maximum for each bucket. ``victims`` [buckets, n, 2] contains, between ``heads``
+    and ``tails``, the next keys to evict, in the form of slots.
     """
 
     state: Array

@@ -9,7 +9,7 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 @compiled
 def transpose(matrix: Array, out: Array) -> None:
-    """Write the transpose of ``matrix`` [n, m] to ``out`` [m, n], by blocks of 8 x 8."""
+    """Write the transpose of ``matrix`` [n, m] to ``out`` [m, n], in blocks of 8 x 8."""
     n, m = matrix.shape
     for i in range(0, n, 8):
         for j in range(0, m, 8):

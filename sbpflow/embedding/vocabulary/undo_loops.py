@@ -25,8 +25,8 @@ from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled
 def undo(t: Arrays, log: Array, log_counts: Array) -> None:
     """Restore the keys that a batch logged; ``free_rows`` and ``live`` do not change.
 
-    Removed keys come back before new keys leave, but the map has room for both: the batch began
-    with enough room for all of its keys to be new.
+    Removed keys are restored before new keys are removed. The map has room for both, because the
+    batch began with enough room for all of its keys to be new.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
     for i in range(log.shape[0] - 1, -1, -1):
@@ -44,7 +44,8 @@ def undo(t: Arrays, log: Array, log_counts: Array) -> None:
 
 @compiled
 def load_rows(t: Arrays, addresses: Array, lasts: Array, counts: Array) -> None:
-    """Give rows 0, 1, ... to addresses in an empty vocabulary whose map does not migrate.
+    """Add keys with the given addresses and with rows 0, 1, ... to an empty vocabulary whose map
+    does not migrate.
 
     The caller sets ``live``.
     """

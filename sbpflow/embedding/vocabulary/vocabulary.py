@@ -108,8 +108,8 @@ class Vocabulary:
         time: int = NO_TIME,
         out: Array | None = None,
     ) -> tuple[Array, Changes]:
-        """Decide which keys of a batch of ``samples`` get rows; return the row of each key (0: the
-        shared row), and the changes.
+        """Decide which keys of a batch with ``samples`` samples have rows; return the row of each
+        key (0 is the shared row), and the changes.
 
         ``counts`` are the numbers of occurrences of ``keys``, or empty if each counts once; keys
         may repeat. If ``begins_step`` is False, the batch belongs to the same optimizer step as the

@@ -18,7 +18,8 @@ def bce_with_logits(
     reduction: str = "mean",
     id: str = "bce",
 ) -> GlobalTensor:
-    """Compute the binary cross entropy; ``reduction`` is none, or sum or mean over the full tensor.
+    """Compute the binary cross entropy. ``reduction`` is "none", "sum", or "mean"; sums and means
+    are over the full tensor.
 
     ``S(i) x S(i) -> S(i), B x B -> B; reduced, S(i) -> P and B -> B``
 
@@ -70,8 +71,8 @@ def focal_weights(
 
     ``S(i) x S(i) -> S(i), B x B -> B``
 
-    These weights are the factor of the focal loss (Lin et al., Focal loss for dense object
-    detection, 2017, equation 4), and they are differentiable.
+    These weights are the modulating factor of the focal loss (Lin et al., Focal loss for dense
+    object detection, 2017, equation 4), and they are differentiable.
     """
     check_tensors("focal_weights", logits, labels)
     check_floating("focal_weights", logits)

@@ -29,7 +29,8 @@ def layer_norm(
     eps: float = 1e-5,
     id: str | None = None,
 ) -> GlobalTensor:
-    """Normalize each row of x [.., n] to mean 0 and variance 1, times weight [n], plus bias [n].
+    """Normalize each row of x [.., n] to mean 0 and variance 1, multiply by weight [n], and add
+    bias [n].
 
     ``S(i) x B x B -> S(i) for i other than the last, B x B x B -> B``
     """
@@ -62,16 +63,17 @@ def batch_norm(
     eps: float = 1e-5,
     id: str = "batch_norm",
 ) -> GlobalTensor:
-    """Normalize each column of x [b, n] to mean 0 and variance 1, times weight [n], plus bias [n].
+    """Normalize each column of x [b, n] to mean 0 and variance 1, multiply by weight [n], and add
+    bias [n].
 
     ``S(0) x B x B -> P [2, n] -> B -> S(0), S(1) x S(0) x S(0) -> S(1), B x B x B -> B``
 
     In training, the statistics are over all b rows of the global batch. With S(0), one all-reduce
-    of 2 n numbers adds up the sums and the squares, and another all-reduce, in the backward pass,
-    adds up their gradients. ``running_mean`` and ``running_var`` ([n], with layout B) are updated
-    in place with ``momentum``; ``running_var`` uses the variance with divisor b - 1. Evaluation
-    uses these running statistics and does not communicate. The result equals that of torch's
-    BatchNorm1d in one process. Raise SbpError for a training batch of one row.
+    of 2 n numbers adds up the sums and the sums of squares of all ranks, and another all-reduce, in
+    the backward pass, adds up their gradients. ``running_mean`` and ``running_var`` ([n], with
+    layout B) are updated in place with ``momentum``; ``running_var`` uses the variance with divisor
+    b - 1. Evaluation uses these running statistics and does not communicate. The result equals that
+    of torch's BatchNorm1d in one process. Raise SbpError for a training batch of one row.
     """
     check_ndim("batch_norm", "x", x, 2)
     _check_operands("batch_norm", x, weight, bias, running_mean, running_var)
