@@ -209,7 +209,9 @@ class Attempt:
         return json.loads(self.store.get(key))
 
     def _await(self, keys: Sequence[str], limit_s: float) -> list[str]:
-        """Wait for keys up to ``limit_s``; return those that are still missing."""
+        """Wait for the keys for at most ``limit_s`` seconds; return the keys that are still
+        missing.
+        """
         end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
         missing = list(keys)
         while missing := [key for key in missing if not self.store.check([key])]:

@@ -255,7 +255,7 @@ def compact(path: AnyPath) -> str:
 
 
 def check_last(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a delta continues the checkpoint, so that it must not be changed."""
+    """Raise CheckpointError if the checkpoint must not be changed, because a delta continues it."""
     for other in list_checkpoints(checkpoint.path.parent):
         if other != checkpoint.path and checkpoint.path in needed_by([other]):
             raise CheckpointError(

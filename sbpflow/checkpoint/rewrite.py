@@ -25,7 +25,7 @@ class NewTensor:
 
 
 def unchanged(checkpoint: Checkpoint, name: str) -> NewTensor:
-    """Return a tensor of a checkpoint without changes."""
+    """Return a tensor of a checkpoint, unchanged."""
     saved = checkpoint.tensors[name]
     blocks = row_blocks(saved, checkpoint.chain_length)
     return NewTensor(saved, lambda: (checkpoint.tensor(name, rows) for rows in blocks))
