@@ -118,7 +118,8 @@ def normalised_entropy(logloss: float, positives: int, rows: int) -> float | Non
 def slice_by(
     logits: Values, labels: Values, values: Values, column: str, *, most: int = 10
 ) -> tuple[Slice, ...]:
-    """Return the column's summary, followed by the slices of its ``most`` most frequent values.
+    """Return the column's summary, followed by the slices of its most frequent values, at most
+    ``most`` of them.
 
     Among equally frequent values, the smaller id comes first.
     """

@@ -54,7 +54,9 @@ class MoveTimes:
 
 @dataclass(slots=True)
 class _MoveTraffic:
-    """A transfer that a traced move started: its id, collective, channel, and bytes."""
+    """The transfers that a traced move started, each with its ID, collective, channel, and
+    bytes.
+    """
 
     move: str
     step: int

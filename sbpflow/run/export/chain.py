@@ -101,8 +101,8 @@ def export_newest(
 ) -> tuple[str, str]:
     """Export the newest good checkpoint in ``run`` unless its identity is ``seen``.
 
-    Returns the identity of the checkpoint, to pass as ``seen`` next time, and a log line, or "" if
-    nothing was exported.
+    Returns two strings: the identity of the checkpoint, to pass as ``seen`` next time, and a log
+    line, which is "" if nothing was exported.
     """
     try:
         checkpoint = next(good_checkpoints(run), None)

@@ -61,7 +61,7 @@ class EarlyRows:
     ``reason`` says why the group sends no early rows, and ``late_reason`` says why it sends no late
     gradients; each is "" if the group does send them. The byte counts are expected values for a
     batch, summed over all ranks: rows sent early, rows sent in the step, gradients sent late, and
-    gradients sent in the step. With late gradients, fewer rows are early.
+    gradients sent in the step. With late gradients, fewer rows can be sent early.
     """
 
     group: str

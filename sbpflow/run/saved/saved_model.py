@@ -41,9 +41,10 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 
 def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None) -> Checkpoint:
-    """Return the checkpoint at ``path``, or the best or newest good checkpoint in that folder. By
-    default, the result is the best checkpoint if the run kept one, else the newest. Damaged
-    checkpoints are skipped with a warning. Raises CheckpointError if every checkpoint is damaged.
+    """Return the checkpoint at ``path``, or the best or newest good checkpoint in the folder
+    ``path``. By default, the result is the best checkpoint if the run kept one, else the newest.
+    Damaged checkpoints are skipped with a warning. Raises CheckpointError if every checkpoint is
+    damaged.
     """
     if (path / INDEX_FILE).exists():
         if which is not None:

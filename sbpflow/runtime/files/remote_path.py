@@ -142,7 +142,9 @@ class RemotePath:
 
     @property
     def state(self) -> object:
-        """Return a value that changes when the file is written, or None if the store has none."""
+        """Return a value that changes when the file is written, or None if the store provides
+        none.
+        """
         names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
         info = self.info()
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)
@@ -330,7 +332,7 @@ class _Reader(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401
-        """Read the next bytes with one request, and return their number."""
+        """Read the next bytes with one request; return the number of bytes read."""
         stop = min(self._at + len(buffer), self._path.num_bytes)
         data = self._path.read(self._at, stop)
         buffer[: len(data)] = data

@@ -105,7 +105,7 @@ class SharedMemory:
                 )
 
     def close(self) -> None:
-        """Tell the peers that this rank has ended."""
+        """Notify the peers that this rank has ended."""
         for peer in self.peers:
             with contextlib.suppress(OSError):
                 os.close(self._arenas[peer].connection)
@@ -180,7 +180,7 @@ def share_memory(
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The data that a rank sends to each peer."""
+    """The data that a rank sends to each peer when they connect."""
 
     secret: str
     rank: int
