@@ -40,8 +40,8 @@ class TensorSpec:
     """A logical tensor without its values; the same on all ranks.
 
     With ``by_key``, the total number of rows is known only once every rank has reported how many
-    rows it has. The rows of each range of columns are then saved in rank order. ``keys`` names the
-    tensor with the keys of a growing table.
+    rows it has. Such a tensor contains, for each range of columns, the rows of all ranks in rank
+    order. ``keys`` names the tensor with the keys of a growing table.
     """
 
     shape: tuple[int, ...]

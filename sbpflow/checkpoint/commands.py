@@ -51,8 +51,8 @@ def checkpoints_of(path: AnyPath) -> list[AnyPath]:
 
 
 def list_text(path: AnyPath) -> str:
-    """Return a line per checkpoint, newest first: name, time, size, and tensors, or what is
-    damaged.
+    """Return a line per checkpoint, newest first: name, time, size, and number of tensors, or what
+    is damaged.
     """
     lines = [f"{'checkpoint':<16} {'written':<16} {'size':>12} {'tensors':>8}  state"]
     for folder in checkpoints_of(path):

@@ -136,7 +136,7 @@ class Checkpoint:
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """Return the other JSON values of the checkpoint, such as the configuration."""
+        """Return the JSON documents of the checkpoint, such as the configuration."""
         return self.index.documents
 
     @property

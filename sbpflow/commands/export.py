@@ -232,7 +232,9 @@ def _saved_keys(tables: "GrowingTables") -> "dict[str, SavedKeys]":
 
 
 def _raw_rows(like: "Manifest", growing: "Growing") -> "RawInput | None":
-    """Describe the raw rows of a run's set, or return None if the original values are unknown."""
+    """Return the format of the raw rows of a run's set, or None if the original values are
+    unknown.
+    """
     from sbpflow.data.bundle_input import input_content, write_vocabularies
     from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES
     from sbpflow.run.export.bundle import RawInput

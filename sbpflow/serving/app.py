@@ -257,7 +257,7 @@ class App:
 
     def _score_shadow(self) -> None:
         """Compare the shadow model's scores of one queued request with the served scores; schedule
-        the next.
+        the next comparison.
         """
         served, rows, scores = self._behind[0]
         try:

@@ -109,9 +109,9 @@ class RunPlan:
     def steps(self) -> tuple[tuple[str, Step], ...]:
         """Return (phase, step) for one iteration of ``batch_size`` rows, in issue order.
 
-        With overlap, ranks exchange a batch's ids during the previous iteration. The flags and
-        early rows in an iteration belong to the next batch, and the late gradients to the previous
-        batch.
+        With overlap, ranks exchange a batch's ids during the previous iteration. The early rows
+        that an iteration sends, and the flags that select them, belong to the next batch; the late
+        gradients belong to the previous batch.
         """
         tables, rows = self.embeddings, self.batch_size
         update: tuple[tuple[str, Sequence[Step]], ...] = (
