@@ -98,8 +98,8 @@ class _UnknownKeyError(ConfigError):
         self.key, self.siblings = key, siblings
 
     def message(self, all_keys: list[str]) -> str:
-        """Return a message with near matches in the same group, or else the same key in other
-        groups.
+        """Return a message that suggests similar keys of the same group or, if there are none, the
+        same key in other groups.
         """
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:

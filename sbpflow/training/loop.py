@@ -170,8 +170,8 @@ def is_logged(step: int, log_every: int) -> bool:
 def _is_scored(step: int, last: int, train: TrainConfig, watchers: Watchers) -> bool:
     """Return whether ``val`` is scored during the run after ``step``.
 
-    The last step is included if ``val`` is watched, because the last step can be the best, or if
-    all rows are scored, because the result is then also the final score.
+    The last step is included in two cases: if ``val`` is watched, because the last step can be the
+    best; and if all rows are scored, because the result is then also the final score.
     """
     if not train.eval_every or step < last:
         return bool(train.eval_every) and step % train.eval_every == 0

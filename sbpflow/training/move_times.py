@@ -147,7 +147,7 @@ class StepProfiler:
 
 
 class _Traced:
-    """A ``MoveWatch`` that both times and traces every move."""
+    """A ``MoveWatch`` that measures the time of every move and also traces the move."""
 
     def __init__(self, profiler: StepProfiler, times: MoveWatch) -> None:
         self._profiler, self._times = profiler, times
