@@ -194,7 +194,7 @@ def _publish_objects(target: RemotePath, index: Index) -> None:
 
 
 def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove the checkpoints of steps up to ``step``. Keep the last ``newest`` of them and the
+    """Remove old checkpoints: of those up to ``step``, keep only the last ``newest`` and the
     checkpoint of ``and_step``.
 
     Checkpoints that the kept ones depend on are also kept. Deltas are removed before the

@@ -42,7 +42,7 @@ class Column(NamedTuple):
 
     name: str
     kind: str
-    """dense, hex, integer, string, list, weights, or label"""
+    """One of dense, hex, integer, string, list, weights, and label"""
     required: bool
 
 

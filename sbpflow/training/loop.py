@@ -189,11 +189,11 @@ def fit(
     profiler: StepProfiler | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Result:
-    """Train on ``loaders["train"]``; score ``val`` during the run, then ``val`` and ``test``.
+    """Train on ``loaders["train"]`` and score ``val``; at the end, score ``val`` and ``test``.
 
     ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
     saved, and whether it ends with the weights of the best or of the last step. Raises
-    TrainingError if the loss is not finite, and ConfigError if a key watches an empty ``val``.
+    TrainingError if the loss is not finite, and ConfigError if ``val`` is watched but empty.
     """
     checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)

@@ -1,6 +1,6 @@
-"""Times the moves of a step on this rank, and traces some steps with the bytes that they send.
-Times are measured on the host; on CUDA, a move may return before the device has finished its work.
-The trace also contains events measured on the device.
+"""Measures the times of a step's moves on this rank, and traces some steps with the bytes that they
+send. Times are measured on the host; on CUDA, a move may return before the device has finished its
+work. The trace also contains events measured on the device.
 """
 
 import json

@@ -131,7 +131,7 @@ def link_findings(
 ) -> list[Finding]:
     """Measure the links between all ranks.
 
-    Every rank must call this function. ``names`` lists each rank's machine.
+    Every rank must call this function. ``names`` contains the name of each rank's machine.
     """
     world = boxing.world
     if world.size == 1:

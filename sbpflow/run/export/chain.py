@@ -41,8 +41,9 @@ _BLOCK = 1 << 16  # rows converted at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The last export: a bundle, its first ``number`` deltas, and the digest of its checkpoint.
-    ``entries`` contains the keys and ids that the deltas changed, by vocabulary, oldest first.
+    """The last export: a bundle, its first ``number`` deltas, and the digest of the last exported
+    checkpoint. ``entries`` contains the keys and ids that the deltas changed, by vocabulary, oldest
+    first.
     """
 
     bundle: Path

@@ -1,7 +1,7 @@
 """Defines the model interface: embedding outputs over given fields, and a dense part.
 
-A model is one module with a frozen configuration class. The class's field ``name`` identifies the
-model, and its ``spec(fields)`` returns a ``ModelSpec``. All methods except ``build`` are pure
+A model is a Python module with a frozen configuration class. The class's field ``name`` identifies
+the model, and its ``spec(fields)`` returns a ``ModelSpec``. All methods except ``build`` are pure
 functions, without ranks or devices, so that planning and ``explain`` can call them. This module
 does not depend on any particular model.
 """

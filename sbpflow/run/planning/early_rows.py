@@ -27,8 +27,8 @@ def with_early_rows(
     topology: Topology,
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[EmbeddingPlan, tuple[EarlyRows, ...]]:
-    """Return the plan with its groups' ``early_rows`` and ``late_gradients`` set, and the choice
-    for each ``unique`` group.
+    """Return the plan with its groups' ``early_rows`` and ``late_gradients`` set, and the decision
+    for each group with exchange ``unique``.
 
     Raises ConfigError if ``train.early_rows`` or ``train.late_gradients`` is true, but no group can
     send them.

@@ -221,8 +221,8 @@ def format_plan(plan: RunPlan, *, shards: bool = True, forecast: Forecast | None
 
 
 def early_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines on the early rows and the late gradients of each group that could send them. All
-    byte counts are expected values.
+    """Return lines about the early rows and the late gradients of each group that could send them.
+    All byte counts are expected values.
     """
     lines: list[str] = []
     for group in groups:

@@ -142,7 +142,7 @@ def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
-    """Return whether a rule requires ranks, or a number of ranks, that this world lacks."""
+    """Return whether a rule names ranks that this world lacks, or needs another number of ranks."""
     if rule.ranks is None:
         return rule.sizes is not None and len(rule.sizes) != world_size
     ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]

@@ -111,7 +111,7 @@ class RemotePath:
         return RemotePath(self.url)
 
     def info(self) -> Mapping[str, Any]:
-        """Return the store's metadata for the file, from ``facts`` or by a request.
+        """Return the object store's metadata of the file, from ``facts`` or by a request.
 
         Raises FileNotFoundError or StoreError.
         """
@@ -164,7 +164,7 @@ class RemotePath:
         return RemoteStat(self.num_bytes, time_of if isinstance(time_of, float | int) else 0.0)
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """Yield the folder's entries with their facts; 1,000 entries take one request."""
+        """Yield the folder's entries with their facts; a request returns up to 1,000 entries."""
 
         def listed(system: Any, path: str) -> list[Mapping[str, Any]]:  # noqa: ANN401
             system.invalidate_cache()

@@ -276,7 +276,7 @@ def _crashes(posts: Mapping[int, Reason]) -> list[str]:
 
 
 def _mistakes(posts: Mapping[int, Reason], world_size: int) -> list[str]:
-    """Return the user errors, naming the ranks of each unless it occurred on all ranks."""
+    """Return the user errors, each with its ranks unless it occurred on all ranks."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, reason in sorted(posts.items()):
         if reason.kind == "mistake":

@@ -205,7 +205,7 @@ def _torch_peer_errors() -> tuple[type[BaseException], ...]:
 
 
 class _Exits:
-    """Ends the process from the main thread or a watcher thread, whichever comes first."""
+    """Ends the process once, whether the main thread or a watcher thread ends it first."""
 
     def __init__(self) -> None:
         self.meeting: Meeting | None = None
