@@ -92,7 +92,7 @@ class PieceFile:
                 _advise(self._file, start, offset + len(data) - start, os.POSIX_FADV_DONTNEED)
 
     def close(self, *, sync: bool = True) -> None:
-        """Close the file. With ``sync``, first call fsync, or upload it to an object store."""
+        """Close the file. With ``sync``, first sync it to disk, or upload it to an object store."""
         file, self._file = self._file, -1
         if file < 0:
             return

@@ -113,8 +113,8 @@ def _predict(argv: Sequence[str]) -> int:
 def _predict_as_tasks(
     args: argparse.Namespace, checkpoint: "Checkpoint", config: "Config", scoring: "Scoring"
 ) -> None:
-    """Encode raw rows, and score blocks as tasks of ``--engine``, each of whose workers loads the
-    model.
+    """Encode raw rows, and score blocks as tasks of the engine that ``--engine`` names. Each worker
+    loads the model.
     """
     from sbpflow.data.engine import Home, engine_options, open_engine
     from sbpflow.run.saved.saved_model import weights_text

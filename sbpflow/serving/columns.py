@@ -92,7 +92,7 @@ class RawRows:
             raise RowError(row, absent[0], list(names), rule)
 
     def file_columns(self, num_cells: int) -> list[str]:
-        """Return the column names of text lines without a header, which may omit the label
+        """Return the column names for text lines without a header. The lines may omit the label
         columns.
         """
         others = [column.name for column in self.columns if column.kind != "label"]

@@ -207,8 +207,8 @@ def _overlap(
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[float, float]:
     """Return the number of rows used by ``first`` samples, and how many of these rows are also used
-    by ``second`` other samples. Assumes independent samples: two groups of a and b samples share
-    U(a) + U(b) - U(a + b) rows, where U(n) is the number of distinct rows that n samples use.
+    by ``second`` other samples. Assumes independent samples: two sets of a and b samples share U(a)
+    + U(b) - U(a + b) rows, where U(n) is the number of distinct rows that n samples use.
     """
     known = [frequencies[name] for name in table.features if name in frequencies]
     if known:

@@ -205,7 +205,7 @@ def _torch_peer_errors() -> tuple[type[BaseException], ...]:
 
 
 class _Exits:
-    """Ends the process once, whether the main thread or a watcher thread ends it first."""
+    """Ends the process from the main thread or from a watcher thread, but only once."""
 
     def __init__(self) -> None:
         self.meeting: Meeting | None = None

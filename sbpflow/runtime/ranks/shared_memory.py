@@ -139,7 +139,7 @@ def share_memory(
 ) -> SharedMemory | None:
     """Connect the ranks ``neighbors`` on this rank's host; return None if they cannot share memory.
     Every rank connected to ``store`` must call this function. Memory is shared only if all ranks of
-    the host support it; otherwise, each rank logs the reason of the first rank that does not.
+    the host support it; otherwise, each rank logs the reason given by the first rank that does not.
     """
     arenas: dict[int, Arena] = {}
     secret = store.claim("shared memory secret", uuid.uuid4().hex)
