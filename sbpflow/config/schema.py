@@ -129,7 +129,7 @@ class ModelGroup(Protocol):
 class TableChanges:
     """Overrides some of the settings from earlier patterns or from ``optimizer.sparse``.
 
-    An entry without ``name`` is of this class.
+    Applies to entries without ``name``.
     """
 
     name: Literal["same"] = "same"
