@@ -141,9 +141,10 @@ class Run:
     ) -> Frame:
         """Return a frame with row keys or row numbers, the probability ``score``, and any labels.
 
-        ``data`` is as in ``fit``; ``split`` selects rows of a prepared set. The result is a pandas
-        DataFrame or an Arrow table if ``data`` is one; otherwise it is a Polars DataFrame. The
-        result has the same content as the output file of ``sbpflow predict``.
+        ``data`` is a table of rows, a file, or a prepared set, as in ``fit``. ``split`` names the
+        split of a prepared set to score. The result is a pandas DataFrame or an Arrow table if
+        ``data`` is one; otherwise it is a Polars DataFrame. The result has the same content as the
+        output file of ``sbpflow predict``.
         """
         with self._open(data, split, max_bad_fraction) as rows:
             write_scores(rows.job, rows.loader, rows.scoring)
@@ -152,8 +153,8 @@ class Run:
     def evaluate(
         self, data: "Frame | str | Path", *, split: str = "test", max_bad_fraction: float = 0.0
     ) -> dict[str, float | int | None]:
-        """Return the metrics of labeled rows, as training reports them for a split; ``data`` is as
-        in ``predict``.
+        """Return the metrics of labeled rows, as training reports them for a split. The arguments
+        have the same meaning as in ``predict``.
         """
         with self._open(data, split, max_bad_fraction) as rows:
             if not rows.scoring.manifest().labelled:
@@ -199,7 +200,7 @@ class Run:
     ) -> list[Path]:
         """Write the model as a bundle, like ``sbpflow export``, and return the paths of its files.
 
-        ``score`` is a labeled prepared set on which the bundle is checked; it is required if
+        ``score`` is a labeled prepared set on which the bundle is evaluated; it is required if
         ``rows`` stores the table rows in lower precision. ``pt2``, ``compiled`` and ``onnx`` add
         optional files.
         """

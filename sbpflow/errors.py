@@ -75,7 +75,9 @@ class ServerLostError(AbsentError):
 
 
 class PeerLostError(RuntimeError):
-    """A collective or a store operation failed because a peer is gone or does not respond."""
+    """A collective, or an operation on the key-value store of the ranks, failed because a peer is
+    gone or does not respond.
+    """
 
 
 class PeerStoppedError(RuntimeError):

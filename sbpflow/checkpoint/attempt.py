@@ -40,8 +40,8 @@ class TensorSpec:
     """A logical tensor without its values; the same on all ranks.
 
     With ``by_key``, the total number of rows is known only once every rank has reported how many
-    rows it has. The rows of each range of columns are then saved in rank order. ``keys`` names the
-    tensor with the keys of a growing table.
+    rows it has. Such a tensor contains, for each range of columns, the rows of all ranks in rank
+    order. ``keys`` names the tensor with the keys of a growing table.
     """
 
     shape: tuple[int, ...]
@@ -209,7 +209,9 @@ class Attempt:
         return json.loads(self.store.get(key))
 
     def _await(self, keys: Sequence[str], limit_s: float) -> list[str]:
-        """Wait for keys up to ``limit_s``; return those that are still missing."""
+        """Wait for the keys for at most ``limit_s`` seconds; return the keys that are still
+        missing.
+        """
         end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
         missing = list(keys)
         while missing := [key for key in missing if not self.store.check([key])]:

@@ -1,8 +1,9 @@
 """Tracks the rows that training changes, so that a delta contains only these rows.
 
-For every rectangle of a table that a rank writes, a delta contains the numbers and values of the
-changed rows. The rectangles tile the table, so a reader notices if one is missing. Rows of growing
-tables are numbered in the order of their keys' addresses; the row of a new key counts as changed.
+For every rectangle of a table that a rank writes, a delta contains the row numbers and the values
+of the changed rows. The rectangles tile the table, so a reader notices if one is missing. Rows of
+growing tables are numbered in the order of their keys' addresses (``mix`` of the keys). The row of
+a new key counts as changed.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -51,8 +51,8 @@ def checkpoints_of(path: AnyPath) -> list[AnyPath]:
 
 
 def list_text(path: AnyPath) -> str:
-    """Return a line per checkpoint, newest first: name, time, size, and tensors, or what is
-    damaged.
+    """Return a line per checkpoint, newest first: name, time, size, and number of tensors, or what
+    is damaged.
     """
     lines = [f"{'checkpoint':<16} {'written':<16} {'size':>12} {'tensors':>8}  state"]
     for folder in checkpoints_of(path):
@@ -255,7 +255,7 @@ def compact(path: AnyPath) -> str:
 
 
 def check_last(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a delta continues the checkpoint, so that it must not be changed."""
+    """Raise CheckpointError if the checkpoint must not be changed, because a delta continues it."""
     for other in list_checkpoints(checkpoint.path.parent):
         if other != checkpoint.path and checkpoint.path in needed_by([other]):
             raise CheckpointError(

@@ -1,8 +1,8 @@
 """Manages the folder of a run's checkpoints ``step-N``.
 
-Until a checkpoint is complete, its folder has another name. In a store, where nothing can be
-renamed, the files have unique names instead, and the checkpoint is complete once its index exists.
-This module lists checkpoints, finds the newest good one, and removes old ones.
+Until a checkpoint is complete, its folder has another name. In an object store, where nothing can
+be renamed, the files have unique names instead, and the checkpoint is complete once its index
+exists. This module lists checkpoints, finds the newest good one, and removes old ones.
 """
 
 import contextlib
@@ -44,7 +44,8 @@ def data_folder(checkpoint: AnyPath) -> AnyPath:
 def partial_folder(folder: AnyPath, step: int, nonce: str) -> AnyPath:
     """Return the folder of an incomplete checkpoint, which the hexadecimal ``nonce`` makes unique.
 
-    In a store, this is the final folder, and ``piece_file`` makes the names of its files unique.
+    In an object store, this is the final folder, and ``piece_file`` makes the names of its files
+    unique.
     """
     if isinstance(folder, RemotePath):
         return step_folder(folder, step)
@@ -69,7 +70,8 @@ def drop_partial(partial: AnyPath, nonce: str) -> None:
 
 
 class Claim:
-    """Marks a folder in a store, which has no locks, as used by this launch of a run.
+    """Marks a folder in an object store as used by this launch of a run. Object stores have no
+    locks.
 
     If another launch claims the folder later, ``check`` raises CheckpointError in this launch.
     """
@@ -95,7 +97,8 @@ class Claim:
 def list_checkpoints(folder: AnyPath) -> list[AnyPath]:
     """Return the folders ``step-N`` in ``folder``, newest first.
 
-    The checkpoints may be damaged. In a store, a folder without an index is not a checkpoint.
+    The checkpoints may be damaged. In an object store, a folder without an index is not a
+    checkpoint.
     """
     if isinstance(folder, RemotePath):
         steps = (name.removesuffix(f"/{INDEX_FILE}") for name in folder.sizes())
@@ -155,8 +158,8 @@ def publish(folder: AnyPath, partial: AnyPath, index: Index) -> AnyPath:
     ``step-N``.
 
     If the process crashes, there is either a complete checkpoint or none. An existing checkpoint of
-    the same step is replaced. In a store, writing the index publishes the checkpoint; leftover
-    files are then removed.
+    the same step is replaced. In an object store, writing the index publishes the checkpoint;
+    leftover files are then removed.
     """
     target = step_folder(folder, index.step)
     try:
@@ -191,8 +194,8 @@ def _publish_objects(target: RemotePath, index: Index) -> None:
 
 
 def keep_only(folder: AnyPath, *, newest: int, step: int, and_step: int | None) -> None:
-    """Remove checkpoints up to ``step``, except the ``newest`` newest ones and that of
-    ``and_step``.
+    """Remove old checkpoints: of those up to ``step``, keep only the last ``newest`` and the
+    checkpoint of ``and_step``.
 
     Checkpoints that the kept ones depend on are also kept. Deltas are removed before the
     checkpoints that they continue.
@@ -232,7 +235,7 @@ def step_of(path: AnyPath) -> int:
 def remove_checkpoint(path: AnyPath) -> None:
     """Remove a checkpoint; after a crash, ``path`` holds either all of it or nothing.
 
-    The folder is renamed first; in a store, the index is removed first.
+    The folder is renamed first; in an object store, the index is removed first.
     """
     if isinstance(path, RemotePath):
         path.remove_tree(first=INDEX_FILE)

@@ -2,12 +2,12 @@
 
 A checkpoint is a folder with ``index.json`` and binary files. For every logical tensor, the index
 contains the full shape and the pieces that cover it: the rectangle of each piece, its file and
-offset, and a CRC32 per block. In a delta, the tensors of tables have patches instead: the numbers
-and values of the rows that changed since the previous checkpoint. Rows of growing tables are
-numbered as of this step. An unchanged row may have another number in the previous checkpoint, where
-its key identifies it. The index does not depend on ranks or layouts, and includes a digest of its
-own content. Reading untrusted files is safe: they contain only JSON and bytes, and nothing is
-executed or imported.
+offset, and a CRC32 per block. In a delta, the tensors of tables have patches instead: the row
+numbers and the values of the rows that changed since the previous checkpoint. Rows of growing
+tables are numbered as of this step. An unchanged row may have another number in the previous
+checkpoint, where its key identifies it. The index does not depend on ranks or layouts, and includes
+a digest of its own content. Reading untrusted files is safe: they contain only JSON and bytes, and
+nothing is executed or imported.
 """
 
 import json
@@ -96,9 +96,9 @@ class Piece:
 class Patch:
     """The changed rows of the rectangle ``place``: their numbers and their values.
 
-    ``rows`` is the piece with their row numbers in the tensor (int64 [n], ascending). For a growing
+    ``rows`` is the piece with the row numbers in the tensor (int64 [n], ascending). For a growing
     table, these numbers are relative to the first row of ``place``. ``values`` is the piece with
-    their values ([n, columns]). The places of both pieces have rows [0, n).
+    the values ([n, columns]). The ``place`` of either piece covers the rows [0, n).
     """
 
     place: Place
@@ -220,7 +220,7 @@ def piece_from_json(value: Sequence[Any]) -> Piece:
 
 
 def patch_to_json(patch: Patch) -> list[Any]:
-    """Return a patch as [rectangle, piece of the row numbers, piece of the values]."""
+    """Return a patch as [rectangle, piece with the row numbers, piece with the values]."""
     return [list(astuple(patch.place)), piece_to_json(patch.rows), piece_to_json(patch.values)]
 
 

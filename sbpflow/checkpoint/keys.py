@@ -1,8 +1,8 @@
 """Finds and reads the rows of growing tables by key, even through a chain of deltas.
 
-The rows of a growing table are saved in the order of their keys' addresses, so the number of a row
-may change from one checkpoint to the next. A delta contains all keys but only the changed rows; all
-other rows are found by key in the previous checkpoint.
+The rows of a growing table are saved in the order of their keys' addresses (``mix`` of the keys),
+so the number of a row may change from one checkpoint to the next. A delta contains all keys but
+only the changed rows; all other rows are found by key in the previous checkpoint.
 """
 
 from bisect import bisect_left
@@ -66,7 +66,9 @@ class Addresses:
         return slice(self._below(first_address(first)), self._below(first_address(last)))
 
     def find(self, addresses: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the key number of each address (ascending), and whether the address exists."""
+        """Look up ``addresses``, which must be ascending. For each one, return the number of the
+        key with this address, and whether such a key exists.
+        """
         if not addresses.numel():
             return addresses, addresses.bool()
         start, stop = self._below(int(addresses[0])), self._below(int(addresses[-1]) + 1)

@@ -136,7 +136,7 @@ class Checkpoint:
 
     @property
     def documents(self) -> Mapping[str, Any]:
-        """Return the other JSON values of the checkpoint, such as the configuration."""
+        """Return the JSON documents of the checkpoint, such as the configuration."""
         return self.index.documents
 
     @property
@@ -208,7 +208,9 @@ class Checkpoint:
         return self._addresses[name]
 
     def changed_rows(self, name: str) -> Tensor:
-        """Return the rows of a table's tensor that a delta contains, as ascending int64 [n]."""
+        """Return the numbers of the rows of a table's tensor that a delta contains (int64 [n],
+        ascending).
+        """
         rows = [self._rows_of(name, patch) for patch in self.saved(name).patches]
         return torch.cat(rows).unique() if rows else torch.empty(0, dtype=torch.int64)
 
@@ -322,7 +324,7 @@ class Checkpoint:
 
 
 class _Blocks:
-    """Reads blocks of a file, in order. In a store, each block takes one request."""
+    """Reads blocks of a file, in order. In an object store, each block takes one request."""
 
     def __init__(self, path: AnyPath) -> None:
         self._path, self._file = path, -1

@@ -1,9 +1,9 @@
 """Restores a checkpoint into a job with any layout: each rank reads the rectangles that it stores.
 
 Conversion to half precision rounds to nearest; widening is exact. If a table has more rows than
-were saved, the additional rows keep their initial values. The rows of keys are saved in the order
-of the keys' addresses. For any number of ranks, the rows of a rank therefore form one range, which
-a binary search finds.
+were saved, the additional rows keep their initial values. The rows of growing tables are saved in
+the order of their keys' addresses. For any number of ranks, the rows of a rank therefore form one
+range, which a binary search finds.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""Rewrites a checkpoint with some rows or tensors changed, and all tensors in one file.
+"""Rewrites a checkpoint as a full checkpoint in which some rows or tensors are changed.
 
-Tensors are written in portions, so this needs little memory. The new checkpoint is a full one.
+All tensors are written to one file, in portions, so this needs little memory.
 """
 
 import uuid
@@ -25,7 +25,7 @@ class NewTensor:
 
 
 def unchanged(checkpoint: Checkpoint, name: str) -> NewTensor:
-    """Return a tensor of a checkpoint without changes."""
+    """Return a tensor of a checkpoint, unchanged."""
     saved = checkpoint.tensors[name]
     blocks = row_blocks(saved, checkpoint.chain_length)
     return NewTensor(saved, lambda: (checkpoint.tensor(name, rows) for rows in blocks))

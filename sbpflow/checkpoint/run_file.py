@@ -25,7 +25,7 @@ _RUN = re.compile(r"[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The ID of a run, the configuration keys that affect its results, and its status."""
+    """The ID of a run, the configuration values that affect its results, and its status."""
 
     run: str
     facts: Mapping[str, str]

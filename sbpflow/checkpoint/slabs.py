@@ -83,7 +83,7 @@ class Slabs:
         return (chain[at >> self._bits] << self._bits) + (at & (self._rows - 1))
 
     def take(self, number: int) -> Ints:
-        """Free the places of all rows of range ``number``, and return them."""
+        """Free and return the places of all rows of range ``number``."""
         slabs = np.flatnonzero(self._owner == number)
         places = ((slabs << self._bits)[:, None] + np.arange(self._rows)).reshape(-1)
         if self._open[number] != _FREE:

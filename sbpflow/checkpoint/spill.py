@@ -24,8 +24,9 @@ class Extent:
 class SpillFile:
     """An unnamed file in ``folder``, created by the first ``append`` and removed by ``close``.
 
-    If the folder is in a store, the file is in the folder for temporary files (TMPDIR). Space is
-    not reused, because each row is spilled at most once. An OSError is raised as a CheckpointError.
+    If the folder is in an object store, the file is in the folder for temporary files (TMPDIR).
+    Space is not reused, because each row is spilled at most once. An OSError is raised as a
+    CheckpointError.
     """
 
     def __init__(self, folder: AnyPath) -> None:

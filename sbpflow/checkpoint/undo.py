@@ -60,9 +60,9 @@ class RowLog:
     """Preserves the rows of ``store`` as they are at construction.
 
     ``pending`` (bool [rows], on the CPU) marks the rows that will be read; the log takes ownership
-    of it. Rows are read in ranges of ``range_rows``. ``order``, if given, selects the rows and
-    their order; only the reading thread uses it. On CUDA, copies run in the stream that is current
-    at construction, which is the training stream. The log itself is in host memory.
+    of these marks. Rows are read in ranges of ``range_rows``. ``order``, if given, selects the rows
+    and their order; only the writing thread uses ``order``. On CUDA, copies run in the stream that
+    is current at construction, which is the training stream. The log itself is in host memory.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ class RowLog:
         return copies
 
     def drain(self, spill: SpillFile, *, spare_last: bool = False) -> None:
-        """Empty the segments into the slabs; the reading thread calls this often.
+        """Empty the segments into the slabs; the writing thread calls this method often.
 
-        ``drain`` also allocates free segments in advance. With ``spare_last``, skip the last
+        This method also allocates free segments in advance. With ``spare_last``, skip the last
         segment, which may still have room.
         """
         with self._lock:

@@ -61,8 +61,8 @@ def write_at(file: int, data: memoryview, offset: int) -> None:
 class PieceFile:
     """Creates a file of pieces. An OSError is raised as a CheckpointError that names the file.
 
-    Pieces are not written in order, so a file for a store is first written to an unnamed file in
-    TMPDIR, which ``close`` uploads.
+    Pieces are not written in order, so a file for an object store is first written to an unnamed
+    file in TMPDIR, which ``close`` uploads.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -92,7 +92,7 @@ class PieceFile:
                 _advise(self._file, start, offset + len(data) - start, os.POSIX_FADV_DONTNEED)
 
     def close(self, *, sync: bool = True) -> None:
-        """Close the file. With ``sync``, first call fsync or, for a store, upload the file."""
+        """Close the file. With ``sync``, first sync it to disk, or upload it to an object store."""
         file, self._file = self._file, -1
         if file < 0:
             return

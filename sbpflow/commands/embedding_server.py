@@ -15,7 +15,7 @@ _BACKLOG = 1024
 
 
 def embedding_server(argv: Sequence[str]) -> int:
-    """Serve one of the addresses of ``parallel.storage`` until the process is stopped."""
+    """Listen on one of the addresses in ``parallel.storage`` until the process is stopped."""
     from sbpflow.commands.train import config_parser
 
     parser = config_parser(

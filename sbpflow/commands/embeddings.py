@@ -65,7 +65,9 @@ def embeddings(argv: Sequence[str]) -> int:
     schema = _frame(checkpoint, name, feature, first[0][:0], first[1][:0]).schema
 
     def source(*query: object) -> Iterator[pl.DataFrame]:
-        """Return frames with all rows. Polars passes a query, but both sinks request all rows."""
+        """Return frames with all rows. The query from Polars can be ignored, because it requests
+        all rows for both kinds of output files.
+        """
         del query
         return frames()
 

@@ -102,7 +102,7 @@ def export_to(
     config: "Config",
     **options: Any,  # noqa: ANN401 (of export_model)
 ) -> "list[RemotePath]":
-    """Write a saved model to a new folder in a store and return its files.
+    """Write a saved model to a new folder in an object store and return its files.
 
     ``model.json`` is written last, so its presence marks a complete folder.
     """
@@ -132,7 +132,7 @@ def export_model(
 ) -> list[Path]:
     """Write a saved model to a new folder and return its files; print scores if ``measured``.
 
-    ``has_spare_rows`` adds rows to growing tables for keys that deltas add.
+    With ``has_spare_rows``, growing tables get spare rows for the keys that later deltas add.
     """
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest
@@ -232,7 +232,9 @@ def _saved_keys(tables: "GrowingTables") -> "dict[str, SavedKeys]":
 
 
 def _raw_rows(like: "Manifest", growing: "Growing") -> "RawInput | None":
-    """Describe the raw rows of a run's set, or return None if the original values are unknown."""
+    """Return the format of the raw rows of a run's set, or None if the original values are
+    unknown.
+    """
     from sbpflow.data.bundle_input import input_content, write_vocabularies
     from sbpflow.data.format.vocabulary import HOW_TO_HAVE_VALUES
     from sbpflow.run.export.bundle import RawInput

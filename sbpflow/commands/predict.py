@@ -113,7 +113,9 @@ def _predict(argv: Sequence[str]) -> int:
 def _predict_as_tasks(
     args: argparse.Namespace, checkpoint: "Checkpoint", config: "Config", scoring: "Scoring"
 ) -> None:
-    """Encode raw rows, and score blocks as tasks of the engine; each worker loads the model."""
+    """Encode raw rows, and score blocks as tasks of the engine that ``--engine`` names. Each worker
+    loads the model.
+    """
     from sbpflow.data.engine import Home, engine_options, open_engine
     from sbpflow.run.saved.saved_model import weights_text
     from sbpflow.runtime.ranks.rendezvous import world_size_of_environment
@@ -169,8 +171,8 @@ class _ModelOnWorker:
     optimizer: tuple[str, ...]
     overrides: tuple[str, ...]
     plan: str
-    """Identifies the weights and rows, because other weights may be saved to the same path while a
-    cluster's worker is running
+    """Identifies the weights and rows, so that a running worker reloads the model if other weights
+    have been saved to the same path
     """
 
 
@@ -204,7 +206,7 @@ _on_worker = Cached(_load)
 
 
 def _score(block: "Block", *, model: _ModelOnWorker) -> None:
-    """Score a block and write its file, unless another worker has finished it."""
+    """Score a block and write its file."""
     from sbpflow.run.execution.predict import predict_ranges
 
     job, loader, blocks, scoring = _on_worker(model)
@@ -268,11 +270,11 @@ def open_rows(
     joined: Callable[[int], None] | None = None,
     blocks: "ScoreBlocks | None" = None,
 ) -> "tuple[Job, RowLoader]":
-    """Load a saved model and encode the rows to score, as one of the ranks that were started.
+    """Load a saved model and open the encoded rows to score, on this rank.
 
     ``bad`` is the fraction of raw rows that may be skipped. ``joined(rank)`` is called once all
     ranks have joined. Everything that this function opens is registered with ``opened``, which the
-    caller must close. Rank 0 encodes raw rows with all CPUs of its machine.
+    caller must close. Rank 0 encodes raw rows for all ranks, with all CPUs of its machine.
     """
     from sbpflow.data import fields_of, open_loader
     from sbpflow.run.execution.job import build_job

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def add_model(
     parser: argparse.ArgumentParser, name: str = "--checkpoint", *, required: bool = True
 ) -> None:
-    """Add the arguments. ``name`` is an option such as "--checkpoint" or, without dashes, a
-    positional argument.
+    """Add the arguments that name a checkpoint. ``name`` is an option such as "--checkpoint" or,
+    without dashes, a positional argument.
     """
     add = parser.add_argument
     options: dict[str, Any] = {"required": required} if name.startswith("-") else {}

@@ -158,7 +158,7 @@ def train_config(
 
 
 def facts_of(manifest: "Manifest") -> "DataFacts":
-    """Return the set's identity, which a resuming run compares with that of the saved set."""
+    """Return the identity of the set, which a resuming run compares with the saved identity."""
     from sbpflow.run.saved.resume import DataFacts
 
     return DataFacts(

@@ -159,9 +159,9 @@ def config_facts(
 ) -> dict[str, str]:
     """Return dotted keys and their values as one-line YAML, for comparing ranks.
 
-    Only keys that affect one of ``affecting`` (by default, all keys) are returned. Each entry of a
-    group of patterns (``parallel.tables``, ``model.tables``, ...) has its own key. The order of the
-    patterns also has a key, because it decides which of two matching patterns applies.
+    Only keys whose effect is in ``affecting`` are returned; by default, all keys are. Each entry of
+    a group of patterns (``parallel.tables``, ``model.tables``, ...) has its own key. The order of
+    the patterns also has a key, because it decides which of two matching patterns applies.
     """
     facts = {key: text for key, text, affects in _flat("", config) if affects in affecting}
     for group, name in (

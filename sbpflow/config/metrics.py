@@ -41,4 +41,4 @@ METRICS: dict[Metric, MetricKind] = {
     "logloss": MetricKind("logloss", False, ONE_CLASS),
     "normalised_entropy": MetricKind("normalized entropy", False, ONE_CLASS),
 }
-"""All metrics, in the order of logs and reports."""
+"""All metrics, in the order in which logs and reports list them."""

@@ -79,8 +79,9 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
     """Return an instance of the dataclass ``cls`` from a mapping; nested groups are dataclasses
     too.
 
-    For each field of ``cls`` whose annotation does not name a class, ``choices`` maps each value of
-    the key ``name`` to a dataclass; the first is the default. Raises ConfigError.
+    A field of ``cls`` whose annotation does not name a class needs an entry in ``choices``, which
+    maps each value of the field's key ``name`` to a dataclass. The first value is the default.
+    Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -97,8 +98,8 @@ class _UnknownKeyError(ConfigError):
         self.key, self.siblings = key, siblings
 
     def message(self, all_keys: list[str]) -> str:
-        """Return a message with near matches in the same group, or else the same key in other
-        groups.
+        """Return a message that suggests similar keys of the same group or, if there are none, the
+        same key in other groups.
         """
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:
@@ -144,7 +145,7 @@ def _build(cls: type[C], tree: object, key: str, choices: Choices = MappingProxy
 
 
 def _full_key(message: str, key: str, fields: Mapping[str, object]) -> str:
-    """Return a class's error message with its relative key completed to the full dotted key."""
+    """Return the error message of a class, with the full dotted key instead of the relative key."""
     group, _, name = key.rpartition(".")
     first = re.match(r"\w*", message)
     if key and first is not None and first[0] in fields:
@@ -265,7 +266,9 @@ def _parse_tagged(
 def _parse_literal(
     value: object, choices: tuple[str, ...], key: str, also: tuple[str, ...] = ()
 ) -> str:
-    """Return a choice; error messages also list ``also``, the legal values that are not strings."""
+    """Return ``value`` as one of ``choices``. Error messages also list ``also``, the legal values
+    that are not strings.
+    """
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if text in choices:
         return text
@@ -325,8 +328,8 @@ def _parse_int(value: object, key: str, example: object) -> int:
 
 
 def _parse_float(value: object, key: str, example: object) -> float:
-    """Also accept numbers in strings, because YAML 1.1 reads ``1e-3``, which has no dot, as a
-    string.
+    """Return a number, which may be given as a string, because YAML 1.1 reads ``1e-3``, which has
+    no dot, as a string.
     """
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:

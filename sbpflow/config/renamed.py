@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 RENAMED = {"exchange_dtype": "comm_dtype", "row_capacity": "row_buffer_fraction"}
-"""Maps old to new names: the last part of a key in ``parallel`` or in a ``parallel.tables`` rule.
+"""Maps the old name of a key to its new name. The keys are in ``parallel`` or in a rule of
+``parallel.tables``; a name is the last part of a dotted key.
 """
 
 

@@ -1,4 +1,5 @@
-"""Defines the configuration: every key, its default, and checks that need no other facts.
+"""Defines the configuration: every key, its default, and the checks that need only the
+configuration.
 
 ``config.checks`` performs the checks that need the tables or the world size. Values are never
 clamped and keys are never ignored.

@@ -1,7 +1,8 @@
 """Reads files of table rules for ``parallel.plan: FILE``, and writes them for the planner.
 
 A file contains a mapping ``tables``, in the form of ``parallel.tables``, and optional ``notes`` for
-people. The only note that the program reads is ``world_size``, the planned number of ranks.
+people. The only note that the program reads is ``world_size``, the number of ranks for which the
+tables were planned.
 """
 
 import logging

@@ -1,8 +1,9 @@
 """Defines the ``parallel`` group, which determines the layout of each embedding table.
 
-A scheme is a list of patterns from the model. ``parallel.tables`` appends patterns to this list;
-the last pattern that matches a table's name wins. ``table_layouts`` turns the patterns into one
-``TableLayout`` per table. The rest of sbpflow uses only these layouts, not schemes.
+A scheme is a list of patterns with layouts, which the model defines. ``parallel.tables`` appends
+patterns to this list; the last pattern that matches a table's name wins. ``table_layouts`` turns
+the patterns into one ``TableLayout`` per table. The rest of sbpflow uses only these layouts, not
+schemes.
 """
 
 from collections.abc import Mapping

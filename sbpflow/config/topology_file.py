@@ -75,7 +75,9 @@ def _by_rank(given: float | tuple[float, ...] | None, size: int) -> tuple[float,
 
 
 def read_topology(path: Path, *, world_size: int) -> Topology:
-    """Return the topology, for ``world_size`` ranks, that a file describes. Raises ConfigError."""
+    """Return the topology that a file describes, which must have ``world_size`` ranks. Raises
+    ConfigError.
+    """
     tree = read_yaml(path, "parallel.topology")
     try:
         described = build(_Description, tree)

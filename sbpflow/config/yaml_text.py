@@ -48,8 +48,8 @@ def unshared(value: Any) -> Any:  # noqa: ANN401
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects values above the limits, and duplicate keys, of which YAML would silently use the
-    last.
+    """Rejects values above the limits, and duplicate keys. PyYAML would silently use the last of
+    several equal keys.
     """
 
     def __init__(self, text: str) -> None:

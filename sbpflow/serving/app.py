@@ -43,7 +43,9 @@ _MAX_SHOWN = 100  # Maximum number of characters of a value in an error message.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits on the size of a request and on the rows of a batch."""
+    """The maximum size of a request, in bytes and in rows, and the maximum number of rows of a
+    batch.
+    """
 
     body_bytes: int = 4 << 20
     rows: int = 8192
@@ -100,8 +102,8 @@ class App:
         self._batcher = Batcher(limits.batch_rows)
         self.stopping: Callable[[], bool] = lambda: False
         self.is_alone: Callable[[], bool] = lambda: False
-        """Returns whether the current request is the only one. The server sets this function; the
-        default returns False.
+        """Returns whether the current request is the only one in flight. The server sets this
+        function; the default returns False.
         """
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -255,7 +257,7 @@ class App:
 
     def _score_shadow(self) -> None:
         """Compare the shadow model's scores of one queued request with the served scores; schedule
-        the next.
+        the next comparison.
         """
         served, rows, scores = self._behind[0]
         try:

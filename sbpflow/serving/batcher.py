@@ -28,7 +28,7 @@ class Batcher:
         self._waiting: deque[_Waiting] = deque()
 
     def score(self, model: Model, rows: Encoded) -> "asyncio.Future[Scores]":
-        """Return a future of the scores of ``rows`` by ``model``."""
+        """Return a future for the scores that ``model`` gives to ``rows``."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         if not self._waiting:

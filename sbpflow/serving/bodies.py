@@ -42,7 +42,9 @@ class BodyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``read(body, max_rows)`` returns rows for ``encode``; ``write`` returns a body."""
+    """``read(body, max_rows)`` returns rows for ``encode``; ``write`` returns the body of a
+    response.
+    """
 
     type: bytes
     read: Callable[[bytes, int], Any]
@@ -97,7 +99,7 @@ def _write_text(scores: Scores, name: str, version: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class JsonRows:
-    """Rows in a JSON body, which is read when they are encoded."""
+    """Rows in a JSON body, which is parsed only when the rows are encoded."""
 
     body: bytes
     max_rows: int

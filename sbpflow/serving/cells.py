@@ -226,8 +226,8 @@ def _log_shifted(values: Floats, missing: Mask, shift: float, lowest: float) -> 
 
 def log3(values: Floats, missing: Mask) -> tuple[Floats, int]:
     """Return ln(max(x, -2) + 3), or 0 for missing values, and the number of values below -2.
-    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0, like a missing cell. Source:
-    NVIDIA DeepLearningExamples DLRM, preproc_NVTabular.py at 729963dd.
+    Criteo's smallest value is -2 (column I2), which becomes ln 1 = 0, like a missing cell. The
+    formula is from DLRM in NVIDIA's DeepLearningExamples (preproc_NVTabular.py at 729963dd).
     """
     return _log_shifted(values, missing, 3.0, -2.0)
 
@@ -235,7 +235,7 @@ def log3(values: Floats, missing: Mask) -> tuple[Floats, int]:
 def log1(values: Floats, missing: Mask) -> tuple[Floats, int]:
     """Return ln(max(x, 0) + 1), or 0 for missing values, and the number of negative values.
 
-    Source: facebookresearch/dlrm, dlrm_data_pytorch.py at 090956ee.
+    The formula is from facebookresearch/dlrm (dlrm_data_pytorch.py at 090956ee).
     """
     return _log_shifted(values, missing, 1.0, 0.0)
 
@@ -243,7 +243,8 @@ def log1(values: Floats, missing: Mask) -> tuple[Floats, int]:
 def squared_log(values: Floats, missing: Mask) -> tuple[Floats, int]:
     """Return floor(ln(x)^2) for x above 2, x for other values, and 0 for missing values.
 
-    Source: FuxiCTR, fuxictr/datasets/criteo.py at 0245987f, which uses the result as a category.
+    The formula is from FuxiCTR (fuxictr/datasets/criteo.py at 0245987f), which uses the result as a
+    category.
     """
     large = values > 2
     logs = np.log(np.where(large, values, 1.0).astype(np.float64))

@@ -42,7 +42,7 @@ class Column(NamedTuple):
 
     name: str
     kind: str
-    """dense, hex, integer, string, list, weights, or label"""
+    """One of dense, hex, integer, string, list, weights, and label"""
     required: bool
 
 
@@ -92,7 +92,9 @@ class RawRows:
             raise RowError(row, absent[0], list(names), rule)
 
     def file_columns(self, num_cells: int) -> list[str]:
-        """Return the columns of text lines without a header; they may omit the label columns."""
+        """Return the column names for text lines without a header. The lines may omit the label
+        columns.
+        """
         others = [column.name for column in self.columns if column.kind != "label"]
         return others if num_cells == len(others) else [column.name for column in self.columns]
 

@@ -27,8 +27,8 @@ def multiply(weights: Array, x: Array, a: int, start: int) -> None:
     """Multiply ``weights`` [outputs, inputs] by a vector in each row of ``x`` [n, values].
 
     The vector starts at column ``a``. The product is written to the same row, starting at column
-    ``start``. The loop handles two rows and four outputs at a time, so that each value that it
-    reads takes part in several products.
+    ``start``. The loop handles two rows and four outputs at a time, so that it uses each value that
+    it reads for several products.
     """
     zero = np.float32(0)
     outputs, inputs = weights.shape

@@ -38,7 +38,8 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Encoded rows: ``ids`` (int32 [n, columns]), ``dense`` (float32 [n, values]), and lists.
+    """Encoded rows: the ids (int32 [n, columns]), the dense values (float32 [n, values]), and
+    lists.
 
     ``bags`` maps each ragged field to (values, lengths [n]), both int32, or, if it has weights, to
     (values, lengths, weights), where weights are float32. ``missing`` and ``unknown`` count missing

@@ -34,7 +34,7 @@ _NUMBERS, _TEXTS = frozenset((int, float, str, NoneType)), frozenset((str, NoneT
 _POWERS = 10.0 ** np.arange(23)
 """The powers of ten that float64 represents exactly."""
 _NIBBLES = np.full(256, 255, dtype=U8)
-"""The value of each character as a hexadecimal digit, or 255 if it is not one."""
+"""The value of each hexadecimal digit, and 255 for every other character."""
 _NIBBLES[list(b"0123456789abcdef")] = range(16)
 _NIBBLES[list(b"ABCDEF")] = range(10, 16)
 

@@ -1,8 +1,8 @@
 """Rewrites JSON rows as tab-separated lines in one compiled pass, without a Python object per cell.
 Only ``encoder_loops`` imports this module, which needs numba.
 
-The text around the values must be the same in all rows as in the first, as it is in the output of
-nearly every program. Other JSON is left to Python's parser.
+The text around the values must be the same in every row, which is true of the output of nearly
+every program. Other JSON is left to Python's parser.
 """
 
 import re

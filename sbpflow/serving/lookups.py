@@ -34,7 +34,7 @@ class Segment(NamedTuple):
     start: int
     stop: int
     pools: bool
-    """Whether the vectors belong to the several ids of one feature and are pooled."""
+    """Whether the vectors belong to several ids of one feature and must be pooled."""
     lookup: Lookup
 
 

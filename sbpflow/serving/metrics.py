@@ -1,7 +1,7 @@
 """Counts events of all worker processes in shared memory, and writes them in Prometheus' format.
-Each worker writes to its own line of the memory, so no lock is needed. A scrape adds up all lines,
-so any worker can answer it. A replacement worker continues the line of its predecessor, so counters
-never decrease.
+Each worker writes to its own part of the memory, so no lock is needed. To answer a scrape, any
+worker can add up the counts in all parts. A replacement worker continues the counts of its
+predecessor, so counters never decrease.
 """
 
 import mmap

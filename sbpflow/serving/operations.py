@@ -216,7 +216,9 @@ def _arguments(args: list[Any]) -> Callable[[dict[str, Any]], Any]:
 
 
 def _filler(value: Any) -> Callable[[dict[str, Any]], Any]:
-    """Return a function that maps a request's values to ``_filled(value, values)``, but faster."""
+    """Return a function that computes ``_filled(value, values)`` from a request's ``values``, but
+    faster.
+    """
     if not _refs(value):
         fixed = _filled(value, {})
         return lambda values: fixed

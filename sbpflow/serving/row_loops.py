@@ -20,7 +20,7 @@ def gather_rows(
     out: Array,
     start: int,
 ) -> bool:
-    """Copy vectors of a store to ``out`` ([n, width]): those of the ids in ``columns`` of ``ids``.
+    """Copy the store's vectors for the ids in ``columns`` of ``ids`` to ``out`` ([n, width]).
 
     The vectors of row i of ``ids`` ([n, all columns]) are written to row i of ``out``, one after
     the other, starting at column ``start``. Return False if an id is not a row of its table.

@@ -77,11 +77,11 @@ class Store:
     """The rows of all tables with the same width and format, including rows that deltas have
     changed.
 
-    ``base`` is mapped from the bundle. Changed rows are read where they are, in ``pieces``: those
-    of a delta are mapped from its file, so that the workers of a server share them. ``slots``
+    ``base`` is mapped from the bundle. Changed rows are in ``pieces``. The pieces of a delta are
+    mapped from the delta's file, so that the workers of a server share this memory. ``slots``
     (int32 [rows]) contains the place of each row: below ``num_rows`` in ``base``, otherwise in the
-    pieces. Compiled loops read any number of pieces; without them (``merges``), each change merges
-    all pieces into one.
+    pieces. Compiled loops can read any number of pieces; without compiled loops (``merges``), each
+    change merges all pieces into one.
     """
 
     def __init__(self, base: Sequence[Tensor], dtype: torch.dtype, *, merges: bool = True) -> None:

@@ -168,10 +168,10 @@ class Model:
         """Return a model with changed rows, dense weights, and vocabulary entries.
 
         ``tables`` maps table names to (rows int64 [n], values [n, dim]); the values of 8-bit rows
-        may be (int8, scale, low). ``dense`` maps weight names to whole values. ``vocabulary`` maps
-        names to (keys, ids) or (keys, ids, checks). This model does not change, and the new model
-        shares all unchanged values with it. The given values are not copied, so they must not be
-        modified later.
+        may be (int8, scale, low). ``dense`` maps weight names to complete new values.
+        ``vocabulary`` maps names to (keys, ids) or (keys, ids, checks). This model does not change,
+        and the new model shares all unchanged values with it. The given values are not copied, so
+        they must not be modified later.
         """
         stores = list(self.stores)
         changed: dict[int, list[tuple[Tensor, Tensor | tuple[Tensor, ...]]]] = {}
@@ -364,8 +364,8 @@ def _compiled_part(
 
 
 def cpu_features() -> set[str]:
-    """Return the names of the CPU's instruction sets, or an empty set if the system does not list
-    them.
+    """Return the CPU's instruction sets according to /proc/cpuinfo or, without this file, the CPU
+    capability that torch reports.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines()

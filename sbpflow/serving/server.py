@@ -73,7 +73,7 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
 
 
 def asgi_app(folders: Mapping[str, Path], settings: Settings | None = None) -> App:
-    """Return an application for another ASGI server; it watches the folders of its models."""
+    """Return an application for another ASGI server. It watches the folders of its models."""
     settings = settings or Settings()
     followers, metrics = _load(folders, settings, 1)
     return _make_app(0, followers, settings, metrics)

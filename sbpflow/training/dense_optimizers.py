@@ -27,7 +27,8 @@ _CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
 def make_dense_optimizer(
     config: DenseOptimizer, parameters: Iterable[Tensor], *, capturable: bool = False
 ) -> torch.optim.Optimizer | None:
-    """Return an optimizer for this rank's parts of the parameters, or ``None`` if it has no parts.
+    """Return an optimizer for this rank's parts of the parameters, or ``None`` if the rank has
+    none.
 
     If ``capturable`` is set and torch supports it for the optimizer class, CUDA graphs can contain
     the optimizer's step, and the learning rate is a tensor.

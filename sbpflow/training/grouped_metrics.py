@@ -60,8 +60,8 @@ class GroupSums:
         return float(whole) / num_rows, num_rows
 
     def slices(self, most: int = 10) -> tuple[Slice, ...]:
-        """Return the column's summary, followed by the slices of its ``most`` most frequent
-        values.
+        """Return the column's summary, followed by the slices of its most frequent values, at most
+        ``most`` of them.
         """
         area, num_rows = self.gauc()
         values, counts = np.unique(self._keys, return_counts=True)
@@ -106,7 +106,7 @@ def exchange(boxing: Boxing, id: str, rows: Tensor, owner: Tensor) -> Tensor:
 def exponent_sums(terms: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return the exact sum of non-negative ``terms`` [n] as integers [2, exponents]: for each
     exponent, the sums of the upper and of the lower halves of the 53-bit mantissas. A half has at
-    most 27 bits, so float64 can add up to 2^26 halves without rounding.
+    most 27 bits, so the float64 sum of 2^26 halves is exact.
     """
     sums = np.zeros((2, _NUM_EXPONENTS), dtype=np.int64)
     for start in range(0, len(terms), _CHUNK):

@@ -15,7 +15,7 @@ _REFUSED = 0.01
 low.
 """
 _CHURN = 0.2
-"""Evictions are compared with lookups once there are more evictions than this share of the rows."""
+"""Evictions are compared with lookups once their number exceeds this share of the rows."""
 _PER_LOOKUP = 0.1
 """With more evictions per lookup than this, most rows are replaced before they have learned
 much.

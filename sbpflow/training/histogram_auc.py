@@ -1,8 +1,8 @@
-"""Computes metrics from a histogram and from sums, for too many predictions to gather.
+"""Computes metrics from a histogram and from sums, if there are too many predictions to gather.
 
 Each rank counts its rows in bins of equal width over the predicted probability p. The counts are
 integers and add up exactly, so the AUC and its error bound do not depend on the order of rows or
-the number of ranks. The float64 sums of logloss and p do depend on both, in their last bits.
+the number of ranks. By contrast, the last bits of the float64 sums of logloss and p depend on both.
 """
 
 import math

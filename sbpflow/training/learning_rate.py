@@ -20,8 +20,8 @@ def rate_factor(config: ScheduleConfig) -> RateFactor:
 
     The factor rises linearly to 1 over ``warmup_steps``. From ``decay_start`` on, it falls to
     ``end_factor`` over ``decay_steps`` and then stays constant. The decay follows (1 - progress) **
-    power (MLPerf's DLRM uses power 2) or half a cosine wave (I. Loshchilov and F. Hutter, SGDR,
-    2017, equation 5, without restarts).
+    power (MLPerf's DLRM uses power 2) or half a cosine wave (Loshchilov and Hutter, SGDR, 2017,
+    equation 5, without restarts).
     """
 
     def factor(step: int) -> float:

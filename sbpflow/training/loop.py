@@ -170,8 +170,8 @@ def is_logged(step: int, log_every: int) -> bool:
 def _is_scored(step: int, last: int, train: TrainConfig, watchers: Watchers) -> bool:
     """Return whether ``val`` is scored during the run after ``step``.
 
-    The last step is included if ``val`` is watched, because the last step can be the best, or if
-    all rows are scored, because the result is then also the final score.
+    The last step is included in two cases: if ``val`` is watched, because the last step can be the
+    best; and if all rows are scored, because the result is then also the final score.
     """
     if not train.eval_every or step < last:
         return bool(train.eval_every) and step % train.eval_every == 0
@@ -189,11 +189,11 @@ def fit(
     profiler: StepProfiler | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> Result:
-    """Train on ``loaders["train"]``; score ``val`` during the run, then ``val`` and ``test``.
+    """Train on ``loaders["train"]`` and score ``val``; at the end, score ``val`` and ``test``.
 
     ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
     saved, and whether it ends with the weights of the best or of the last step. Raises
-    TrainingError if the loss is not finite, and ConfigError if a key watches an empty ``val``.
+    TrainingError if the loss is not finite, and ConfigError if ``val`` is watched but empty.
     """
     checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)

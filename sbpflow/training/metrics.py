@@ -105,7 +105,7 @@ def normalised_entropy(logloss: float, positives: int, rows: int) -> float | Non
     """Return the logloss divided by the logloss of a model that always predicts the share of
     positives.
 
-    Returns ``None`` if there is only one class. Source: X. He et al., Practical lessons
+    Returns ``None`` if there is only one class. The definition is from He et al., Practical lessons
     from predicting clicks on ads at Facebook, ADKDD 2014, equation 1, with the click rate of the
     evaluated rows. The base of the logarithm cancels.
     """
@@ -118,7 +118,8 @@ def normalised_entropy(logloss: float, positives: int, rows: int) -> float | Non
 def slice_by(
     logits: Values, labels: Values, values: Values, column: str, *, most: int = 10
 ) -> tuple[Slice, ...]:
-    """Return the column's summary, followed by the slices of its ``most`` most frequent values.
+    """Return the column's summary, followed by the slices of its most frequent values, at most
+    ``most`` of them.
 
     Among equally frequent values, the smaller id comes first.
     """
@@ -198,9 +199,9 @@ def auc(scores: Values, labels: Values) -> float:
 def gauc(scores: Values, labels: Values, groups: Values) -> float | None:
     """Return the mean of the groups' AUCs, weighted by rows: sum(n_g AUC_g) / sum(n_g), where n_g
     is the number of rows of group g. The sums include only groups with both classes; without such a
-    group, the result is None. Definition: G. Zhou et al., Deep interest network for click-through
-    rate prediction, KDD 2018, section 6 (equation 8), with impressions as weights. ``groups [n]``
-    can be any integers.
+    group, the result is None. The definition is from Zhou et al., Deep interest network for
+    click-through rate prediction, KDD 2018, section 6 (equation 8), with impressions as weights.
+    ``groups [n]`` can be any integers.
     """
     terms, num_rows = group_terms(scores, labels, groups)
     return math.fsum(terms.tolist()) / num_rows if num_rows else None

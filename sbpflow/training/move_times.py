@@ -1,6 +1,6 @@
-"""Times the moves of a step on this rank, and traces some steps with the bytes that they send.
-Times are measured on the host; on CUDA, a move may return before the device has finished its work.
-The trace also contains events measured on the device.
+"""Measures the times of a step's moves on this rank, and traces some steps with the bytes that they
+send. Times are measured on the host; on CUDA, a move may return before the device has finished its
+work. The trace also contains events measured on the device.
 """
 
 import json
@@ -54,7 +54,9 @@ class MoveTimes:
 
 @dataclass(slots=True)
 class _MoveTraffic:
-    """A transfer that a traced move started: its id, collective, channel, and bytes."""
+    """The transfers that a traced move started, each with its ID, collective, channel, and
+    bytes.
+    """
 
     move: str
     step: int
@@ -145,7 +147,7 @@ class StepProfiler:
 
 
 class _Traced:
-    """A ``MoveWatch`` that both times and traces every move."""
+    """A ``MoveWatch`` that measures the time of every move and also traces the move."""
 
     def __init__(self, profiler: StepProfiler, times: MoveWatch) -> None:
         self._profiler, self._times = profiler, times

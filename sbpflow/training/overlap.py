@@ -56,7 +56,9 @@ def _device_clock() -> Callable[[], Reading]:
 
 
 class OverlapWatch:
-    """Times steps 11 to 50, half of them without overlap, in a run with several ranks."""
+    """Measures the times of steps 11 to 50, half of them without overlap, in a run with several
+    ranks.
+    """
 
     def __init__(
         self, trainer: Trainer, world_size: int, num_steps: int, device: torch.device

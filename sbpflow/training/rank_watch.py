@@ -83,7 +83,9 @@ class RankWatch:
     def step(
         self, step: int, loss: float, samples_per_s: float, extra: Mapping[str, float]
     ) -> None:
-        """Gather the times in ``extra`` (see ``Pace.interval``); every rank must call this."""
+        """Gather the times in ``extra`` (see ``Pace.interval``); every rank must call this
+        method.
+        """
         world = self._boxing.world
         if world.size == 1 or "step_ms" not in extra:  # the first step is not timed
             return

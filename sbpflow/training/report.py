@@ -306,7 +306,7 @@ class Report:
 
 
 def figures_of(evaluation: Evaluation) -> dict[str, float | int | None]:
-    """Return the metrics by name, without None values except for AUC and logloss."""
+    """Return the metrics by name. Metrics that are None are omitted, except AUC and logloss."""
     values = {name: getattr(evaluation, name) for name in METRICS}
     values |= {
         "calibration": evaluation.calibration_ratio,

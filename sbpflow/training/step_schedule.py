@@ -150,8 +150,8 @@ class StepSchedule:
     A move of ``OF_A_BATCH`` within ``each_step`` runs for every batch of the step. With
     ``wait_at_once``, the schedule waits for each transfer right after starting it. Moves of
     ``OF_IDS`` may come before or after ``LOOKUP``; they prepare the batch that is ``distance``
-    batches after the current batch. A batch's three moves of ``OF_IDS`` may start in one step and
-    end in the next. Raises ValueError if a move would use a result before it exists.
+    batches after the current batch. The three moves of ``OF_IDS`` for a batch may be spread over
+    consecutive steps. Raises ValueError if a move would use a result before it exists.
     """
 
     each_batch: tuple[Move, ...]

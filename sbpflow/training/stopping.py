@@ -117,7 +117,7 @@ class Watchers:
 
     @staticmethod
     def of(config: TrainConfig, best: Metric | None = None) -> "Watchers":
-        """Return the watchers that the ``train`` section ``config`` enables. The metric ``best``
+        """Return the watchers that ``config``, the ``train`` section, enables. The metric ``best``
         selects the best weights.
         """
         return Watchers(

@@ -80,7 +80,7 @@ class _BatchInFlight(BatchInFlight):
 class Trainer:
     """Trains a dense part and its embeddings; ``optimizer`` updates this rank's parameters.
 
-    * ``schedule``: the order of a step's moves; this and ``lookahead`` may change between steps.
+    * ``schedule``: the order of a step's moves. It may change between steps, as may ``lookahead``.
     * ``rate_factor``, ``table_rate_factor`` (default: ``rate_factor``): map a step to the factors
       of the dense and table learning rates. The attribute ``rate_scale``, which may be set between
       steps, multiplies both.
@@ -438,7 +438,7 @@ class Trainer:
 
     @torch.no_grad()
     def predict_all(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield each batch with its logits. The rows of the next batch are read in the meantime.
+        """Yield each batch with its logits. The rows of the next batch are read ahead.
 
         Every rank must iterate over all batches, without training steps during the iteration.
         """

@@ -88,7 +88,7 @@ def build_job(
     training: bool = True,
     compiled: bool = True,
 ) -> Job:
-    """Allocate and initialize this rank's part of the run, and plan its transfers in ``boxing``.
+    """Allocate and initialize this rank's part of the run, whose transfers go through ``boxing``.
 
     See ``EmbeddingCollection`` for ``stores`` and ``compiled``; by default, ``parallel.storage``
     selects the stores. If not ``training``, the job can only predict, and the caller must load the
@@ -185,7 +185,9 @@ def _check_no_transfers(plan: RunPlan) -> None:
 
 
 def start_job(config: Config, fields: Fields, boxing: Boxing) -> Job:
-    """Plan and build a run for these columns, for a program that provides its own batches."""
+    """Plan and build a run over the columns in ``fields``; the calling program provides the
+    batches.
+    """
     world = boxing.world
     spec, plan = plan_run(
         config,

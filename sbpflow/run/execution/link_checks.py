@@ -78,7 +78,9 @@ def rounds_within(hosts: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
 def measure(
     boxing: Boxing, rounds: Iterator[list[Pair]], sizes: Sequence[int] = SIZES
 ) -> dict[Pair, Measured]:
-    """Measure all links in all rounds. Every rank must call this function."""
+    """Measure the links of all rounds, one round after another. Every rank must call this
+    function.
+    """
     links: dict[Pair, Measured] = {}
     for pairs in rounds:
         latencies: Mapping[Pair, float] = {}
@@ -129,7 +131,7 @@ def link_findings(
 ) -> list[Finding]:
     """Measure the links between all ranks.
 
-    Every rank must call this function. ``names`` lists each rank's machine.
+    Every rank must call this function. ``names`` contains the name of each rank's machine.
     """
     world = boxing.world
     if world.size == 1:
@@ -159,7 +161,7 @@ def _named(pair: Pair, link: Measured, names: Sequence[str]) -> str:
 
 
 def _pairs(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
-    """Return one line per pair of hosts."""
+    """Return one finding per pair of hosts, or [] if there are too many hosts to list."""
     if len({host for pair in links for host in pair}) > _MAX_LISTED:
         return []
     return [

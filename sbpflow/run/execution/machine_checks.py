@@ -92,7 +92,7 @@ def _save(folder: Path, values: torch.Tensor) -> Path:
 
 
 def _read_back(path: Path, values: torch.Tensor) -> str:
-    """Read the checkpoint; return "", or a description of the problem."""
+    """Read the checkpoint; return "" if it is correct, else a description of the problem."""
     try:
         read = open_checkpoint(path).tensor("tables/t")
     except CheckpointError as error:

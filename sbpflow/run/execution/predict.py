@@ -34,7 +34,7 @@ def predictions(
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield (probabilities, labels) of each batch on rank 0, in the order of the split.
 
-    Every rank must iterate; other ranks yield nothing. The logits equal those of an evaluation.
+    Every rank must iterate; other ranks yield nothing. The logits are the same as in an evaluation.
     """
     world = boxing.world
     for batch, logits in trainer.predict_all(loader.epoch(0)):
@@ -106,7 +106,7 @@ def predict_ranges(
 def unfinished(
     boxing: Boxing, every: Sequence[Block], is_finished: Callable[[Block], bool]
 ) -> list[Block]:
-    """Return all unfinished blocks on every rank; each rank checks a part of the blocks."""
+    """On every rank, return all unfinished blocks; each rank checks only some of the blocks."""
     numbers = range(boxing.world.rank, len(every), boxing.world.size)
     left = together(boxing, lambda: [n for n in numbers if not is_finished(every[n])])
     numbers_left = " ".join(gather_texts(boxing, " ".join(map(str, left)))).split()

@@ -21,7 +21,7 @@ _SHARE_OF_TIMEOUT = 0.6
 def make_server(named: NamedServers, memory_bytes: int) -> EmbeddingServer:
     """Return a server that accepts ranks with the same secret.
 
-    Raises ConfigError without a secret.
+    Raises ConfigError if the secret file is missing or unsuitable.
     """
     return EmbeddingServer(read_secret(named.secret_file, named.key), memory_bytes)
 

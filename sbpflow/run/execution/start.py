@@ -28,10 +28,11 @@ T = TypeVar("T")
 def plan_for_ranks(
     config: Config, device_type: str, make: Callable[[Topology], tuple[RunPlan, T]]
 ) -> tuple[RunPlan, T]:
-    """Plan with ``make`` for ``parallel.topology``, or for the hosts that the ranks discover.
+    """Call ``make`` to plan the run for ``parallel.topology``, or for the hosts that the ranks
+    discover.
 
-    All ranks must join to discover their hosts, which takes minutes if a rank is missing.
-    Therefore, a plan for one host is made first, so that configuration errors are reported
+    To discover their hosts, all ranks must join; if a rank is missing, waiting for it takes
+    minutes. Therefore, a plan for one host is made first, so that configuration errors are reported
     immediately. That plan is used if all ranks turn out to share a host.
     """
     world_size = world_size_of_environment()

@@ -2,8 +2,8 @@
 
 A bundle contains ``model.json``, ``model.safetensors``, ``vocabulary.safetensors``,
 ``sample.json``, and ``scorer.py`` (``sbpflow.serving``), which reads them. docs/decisions/export.md
-explains the format. Tables are copied from the checkpoint in blocks, so memory does not depend on
-their size.
+explains the format. Tables are copied from the checkpoint in blocks, so memory use does not depend
+on their size.
 """
 
 import json

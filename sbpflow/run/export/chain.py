@@ -41,8 +41,9 @@ _BLOCK = 1 << 16  # rows converted at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """The last export: a bundle, its first ``number`` deltas, and the digest of its checkpoint.
-    ``entries`` contains the keys and ids that the deltas changed, by vocabulary, oldest first.
+    """The last export: a bundle, its first ``number`` deltas, and the digest of the last exported
+    checkpoint. ``entries`` contains the keys and ids that the deltas changed, by vocabulary, oldest
+    first.
     """
 
     bundle: Path
@@ -101,8 +102,8 @@ def export_newest(
 ) -> tuple[str, str]:
     """Export the newest good checkpoint in ``run`` unless its identity is ``seen``.
 
-    Returns the identity of the checkpoint, to pass as ``seen`` next time, and a log line, or "" if
-    nothing was exported.
+    Returns two strings: the identity of the checkpoint, to pass as ``seen`` next time, and a log
+    line, which is "" if nothing was exported.
     """
     try:
         checkpoint = next(good_checkpoints(run), None)

@@ -25,8 +25,8 @@ from sbpflow.serving.scorer import Model, load
 from sbpflow.training.metrics import Evaluation, evaluate
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-6, 1e-2
-"""Limits for differences between a bundle's and the run's sample scores; results of 16-bit
-arithmetic vary between CPUs
+"""The largest accepted difference between a sample score of the bundle and that of the run. The
+second limit is for 16-bit arithmetic, whose results vary between CPUs.
 """
 
 
@@ -54,7 +54,7 @@ def write_export(
     sample: Mapping[str, Any],
     finish: Callable[[Path], None],
 ) -> list[Path]:
-    """Write a checked bundle to a new ``folder`` and return the files.
+    """Write a bundle to a new ``folder``, check it, and return its files.
 
     ``finish`` may add files to the bundle. The folder is written under a temporary name and then
     renamed, so readers never see an incomplete folder.

@@ -1,7 +1,7 @@
 """Defines the model interface: embedding outputs over given fields, and a dense part.
 
-A model is one module with a frozen configuration class. The class's field ``name`` identifies the
-model, and its ``spec(fields)`` returns a ``ModelSpec``. All methods except ``build`` are pure
+A model is a Python module with a frozen configuration class. The class's field ``name`` identifies
+the model, and its ``spec(fields)`` returns a ``ModelSpec``. All methods except ``build`` are pure
 functions, without ranks or devices, so that planning and ``explain`` can call them. This module
 does not depend on any particular model.
 """
@@ -85,7 +85,9 @@ class Fields:
         sparse: Mapping[str, int],
         crosses: Mapping[str, int] | None = None,
     ) -> "Fields":
-        """Return fields with one id per sample; ``sparse`` and ``crosses`` map names to rows."""
+        """Return fields with one id per sample; the mappings give each id field's number of
+        rows.
+        """
         return Fields(
             dense=tuple(dense),
             sparse=tuple(IdField(name=name, rows=rows) for name, rows in sparse.items()),
@@ -212,7 +214,8 @@ def embedding_output(
     rules: TableRules | None = None,
     fixed_dim: str = "",
 ) -> OutputConfig:
-    """Return an output with one table ``<name>.<field>`` of ``dim`` columns per field.
+    """Return an output with one table per field. A table is named ``<name>.<field>`` and has
+    ``dim`` columns.
 
     ``rules`` is a model configuration whose ``fields`` and ``tables`` may change tables by pattern;
     fields with keys need such rules. ``fixed_dim`` is the reason why rules must not set the dim, or

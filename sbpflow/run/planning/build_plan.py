@@ -98,9 +98,9 @@ def plan_run(
 
     ``planned`` contains the rules to use for ``parallel.plan``: the planner's rules for ``auto``,
     or the rules of a saved run. By default, the rules are read from the file that ``parallel.plan``
-    names. ``topology`` defaults to the contents of ``parallel.topology`` or, without this key, to
-    one host like this machine. If not ``traced``, the plan omits the steps of the dense part, which
-    a single rank does not need, and the skew of the ids, which only measurements need.
+    names. ``topology`` defaults to the contents of ``parallel.topology`` or, without this key, to a
+    single host like this machine. If not ``traced``, the plan omits the steps of the dense part,
+    which a single rank does not need, and the skew of the ids, which only measurements need.
     """
     spec = _checked_spec(config, fields)
     _check_table_rules(config.model, fields, spec)

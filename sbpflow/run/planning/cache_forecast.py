@@ -38,9 +38,9 @@ def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
     """Return the mean numbers of rows per step over the second half of ``batches``, for each stack
     (named after its first table) and each rank.
 
-    ``batches`` are the ids of whole batches. The counts are ``unique``, ``fetched``, ``read``, and
-    ``written``. Stacks with ragged features are omitted. Growing tables start without keys, as in a
-    new run. Raises ConfigError if a cache is too small for the rows of one step.
+    ``batches`` contains the ids of global batches. The counts are ``unique``, ``fetched``,
+    ``read``, and ``written``. Stacks with ragged features are omitted. Growing tables start without
+    keys, as in a new run. Raises ConfigError if a cache is too small for the rows of one step.
     """
     matrices: list[Ids] = [
         (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()
@@ -92,7 +92,7 @@ def _replace_keys(plan: RunPlan, matrices: list[Ids]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """Batches ``first`` to ``last`` of a rank need more slots than there are."""
+    """A cache that is too small: batches ``first`` to ``last`` need more slots than it has."""
 
     rank: int
     num_rows: int  # Number of rows of the stack on this rank.
@@ -101,7 +101,7 @@ class _Shortage:
     last: int
 
     def share(self) -> float:
-        """Return the share of the rank's rows for which slots are needed."""
+        """Return the number of needed slots as a share of the rank's rows."""
         return self.needed / self.num_rows
 
 

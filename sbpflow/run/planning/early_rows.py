@@ -27,8 +27,8 @@ def with_early_rows(
     topology: Topology,
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[EmbeddingPlan, tuple[EarlyRows, ...]]:
-    """Return the plan with its groups' ``early_rows`` and ``late_gradients`` set, and the choice
-    for each ``unique`` group.
+    """Return the plan with its groups' ``early_rows`` and ``late_gradients`` set, and the decision
+    for each group with exchange ``unique``.
 
     Raises ConfigError if ``train.early_rows`` or ``train.late_gradients`` is true, but no group can
     send them.
@@ -207,8 +207,8 @@ def _overlap(
     frequencies: Mapping[str, IdFrequencies],
 ) -> tuple[float, float]:
     """Return the number of rows used by ``first`` samples, and how many of these rows are also used
-    by ``second`` other samples. Assumes independent samples: U(a) + U(b) - U(a + b) rows are used
-    by both, where U(n) is the number of distinct rows of n samples.
+    by ``second`` other samples. Assumes independent samples: two sets of a and b samples share U(a)
+    + U(b) - U(a + b) rows, where U(n) is the number of distinct rows that n samples use.
     """
     known = [frequencies[name] for name in table.features if name in frequencies]
     if known:

@@ -36,8 +36,8 @@ def check_world_size(world_size: int) -> None:
 def describe(plan: RunPlan, forecast: Forecast | None = None) -> dict[str, Any]:
     """Return the plan as JSON-ready values; ``forecast`` is the result of ``cache_forecast``.
 
-    All byte counts are for an iteration over ``batch_size`` rows that includes an update, as one in
-    ``accumulate`` iterations does.
+    All byte counts are for an iteration over ``batch_size`` rows that ends with an update; only one
+    in ``accumulate`` iterations does.
     """
     steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
     location = {
@@ -221,8 +221,8 @@ def format_plan(plan: RunPlan, *, shards: bool = True, forecast: Forecast | None
 
 
 def early_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines on the early rows and the late gradients of each group that could send them. All
-    byte counts are expected values.
+    """Return lines about the early rows and the late gradients of each group that could send them.
+    All byte counts are expected values.
     """
     lines: list[str] = []
     for group in groups:

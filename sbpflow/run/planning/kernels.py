@@ -74,8 +74,8 @@ def _take(kernels: dict[str, KernelChoice], stack: TableBatch, times: dict[str, 
 def _measurable(
     run: RunPlan, request: KernelRequest
 ) -> Iterator[tuple[TableBatch, StackShape, list[KernelName]]]:
-    """Yield, in plan order, each stack that more than one kernel supports, unless a kernel was
-    requested. Yields nothing for a CUDA plan on a machine without CUDA.
+    """Yield, in plan order, each stack that more than one kernel supports and for which no kernel
+    was requested. Yields nothing for a CUDA plan on a machine without CUDA.
     """
     plan, missing = run.embeddings, missing_kernels("auto")
     device = "cpu"

@@ -61,7 +61,7 @@ class EarlyRows:
     ``reason`` says why the group sends no early rows, and ``late_reason`` says why it sends no late
     gradients; each is "" if the group does send them. The byte counts are expected values for a
     batch, summed over all ranks: rows sent early, rows sent in the step, gradients sent late, and
-    gradients sent in the step. With late gradients, fewer rows are early.
+    gradients sent in the step. With late gradients, fewer rows can be sent early.
     """
 
     group: str
@@ -109,9 +109,9 @@ class RunPlan:
     def steps(self) -> tuple[tuple[str, Step], ...]:
         """Return (phase, step) for one iteration of ``batch_size`` rows, in issue order.
 
-        With overlap, ranks exchange a batch's ids during the previous iteration. The flags and
-        early rows in an iteration belong to the next batch, and the late gradients to the previous
-        batch.
+        With overlap, ranks exchange a batch's ids during the previous iteration. The early rows
+        that an iteration sends, and the flags that select them, belong to the next batch; the late
+        gradients belong to the previous batch.
         """
         tables, rows = self.embeddings, self.batch_size
         update: tuple[tuple[str, Sequence[Step]], ...] = (

@@ -232,7 +232,8 @@ def _lock(folder: AnyPath, rank: int) -> RunLock | Claim | None:
 
 
 def check_shared(folder: AnyPath, boxing: Boxing) -> None:
-    """Raise ConfigError on every rank, naming the ranks that do not see rank 0's folder, if any.
+    """If some ranks do not see rank 0's folder, raise ConfigError on every rank, naming these
+    ranks.
 
     Rank 0 writes a random number to a file in the folder, and the others read the number.
     """

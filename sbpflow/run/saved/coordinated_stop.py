@@ -1,5 +1,5 @@
-"""Makes all ranks agree on a last step after any rank gets a stop signal, so that all save and
-exit.
+"""Makes all ranks agree on a last step after any rank gets a stop signal, so that all ranks save
+and exit.
 
 A preemption may signal only one machine. Without an agreement, the other machines would keep
 training until that machine disappears, and nothing would be saved.
@@ -28,7 +28,7 @@ class StopSignal(Protocol):
 class CoordinatedStop:
     """Decides the step after which a run ends; each rank calls ``after`` between its steps.
 
-    ``timeout_s`` limits each store operation and must allow for slow links.
+    ``timeout_s`` limits each operation on the key-value store and must allow for slow links.
     """
 
     def __init__(self, stop: StopSignal, world: World, *, timeout_s: float) -> None:
@@ -40,9 +40,10 @@ class CoordinatedStop:
     def after(self, step: int) -> bool:
         """Return whether the run ends after ``step``.
 
-        A rank that learns of the signal writes ``knows/RANK``, and then reads ``at`` after each
-        step. Once all ranks have written, rank 0 sets ``at`` to the next step. No rank can
-        complete that step without rank 0, so all ranks read ``at`` in time.
+        A rank that learns of the signal writes the key ``knows/RANK`` to the store, and then reads
+        the key ``at`` after each step. Once all ranks have written their keys, rank 0 sets ``at``
+        to the next step. No rank can complete that step without rank 0, so all ranks read ``at`` in
+        time.
         """
         size, rank = self._world.size, self._world.rank
         if size == 1:

@@ -95,8 +95,8 @@ def erase(path: AnyPath, field: str, keys: Tensor) -> str:
 def to_keys(
     checkpoint: Checkpoint, values: Mapping[str, Values], data: Mapping[str, Any], output: AnyPath
 ) -> str:
-    """Write ``checkpoint`` to the folder ``output`` with growing tables for the fields in
-    ``values``.
+    """Write a copy of ``checkpoint`` to the folder ``output``, with growing tables for the fields
+    in ``values``.
 
     The rows of values become the rows of their keys, and the row for rare values becomes the shared
     row. ``data`` identifies the set, prepared with keys, on which a run can continue.

@@ -41,9 +41,10 @@ from sbpflow.runtime.files.remote_path import AnyPath
 
 
 def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None) -> Checkpoint:
-    """Return the checkpoint at ``path``, or the best or newest good checkpoint in that folder. By
-    default, the result is the best checkpoint if the run kept one, else the newest. Damaged
-    checkpoints are skipped with a warning. Raises CheckpointError if every checkpoint is damaged.
+    """Return the checkpoint at ``path``, or the best or newest good checkpoint in the folder
+    ``path``. By default, the result is the best checkpoint if the run kept one, else the newest.
+    Damaged checkpoints are skipped with a warning. Raises CheckpointError if every checkpoint is
+    damaged.
     """
     if (path / INDEX_FILE).exists():
         if which is not None:
@@ -141,7 +142,7 @@ def _group(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _needs_other_ranks(rule: TableRule, world_size: int) -> bool:
-    """Return whether a rule requires ranks, or a number of ranks, that this world lacks."""
+    """Return whether a rule names ranks that this world lacks, or needs another number of ranks."""
     if rule.ranks is None:
         return rule.sizes is not None and len(rule.sizes) != world_size
     ranks = [rank for row in rule.ranks for rank in (row if isinstance(row, tuple) else (row,))]

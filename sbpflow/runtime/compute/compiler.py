@@ -39,7 +39,8 @@ def keep_compiled_privately() -> None:
 
     torch's default cache has a predictable name in the shared temporary folder, so any local user
     could create it first, and torch executes its contents. torch always stores precompiled headers
-    in that default cache, so they are disabled. Call this function before compiling anything.
+    in that default cache, so this function disables precompiled headers. Call this function before
+    compiling anything.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     # Loading torch's tracer sets the variable to its default, possibly before this call.

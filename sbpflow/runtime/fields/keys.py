@@ -16,7 +16,8 @@ class Key:
     * ``execution``: the key affects where, how, or how long a run executes. Its value may change:
       losses then differ only by rounding, because sums may be computed in another order.
 
-    A field without a Key inherits the effect of its group. Fields of custom classes affect results.
+    A field without a Key inherits the effect of its group. Fields of users' own classes have the
+    effect ``results``.
     """
 
     affects: Affects

@@ -49,8 +49,8 @@ Accumulator = Annotated[
 
 def broken_rule(value: Any, kind: Any) -> str | None:
     """Return the rule of the annotation ``kind`` if ``value`` breaks that rule, else None. Supports
-    numbers with a Range, tuples of such numbers, ``Literal``, and unions of these with None. Values
-    of all other annotations pass.
+    numbers with a Range, tuples of such numbers, ``Literal``, and unions of these with None. A
+    value with any other annotation passes.
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:

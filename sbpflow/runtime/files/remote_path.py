@@ -111,7 +111,7 @@ class RemotePath:
         return RemotePath(self.url)
 
     def info(self) -> Mapping[str, Any]:
-        """Return the store's metadata for the file, from ``facts`` or by a request.
+        """Return the object store's metadata of the file, from ``facts`` or by a request.
 
         Raises FileNotFoundError or StoreError.
         """
@@ -142,7 +142,9 @@ class RemotePath:
 
     @property
     def state(self) -> object:
-        """Return a value that changes when the file is written, or None if the store has none."""
+        """Return a value that changes when the file is written, or None if the store provides
+        none.
+        """
         names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
         info = self.info()
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)
@@ -162,7 +164,7 @@ class RemotePath:
         return RemoteStat(self.num_bytes, time_of if isinstance(time_of, float | int) else 0.0)
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """Yield the folder's entries with their facts; 1,000 entries take one request."""
+        """Yield the folder's entries with their facts; a request returns up to 1,000 entries."""
 
         def listed(system: Any, path: str) -> list[Mapping[str, Any]]:  # noqa: ANN401
             system.invalidate_cache()
@@ -330,7 +332,7 @@ class _Reader(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401
-        """Read the next bytes with one request, and return their number."""
+        """Read the next bytes with one request; return the number of bytes read."""
         stop = min(self._at + len(buffer), self._path.num_bytes)
         data = self._path.read(self._at, stop)
         buffer[: len(data)] = data

@@ -1,4 +1,5 @@
-"""Combines the errors of ranks that exit early into one message per machine, through the store.
+"""Combines the errors of ranks that exit early into one message per machine. The ranks exchange the
+errors through their key-value store.
 
 A rank that exits posts its reason, and the first rank to exit wakes the others. The first rank of
 each machine waits briefly for more reasons and prints the message; the others print nothing. A rank
@@ -51,7 +52,7 @@ class Reason:
 
 @dataclass(slots=True)
 class Meeting:
-    """Connects this process to the other ranks in the launcher's environment."""
+    """Connects this process to the other ranks of the launch."""
 
     rank: int
     world_size: int
@@ -275,7 +276,7 @@ def _crashes(posts: Mapping[int, Reason]) -> list[str]:
 
 
 def _mistakes(posts: Mapping[int, Reason], world_size: int) -> list[str]:
-    """Return the user errors, naming the ranks of each unless it occurred on all ranks."""
+    """Return the user errors, each with its ranks unless it occurred on all ranks."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, reason in sorted(posts.items()):
         if reason.kind == "mistake":

@@ -196,14 +196,16 @@ def _memory_limits() -> str:
 
 
 def _torch_peer_errors() -> tuple[type[BaseException], ...]:
-    """Return torch's errors for a lost network, store or NCCL peer; () if torch is not loaded."""
+    """Return torch's exception classes for the loss of the network, the store, or an NCCL peer; ()
+    if torch is not loaded.
+    """
     names = vars(sys.modules.get("torch.distributed", argparse))
     kinds = (names.get(name) for name in ("DistNetworkError", "DistStoreError", "DistBackendError"))
     return tuple(kind for kind in kinds if kind is not None)
 
 
 class _Exits:
-    """Ends the process from the main thread or a watcher thread, whichever comes first."""
+    """Ends the process from the main thread or from a watcher thread, but only once."""
 
     def __init__(self) -> None:
         self.meeting: Meeting | None = None
@@ -230,8 +232,9 @@ class _Exits:
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def _watch(self, reader: int) -> None:
-        """Read signals from the wake-up pipe, which, unlike Python's handlers, needs no main
-        thread."""
+        """Read signals from the wake-up pipe, which works even while the main thread is blocked,
+        unlike Python's signal handlers.
+        """
         while True:
             received = os.read(reader, 1)
             if received[0] not in (signal.SIGTERM, signal.SIGINT):

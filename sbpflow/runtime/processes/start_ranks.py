@@ -74,10 +74,10 @@ def _launcher_settings() -> Generator[None]:
     """Within the context, set the environment and log levels that the ranks inherit, and leave
     signals to torch's launcher, which passes them on and waits until the ranks have saved.
 
-    The thread of ``run_main`` that watches for signals must not see them: it would end this process
-    after two seconds, and with it the store that the ranks need. At the end, the signal handlers
-    are restored, because those of torch's launcher would raise SignalException at every later
-    Ctrl-C, for example in a notebook.
+    The thread of ``run_main`` that watches for signals must not see these signals: it would end
+    this process after two seconds, and with it the store that the ranks need. At the end, the
+    signal handlers are restored, because those of torch's launcher would raise SignalException at
+    every later Ctrl-C, for example in a notebook.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     watched = signal.set_wakeup_fd(-1) if in_main_thread else -1

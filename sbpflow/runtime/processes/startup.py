@@ -1,8 +1,9 @@
-"""Checks, before the first process group is created, that all ranks are present and unique, and
-that they agree. torch's own rendezvous does not name missing ranks: after a timeout, it reports a
-count on rank 0 and store keys on the other ranks. Ranks that disagree would hang in their first
-collective. Therefore each rank writes its number and its facts to the run's store, and the first
-rank that times out notifies the other ranks through the store.
+"""Checks, before the first process group is created, that all ranks are present, that their numbers
+are unique, and that they agree on facts such as the configuration. torch's own rendezvous does not
+name missing ranks: after a timeout, it reports a count on rank 0 and store keys on the other ranks.
+Ranks that disagree would hang in their first collective. Therefore each rank writes its number and
+its facts to the run's store, and the first rank that times out notifies the other ranks through the
+store.
 """
 
 import hashlib

@@ -68,7 +68,7 @@ def polls(first_s: float, longest_s: float) -> Generator[None]:
 class TimedStore:
     """Wraps a store so that operations raise PeerLostError if they fail or time out.
 
-    After the first failure, every operation fails immediately. Values are strings.
+    After the first failure, every later operation fails immediately. Values are strings.
     """
 
     def __init__(self, store: "Store", where: str, *, answer_s: float = ANSWER_S) -> None:

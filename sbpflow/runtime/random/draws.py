@@ -1,4 +1,4 @@
-"""Provides a forward pass with random numbers that depend only on a seed and a name.
+"""Provides the random numbers of a forward pass, which depend only on a seed and a name.
 
 A CUDA graph freezes the host values that it captures, and cannot seed a generator. Therefore
 ``KeptDraws`` stores keys in device memory and seeds torch's generator before each replay.

@@ -1,7 +1,8 @@
 """Defines SplitMix64's unsigned constants, for all code that mixes bits.
 
-Source: Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014, with
-Vigna's finalizer. This module does not import torch, so that the data plane can use the constants.
+The constants are from Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA
+2014, with Vigna's finalizer. This module does not import torch, so that the data plane can use the
+constants.
 """
 
 GAMMA = 0x9E3779B97F4A7C15

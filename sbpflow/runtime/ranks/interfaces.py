@@ -84,7 +84,7 @@ def resolve(name: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address denotes the local machine on every machine."""
+    """Return whether this is a loopback address, which leads each machine to itself."""
     return ipaddress.ip_address(address).is_loopback
 
 

@@ -26,7 +26,8 @@ def save_error(folder: Path, rank: int, error: Exception) -> None:
 
 
 def error_of_ranks(folder: Path, ranks: int, code: int) -> Exception:
-    """Combine the saved errors into one, with the joint message and the class of the first cause.
+    """Combine the saved errors into one exception, which has the joint message and the class of the
+    first cause.
 
     A crash becomes a RuntimeError with the traceback. ``code`` is the exit code of the ranks.
     """

@@ -44,8 +44,8 @@ def meeting_from_environment() -> Rendezvous:
 
 def local_rank() -> int:
     """Return this rank's number on its host, or 0 without a launcher. Raises ConfigError for an
-    invalid LOCAL_RANK. A program that creates the process group itself may not set LOCAL_RANK, but
-    has already chosen its device.
+    invalid LOCAL_RANK. If a program created the process group itself and did not set LOCAL_RANK,
+    the result is the number of the device that the program has chosen.
     """
     if "LOCAL_RANK" not in os.environ and existing_group() and torch.cuda.is_initialized():
         return torch.cuda.current_device()

@@ -105,7 +105,7 @@ class SharedMemory:
                 )
 
     def close(self) -> None:
-        """Tell the peers that this rank has ended."""
+        """Notify the peers that this rank has ended."""
         for peer in self.peers:
             with contextlib.suppress(OSError):
                 os.close(self._arenas[peer].connection)
@@ -139,7 +139,7 @@ def share_memory(
 ) -> SharedMemory | None:
     """Connect the ranks ``neighbors`` on this rank's host; return None if they cannot share memory.
     Every rank connected to ``store`` must call this function. Memory is shared only if all ranks of
-    the host support it; otherwise, each rank logs the first reason.
+    the host support it; otherwise, each rank logs the reason given by the first rank that does not.
     """
     arenas: dict[int, Arena] = {}
     secret = store.claim("shared memory secret", uuid.uuid4().hex)
@@ -180,7 +180,7 @@ def share_memory(
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The data that a rank sends to each peer."""
+    """The data that a rank sends to each peer when they connect."""
 
     secret: str
     rank: int

@@ -135,8 +135,8 @@ class Receiving:
             self._free_abandoned(number)
 
     def abandon(self, number: int) -> None:
-        """Abandon a message without waiting for it. The sender can reuse its memory after this rank
-        receives a later message, because the abandoned one may not have arrived yet.
+        """Abandon a message without waiting for it. The message may not have arrived yet, so the
+        sender can reuse its memory only after this rank has received a later message.
         """
         self._abandoned.append(number)
 

@@ -17,8 +17,9 @@ HostsSource = Literal["handshake", "given", "assumed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link: the send rate of one rank in GB/s, and the latency of a call in ms. The defaults rank
-    plans in the same order as measurements on loopback (``embedding/plan/price.py``).
+    """A link: the send rate of one rank in GB/s, and the latency of a call in ms. With the
+    defaults, the order of plans by predicted time is the same as their order in measurements on
+    loopback (``embedding/plan/price.py``).
     """
 
     gb_per_s: float = 2.0
@@ -67,7 +68,7 @@ class Topology:
 
     @staticmethod
     def one_host(size: int) -> "Topology":
-        """Return a topology that assumes all ranks on one host."""
+        """Return the topology of ``size`` ranks that are all on one host."""
         return Topology(hosts=(tuple(range(size)),))
 
     @property
