@@ -307,7 +307,7 @@ class Cached(Generic[Item, Result]):
         self._last: tuple[Item, Result] | None = None
 
     def __call__(self, key: Item) -> Result:
-        """Return the value for ``key``, which is computed only if ``key`` differs from the last
+        """Return the value for ``key``; the value is computed only if ``key`` differs from the last
         key.
         """
         with self._lock:

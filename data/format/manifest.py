@@ -306,14 +306,16 @@ class Manifest:
 
 
 def _facts_of(field: Field) -> dict[str, Any]:
-    """Return the field as JSON. A False ``keyed`` is omitted, so that content IDs of older sets
-    stay valid.
+    """Return the field as JSON. ``keyed`` is omitted if it is False, so that the content IDs of
+    older sets stay valid.
     """
     return {key: value for key, value in asdict(field).items() if key != "keyed" or value}
 
 
 def shard_from(entry: Mapping[str, Any]) -> Shard:
-    """Return the shard that an entry of the manifest or of a piece's record describes."""
+    """Return the shard described by ``entry``, which comes from a manifest or from the record of a
+    piece.
+    """
     parts = {name: ShardPart(**part) for name, part in entry.get("parts", {}).items()}
     return Shard(entry["file"], entry["rows"], entry["crc32"], parts)
 

@@ -19,7 +19,7 @@ Compare = Literal["in", ">", ">=", "<", "<="]
 
 SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
-"""Supported separators, which do not occur in numbers; \\x01 is Hive's separator"""
+"""Supported separators of cells; \\x01 is Hive's default separator"""
 CSV_SEPARATORS = (",", ";")
 """Separators of CSV files, whose cells may need quotes"""
 

@@ -262,7 +262,9 @@ def _was_published(options: PrepareOptions, plan: str) -> bool:
 
 
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
-    """Move the finished set to the output; an existing set stays there until then."""
+    """Move the finished set to the output; a set that is already there is replaced only at this
+    point.
+    """
     if (work / "set").exists():
         for unfinished in (work / "set").rglob("*.partial"):
             # This file was left by a worker that died, or a worker that runs a copy of a task is

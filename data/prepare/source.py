@@ -220,7 +220,7 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
 
 
 def no_line_end(path: InputPath) -> DataError:
-    """Return the error for a line without a newline."""
+    """Return the error for a line that is too long, as in a file without newlines."""
     return DataError(
         f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; use a text file with one row "
         "per line"

@@ -71,7 +71,9 @@ class SplitRule:
         return round(num_rows * train), round(num_rows * (train + val))
 
     def check_files(self, names: Sequence[str]) -> None:
-        """Raise ConfigError if a pattern gets no file, or if no file remains for train."""
+        """Raise ConfigError if no file is assigned to one of the patterns, or if no file remains
+        for train.
+        """
         used = {self._pattern_of(name) for name in names}
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
                     if (split, pattern) not in used]:  # fmt: skip

@@ -264,7 +264,7 @@ class _Sections(Generic[Array]):
     def next(self, num_rows: int, columns: int | None = None, *, words: int = 1) -> Array:
         """Return the next section with shape [num_rows] or [num_rows, columns].
 
-        An item is an int32 or, with two ``words``, an int64.
+        Items are int32 if ``words`` is 1, and int64 if ``words`` is 2.
         """
         size = num_rows * (1 if columns is None else columns)
         begin, self._at = self._at, self._at + size * words
