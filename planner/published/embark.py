@@ -104,8 +104,9 @@ class _Search:
     def _place(
         self, cuts: dict[int, tuple[int, int]], copied: set[int], unique: set[int]
     ) -> tuple[float, Assignment, int] | int:
-        """Return (cost, plan, table of the costliest shard), or a table that does not fit or cannot
-        be split in this way."""
+        """Return (cost, plan, table of the costliest shard). If a table does not fit or cannot be
+        split in this way, return only that table.
+        """
         problem, size = self.setting.problem, self.setting.num_ranks
         loads, moves = np.zeros(size), dict[int, Move]()
         held = problem.base[:, BYTES]
