@@ -213,7 +213,7 @@ def _marked(text: str, marks: tuple[Any, ...]) -> str:
 
 
 def _range_text(mark: Range) -> str:
-    """Return a range with large powers of two as 2^n."""
+    """Format a range, with large powers of two written as 2^n."""
     parts = [(">=", mark.low), (">", mark.above), ("<=", mark.high), ("<", mark.below)]
     return " and ".join(f"{sign} {_bound(bound)}" for sign, bound in parts if bound is not None)
 

@@ -1,4 +1,5 @@
-"""Times each conversion, the bare collective that it uses, and ``DTensor.redistribute``.
+"""Times each conversion between layouts, the bare collective that it uses, and
+``DTensor.redistribute``.
 
     python -m benchmarks.boxing --ranks 2 --output out/boxing.jsonl
     python -m benchmarks.boxing --link 1gbit --sizes "16 MiB" --repeats 5

@@ -2,7 +2,8 @@
 and fails without the store.
 
 The limit is RLIMIT_DATA, which covers the private memory of a process but not mapped files. Each of
-the two ranks has this limit and stores half of the model, which is twice the limit.
+the two ranks has this limit and stores half of the model, which takes twice as many bytes as the
+limit allows.
 """
 
 import json

@@ -8,10 +8,10 @@ Writing and reading alternate with dd for the same number of bytes on the same d
 writes, and files are dropped from the page cache before they are read. A quarter and half of the
 size are also measured; a line through the three times predicts the time for 40 GB.
 
-The effect on training is a median over several saves and has three parts: the time that steps lost
-during a save, as a share of the save's duration; the time that the training thread spent on the
-undo log; and the additional memory, both as counted by the save and as reported by the system (peak
-resident size).
+Three effects on training are measured, each as a median over several saves: the time that steps
+lose during a save, as a share of the save's duration; the time that the training thread spends on
+the undo log; and the additional memory, both as counted by the save and as reported by the system
+(peak resident size).
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Counts how many row transfers leave the critical path through early rows and replicated hot rows.
+"""Counts the row transfers that early requests and replicated hot rows remove from the critical
+path.
 
     python -m benchmarks.early_rows [--input train.txt]
 

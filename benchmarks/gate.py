@@ -316,8 +316,8 @@ def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) 
 
 
 def compare_work(bench: Bench, head: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return, by name, how the work of head differs in the rows where it differs. This run also
-    compiles kernels, fills caches, and creates inputs.
+    """Return, by name, a description of the difference for each row in which base and head do
+    different work. This run also compiles kernels, fills caches, and creates inputs.
     """
     print("warm-up", file=sys.stderr)
     differences: dict[str, str] = {}

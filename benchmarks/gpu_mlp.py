@@ -47,7 +47,9 @@ def measure(
     graph: bool = True,
     steps: int = 20,
 ) -> dict[str, float]:
-    """Measure the ms per step. TFLOP/s counts three products per weight."""
+    """Measure the ms per step. The TFLOP/s are computed from three multiply-adds per weight and
+    sample.
+    """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     model = make_mlp(widths, 0.5, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=graph, fused=graph)

@@ -127,8 +127,8 @@ class Planners:
 
 
 def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, object]:
-    """Return the judged ms of every planner's plan; None means that no plan exists or that the plan
-    does not fit.
+    """Return the ms that the judge predicts for every planner's plan; None means that no plan
+    exists or that the plan does not fit.
     """
     seen, judge = case.setting, case.judge
     ms: dict[str, float | None] = {}
@@ -198,8 +198,9 @@ def _optimum(judge: Setting) -> dict[str, object]:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Report paired differences (in logarithms) from our planner, with 95 % intervals; closed gaps;
-    and success rates.
+    """Report, for each planner, the geometric mean of its slowdown relative to our planner, with
+    the 95 % interval, the share of tasks in which its plan fits, and its planning time. For our
+    planner, also report how far its plans are from the bound, the best known plan, and the optimum.
     """
     found: dict[str, object] = {"tasks": len(rows)}
     names = list(rows[0]["ms"])

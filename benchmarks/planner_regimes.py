@@ -58,7 +58,9 @@ def giant_of(number: int) -> float:
 
 
 def nominal_link(rate: str) -> Link:
-    """Return the link of ``--link`` without any measurement; the ranks of a host share it."""
+    """Return the link that ``--link`` describes, computed from its rate alone; the ranks of a host
+    share the link.
+    """
     return link_of(rate, RANKS // HOSTS)[0]
 
 

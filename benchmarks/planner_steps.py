@@ -271,9 +271,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return how much of the gap between each task's best greedy plan and its fastest plan the plan
-    ``name`` closes, in logarithms. The fastest of many noisy medians underestimates the true time,
-    so the share is slightly too low. Returns None if the greedy plans are the fastest plans.
+    """Return the share of the gap that the plan ``name`` closes, where a task's gap is the
+    difference in log time between its best greedy plan and its fastest plan. The fastest of many
+    noisy medians underestimates the true time, so the share is slightly too low. Returns None if
+    the greedy plans are the fastest plans.
     """
     ours = possible = 0.0
     for row in rows:

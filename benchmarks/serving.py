@@ -327,8 +327,8 @@ def soak(folder: Path, seconds: float, every: float, results: Results) -> None:
 
 
 def _memory_over_time(kind: str, workers: list[list[dict[str, float]]]) -> dict[str, float]:
-    """Return the memory of all workers after five deltas, at its highest after that, and at the
-    end.
+    """Return the total memory of all workers after five deltas and at the end, and its maximum from
+    the fifth delta on.
     """
     sums = [round(sum(worker[kind] for worker in each), 1) for each in workers]
     first = min(5, len(sums) - 1)
