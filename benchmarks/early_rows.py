@@ -1,5 +1,4 @@
-"""Counts the row transfers that early requests and replicated hot rows remove from the critical
-path.
+"""Counts the row transfers that early requests and copied hot rows take off the critical path.
 
     python -m benchmarks.early_rows [--input train.txt]
 
