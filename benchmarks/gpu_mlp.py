@@ -1,5 +1,4 @@
-"""Times only the dense part of the DLPerf model at torch's best speed, as a lower limit for the
-step time.
+"""Times only the DLPerf model's dense part at torch's best speed: a lower limit for the step time.
 
 The work consists of forward, loss, backward, and Adam for 429 -> 7 x 1024 -> 1 at batch 16384. The
 step is compiled and replayed as one CUDA graph, in IEEE float32, TF32, and bfloat16 autocast.

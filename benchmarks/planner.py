@@ -346,7 +346,9 @@ def speed(args: argparse.Namespace) -> None:
 
 
 def _task_with_giants(giants: int, num_tables: int, world_size: int, batch_size: int) -> Task:
-    """Return a task of tables from the pool, the first of which are replaced by giant tables."""
+    """Return a task with tables from the pool, except that the first ``giants`` tables are giant
+    tables.
+    """
     random = np.random.default_rng([0, num_tables, world_size, 7])
     half = split_pool(held_out=True)
     tables = [half[int(n)] for n in random.choice(len(half), num_tables, replace=False)]

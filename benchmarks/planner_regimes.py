@@ -1,5 +1,4 @@
-"""Measures the plans of all planners in a setting where plans differ: two hosts joined by a slow
-link and, in most tasks, little memory.
+"""Measures all planners' plans on two hosts with a slow link and, in most tasks, little memory.
 
     python -m benchmarks.planner_link --link 1gbit --ranks 4 --output PROFILE
     python -m benchmarks.planner_regimes --link 1gbit --profile PROFILE --journal FILE

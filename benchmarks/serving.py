@@ -1,5 +1,4 @@
-"""Measures the server's CPU time per request and its latency, and tests the server in a long run
-with deltas and faults.
+"""Measures the server's CPU time and latency per request, and tests it with deltas and faults.
 
     python -m benchmarks.serving build --folder F [--rows 300000]
     python -m benchmarks.serving cost --folder F [G ..]

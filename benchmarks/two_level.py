@@ -4,7 +4,8 @@
 
 The hosts are network namespaces, and the ranks of a host share memory. Both layouts alternately
 train the same model on the same batches in the same processes. ``--simulate`` only counts the
-distinct ids of generated batches for larger worlds, and compares them with the price formulas.
+distinct ids of generated batches for larger worlds, and compares the counts with those that the
+price formulas predict.
 """
 
 import argparse

@@ -277,8 +277,8 @@ def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]
 
 
 def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> None:
-    """Add the options that select an engine to a command; ``default`` is the engine that starts no
-    processes.
+    """Add the options that select an engine to a command; ``default`` names the engine that is used
+    by default, which starts no processes.
     """
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="number of concurrent tasks (default: all CPUs)")

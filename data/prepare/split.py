@@ -116,8 +116,8 @@ class SplitRule:
         raise unknown_value("--split", self.kind, SplitKind)
 
     def _pattern_of(self, file_name: str) -> tuple[str, str] | None:
-        """Return the split of a file and the first pattern that matches its name, or None for
-        train.
+        """Return the split of a file, and the first pattern that matches the file's name; return
+        None if no pattern matches, in which case the file belongs to train.
         """
         fits = (place for place in self.patterns if fnmatch(file_name, place[1]))
         return next(fits, None)

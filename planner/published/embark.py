@@ -35,7 +35,9 @@ SHARES = (0.0, 0.25, 0.5)
 
 
 def embark(setting: Setting) -> Assignment:
-    """Return the cheapest of the plans with different shares of copied and distinct-row tables."""
+    """Return the cheapest plan over a grid of two shares: of tables that are copied, and of tables
+    that exchange distinct rows.
+    """
     search, count = _Search(setting), len(setting.tables)
     small, cool = (np.argsort(a, kind="stable") for a in (setting.held_bytes, setting.pooling))
     plans: list[Assignment] = []

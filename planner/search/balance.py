@@ -40,7 +40,9 @@ def balance(state: State, steps: int) -> None:
 
 
 class _Whole(NamedTuple):
-    """The tables on a single rank whose keys do not depend on the rank, as arrays."""
+    """The tables that are stored whole on a single rank and whose keys do not depend on the rank,
+    as arrays.
+    """
 
     numbers: Ints
     ranks: Ints

@@ -48,9 +48,9 @@ class Limits:
 class Solution:
     """A bound in ``ms``, with its multipliers.
 
-    ``above`` contains, for each option, by how much plans that use it exceed the bound. Splitting
-    the plans by the number of copies of ``key``, above or below ``copies``, raises the bound the
-    most; ``key`` is None if no split is promising.
+    ``above`` contains, for each option, the least amount by which plans that use the option exceed
+    the bound. Splitting the plans by the number of copies of ``key``, above or below ``copies``,
+    raises the bound the most; ``key`` is None if no split is promising.
     """
 
     ms: float

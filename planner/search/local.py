@@ -73,7 +73,7 @@ def _moved(state: State, inserter: Inserter, table: int) -> bool:
 
 
 class LocalSearch:
-    """Improves plans of one problem until one takes at most ``enough_ms``.
+    """Improves plans of one problem until a plan takes at most ``enough_ms``.
 
     Every random choice depends on ``seed``.
     """
