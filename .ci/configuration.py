@@ -115,8 +115,8 @@ def sections() -> Iterator[Section]:
 def sections_of(
     kind: type[Any], path: str, condition: str = "", but: Sequence[Row] = ()
 ) -> Iterator[Section]:
-    """Yield the section of the group at ``path`` without the rows ``but``, then those of its
-    subgroups.
+    """Yield the section of the group at ``path``, without the rows in ``but``, and then the
+    sections of its subgroups.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     text = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")

@@ -363,7 +363,7 @@ def _measure_training(
 
 
 def measure(results: Results, folder: Path, part: str) -> None:
-    """Measure a part; raise SystemExit if caching changes any result."""
+    """Measure one part of the benchmark; raise SystemExit if caching changes any result."""
     keep_freed_memory()
     torch.set_num_threads(1)
     scratch = folder / f"rows-{os.getpid()}"

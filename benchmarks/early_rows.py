@@ -89,7 +89,9 @@ def count(batches: Sequence[Array], hot: Array, size: int) -> dict[str, float]:
 
 
 def predicted(counts: Sequence[Array], size: int) -> float:
-    """Return the expected critical rows, as ``run/planning/early_rows.py`` computes them."""
+    """Return the expected number of critical rows, as ``run/planning/early_rows.py`` computes
+    it.
+    """
     critical = 0.0
     for field in counts:
         # Group rows by their number of lookups, in bins bounded by powers of two, like the

@@ -104,8 +104,8 @@ def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged
 
 
 class Planners:
-    """All planners for one number of ranks. The learned planners are trained with the planners'
-    model.
+    """All planners for one number of ranks. The learned planners are trained with ``models.seen``,
+    the cost model that the planners use.
     """
 
     def __init__(self, models: Models, world_size: int, seed: int, names: Sequence[str]) -> None:

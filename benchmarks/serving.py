@@ -83,7 +83,7 @@ def build(folder: Path, rows: int, hidden: str) -> None:
 
 
 def bodies_of(folder: Path, size: int) -> dict[str, list[bytes]]:
-    """Return request bodies with ``size`` rows by content type."""
+    """Return, for each content type, request bodies with ``size`` rows each."""
     lines = (folder / "rows.tsv").read_bytes().splitlines(keepends=True)
     model = load_bundle(folder / "model", check=False)
     names = [column.name for column in model.columns]

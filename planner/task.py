@@ -1,7 +1,8 @@
 """Defines the input and output of a planner: a task, and a shape and ranks for every table.
 
-The module contains only values. The engine compiles a plan (``embedding_plan``), so the planner and
-the engine accept the same plans. Plan files contain rules in the format of ``parallel.tables``.
+The module defines only value types, without any search or measurement. The engine compiles a plan
+(``embedding_plan``), so the planner and the engine accept the same plans. Plan files contain rules
+in the format of ``parallel.tables``.
 """
 
 from collections import Counter

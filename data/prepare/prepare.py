@@ -152,7 +152,7 @@ def _build(
 def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object]]) -> None:
     """Raise DataError if a file changed during the run, because rows may be lost or duplicated.
 
-    ``states`` contains the results of ``written`` from before the files were read.
+    ``states`` contains the values that ``written`` returned before the files were read.
     """
     for source, state in zip(inputs, states, strict=True):
         if written(source.path, again=True) != state or state[0] != source.num_bytes:

@@ -99,7 +99,7 @@ def fit(
 
 
 def _link(byte_ms: float, call_ms: float, world_size: int, num_hosts: int) -> Link:
-    """Return the link whose evenly sent bytes and calls have these prices."""
+    """Return the link on which calls, and bytes sent evenly to all ranks, have these prices."""
     rate = 1e-6 / max(byte_ms, 1e-12)  # GB/s
     if num_hosts in (1, world_size):
         return Link(within_gb_per_s=rate, within_call_ms=call_ms)

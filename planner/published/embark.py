@@ -149,8 +149,8 @@ class _Search:
         copied: set[int],
         unique: set[int],
     ) -> dict[int, tuple[int, int]] | None:
-        """Halve the table in the direction with the lower maximum. Returns the cuts, or None if the
-        table cannot be halved.
+        """Halve the table by rows or by columns, whichever leads to the lower maximum cost of any
+        rank. Returns the cuts, or None if the table cannot be halved.
         """
         if table not in cuts:
             return None
