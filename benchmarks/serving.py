@@ -208,8 +208,8 @@ def _wrk(wrk: str, port: int, body: bytes, connections: int, seconds: int) -> di
 
 
 def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
-    """Compare the latency of scoring one row with that of the empty application, in alternating
-    runs.
+    """Compare the latency of scoring one row with that of an application that returns a fixed
+    response, in alternating runs.
     """
     (body, *_) = bodies_of(folder, 1)[TEXT]
     with empty_application() as (port, _), serving(folder / "model") as server:

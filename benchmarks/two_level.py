@@ -51,7 +51,7 @@ def far_rows(shape: Shape, hosts: int, width: int, step: int) -> tuple[float, fl
 
 
 def sent_bytes() -> int:
-    """Return the bytes that this host's interface to the other host has sent."""
+    """Return the number of bytes sent by this host's interface to the other host."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 

@@ -32,7 +32,7 @@ class SavedKeys:
     """The keys of the growing fields that share one table; ``read`` returns the keys (int64
     [num_keys]) in the order of their ids, which start at 2.
 
-    A bundle maps these keys to ids like the values of a vocabulary.
+    A bundle maps these keys to ids in the same way as the values of a vocabulary.
     """
 
     fields: tuple[str, ...]

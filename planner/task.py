@@ -1,8 +1,8 @@
 """Defines the input and output of a planner: a task, and a shape and ranks for every table.
 
-The module defines only value types, without any search or measurement. The engine compiles a plan
-(``embedding_plan``), so the planner and the engine accept the same plans. Plan files contain rules
-in the format of ``parallel.tables``.
+The module defines values and their file formats, and does not search or measure. The engine
+compiles a plan (``embedding_plan``), so the planner and the engine accept the same plans. Plan
+files contain rules in the format of ``parallel.tables``.
 """
 
 from collections import Counter
@@ -84,7 +84,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A shape and its ranks: those of the shards in row-major order, or all ranks for a copy."""
+    """A shape and ranks: the ranks of the shards in row-major order, or all ranks for a copy."""
 
     shape: Shape
     ranks: tuple[int, ...]

@@ -49,8 +49,8 @@ class Field:
     hot: int = 1
     """Number of ids per row of data; for a ragged field, the maximum"""
     ragged: bool = False
-    """True if rows have 0 to ``hot`` ids, which are stored in lists instead of in columns of the
-    words
+    """True if rows have 0 to ``hot`` ids, which are stored as lists instead of as columns of the
+    matrix of words
     """
     weighted: bool = False
     """True if every id of a ragged field has a weight"""

@@ -80,8 +80,8 @@ class ExactSum:
 
 class Quantiles:
     """Finds the quantiles that divide values into ``buckets``, in two passes over the values. Each
-    float32 is mapped to a 32-bit integer, which preserves the order. The first pass counts the
-    upper halves of the integers. The second pass counts the lower halves, but only in bins that
+    float32 is mapped to a 32-bit integer, in a way that preserves the order. The first pass counts
+    the upper halves of the integers. The second pass counts the lower halves, but only in bins that
     contain a quantile.
     """
 

@@ -97,8 +97,8 @@ class SplitRule:
             )
 
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
-        """Return the split of each of a piece's rows (uint8 [num_rows]): 0 train, 1 val, 2 test. In
-        a split by ``time``, which is decided later, all rows are 0.
+        """Return the split of each of a piece's rows (uint8 [num_rows]): 0 train, 1 val, 2 test.
+        For a split by ``time``, which is decided later, the result is 0 for all rows.
         """
         if self.kind == "ratio":
             draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num_rows) / 2.0**64

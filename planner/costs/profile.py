@@ -88,8 +88,8 @@ class Link:
 
 
 def partners(world_size: int) -> float:
-    """Return the latency of a collective relative to one partner; above 8 partners, it grows
-    slowly.
+    """Return the latency of a collective as a multiple of its latency with one partner; above 8
+    partners, the latency grows slowly.
     """
     rounds = max(world_size - 1, 0)
     return rounds if rounds < 8 else 8 + math.log2(rounds / 8)

@@ -61,8 +61,8 @@ class _Whole(NamedTuple):
 
 
 def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[int, int]] | None:
-    """Return the best step from the slowest rank: the places of tables and their new ranks, or None
-    if no step makes the loads more even.
+    """Return the best step from the slowest rank, or None if no step makes the loads more even. A
+    step is a list of one or two pairs: the index of a table in ``tables``, and its new rank.
     """
     loads = state.loads
     order = np.argsort(loads[:, kind], kind="stable")
