@@ -45,7 +45,7 @@ def _losses(folder: Path) -> list[float]:
 
 
 def measure(results: Results, disk: Path | None) -> None:
-    """Record both runs; raise SystemExit if the first run fails or the second run trains."""
+    """Record both runs; raise SystemExit if the first run fails or the second run succeeds."""
     with tempfile.TemporaryDirectory(dir=disk) as name:
         base = Path(name)
         words = ["synth", "--rows", "60000", "--vocab-scale", str(VOCABULARY)]

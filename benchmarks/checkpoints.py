@@ -5,8 +5,9 @@ training.
     python -m benchmarks.checkpoints --gb 0.5 during
 
 Writing and reading alternate with dd for the same number of bytes on the same disk. Both programs
-sync their writes, and files are dropped from the page cache before they are read. A quarter and
-half of the size are also measured; a line through the three times predicts the time for 40 GB.
+sync their writes, and files are dropped from the page cache before they are read. Models of a
+quarter and of half the size are also measured; a line through the three times predicts the time for
+40 GB.
 
 Three effects on training are measured, each as a median over several saves: the time that steps
 lose during a save, as a share of the save's duration; the time that the training thread spends on

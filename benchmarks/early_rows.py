@@ -7,10 +7,10 @@ requests the distinct rows of its samples (the ``unique`` exchange). A request i
 used the row in the previous batch, and critical otherwise. ``predicted`` is the prediction of
 ``explain`` from the statistics of the set. Hot rows are the most frequent rows in the set; every
 rank stores them, and their gradients are all-reduced in every step, because nearly every batch uses
-them. Counts are rows sent by all ranks together, per batch. ``exposed`` counts the rows whose
-transfer cannot overlap other work: critical rows and gradients. ``deferred`` is ``exposed`` with
-late gradients: gradients of rows that the next batch does not use arrive one batch late, and rows
-that either of the two previous batches used are critical.
+them. All counts are numbers of rows that all ranks together send per batch. ``exposed`` counts the
+rows whose transfer cannot overlap other work: critical rows and gradients. ``deferred`` is
+``exposed`` with late gradients: gradients of rows that the next batch does not use arrive one batch
+late, and rows that either of the two previous batches used are critical.
 
 Without --input, the program uses the file or prepared set in SBPFLOW_CRITEO_ROWS, or Zipf ids.
 """

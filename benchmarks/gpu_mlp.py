@@ -23,7 +23,7 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
 def make_mlp(widths: tuple[int, ...], dropout: float, device: torch.device) -> nn.Sequential:
-    """Build linear, ReLU, and dropout layers; the last layer is only linear."""
+    """Build linear, ReLU, and dropout layers; no ReLU or dropout follows the last linear layer."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs, device=device), nn.ReLU(), nn.Dropout(dropout)]

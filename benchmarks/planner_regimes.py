@@ -52,7 +52,9 @@ def limits_of(number: int) -> str:
 
 
 def giant_of(number: int) -> float:
-    """Return the share of the largest table, or 0 if no table is especially large."""
+    """Return the largest table's share of the bytes of all tables, or 0 if no table is especially
+    large.
+    """
     return GIANT if number % 2 and limits_of(number) != "none" else 0.0
 
 

@@ -3,8 +3,8 @@
 A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 words [rows, 1 +
 dense + fixed ids]: the label and the dense values as float32 bit patterns, and the ids of fields
 with a fixed number of ids. Keys, lists and non-feature columns (``data.format.parts``) are stored
-in files next to each shard, and ``vocabulary/`` contains the ids of values. The fingerprint is a
-digest of the whole manifest, including the checksums of all files, so it identifies one set of
+in files next to each shard, and the files in ``vocabulary/`` map values to ids. The fingerprint is
+a digest of the whole manifest, including the checksums of all files, so it identifies one set of
 files. The content ID is a digest of the data that does not depend on inputs, versions or shards.
 """
 

@@ -78,7 +78,7 @@ class ListColumn:
     separator: str = "|"
     """Separator of the values or weights in a text cell"""
     most: int = 64
-    """Maximum number of values per row, or the exact number of ids with ``fixed``"""
+    """Maximum number of values per row or, with ``fixed``, the exact number of ids"""
     fixed: bool = False
     """True to store ``most`` ids per row, padded with the missing id, instead of a list"""
     beyond: Beyond = "error"

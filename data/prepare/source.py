@@ -82,7 +82,7 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
     """Return the files in ``paths`` and, in natural order, the data files in the folders in
     ``paths``.
 
-    Unless ``log`` is False, logs the files in folders that are not read. Raises ConfigError if no
+    Unless ``log`` is False, logs which files in the folders are not read. Raises ConfigError if no
     file is found, a file is given twice, or a format is not supported.
     """
     check_exists(paths)

@@ -134,7 +134,9 @@ class BlockReader:
         return None if rows is None else rows.reshape(-1)
 
     def read(self, runs: Runs, take: Callable[[int], Words]) -> Words:
-        """Read the rows of the runs, in order, into an array from ``take``."""
+        """Read the rows of the runs, in order, into an array that ``take`` returns for a given
+        size.
+        """
         num_rows = int(runs.lengths.sum())
         lists = self._lists
         extents = None if lists is None else lists.find(runs.firsts, runs.lengths)

@@ -239,10 +239,10 @@ def held_out_steps(
 
 def errors_of(records: Sequence[Record], predicted: Floats) -> dict[str, list[float]]:
     """Return error measures of predicted step times: two over all steps, and the others for each
-    task. A model can predict steps well and still choose badly. The regret is how much slower the
-    plan with the shortest predicted time is than the task's fastest plan. For comparison, the
-    result includes the regret of a random plan, and of choosing by the first round of measurements
-    (the noise).
+    task. A model can predict step times well and still choose bad plans. The regret is how much
+    slower the plan with the shortest predicted time is than the task's fastest plan. For
+    comparison, the result includes the regret of a random plan, and of choosing by the first round
+    of measurements (the noise).
     """
     residual = np.abs(np.log(predicted / [record.step_ms for record in records]))
     errors: dict[str, list[float]] = {
