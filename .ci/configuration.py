@@ -115,8 +115,8 @@ def sections() -> Iterator[Section]:
 def sections_of(
     kind: type[Any], path: str, condition: str = "", but: Sequence[Row] = ()
 ) -> Iterator[Section]:
-    """Yield the section of the group at ``path`` without the rows ``but``, then those of its
-    subgroups.
+    """Yield the section of the group at ``path``, without the rows in ``but``, and then the
+    sections of its subgroups.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     text = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")
@@ -213,7 +213,7 @@ def _marked(text: str, marks: tuple[Any, ...]) -> str:
 
 
 def _range_text(mark: Range) -> str:
-    """Return a range with large powers of two as 2^n."""
+    """Format a range, with large powers of two written as 2^n."""
     parts = [(">=", mark.low), (">", mark.above), ("<=", mark.high), ("<", mark.below)]
     return " and ".join(f"{sign} {_bound(bound)}" for sign, bound in parts if bound is not None)
 

@@ -103,7 +103,7 @@ class Canvas:
         ElementTree.SubElement(self._root, "rect", style)
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
-        """Draw a horizontal or vertical arrow to the second point."""
+        """Draw a horizontal or vertical arrow from the first point to the second."""
         color = self._colors["line"]
         ends = {"x1": _number(x1), "y1": _number(y1), "x2": _number(x2), "y2": _number(y2)}
         ElementTree.SubElement(self._root, "line", {**ends, "stroke": color, "stroke-width": "2"})

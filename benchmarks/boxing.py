@@ -1,4 +1,4 @@
-"""Times each conversion, the bare collective that it uses, and ``DTensor.redistribute``.
+"""Times layout conversions, the bare collectives that they use, and ``DTensor.redistribute``.
 
     python -m benchmarks.boxing --ranks 2 --output out/boxing.jsonl
     python -m benchmarks.boxing --link 1gbit --sizes "16 MiB" --repeats 5

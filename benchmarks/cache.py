@@ -1,5 +1,4 @@
-"""Measures the costs and savings of caching tables larger than memory
-(``sbpflow/embedding/cache``).
+"""Measures the costs and savings of ``sbpflow/embedding/cache`` for tables larger than memory.
 
     python -m benchmarks.cache fetches    rows fetched per step, against MIN, LRU, LFU, Bagpipe
     python -m benchmarks.cache planning   CPU time of slot planning, and on which thread it runs

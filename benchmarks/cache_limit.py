@@ -2,7 +2,8 @@
 and fails without the store.
 
 The limit is RLIMIT_DATA, which covers the private memory of a process but not mapped files. Each of
-the two ranks has this limit and stores half of the model, which is twice the limit.
+the two ranks has this limit and stores half of the model, which takes twice as many bytes as the
+limit allows.
 """
 
 import json
@@ -44,7 +45,7 @@ def _losses(folder: Path) -> list[float]:
 
 
 def measure(results: Results, disk: Path | None) -> None:
-    """Record both runs; raise SystemExit if the first run fails or the second run trains."""
+    """Record both runs; raise SystemExit if the first run fails or the second run succeeds."""
     with tempfile.TemporaryDirectory(dir=disk) as name:
         base = Path(name)
         words = ["synth", "--rows", "60000", "--vocab-scale", str(VOCABULARY)]

@@ -1,4 +1,5 @@
-"""Compares how many rows cache policies of equal capacity fetch: MIN, LRU, LFU, Bagpipe, and ours.
+"""Compares the numbers of rows fetched by cache policies of equal capacity: MIN, LRU, LFU, Bagpipe,
+and ours.
 
 A trace is a list of batches, and each batch is an array of unique rows. During the training step on
 a batch, all of its rows are cached; the policies differ only in which rows they evict. A row that
@@ -50,7 +51,9 @@ def lru(trace: Trace, num_rows: int, capacity: int) -> Fetches:
 
 
 def lfu(trace: Trace, num_rows: int, capacity: int) -> Fetches:
-    """Evict the least frequently used rows, and among those the least recently used."""
+    """Evict the least frequently used rows; among equally frequent rows, evict the least recently
+    used.
+    """
 
     def rank(values: Array, rows: Array, number: int) -> None:
         values[rows] = np.floor(values[rows]) + 1 + number / (len(trace) + 1)

@@ -1,8 +1,8 @@
 """Measures training with rows on embedding servers behind links with a limited rate.
 
 The trainer and each server run in their own network namespaces, connected to one switch.
-``systems`` trains on one server with all rows fetched on demand, with an LRU cache, and with
-lookahead, at two rates; all losses must equal those of training with all rows on the device.
+``systems`` trains with the rows on one server, at two rates: fetching all rows on demand, with an
+LRU cache, and with lookahead. All losses must equal those of training with all rows on the device.
 ``scaling`` reads rows from one to four servers whose links have a third of the trainer's rate.
 """
 
@@ -151,7 +151,7 @@ def _measure_scaling(servers: RunningServers) -> None:
 
 
 def measure(folder: Path, rates: tuple[str, ...] = RATES) -> None:
-    """Measure the systems at each rate, and the scaling, each in new namespaces."""
+    """Run ``systems`` at each rate, and then ``scaling``, each in new namespaces."""
     for rate in rates:
         _in_namespaces([rate, rate], "systems", rate, str(folder.resolve()))
     _in_namespaces([TRAINER_RATE] + 4 * [SERVER_RATE], "scaling")

@@ -2,10 +2,11 @@
 
 All systems must compute the same losses. ``evaluation`` compares evaluations with and without
 reading the rows of the next batch in advance. ``cpu`` compares CPU times with those of training
-without a cache. Because computation is slower after a pause, the run without a cache pauses in
-every step for as long as lookahead waits for rows. The rows are in a memory file. ``PacedRecords``
-adds the time that a full-duplex link would take; reads and writes do not slow each other down.
-Paced threads sleep, so their waits are exact even on a busy machine; step times are not.
+without a cache. Computation is slower after a pause, so in this comparison the run without a cache
+also pauses, in every step, for as long as lookahead waits for rows. The rows are in a memory file.
+``PacedRecords`` adds the time that a full-duplex link would take; reads and writes do not slow each
+other down. Paced threads sleep, so their waits are exact even on a busy machine; step times are
+not.
 """
 
 import os
@@ -362,7 +363,7 @@ def _measure_training(
 
 
 def measure(results: Results, folder: Path, part: str) -> None:
-    """Measure a part; raise SystemExit if caching changes any result."""
+    """Measure one part of the benchmark; raise SystemExit if caching changes any result."""
     keep_freed_memory()
     torch.set_num_threads(1)
     scratch = folder / f"rows-{os.getpid()}"

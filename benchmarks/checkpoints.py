@@ -4,14 +4,15 @@ training.
     python -m benchmarks.checkpoints             tables and state of 4 GB, one rank
     python -m benchmarks.checkpoints --gb 0.5 during
 
-Writing and reading alternate with dd for the same number of bytes on the same disk. Both sync their
-writes, and files are dropped from the page cache before they are read. A quarter and half of the
-size are also measured; a line through the three times predicts the time for 40 GB.
+Writing and reading alternate with dd for the same number of bytes on the same disk. Both programs
+sync their writes, and files are dropped from the page cache before they are read. Models of a
+quarter and of half the size are also measured; a line through the three times predicts the time for
+40 GB.
 
-The effect on training is a median over several saves and has three parts: the time that steps lost
-during a save, as a share of the save's duration; the time that the training thread spent on the
-undo log; and the additional memory, both as counted by the save and as reported by the system (peak
-resident size).
+Three effects on training are measured, each as a median over several saves: the time that steps
+lose during a save, as a share of the save's duration; the time that the training thread spends on
+the undo log; and the additional memory, both as counted by the save and as reported by the system
+(peak resident size).
 """
 
 import argparse

@@ -3,11 +3,13 @@
     python -m benchmarks.cpu_criteo --input train.txt.gz [--ranks 2] [--seeds 1 2 3]
 
 Without --input, the program uses the file in SBPFLOW_CRITEO_ROWS, or reports that the benchmark is
-skipped. It prepares the rows (split by time 80/10/10, with vocabularies from train), and then
-  auc    trains one epoch per seed with each sparse optimizer (lazy_adam 1e-3 and rowwise_adagrad
-         0.05), here and with benchmarks/plain_wdl.py, which shares no model or engine code;
-  drift  compares the losses of dp and of schemes 1, 2, and 3 on --ranks ranks with the losses of
-         one process, without dropout.
+skipped. It prepares the rows (split by time 80/10/10, with vocabularies from train), and then makes
+two comparisons.
+
+* ``auc`` trains one epoch per seed with each sparse optimizer (lazy_adam 1e-3 and rowwise_adagrad
+  0.05), both with sbpflow and with benchmarks/plain_wdl.py, which shares no model or engine code.
+* ``drift`` compares the losses of dp and of schemes 1, 2, and 3 on --ranks ranks with the losses of
+  one process, without dropout.
 """
 
 import argparse

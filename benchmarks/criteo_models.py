@@ -1,5 +1,4 @@
-"""Measures each model's test AUC on real Criteo rows, in float32 and bf16, and compares it with
-plain PyTorch.
+"""Compares each model's test AUC on real Criteo rows, in float32 and bf16, with plain PyTorch.
 
     python -m benchmarks.criteo_models --input train.txt.gz [--models dlrm] [--seeds 1 2 3]
 

@@ -1,5 +1,4 @@
-"""Times only the dense part of each model on one CPU thread: in float32, in bf16, compiled, and
-compiled in bf16.
+"""Times each model's dense part on one CPU thread, in float32 and bf16, eager and compiled.
 
     python -m benchmarks.dense_part [--rows 4096]
 

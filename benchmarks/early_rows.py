@@ -1,4 +1,4 @@
-"""Counts how many row transfers leave the critical path through early rows and replicated hot rows.
+"""Counts the row transfers that early requests and copied hot rows take off the critical path.
 
     python -m benchmarks.early_rows [--input train.txt]
 
@@ -7,10 +7,10 @@ requests the distinct rows of its samples (the ``unique`` exchange). A request i
 used the row in the previous batch, and critical otherwise. ``predicted`` is the prediction of
 ``explain`` from the statistics of the set. Hot rows are the most frequent rows in the set; every
 rank stores them, and their gradients are all-reduced in every step, because nearly every batch uses
-them. Counts are rows sent by all ranks together, per batch. ``exposed`` counts the rows whose
-transfer cannot overlap other work: critical rows and gradients. ``deferred`` is ``exposed`` with
-late gradients: gradients of rows that the next batch does not use arrive one batch late, and rows
-that either of the two previous batches used are critical.
+them. All counts are numbers of rows that all ranks together send per batch. ``exposed`` counts the
+rows whose transfer cannot overlap other work: critical rows and gradients. ``deferred`` is
+``exposed`` with late gradients: gradients of rows that the next batch does not use arrive one batch
+late, and rows that either of the two previous batches used are critical.
 
 Without --input, the program uses the file or prepared set in SBPFLOW_CRITEO_ROWS, or Zipf ids.
 """
@@ -89,7 +89,9 @@ def count(batches: Sequence[Array], hot: Array, size: int) -> dict[str, float]:
 
 
 def predicted(counts: Sequence[Array], size: int) -> float:
-    """Return the expected critical rows, as ``run/planning/early_rows.py`` computes them."""
+    """Return the expected number of critical rows, as ``run/planning/early_rows.py`` computes
+    it.
+    """
     critical = 0.0
     for field in counts:
         # Group rows by their number of lookups, in bins bounded by powers of two, like the

@@ -83,8 +83,9 @@ def fit(column: dict[str, Any], num_rows: int) -> tuple[list[float], list[Segmen
 
 
 def _last(start: float, size: float, mass: float, density: float) -> list[list[Segment]]:
-    """Return candidate tails: the remaining mass in two decreasing segments, for several
-    boundaries between them, shares of the first, and slopes.
+    """Return candidate tails. Each divides the remaining mass between two decreasing segments; the
+    candidates differ in the boundary between the segments, the first segment's share, and the
+    slopes.
     """
     options: list[list[Segment]] = []
     for middle in np.geomspace(start * 1.05, size * 0.98, 30):

@@ -20,11 +20,12 @@ The first turn warms up and checks that both commits do the same work: losses mu
 float32 rounding. Then each round runs both commits, in the order A B B A. A ratio is the cost of
 head divided by the cost of base in one round; the interval is the 95 % interval of Student's t on
 the logarithms of the ratios. A figure is slower if the interval is above 1 and the median is above
-1.02, because paths, environment, and memory addresses shift the times of identical code, and rounds
-do not average out these shifts (Mytkowicz et al., "Producing Wrong Data Without Doing Anything
-Obviously Wrong!", ASPLOS 2009). With 17 figures, chance alone would report a slower figure in one
-of three runs of the gate. Slower rows are therefore measured again with the same number of rounds,
-and a figure is reported only if it is slower both times.
+1.02. The limit for the median is above 1, because paths, environment, and memory addresses shift
+the times of identical code, and rounds do not average out these shifts (Mytkowicz et al.,
+"Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). With 17 figures, about
+one run of the gate in three would report a slower figure by chance alone. Slower rows are therefore
+measured again with the same number of rounds, and a figure is reported only if it is slower both
+times.
 
 The exit status is 1 if a figure is slower, does different work, or fails, and 0 otherwise. For a
 figure that is not reported, the upper end of the interval limits the slowdown that may have been
@@ -316,8 +317,8 @@ def measure_rounds(bench: Bench, head: Path, names: Sequence[str], rounds: int) 
 
 
 def compare_work(bench: Bench, head: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return, by name, how the work of head differs in the rows where it differs. This run also
-    compiles kernels, fills caches, and creates inputs.
+    """Return, by name, a description of the difference for each row in which base and head do
+    different work. This run also compiles kernels, fills caches, and creates inputs.
     """
     print("warm-up", file=sys.stderr)
     differences: dict[str, str] = {}

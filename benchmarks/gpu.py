@@ -1,9 +1,9 @@
-"""Runs all tests and measurements that need a GPU: tests, NCCL, the DLPerf sweep, kernels, and a
-trace.
+"""Runs all tests and measurements that need a GPU.
 
-Each part is a process with a time limit, and runs even if other parts failed.
-benchmarks/results/gpu.jsonl has a line for each part, and measurements are written to a file named
-after the part's module. If a package is missing, the part is skipped with a message.
+The parts are tests, NCCL, the DLPerf sweep, kernels, and a trace. Each part is a process with a
+time limit, and runs even if other parts failed. benchmarks/results/gpu.jsonl has a line for each
+part, and measurements are written to a file named after the part's module. If a package is missing,
+the part is skipped with a message.
 
     make gpu PYTHON=...      or      python -m benchmarks.gpu [--limit-s S] [--only PART ...]
 """

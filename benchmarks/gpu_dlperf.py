@@ -64,8 +64,8 @@ def batches(
     """Yield batches endlessly, cycling through a few prepared ones. Ids are uniform numbers to the
     power of 4, a Zipf-like concentration.
 
-    The batches contain the part of rank ``rank`` of ``size``. The ids are marked as checked, like
-    the ids of a loader.
+    Each batch contains only the rows of rank ``rank``, out of ``size`` ranks. The ids are marked as
+    checked, like the ids of a loader.
     """
     mine = balanced_sizes(config.data.batch_size, size)
     rows = slice(sum(mine[:rank]), sum(mine[: rank + 1]))

@@ -1,6 +1,6 @@
 """Compares the storages on a GPU: Triton, torch, and, if installed, FBGEMM.
 
-The work consists of the lookup and update of 26 x 16384 Zipf-like ids with 16 columns. The output
+The work consists of looking up and updating 16-column rows for 26 x 16384 Zipf-like ids. The output
 includes the minimum time to move the bytes (docs/decisions/gpu.md). Results are compared before
 timing.
 

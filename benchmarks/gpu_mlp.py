@@ -1,5 +1,4 @@
-"""Times only the dense part of the DLPerf model at torch's best speed, as a lower limit for the
-step time.
+"""Times only the DLPerf model's dense part at torch's best speed: a lower limit for the step time.
 
 The work consists of forward, loss, backward, and Adam for 429 -> 7 x 1024 -> 1 at batch 16384. The
 step is compiled and replayed as one CUDA graph, in IEEE float32, TF32, and bfloat16 autocast.
@@ -24,7 +23,7 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
 def make_mlp(widths: tuple[int, ...], dropout: float, device: torch.device) -> nn.Sequential:
-    """Build linear, ReLU, and dropout layers; the last layer is only linear."""
+    """Build linear, ReLU, and dropout layers; no ReLU or dropout follows the last linear layer."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs, device=device), nn.ReLU(), nn.Dropout(dropout)]
@@ -47,7 +46,9 @@ def measure(
     graph: bool = True,
     steps: int = 20,
 ) -> dict[str, float]:
-    """Measure the ms per step. TFLOP/s counts three products per weight."""
+    """Measure the ms per step. The TFLOP/s are computed from three multiply-adds per weight and
+    sample.
+    """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     model = make_mlp(widths, 0.5, device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=graph, fused=graph)

@@ -1,5 +1,4 @@
-"""Runs several NCCL ranks, on one GPU if necessary: tests a small collective, then measures
-overlap.
+"""Tests a small collective on several NCCL ranks, on one GPU if necessary, and measures overlap.
 
 NCCL's documentation says that two ranks on one device are not supported. Each rank therefore gets
 its own host name, as in the tests, and the small collective shows whether NCCL accepts this. On one

@@ -175,7 +175,7 @@ def measure_decisions(world: World, results: Results) -> None:
 
 
 def measure_deltas(world: World, num_keys: int, results: Results) -> None:
-    """Save one full checkpoint and four deltas; time saving and reading each of them."""
+    """Save one full checkpoint and four deltas; measure the time to save and to read each."""
     growth = Growth(evict=Eviction(max_rows=num_keys * 5 // 4))
     outputs = [
         OutputConfig(

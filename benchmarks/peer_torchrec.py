@@ -1,7 +1,7 @@
 """Trains the same CTR model in TorchRec, with TorchRec's plain and pipelined loops.
 
-TorchRec makes its own plan (EmbeddingShardingPlanner) and sends ids as int64, as its batches
-contain them. Install TorchRec with: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3
+TorchRec makes its own plan (EmbeddingShardingPlanner) and sends ids as int64, the type of the ids
+in its batches. Install TorchRec with: pip install --no-deps torchrec==1.8.0 torchmetrics==1.0.3
 tensordict ...
 """
 

@@ -147,8 +147,8 @@ class PlainDeepFm(PlainWide):
 
 
 class PlainDlrm(PlainModel):
-    """Implements DLRM: a bottom MLP, products of pairs in row order of the lower triangle, and a
-    top MLP.
+    """Implements DLRM: a bottom MLP, dot products of all pairs in the row order of the lower
+    triangle, and a top MLP.
     """
 
     def __init__(

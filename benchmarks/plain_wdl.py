@@ -1,8 +1,9 @@
-"""A reference Wide & Deep in plain PyTorch, in one process, without sbpflow's model or engine. It
-reads a prepared set's files with numpy. The architecture, initial distributions, batch order by
-time, and optimizers match the configs. Tables are nn.Embedding(sparse=True) with
-torch.optim.SparseAdam (Adam on touched rows, like LazyAdam) or a rowwise Adagrad implemented here;
-the dense part uses Adam.
+"""Trains a reference Wide & Deep in plain PyTorch, without sbpflow's model or engine.
+
+The program uses one process and reads a prepared set's files with numpy. The architecture, initial
+distributions, batch order by time, and optimizers match the configs. Tables are
+nn.Embedding(sparse=True) with torch.optim.SparseAdam (Adam on touched rows, like LazyAdam) or a
+rowwise Adagrad implemented here; the dense part uses Adam.
 
     python -m benchmarks.plain_wdl --data DIR --sparse lazy_adam --seeds 1 2 3
 """

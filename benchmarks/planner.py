@@ -104,8 +104,8 @@ def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged
 
 
 class Planners:
-    """All planners for one number of ranks. The learned planners are trained with the planners'
-    model.
+    """All planners for one number of ranks. The learned planners are trained with ``models.seen``,
+    the cost model that the planners use.
     """
 
     def __init__(self, models: Models, world_size: int, seed: int, names: Sequence[str]) -> None:
@@ -127,8 +127,8 @@ class Planners:
 
 
 def one_task(case: Judged, planners: Planners, optimum: bool) -> dict[str, object]:
-    """Return the judged ms of every planner's plan; None means that no plan exists or that the plan
-    does not fit.
+    """Return the ms that the judge predicts for every planner's plan; None means that no plan
+    exists or that the plan does not fit.
     """
     seen, judge = case.setting, case.judge
     ms: dict[str, float | None] = {}
@@ -198,8 +198,9 @@ def _optimum(judge: Setting) -> dict[str, object]:
 
 
 def summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Report paired differences (in logarithms) from our planner, with 95 % intervals; closed gaps;
-    and success rates.
+    """Report, for each planner, the geometric mean of its slowdown relative to our planner, with
+    the 95 % interval, the share of tasks in which its plan fits, and its planning time. For our
+    planner, also report how far its plans are from the bound, the best known plan, and the optimum.
     """
     found: dict[str, object] = {"tasks": len(rows)}
     names = list(rows[0]["ms"])
@@ -345,7 +346,9 @@ def speed(args: argparse.Namespace) -> None:
 
 
 def _task_with_giants(giants: int, num_tables: int, world_size: int, batch_size: int) -> Task:
-    """Return a task of tables from the pool, the first of which are replaced by giant tables."""
+    """Return a task with tables from the pool, except that the first ``giants`` tables are giant
+    tables.
+    """
     random = np.random.default_rng([0, num_tables, world_size, 7])
     half = split_pool(held_out=True)
     tables = [half[int(n)] for n in random.choice(len(half), num_tables, replace=False)]

@@ -49,7 +49,8 @@ def make_sample(
     """Return held-out tables from the pool, reduced in size, with their id distributions.
     Reproducible.
 
-    With ``giant``, the first table has enough rows to take up this share of the bytes of all rows.
+    If ``giant`` is above 0, the first table has so many rows that they take up this share of all
+    tables' bytes.
     """
     random = np.random.default_rng([number, num_tables, 77])
     half = split_pool(held_out=True)

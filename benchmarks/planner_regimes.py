@@ -1,5 +1,4 @@
-"""Measures the plans of all planners in a setting where plans differ: two hosts joined by a slow
-link and, in most tasks, little memory.
+"""Measures all planners' plans on two hosts with a slow link and, in most tasks, little memory.
 
     python -m benchmarks.planner_link --link 1gbit --ranks 4 --output PROFILE
     python -m benchmarks.planner_regimes --link 1gbit --profile PROFILE --journal FILE
@@ -53,12 +52,16 @@ def limits_of(number: int) -> str:
 
 
 def giant_of(number: int) -> float:
-    """Return the share of the largest table, or 0 if no table is especially large."""
+    """Return the largest table's share of the bytes of all tables, or 0 if no table is especially
+    large.
+    """
     return GIANT if number % 2 and limits_of(number) != "none" else 0.0
 
 
 def nominal_link(rate: str) -> Link:
-    """Return the link of ``--link`` without any measurement; the ranks of a host share it."""
+    """Return the link that ``--link`` describes, computed from its rate alone; the ranks of a host
+    share the link.
+    """
     return link_of(rate, RANKS // HOSTS)[0]
 
 

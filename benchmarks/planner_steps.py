@@ -1,9 +1,9 @@
 """Measures plans from different planners on ranks on this machine.
 
 On 2 ranks or more, all plans of a task run alternately, and each round gives the difference between
-every plan and our plan. A plan runs until the 95 % interval of its difference is narrower than 3 %
-or farther from 0 than it is wide, or until the time limit. An interval containing 0 means no
-significant difference.
+every plan and our plan. A plan runs until the time limit, or until the 95 % interval of its
+difference from our plan is either narrower than 3 % or farther from 0 than it is wide. An interval
+containing 0 means no significant difference.
 
 If a planner may measure several plans, half of the rounds select one plan, and the other half give
 its reported result.
@@ -271,9 +271,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def gap_closed(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return how much of the gap between each task's best greedy plan and its fastest plan the plan
-    ``name`` closes, in logarithms. The fastest of many noisy medians underestimates the true time,
-    so the share is slightly too low. Returns None if the greedy plans are the fastest plans.
+    """Return the share of the gap that the plan ``name`` closes, where a task's gap is the
+    difference in log time between its best greedy plan and its fastest plan. The fastest of many
+    noisy medians underestimates the true time, so the share is slightly too low. Returns None if
+    the greedy plans are the fastest plans.
     """
     ours = possible = 0.0
     for row in rows:

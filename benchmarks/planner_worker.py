@@ -1,7 +1,8 @@
-"""Runs one rank of a comparison in which plans take turns. Tasks and their plans are read from a
-file, and rank 0 writes the times of every plan. Each round uses a different order, because the
-state of the caches depends on the previous plan. A plan runs until the difference from the first
-plan is significant.
+"""Runs one rank of a comparison in which plans take turns.
+
+Tasks and their plans are read from a file, and rank 0 writes the times of every plan. Each round
+uses a different order, because the state of the caches depends on the previous plan. A plan runs
+until the difference from the first plan is significant.
 """
 
 import argparse

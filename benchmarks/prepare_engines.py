@@ -2,10 +2,11 @@
 ``python -m benchmarks.prepare_engines``.
 
 Needs the extras ray and dask. Every round runs every engine with two workers on a small and on a
-large input. The small input costs about as much as starting the engine, whose processes import
-their packages; the additional CPU time for the large input is compared with that of threads. The
-CPU times and the anonymous memory of all processes are read from /proc and added up, because the
-command does not wait for Ray's daemons. Results go to benchmarks/results/prepare_engines.jsonl.
+large input. The small input takes little CPU time beyond that of starting the engine, whose
+processes import their packages. The additional CPU time for the large input therefore excludes the
+start, and is compared with that of the threads engine. The CPU times and the anonymous memory of
+all processes are read from /proc and added up, because the command does not wait for Ray's daemons.
+Results go to benchmarks/results/prepare_engines.jsonl.
 """
 
 import argparse
@@ -33,7 +34,9 @@ _POLL_S = 0.02
 
 
 def write_inputs(scratch: Path, rows: int) -> tuple[Path, Path]:
-    """Write ``FILES`` files of Criteo text, and the first lines of each."""
+    """Write ``FILES`` files of Criteo text as the large input, and the first lines of each file as
+    the small input.
+    """
     small, large = scratch / "small", scratch / "large"
     if not large.exists():
         synth(SynthOptions(rows=rows, output=scratch / "all.tsv", format="tsv"))

@@ -155,7 +155,7 @@ class NetConfig:
     name: str = "net"
 
     def spec(self, fields: Fields) -> TorchModel:
-        """Return the model over one output of all tables."""
+        """Return a model with a single output, which contains the vectors of all tables."""
         return TorchModel(outputs=(embedding_output("deep", fields.sparse, dim=5),), make=Net)
 
 

@@ -4,9 +4,9 @@
 
 The worker measures this machine's rates: the fastest matrix product, random row reads with and
 without prefetch, memory bandwidth, deduplication, and messages between the two ranks. These rates
-and the counts of the batches determine the limit: the time of a step without Python, waits, or
-overhead per operation. Rates and steps are measured alternately in the same processes, with one
-thread per rank.
+and the amounts of work in the batches determine the limit: the time of a step without Python,
+waits, or overhead per operation. Rates and steps are measured alternately in the same processes,
+with one thread per rank.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def cpu_ms(call: Callable[[], object], calls: int) -> float:
 def make_rates(
     shape: Shape, addresses: Tensor, world: World
 ) -> dict[str, tuple[Callable[[], object], int, float]]:
-    """Return, for each rate, a function, how often to call it, and the work of one call."""
+    """Return, for each rate, a function, its number of calls, and the work of one call."""
     from sbpflow.boxing import pairs
     from sbpflow.embedding.storage import compiled
     from sbpflow.embedding.storage.numba_storage import Indexer

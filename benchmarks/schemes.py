@@ -1,12 +1,12 @@
-"""Compares ``scheme: auto`` with plans that give all tables the same layout; steps have no dense
-part.
+"""Compares ``scheme: auto`` with plans that give all tables the same layout.
 
     python -m benchmarks.schemes [--tasks dcnv2 even random0 ..] [--link 1gbit] [--all]
 
 "All B" is data parallelism, "all S(1)" is scheme 1, "all reduce" is scheme 2, and "all unique" is
-scheme 3. The plans alternately look up and update the same batches on two ranks. A task's line
-contains the times of all plans, and how much slower the plan with the lowest price is than the
-fastest plan. ``--all`` adds all other plans that ``auto`` compares, including mixtures.
+scheme 3. The plans alternately look up and update the same batches on two ranks, without a dense
+part. A task's line contains the times of all plans, and how much slower the plan with the lowest
+price is than the fastest plan. ``--all`` adds all other plans that ``auto`` compares, including
+mixtures.
 """
 
 import argparse

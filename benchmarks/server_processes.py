@@ -70,7 +70,9 @@ class ServerProcesses:
         return cls(folder, [f"127.0.0.1:{port}" for port in ports], [[]] * count)
 
     def rule(self, cache: str, used: Sequence[int] | None = None) -> str:
-        """Return a storage rule in YAML that uses the servers ``used``, by default all."""
+        """Return a storage rule in YAML that uses the servers ``used`` (by default, all
+        servers).
+        """
         indices = range(len(self.addresses)) if used is None else used
         addresses = ", ".join(f"'{self.addresses[index]}'" for index in indices)
         return (

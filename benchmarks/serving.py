@@ -1,5 +1,4 @@
-"""Measures the server's CPU time per request and its latency, and tests the server in a long run
-with deltas and faults.
+"""Measures the server's CPU time and latency per request, and tests it with deltas and faults.
 
     python -m benchmarks.serving build --folder F [--rows 300000]
     python -m benchmarks.serving cost --folder F [G ..]
@@ -84,7 +83,7 @@ def build(folder: Path, rows: int, hidden: str) -> None:
 
 
 def bodies_of(folder: Path, size: int) -> dict[str, list[bytes]]:
-    """Return request bodies with ``size`` rows by content type."""
+    """Return, for each content type, request bodies with ``size`` rows each."""
     lines = (folder / "rows.tsv").read_bytes().splitlines(keepends=True)
     model = load_bundle(folder / "model", check=False)
     names = [column.name for column in model.columns]
@@ -209,8 +208,8 @@ def _wrk(wrk: str, port: int, body: bytes, connections: int, seconds: int) -> di
 
 
 def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
-    """Compare the latency of scoring one row with that of the empty application, in alternating
-    runs.
+    """Compare the latency of scoring one row with that of an application that returns a fixed
+    response, in alternating runs.
     """
     (body, *_) = bodies_of(folder, 1)[TEXT]
     with empty_application() as (port, _), serving(folder / "model") as server:
@@ -327,8 +326,8 @@ def soak(folder: Path, seconds: float, every: float, results: Results) -> None:
 
 
 def _memory_over_time(kind: str, workers: list[list[dict[str, float]]]) -> dict[str, float]:
-    """Return the memory of all workers after five deltas, at its highest after that, and at the
-    end.
+    """Return the total memory of all workers after five deltas and at the end, and its maximum from
+    the fifth delta on.
     """
     sums = [round(sum(worker[kind] for worker in each), 1) for each in workers]
     first = min(5, len(sums) - 1)

@@ -102,8 +102,8 @@ def serving(*words: object, workers: int = 1, **environment: str) -> Iterator[Se
 
 
 class Chain:
-    """Writes deltas for a bundle; ``model`` is the model that servers must have loaded after the
-    last delta.
+    """Writes deltas for a bundle; ``model`` is the model that servers are expected to hold once
+    they have applied the last delta.
     """
 
     def __init__(self, bundle: Path, model: Model) -> None:

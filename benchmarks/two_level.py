@@ -4,7 +4,8 @@
 
 The hosts are network namespaces, and the ranks of a host share memory. Both layouts alternately
 train the same model on the same batches in the same processes. ``--simulate`` only counts the
-distinct ids of generated batches for larger worlds, and compares them with the price formulas.
+distinct ids of generated batches for larger worlds, and compares the counts with those that the
+price formulas predict.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def far_rows(shape: Shape, hosts: int, width: int, step: int) -> tuple[float, fl
 
 
 def sent_bytes() -> int:
-    """Return the bytes that this host's interface to the other host has sent."""
+    """Return the number of bytes sent by this host's interface to the other host."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 

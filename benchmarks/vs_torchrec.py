@@ -1,15 +1,16 @@
-"""Compares training with TorchRec on the same ids, weights, optimizers, precision, and ranks.
+"""Compares the training speed of sbpflow and TorchRec.
 
     python -m benchmarks.vs_torchrec [--ranks 2] [--link 1gbit] [--wire float32 bfloat16]
 
-First the losses are compared. Then the two systems run alternately, and medians are reported.
-TorchRec makes its own plan, and the faster of its two loops (plain, pipelined) counts. ``--link``
-puts each rank into its own network namespace, connected by a link of that rate (2 ranks, needs
-root). ``--shape`` and ``--hot`` select other tables, widths, and numbers of ids. ``--ddp`` also
-times plain torch: EmbeddingBag(sparse=True) in DistributedDataParallel, and the same model in one
-process with a thread per rank, which trains the global batches while the other ranks wait.
-``--model dlrm`` and ``dcnv2`` train TorchRec's own models and also time only the dense part,
-because this time is common to both systems and dilutes the ratio.
+Both systems use the same ids, weights, optimizers, precision, and ranks. First their losses are
+compared. Then the systems run alternately, and medians are reported. TorchRec makes its own plan,
+and the faster of its two loops (plain, pipelined) counts. ``--link`` puts each rank into its own
+network namespace, connected by a link of that rate (2 ranks, needs root). ``--shape`` and ``--hot``
+select other tables, widths, and numbers of ids. ``--ddp`` also times plain torch:
+EmbeddingBag(sparse=True) in DistributedDataParallel, and the same model in one process with a
+thread per rank, which trains the global batches while the other ranks wait. ``--model dlrm`` and
+``dcnv2`` train TorchRec's own models and also time only the dense part, because this time is common
+to both systems and dilutes the ratio.
 """
 
 import argparse

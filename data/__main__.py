@@ -29,7 +29,9 @@ from sbpflow.runtime.processes.launch import ArgumentParser, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
-"""Peak disk use in bytes per byte of input, by file suffix; other files are text and need 1.4"""
+"""Peak disk use in bytes per byte of input, by file suffix; for all other files, which are text,
+1.4
+"""
 
 _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),

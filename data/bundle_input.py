@@ -29,10 +29,10 @@ from sbpflow.serving.cells import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedKeys:
-    """The keys of growing fields that share rows; ``read`` returns the keys (int64 [num_keys]) in
-    the order of their ids, which start at 2.
+    """The keys of the growing fields that share one table; ``read`` returns the keys (int64
+    [num_keys]) in the order of their ids, which start at 2.
 
-    A bundle maps these keys to ids like the values of a vocabulary.
+    A bundle maps these keys to ids in the same way as the values of a vocabulary.
     """
 
     fields: tuple[str, ...]
@@ -151,8 +151,8 @@ def _hashes() -> dict[str, Any]:
 
 
 def _places(manifest: Manifest, growing: Growing) -> tuple[dict[str, Any], int, int]:
-    """Return the position of each vocabulary in the arrays, and the total numbers of slots and
-    checks.
+    """Return the positions of each vocabulary's slots and checks in the arrays, and the total
+    numbers of slots and checks.
     """
     options, known = like_options(manifest), open_vocabularies(manifest)
     places: dict[str, Any] = {}

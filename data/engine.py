@@ -277,8 +277,8 @@ def open_engine(options: EngineOptions, workers: int | None) -> Iterator[Engine]
 
 
 def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> None:
-    """Add the options that select an engine to a command; ``default`` is the engine that starts no
-    processes.
+    """Add the options that select an engine to a command; ``default`` names the engine that is used
+    by default, which starts no processes.
     """
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="number of concurrent tasks (default: all CPUs)")
@@ -307,7 +307,7 @@ class Cached(Generic[Item, Result]):
         self._last: tuple[Item, Result] | None = None
 
     def __call__(self, key: Item) -> Result:
-        """Return the value for ``key``, which is computed only if ``key`` differs from the last
+        """Return the value for ``key``; the value is computed only if ``key`` differs from the last
         key.
         """
         with self._lock:

@@ -10,7 +10,9 @@ from sbpflow.errors import ConfigError
 
 
 def write_png(stats: Sequence[FieldStats], path: Path) -> None:
-    """Draw two heat maps with matplotlib: tables by frequency bin, and tables by batch size."""
+    """Draw two heat maps with one row per table: the lookups by frequency bin, and the distinct ids
+    per lookup by batch size.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

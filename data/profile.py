@@ -53,7 +53,9 @@ class SplitProfile:
 
 @dataclass
 class FeatureProfile:
-    """The profile of one field or dense column. Mappings are by split; shares are fractions."""
+    """The profile of one field or dense column. The keys of all mappings are splits; shares are
+    between 0 and 1.
+    """
 
     name: str
     missing: dict[str, float] = field(default_factory=dict)

@@ -1,8 +1,7 @@
 """Write scores to a folder, with one Parquet file per block of rows, so that a killed run can be
-resumed. A block is finished once its record exists, which contains the size and CRC32 of the
-block's file. The folder's mark identifies the rows and weights, so that blocks from a different
-prediction are never reused. At the end, the index is written, and then the records, the mark, and
-the encoded rows are removed.
+resumed. Each finished block has a record with the size and CRC32 of the block's file. The folder's
+mark identifies the rows and weights, so that blocks from a different prediction are never reused.
+At the end, the index is written, and then the records, the mark, and the encoded rows are removed.
 """
 
 import logging

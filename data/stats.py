@@ -98,8 +98,9 @@ def field_stats(
 
 
 def _bin_edges() -> NDArray[np.int64]:
-    """Return the edges [17]; bin j contains rows with more lookups than edge j and at most edge j +
-    1."""
+    """Return the lower edges of the bins [17]. A row is in bin j if its number of lookups is above
+    ``edges[j]`` and, except in the last bin, at most ``edges[j + 1]``.
+    """
     return np.concatenate([[0], 2 ** np.arange(NUM_BINS - 1)])
 
 

@@ -2,8 +2,9 @@
 
 logit = top([bottom(dense), <v_i, v_j> for i > j]) with v_0 = bottom(dense) and embeddings
 v_1 .. v_F, as in Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091, and
-facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e. The pairs are the entries below the diagonal,
-row by row. The bottom MLP ends with a ReLU, but the top MLP does not.
+facebookresearch/dlrm, dlrm_s_pytorch.py at 090956e. The dot products are ordered like the entries
+below the diagonal of their matrix, row by row. The bottom MLP ends with a ReLU, but the top MLP
+does not.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""Builds profiles of machines that cannot be measured here, from published figures or with other
-links.
+"""Builds profiles of machines that cannot be measured here, either from published figures or by
+replacing the links of a calibration.
 
 Every price in a profile of published figures is an assumption: bytes divided by a stated share of a
 bandwidth. A calibration copied from another machine (``planner.costs.profile.load``) uses measured

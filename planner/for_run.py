@@ -309,8 +309,8 @@ def _dense_work(plan: RunPlan) -> DenseWork:
 def _stats_of(
     table: TableConfig, known: Mapping[str, FieldStats], per_sample: Mapping[str, float]
 ) -> IdStats:
-    """Return the statistics of the table's field, or of the field with the most ids if there are
-    several.
+    """Return the statistics of the field that uses the table; if several fields use it, return
+    those of the field with the most distinct ids.
     """
     fields = [known[name] for name in table.features if name in known]
     if not fields:

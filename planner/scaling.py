@@ -1,8 +1,8 @@
 """Implements ``sbpflow clusters``: predicts a model's step time for growing numbers of ranks.
 
 The ranks are on this machine or on other machines. For each number of ranks, the command prints the
-best plan's predicted step time and its share of communication. Below the table, it lists which
-prices are measured and which are assumed.
+predicted step time of the best plan, and the share of this time that is spent on communication.
+Below the table, it lists which prices are measured and which are assumed.
 """
 
 import math

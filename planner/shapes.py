@@ -1,7 +1,7 @@
 """Lists the shapes of a table that a planner tries, and converts a task to a search problem.
 
-The shapes come from every exchange's ``cuts``: even cuts into a power of two or into one part per
-rank. The search chooses the ranks of the parts.
+The shapes come from every exchange's ``cuts``: even cuts into one part per rank, or into a number
+of parts that is a power of two. The search chooses the ranks of the parts.
 """
 
 from collections.abc import Callable, Collection

@@ -1,7 +1,8 @@
 """Defines the input and output of a planner: a task, and a shape and ranks for every table.
 
-The module contains only values. The engine compiles a plan (``embedding_plan``), so the planner and
-the engine accept the same plans. Plan files contain rules in the format of ``parallel.tables``.
+The module defines values and their file formats, and does not search or measure. The engine
+compiles a plan (``embedding_plan``), so the planner and the engine accept the same plans. Plan
+files contain rules in the format of ``parallel.tables``.
 """
 
 from collections import Counter
@@ -83,7 +84,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A shape and its ranks: those of the shards in row-major order, or all ranks for a copy."""
+    """A shape and ranks: the ranks of the shards in row-major order, or all ranks for a copy."""
 
     shape: Shape
     ranks: tuple[int, ...]
@@ -290,7 +291,8 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
     """Return the text of a file for ``parallel.plan``: the most frequent rule for ``*``, then the
     exceptions.
 
-    ``notes``, such as the predicted step time, are written next to the tables; readers ignore them.
+    ``notes``, such as the predicted step time, are written next to the tables, and are ignored when
+    the file is read.
     """
     texts = {name: _rule_tree(choice.rule()) for name, choice in plan.items()}
     common = Counter(yaml.safe_dump(tree) for tree in texts.values()).most_common(1)

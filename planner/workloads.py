@@ -143,8 +143,8 @@ def random_task(
     batch_size: int = 8192,
     slack: float | None = None,
 ) -> Task:
-    """Return a task with tables from one half of the pool, sampled with replacement only if it is
-    too small.
+    """Return a task with tables from one half of the pool, sampled with replacement only if the
+    half has fewer tables than the task.
     """
     random = np.random.default_rng([seed, num_tables, world_size, int(held_out)])
     half = split_pool(held_out)

@@ -24,7 +24,7 @@ Words = NDArray[np.uint32]
 _POLYNOMIAL = np.uint32(0xEDB88320)
 _ONE = np.uint32(1 << 31)
 _ORDER = (1 << 32) - 1
-"""The period of the powers of x modulo the polynomial, which is primitive"""
+"""The period of the powers of x modulo the crc32 polynomial, which is primitive"""
 
 
 def digest(facts: object) -> str:

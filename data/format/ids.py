@@ -27,9 +27,9 @@ _LEVELS = 3
 _TOLERANCE = 0.02
 _MAX_SWAPS = 1 << 17
 _BLOCK = 1 << 16
-"""Number of keys per lookup block, small enough for temporary arrays to stay in the cache"""
+"""Number of keys per lookup block, small enough for temporary arrays to stay in the CPU cache"""
 _LARGE = 1 << 20
-"""Tables with more keys than this are filled to two thirds, to save memory"""
+"""Hash tables with more keys than this are filled to two thirds, to save memory"""
 _INSERTED = 1 << 20
 """Number of keys per insertion block"""
 _MIN_COMPILED_KEYS = 1 << 16

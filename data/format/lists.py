@@ -44,8 +44,8 @@ class SplitPart(MappedRows):
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where the ids of each run of rows are stored; a run that crosses shards has several
-    entries.
+    """Where the ids of each run of rows are stored; a run that spans several shards has one entry
+    per shard.
     """
 
     rows: tuple[Places, Places]

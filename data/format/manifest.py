@@ -3,8 +3,8 @@
 A prepared set is a folder with ``manifest.json`` and ``.npy`` shards of int32 words [rows, 1 +
 dense + fixed ids]: the label and the dense values as float32 bit patterns, and the ids of fields
 with a fixed number of ids. Keys, lists and non-feature columns (``data.format.parts``) are stored
-in files next to each shard, and ``vocabulary/`` contains the ids of values. The fingerprint is a
-digest of the whole manifest, including the checksums of all files, so it identifies one set of
+in files next to each shard, and the files in ``vocabulary/`` map values to ids. The fingerprint is
+a digest of the whole manifest, including the checksums of all files, so it identifies one set of
 files. The content ID is a digest of the data that does not depend on inputs, versions or shards.
 """
 
@@ -306,14 +306,16 @@ class Manifest:
 
 
 def _facts_of(field: Field) -> dict[str, Any]:
-    """Return the field as JSON. A False ``keyed`` is omitted, so that content IDs of older sets
-    stay valid.
+    """Return the field as JSON. ``keyed`` is omitted if it is False, so that the content IDs of
+    older sets stay valid.
     """
     return {key: value for key, value in asdict(field).items() if key != "keyed" or value}
 
 
 def shard_from(entry: Mapping[str, Any]) -> Shard:
-    """Return the shard that an entry of the manifest or of a piece's record describes."""
+    """Return the shard described by ``entry``, which comes from a manifest or from the record of a
+    piece.
+    """
     parts = {name: ShardPart(**part) for name, part in entry.get("parts", {}).items()}
     return Shard(entry["file"], entry["rows"], entry["crc32"], parts)
 

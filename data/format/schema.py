@@ -19,7 +19,7 @@ Compare = Literal["in", ">", ">=", "<", "<="]
 
 SPLIT_COLUMN = "__split"
 SEPARATORS = ("\t", ",", ";", "|", " ", ":", "\x01")
-"""Supported separators, which do not occur in numbers; \\x01 is Hive's separator"""
+"""Supported separators of cells; \\x01 is Hive's default separator"""
 CSV_SEPARATORS = (",", ";")
 """Separators of CSV files, whose cells may need quotes"""
 
@@ -49,8 +49,8 @@ class Field:
     hot: int = 1
     """Number of ids per row of data; for a ragged field, the maximum"""
     ragged: bool = False
-    """True if rows have 0 to ``hot`` ids, which are stored in lists instead of in columns of the
-    words
+    """True if rows have 0 to ``hot`` ids, which are stored as lists instead of as columns of the
+    matrix of words
     """
     weighted: bool = False
     """True if every id of a ragged field has a weight"""
@@ -78,7 +78,7 @@ class ListColumn:
     separator: str = "|"
     """Separator of the values or weights in a text cell"""
     most: int = 64
-    """Maximum number of values per row, or the exact number of ids with ``fixed``"""
+    """Maximum number of values per row or, with ``fixed``, the exact number of ids"""
     fixed: bool = False
     """True to store ``most`` ids per row, padded with the missing id, instead of a list"""
     beyond: Beyond = "error"

@@ -183,8 +183,8 @@ class ShardCache:
     def _reserve(self, reserved: Path, num_bytes: int) -> None:
         """Reserve room by creating the file ``reserved`` with ``num_bytes`` bytes, whose size other
         processes take into account. The downloaded file cannot serve as the reservation, because
-        the store's client truncates it first. While other downloads need the room, this method
-        waits.
+        the store's client truncates it first. If downloads in progress occupy the room, this method
+        waits for them.
         """
         while True:
             excess, waits = self._try_reserve(reserved, num_bytes)

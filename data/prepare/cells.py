@@ -154,7 +154,7 @@ def _without_faults(
 def _some_labels(cells: pl.Series, schema: Schema) -> list[str]:
     """Return some distinct cells of the label column or, for numbers, some of their quantiles.
 
-    Without a label rule, cells that are labels are left out, unless all cells are labels.
+    Without a label rule, valid labels (0 and 1) are left out, unless all cells are valid labels.
     """
     labels = cells.drop_nulls().cast(pl.String)
     if schema.label_rule is None:

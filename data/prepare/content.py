@@ -89,8 +89,8 @@ def _range(name: str, records: Sequence[Record]) -> dict[str, list[float]]:
 def _with_rare(
     entry: dict[str, Any], records: Sequence[Record], staged: Sequence[StagedPiece]
 ) -> dict[str, Any]:
-    """Add to a field's entry the number of lookups of the rare id and the number of dropped values,
-    over all splits.
+    """Return the field's entry with two counts over all splits, where they apply: lookups of the
+    rare id, and dropped values.
     """
     if entry["name"] in records[0]["rare"] and not entry.get("hashed"):
         entry = {**entry, "rare": sum(record["rare"][entry["name"]] for record in records)}

@@ -39,8 +39,8 @@ def split_cells(line: str, schema: Schema) -> list[str]:
 
 
 def count_byte(text: bytes, byte: str) -> int:
-    """Return how often a byte occurs. Counting in cache-sized blocks is 10 times as fast as
-    ``bytes.count``.
+    """Return the number of times that ``byte`` occurs in ``text``. Counting in cache-sized blocks
+    is 10 times as fast as ``bytes.count``.
     """
     raw = np.frombuffer(text, dtype=np.uint8)
     step = 1 << 17

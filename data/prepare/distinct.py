@@ -75,9 +75,9 @@ def count_group(
     record.
 
     ``rows`` maps each field to a frame with one row per value and the columns ``key`` (null if
-    missing) and ``check`` (strings only). ``at_once`` fields are counted at a time. The record also
-    contains ``padding``, the number of missing ids that pad rows of fields with a fixed number of
-    ids.
+    missing) and ``check`` (strings only). ``at_once`` is the number of fields to count at a time.
+    The record also contains ``padding``, the number of missing ids that pad rows of fields with a
+    fixed number of ids.
     """
     fields: dict[str, Any] = {}
     partial, names = partial_of(path), list(rows)

@@ -195,7 +195,7 @@ class _PieceEncoder:
     def splits(self, start: int, total: int) -> NDArray[np.uint8]:
         """Return each row's split (uint8 [rows]).
 
-        ``start`` of the ``total`` rows come before this piece.
+        The input has ``total`` rows, ``start`` of them before this piece.
         """
         if self._options.split.kind != "time":
             return self._frame[SPLIT_COLUMN].to_numpy()

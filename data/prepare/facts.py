@@ -112,7 +112,7 @@ def _facts(cells: pl.Series) -> ColumnFacts:
 
 
 class _Kind(NamedTuple):
-    """The type and values of a column; ``ColumnFacts`` explains the fields."""
+    """The type and values of a column; ``ColumnFacts`` documents the other fields."""
 
     kind: ColumnKind
     values: pl.Series

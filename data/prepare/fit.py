@@ -80,8 +80,8 @@ class ExactSum:
 
 class Quantiles:
     """Finds the quantiles that divide values into ``buckets``, in two passes over the values. Each
-    float32 is mapped to a 32-bit integer, which preserves the order. The first pass counts the
-    upper halves of the integers. The second pass counts the lower halves, but only in bins that
+    float32 is mapped to a 32-bit integer, in a way that preserves the order. The first pass counts
+    the upper halves of the integers. The second pass counts the lower halves, but only in bins that
     contain a quantile.
     """
 
@@ -138,8 +138,9 @@ class Quantiles:
 
 
 def ordered(values: Values) -> NDArray[np.int64]:
-    """Map values to 32-bit integers of the same order, with -0 equal to 0. If all bits of negative
-    floats and the sign bits of other floats are flipped, the bit patterns sort like the numbers.
+    """Map values to 32-bit integers that sort in the same order, with -0 equal to 0. If all bits of
+    negative floats and the sign bits of other floats are flipped, the bit patterns sort like the
+    numbers.
     """
     bits = (values + np.float32(0)).view(np.uint32)
     negative = bits >> np.uint32(31) != 0
@@ -160,9 +161,9 @@ def clipped(values: Values, column: DenseColumn) -> Values:
 
 
 class Fit:
-    """Fits the constants of all columns. Parts of the rows can be added to separate objects and
-    merged. If a column needs quantiles, all values must be added twice, with a call to ``seek`` in
-    between.
+    """Fits the constants of all columns. Separate objects can each process a part of the rows; the
+    objects are then merged. If a column needs quantiles, all values must be added twice, with a
+    call to ``seek`` in between.
     """
 
     def __init__(self, columns: Sequence[DenseColumn], weight: str | None) -> None:

@@ -11,8 +11,8 @@ from sbpflow.serving.cells import KEY_PATTERNS, string_digest
 
 
 def key_expression(cell: pl.Expr, kind: Kind) -> pl.Expr:
-    """Return the key of a text cell: uint32 for hex, the bits of an int64 for integers, strings
-    unchanged.
+    """Return an expression for the key of a text cell: a uint32 for hex, the bits of an int64 for
+    an integer, or the unchanged string.
     """
     if kind == "hex":
         return cell.str.to_integer(base=16, dtype=pl.UInt32, strict=False)

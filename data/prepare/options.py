@@ -100,7 +100,9 @@ class PrepareOptions:
         return self.schema.kind(field_name) if field_name in names else None
 
     def sized_for(self, num_bytes: int) -> "PrepareOptions":
-        """Return the options for ``num_bytes`` of text, with a suitable size of pieces."""
+        """Return the options with a piece size that suits an input of ``num_bytes`` bytes of
+        text.
+        """
         size = self.piece_bytes
         while size * MAX_PIECES < num_bytes and size < _LARGEST_PIECE_BYTES:
             size *= 2

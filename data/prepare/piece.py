@@ -48,9 +48,9 @@ class Piece:
     num_lines: int
     bad: BadLines
     lists: dict[str, pl.DataFrame] = field(default_factory=dict)
-    """Frames by list column with columns ``row`` (uint32), ``key`` (null for an empty element),
-    and, if needed, ``check`` and ``weight``. In ``frame``, the column of the same name contains the
-    number of values in each row.
+    """The elements of each list column, as a frame with the columns ``row`` (uint32), ``key`` (null
+    for an empty element), and, if needed, ``check`` and ``weight``. The column with the list's name
+    in ``frame`` contains the number of values in each row.
     """
     cut: dict[str, int] = field(default_factory=dict)
     """Number of values dropped because a row had more than the maximum, by list column"""

@@ -1,7 +1,7 @@
-"""Find the columns of a file, and divide files that must be read from the beginning into pieces.
+"""Find the columns of a file, and divide a file into pieces if it must be read sequentially.
 
 ``data.prepare.source`` reads piece k of a plain file at its offset. Compressed text must be read
-from the beginning, and so must text with quotes, because a newline may be inside a cell.
+sequentially, and so must text with quotes, because a newline may be inside a cell.
 """
 
 import json
@@ -149,7 +149,9 @@ def _split_first(path: InputPath, record: str, schema: Schema) -> tuple[str, ...
 
 
 def pieces_in_order(path: InputPath, size: int, quote: str | None) -> Iterator[tuple[bytes, int]]:
-    """Yield pieces of whole records in order, each with the number of file bytes read."""
+    """Yield pieces of whole records in order, each with the number of file bytes read to obtain
+    it.
+    """
     with open_text(path) as (file, raw):
         taken = 0
         while head := file.read(size):

@@ -152,7 +152,7 @@ def _build(
 def _check_unwritten(inputs: Sequence[Input], states: Sequence[tuple[int, object]]) -> None:
     """Raise DataError if a file changed during the run, because rows may be lost or duplicated.
 
-    ``states`` contains the results of ``written`` from before the files were read.
+    ``states`` contains the values that ``written`` returned before the files were read.
     """
     for source, state in zip(inputs, states, strict=True):
         if written(source.path, again=True) != state or state[0] != source.num_bytes:
@@ -262,7 +262,9 @@ def _was_published(options: PrepareOptions, plan: str) -> bool:
 
 
 def _publish(work: Path, options: PrepareOptions) -> Manifest:
-    """Move the finished set to the output; an existing set stays there until then."""
+    """Move the finished set to the output; a set that is already there is replaced only at this
+    point.
+    """
     if (work / "set").exists():
         for unfinished in (work / "set").rglob("*.partial"):
             # This file was left by a worker that died, or a worker that runs a copy of a task is

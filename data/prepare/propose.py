@@ -70,7 +70,7 @@ def propose(paths: Sequence[InputPath]) -> Proposal:
 def refuse_guess(paths: Sequence[InputPath], message: str = "") -> None:
     """Raise ConfigError with a proposed schema if the table's column names are not Criteo's.
 
-    ``message`` replaces the first line of the error, which names options of the command line.
+    ``message`` replaces the first line of the error, which by default names command-line options.
     """
     # ``prepare`` itself reports missing files
     exists = all(path.is_file() or path.is_dir() for path in paths)
@@ -145,8 +145,8 @@ def _head(sample: Sample) -> list[str]:
 def _label(columns: Sequence[ColumnFacts]) -> tuple[ColumnFacts | None, str]:
     """Return the column that is likely to be the label, and a remark on other candidates.
 
-    A column with two values is preferred to a column of ratings, such as stars, if its name is
-    typical of labels or is a past participle such as "installed".
+    A column with only two values, whose name is typical of labels or is a past participle such as
+    "installed", is preferred to a column of ratings such as stars.
     """
     named = [column for column in of_words(columns, _LABELS) if _rule(column)]
     binary = [column for column in columns if column.distinct == 2 and _rule(column)]

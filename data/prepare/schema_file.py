@@ -321,7 +321,7 @@ def schema_from(content: Mapping[str, Any]) -> Schema:
 
 
 def parse_crosses(text: str, sparse: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """Parse ``C1xC2,C3xC4``, where the names are sparse columns, or ``none``."""
+    """Parse ``none``, or pairs of sparse columns such as ``C1xC2,C3xC4``."""
     if text.strip() in ("", "none"):
         return ()
     pairs = [_pair(item.strip(), sparse) for item in text.split(",")]

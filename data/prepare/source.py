@@ -82,7 +82,7 @@ def find_inputs(paths: Sequence[InputPath], log: bool = True) -> tuple[Input, ..
     """Return the files in ``paths`` and, in natural order, the data files in the folders in
     ``paths``.
 
-    Unless ``log`` is False, logs the files in folders that are not read. Raises ConfigError if no
+    Unless ``log`` is False, logs which files in the folders are not read. Raises ConfigError if no
     file is found, a file is given twice, or a format is not supported.
     """
     check_exists(paths)
@@ -220,7 +220,7 @@ def _line_start(file: IO[bytes], path: InputPath, offset: int) -> int:
 
 
 def no_line_end(path: InputPath) -> DataError:
-    """Return the error for a line without a newline."""
+    """Return the error for a line that is too long, as in a file without newlines."""
     return DataError(
         f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; use a text file with one row "
         "per line"

@@ -71,7 +71,9 @@ class SplitRule:
         return round(num_rows * train), round(num_rows * (train + val))
 
     def check_files(self, names: Sequence[str]) -> None:
-        """Raise ConfigError if a pattern gets no file, or if no file remains for train."""
+        """Raise ConfigError if no file is assigned to one of the patterns, or if no file remains
+        for train.
+        """
         used = {self._pattern_of(name) for name in names}
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
                     if (split, pattern) not in used]:  # fmt: skip
@@ -95,8 +97,8 @@ class SplitRule:
             )
 
     def of_piece(self, file_name: str, key: tuple[int, ...], num_rows: int) -> NDArray[np.uint8]:
-        """Return the split of each of a piece's rows (uint8 [num_rows]): 0 train, 1 val, 2 test. In
-        a split by ``time``, which is decided later, all rows are 0.
+        """Return the split of each of a piece's rows (uint8 [num_rows]): 0 train, 1 val, 2 test.
+        For a split by ``time``, which is decided later, the result is 0 for all rows.
         """
         if self.kind == "ratio":
             draws = np.random.PCG64(np.random.SeedSequence(key)).random_raw(num_rows) / 2.0**64
@@ -114,8 +116,8 @@ class SplitRule:
         raise unknown_value("--split", self.kind, SplitKind)
 
     def _pattern_of(self, file_name: str) -> tuple[str, str] | None:
-        """Return the split of a file and the first pattern that matches its name, or None for
-        train.
+        """Return the split of a file, and the first pattern that matches the file's name; return
+        None if no pattern matches, in which case the file belongs to train.
         """
         fits = (place for place in self.patterns if fnmatch(file_name, place[1]))
         return next(fits, None)

@@ -69,7 +69,7 @@ def _unreadable(path: Path, error: BaseException) -> BaseException:
 
 
 def table_piece(path: Path, index: int, schema: Schema, keep_strings: bool = False) -> Piece:
-    """Return piece ``index`` of a file, which has PIECE_ROWS rows unless it is the last piece."""
+    """Return piece ``index`` of a file: PIECE_ROWS rows, or fewer in the last piece."""
     wanted = [name for name in schema.used if name in table_columns(path)]
     try:
         lazy = _scan(path).select(wanted)

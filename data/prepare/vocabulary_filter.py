@@ -152,8 +152,8 @@ def _new(
 def grow(
     parent: Vocabulary, counted: FieldCounts, min_count: int, seed: int
 ) -> tuple[Vocabulary, dict[str, int]]:
-    """Add values with at least ``min_count`` lookups to a vocabulary; the values are assigned spare
-    ids first, and then new rows.
+    """Add values with at least ``min_count`` lookups to a vocabulary; spare ids are assigned first,
+    and then the ids of new rows.
 
     Existing ids do not change. New ids are assigned by a seeded permutation. The lookups in
     ``counted`` are added to the counts.

@@ -134,7 +134,9 @@ class BlockReader:
         return None if rows is None else rows.reshape(-1)
 
     def read(self, runs: Runs, take: Callable[[int], Words]) -> Words:
-        """Read the rows of the runs, in order, into an array from ``take``."""
+        """Read the rows of the runs, in order, into an array that ``take`` returns for a given
+        size.
+        """
         num_rows = int(runs.lengths.sum())
         lists = self._lists
         extents = None if lists is None else lists.find(runs.firsts, runs.lengths)
@@ -264,7 +266,7 @@ class _Sections(Generic[Array]):
     def next(self, num_rows: int, columns: int | None = None, *, words: int = 1) -> Array:
         """Return the next section with shape [num_rows] or [num_rows, columns].
 
-        An item is an int32 or, with two ``words``, an int64.
+        Items are int32 if ``words`` is 1, and int64 if ``words`` is 2.
         """
         size = num_rows * (1 if columns is None else columns)
         begin, self._at = self._at, self._at + size * words

@@ -80,8 +80,8 @@ class Threads:
         self.runner = ThreadPoolExecutor(1, thread_name_prefix="dali")
 
     def close(self) -> None:
-        """End the thread that runs DALI first, because it waits for the readers, and then the
-        reader threads.
+        """First end the thread that runs DALI, which waits for the readers, and then end the
+        readers.
         """
         for pool in (self.runner, self.readers):
             pool.shutdown(wait=True, cancel_futures=True)

@@ -70,7 +70,7 @@ class RowLoader:
         self._tail: Tail = tail
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
-        """Number of the current read, which makes the iterators of earlier reads invalid"""
+        """Number of the current read; iterators with a lower number are invalid"""
         self._is_closed = False
         self._threads = Threads()
 

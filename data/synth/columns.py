@@ -34,8 +34,8 @@ MASKS = (
     ("I3",), ("I5",), ("I6",), ("I8",), ("I12",), ("C6",), ("C22",),
 )  # fmt: skip
 FOLLOWS = {"I1": ("I5", -0.72), "I10": ("I1", 0.83), "I11": ("I7", 0.89), "I13": ("I4", 0.71)}
-"""For each pair of integers, the share of rows in which one integer copies (or mirrors) the
-quantile of the other
+"""For each pair of integer columns, the share of rows in which one column copies the quantile of
+the other (or, if negative, mirrors it)
 """
 
 _DERIVED = {name for chain in CHAINS for name in chain[1:]} | {"C7"}
@@ -180,7 +180,7 @@ def _integer_table(name: str) -> NDArray[np.int32]:
 
 
 class _Refinement:
-    """Generates a column that, like C11, determines C13, but that is not determined by C11.
+    """Generates a column that determines C13, as C11 does, but is not itself determined by C11.
 
     Each value of C13 owns ranks of the column; the masses of these ranks add up to the mass of the
     value.

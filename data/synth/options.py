@@ -39,8 +39,8 @@ class SynthOptions:
     min_mass: float = 5e-4
     """Minimum frequency of values and pairs that affect the label"""
     products: float = 0.0
-    """Share of the logit's variance that comes from dot products, each between the vectors of two
-    values from a pair of columns
+    """Share of the logit's variance that comes from dot products between the vectors of two
+    columns' values
     """
     skew: tuple[tuple[str, float], ...] = ()
     drift: float = 0.0

@@ -123,8 +123,8 @@ class Tail:
         return masses
 
     def scaled(self, scale: float) -> "Tail":
-        """Return a similar distribution over a smaller vocabulary, of at least 1000 values or all
-        values.
+        """Return a similar distribution over a smaller vocabulary, which keeps at least 1000 values
+        (all values, if there are fewer).
         """
         size = max(min(self.size, 1000), round(self.size * scale))
         if size == self.size:

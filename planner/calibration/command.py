@@ -37,7 +37,8 @@ def save_on_all_hosts(boxing: Boxing, profile: Profile | None, path: Path) -> No
     """Write rank 0's profile, if there is one, to ``path`` on every host; the first rank of each
     host writes the file.
 
-    In later runs, each host plans from its own file, and all hosts must compute the same plan.
+    Every host needs the same profile, because in later runs each host plans from its own file, and
+    all hosts must compute the same plan.
     """
     text = from_first_rank(boxing, "" if profile is None else profile.as_json())
     if text and boxing.world.rank in [host[0] for host in boxing.world.topology.hosts]:

@@ -248,8 +248,8 @@ def place(shape: Shape, task: Task, random: np.random.Generator) -> Choice:
 
 
 def _homogeneous(task: Task) -> dict[str, Plan]:
-    """Return one plan per kind of shape; tables that do not allow it are stored whole, balanced
-    over the ranks.
+    """Return one plan per kind of shape; tables that do not allow the shape are stored whole,
+    balanced over the ranks.
     """
     world = tuple(range(task.world_size))
     if task.world_size == 1:

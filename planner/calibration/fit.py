@@ -1,10 +1,10 @@
 """Fits non-negative prices to measured steps and shrinks the prices toward the built-in constants.
 
 A step time is modeled as the maximum work of any rank plus the maximum transfer time of any rank.
-First, a few factors are fitted almost without a penalty: for all constants of work, for the dense
-part, for bytes, and for calls. These factors adapt the constants to the machine and its link. Then
-each price may deviate from its scaled constant, at a penalty. All errors are measured on tasks that
-were not used in the fit.
+First, a few factors are fitted almost without a penalty: one for all constants of work, one for the
+dense part, one for bytes, and one for calls. These factors adapt the constants to the machine and
+its link. Then each price may deviate from its scaled constant, at a penalty. All errors are
+measured on tasks that were not used in the fit.
 """
 
 import statistics
@@ -99,7 +99,7 @@ def fit(
 
 
 def _link(byte_ms: float, call_ms: float, world_size: int, num_hosts: int) -> Link:
-    """Return the link whose evenly sent bytes and calls have these prices."""
+    """Return the link on which calls, and bytes sent evenly to all ranks, have these prices."""
     rate = 1e-6 / max(byte_ms, 1e-12)  # GB/s
     if num_hosts in (1, world_size):
         return Link(within_gb_per_s=rate, within_call_ms=call_ms)
@@ -239,10 +239,10 @@ def held_out_steps(
 
 def errors_of(records: Sequence[Record], predicted: Floats) -> dict[str, list[float]]:
     """Return error measures of predicted step times: two over all steps, and the others for each
-    task. A model can predict steps well and still choose badly. The regret is how much slower the
-    plan with the shortest predicted time is than the task's fastest plan. For comparison, the
-    result includes the regret of a random plan, and of choosing by the first round of measurements
-    (the noise).
+    task. A model can predict step times well and still choose bad plans. The regret is how much
+    slower the plan with the shortest predicted time is than the task's fastest plan. For
+    comparison, the result includes the regret of a random plan, and of choosing by the first round
+    of measurements (the noise).
     """
     residual = np.abs(np.log(predicted / [record.step_ms for record in records]))
     errors: dict[str, list[float]] = {

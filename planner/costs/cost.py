@@ -54,7 +54,8 @@ class TaskCost:
     @property
     def prices_digest(self) -> str:
         """Return a digest of the profile, independent of the task, for the names of cache files.
-        The runs are left out, because a factor of all prices does not change which plan is best.
+        The training runs that correct the prices are left out, because a factor that scales all
+        prices does not change which plan is best.
         """
         profile = replace(self.profile, runs=())
         return hashlib.sha256(profile.as_json().encode()).hexdigest()

@@ -88,8 +88,8 @@ class Link:
 
 
 def partners(world_size: int) -> float:
-    """Return the latency of a collective relative to one partner; above 8 partners, it grows
-    slowly.
+    """Return the latency of a collective as a multiple of its latency with one partner; above 8
+    partners, the latency grows slowly.
     """
     rounds = max(world_size - 1, 0)
     return rounds if rounds < 8 else 8 + math.log2(rounds / 8)
@@ -97,8 +97,8 @@ def partners(world_size: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """The step time of a training run, predicted by the calibration without corrections, and
-    measured. ``taken`` is the time (UTC) of the run's end.
+    """The step time of a training run: as measured, and as predicted by the calibration before
+    corrections. ``taken`` is the time (UTC) of the run's end.
     """
 
     taken: str
@@ -133,8 +133,8 @@ class Profile:
     @property
     def run_factor(self) -> float:
         """Return the factor by which ``runs`` correct all prices: the median of measured /
-        predicted. The calibration counts as one run, and the median limits the effect of runs on a
-        busy machine.
+        predicted. The calibration itself counts as a run with the ratio 1, and the median limits
+        the effect of runs on a busy machine.
         """
         ratios = [math.log(run.measured_ms / run.predicted_ms) for run in self.runs]
         return math.exp(statistics.median([0.0, *ratios]))

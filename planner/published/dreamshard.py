@@ -12,10 +12,10 @@ cost network is trained on all measurements so far.
 
 Differences: One head predicts forward and backward work together, because prices do not separate
 the two. This machine's prices of whole plans replace measurements; they are divided by the mean of
-the first prices, because the learning rates were chosen for milliseconds on another machine. Rows,
-sizes, and pooling are logarithms, scaled by the training tables instead of each task's own tables.
-Devices without enough memory also have probability 0 in training. The episodes of a batch run in
-parallel.
+the first prices, because the learning rates were chosen for milliseconds on another machine. The
+features for rows, size, and pooling are logarithms, and are scaled by statistics of the training
+tables instead of those of each task's own tables. Devices without enough memory also have
+probability 0 in training. The episodes of a batch run in parallel.
 """
 
 from collections.abc import Sequence
@@ -150,7 +150,9 @@ class DreamShard:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A priced placement: costs of each device [devices, NUM_PARTS] and of the whole, in units."""
+    """A priced placement: the costs of each device [devices, NUM_PARTS] and of the whole placement,
+    in the unit of the predicted costs.
+    """
 
     features: Tensor
     devices: Tensor

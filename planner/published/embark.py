@@ -35,7 +35,9 @@ SHARES = (0.0, 0.25, 0.5)
 
 
 def embark(setting: Setting) -> Assignment:
-    """Return the cheapest of the plans with different shares of copied and distinct-row tables."""
+    """Return the cheapest plan over a grid of two shares: of tables that are copied, and of tables
+    that exchange distinct rows.
+    """
     search, count = _Search(setting), len(setting.tables)
     small, cool = (np.argsort(a, kind="stable") for a in (setting.held_bytes, setting.pooling))
     plans: list[Assignment] = []
@@ -104,8 +106,9 @@ class _Search:
     def _place(
         self, cuts: dict[int, tuple[int, int]], copied: set[int], unique: set[int]
     ) -> tuple[float, Assignment, int] | int:
-        """Return (cost, plan, table of the costliest shard), or a table that does not fit or cannot
-        be split in this way."""
+        """Return (cost, plan, table of the costliest shard). If a table does not fit or cannot be
+        split in this way, return only that table.
+        """
         problem, size = self.setting.problem, self.setting.num_ranks
         loads, moves = np.zeros(size), dict[int, Move]()
         held = problem.base[:, BYTES]
@@ -146,8 +149,8 @@ class _Search:
         copied: set[int],
         unique: set[int],
     ) -> dict[int, tuple[int, int]] | None:
-        """Halve the table in the direction with the lower maximum. Returns the cuts, or None if the
-        table cannot be halved.
+        """Halve the table by rows or by columns, whichever leads to the lower maximum cost of any
+        rank. Returns the cuts, or None if the table cannot be halved.
         """
         if table not in cuts:
             return None

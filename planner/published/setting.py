@@ -1,4 +1,4 @@
-"""Converts a task for a published planner, and the planner's answer into a plan.
+"""Converts a task to the form that a published planner needs, and the planner's answer to a plan.
 
 Most published planners place whole tables and return a device number for each table.
 ``Setting.whole`` converts these numbers into an assignment with the ``columns`` exchange. This
@@ -112,8 +112,8 @@ class Setting:
 
     @cached_property
     def features(self) -> Floats:
-        """Return [T, 21] in DreamShard's order: dim, rows, pooling, size, 17 bins of rows by
-        frequency.
+        """Return the tables' features [T, 21] in DreamShard's order: dim, rows, pooling, size, 17
+        bins of rows by frequency.
         """
         bins = np.array([self.task.stats[table.name].bin_rows for table in self.tables])
         columns = (self.dims, self.table_rows, self.pooling, self.dims * self.table_rows)

@@ -40,7 +40,9 @@ def balance(state: State, steps: int) -> None:
 
 
 class _Whole(NamedTuple):
-    """The tables on a single rank whose keys do not depend on the rank, as arrays."""
+    """The tables that are stored whole on a single rank and whose keys do not depend on the rank,
+    as arrays.
+    """
 
     numbers: Ints
     ranks: Ints
@@ -59,8 +61,8 @@ class _Whole(NamedTuple):
 
 
 def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[int, int]] | None:
-    """Return the best step from the slowest rank: the places of tables and their new ranks, or None
-    if no step makes the loads more even.
+    """Return the best step from the slowest rank, or None if no step makes the loads more even. A
+    step is a list of one or two pairs: the index of a table in ``tables``, and its new rank.
     """
     loads = state.loads
     order = np.argsort(loads[:, kind], kind="stable")

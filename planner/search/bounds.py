@@ -73,7 +73,9 @@ def _branched(dual: Dual, root: Solution, plan_ms: float) -> float:
 
 
 def _halves(limits: Limits, key: int, copies: float) -> tuple[Limits, Limits]:
-    """Return the limits of plans with fewer and with more than ``copies`` of the key."""
+    """Return the limits of the plans with fewer than ``copies`` copies of the key, and those of all
+    other plans.
+    """
     below, above = limits.most.copy(), limits.least.copy()
     below[key], above[key] = np.ceil(copies) - 1.0, np.ceil(copies)
     return replace(limits, most=below), replace(limits, least=above)

@@ -2,16 +2,18 @@
 
 A step time is the sum of two maxima over ranks: the maximum work and the maximum transfer time.
 Each maximum is at least the mean over ranks, and at least the value of any rank. A plan also pays
-for its keys. The bound is valid for any non-negative multipliers:
+the cost of each of its keys (resources that tables share). The bound is valid for any non-negative
+multipliers:
 
 * ``shares`` [2, tables + keys] weight some ranks against the mean over ranks: the rank with a
   table's heaviest shard, and the ranks of a key that depends on ranks, if a plan has a limited
   number of copies of it.
 * ``paid`` distributes a key's cost over the tables that could need the key.
-* ``crowding`` [4, keys] is another way to distribute the cost of a key that depends on ranks: a
-  plan faster than the given one has an upper limit on the load of a rank, so the tables that share
-  one set of ranks have an upper limit on their total load, and more tables need more sets. A table
-  that takes more than half of this limit does not share its set with another such table.
+* ``crowding`` [4, keys] is another way to distribute the cost of a key that depends on ranks. In a
+  plan faster than the given one, the load of each rank is below a limit, and so is the total load
+  of the tables that share one set of ranks. Many tables therefore need several sets, and a plan
+  pays for the key once per set. A table that takes more than half of the limit does not share its
+  set with another such table.
 * A single multiplier on bytes represents the total memory limit of all ranks.
 """
 
@@ -46,9 +48,9 @@ class Limits:
 class Solution:
     """A bound in ``ms``, with its multipliers.
 
-    ``above`` contains, for each option, by how much plans that use it exceed the bound. Splitting
-    the plans by the number of copies of ``key``, above or below ``copies``, raises the bound the
-    most; ``key`` is None if no split is promising.
+    ``above`` contains, for each option, the least amount by which plans that use the option exceed
+    the bound. Splitting the plans by the number of copies of ``key``, above or below ``copies``,
+    raises the bound the most; ``key`` is None if no split is promising.
     """
 
     ms: float

@@ -73,7 +73,7 @@ def _moved(state: State, inserter: Inserter, table: int) -> bool:
 
 
 class LocalSearch:
-    """Improves plans of one problem until one takes at most ``enough_ms``.
+    """Improves plans of one problem until a plan takes at most ``enough_ms``.
 
     Every random choice depends on ``seed``.
     """
@@ -172,8 +172,8 @@ class LocalSearch:
 
 
 def weights_of(problem: Problem) -> Floats:
-    """Return the least ms that each table adds to the mean rank in any option, [tables]. Tables are
-    placed in descending order of this value.
+    """Return, for each table, the ms that its cheapest option adds to the mean over ranks,
+    [tables]. Tables are placed in descending order of this value.
     """
     return np.array(
         [min(mean_ms(problem, option) for option in options) for options in problem.options]
@@ -181,6 +181,6 @@ def weights_of(problem: Problem) -> Floats:
 
 
 def mean_ms(problem: Problem, option: Option) -> float:
-    """Return the ms that a table adds to the mean rank, without keys."""
+    """Return the ms that a table with this option adds to the mean over ranks, without its keys."""
     spread = option.shards[:, :BYTES].sum() / problem.num_ranks
     return float(option.home[:BYTES].sum() + spread)

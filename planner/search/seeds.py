@@ -42,8 +42,8 @@ def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter
 
 
 def families(problem: Problem) -> list[Hashable]:
-    """Return the shapes that tables can have, sorted by the mean rank's ms if all tables that allow
-    the shape use it.
+    """Return the shapes that tables can have, sorted by the mean ms per rank of a plan in which all
+    tables that allow the shape use it.
     """
     least = weights_of(problem)
     total: dict[Hashable, float] = {}
