@@ -122,7 +122,7 @@ class Dual:
         pairs = [(row, n) for n, (_, rows) in enumerate(loads) for row in rows]
         self.rows = np.array([row for row, _ in pairs], dtype=np.int64)
         self.keys = np.array([key for _, key in pairs], dtype=np.int64)
-        # Pairs of a table and a key are numbered, because all options of a table share one payment.
+        # Number the pairs of table and key, because all options of a table pay for a key only once.
         of_pair = self.table[self.rows] * max(len(loads), 1) + self.keys
         unique, self.pair = np.unique(of_pair, return_inverse=True)
         self.pair_key = unique % max(len(loads), 1)

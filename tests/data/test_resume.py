@@ -145,7 +145,7 @@ def edits(record):
     [pytest.param("stage", "stage", marks=pytest.mark.slow), ("encoded", "encoded")],
 )
 def test_an_edited_record_is_ignored(tmp_path, monkeypatch, source, clean, step, folder):
-    """Some numbers, such as that of clamped values, are only in the manifest, not in a shard."""
+    """Some counts, such as that of clamped values, are in the manifest but not in a shard."""
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
     record = sorted((whole / folder).glob("*.json"))[1]
     changed = list(edits(json.loads(record.read_text())))

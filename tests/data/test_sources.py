@@ -31,7 +31,7 @@ COMPRESS = {
 
 
 def shards_of(folder):
-    """Return the bytes of all files except the manifest, because it names the inputs."""
+    """Return the bytes of all files except the manifest, which names the inputs."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

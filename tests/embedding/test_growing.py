@@ -1,4 +1,4 @@
-"""Tests growing tables in collections: any ranks, layouts, lookahead, kernels, and checkpoints."""
+"""Tests growing tables in collections, for any ranks, layouts, lookahead, kernels, checkpoints."""
 
 from dataclasses import replace
 from itertools import product

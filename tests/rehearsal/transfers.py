@@ -107,7 +107,7 @@ def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
 def _fly(
     name: str, sent: Sequence[Any], received: Sequence[Any], group: Any
 ) -> tuple[InFlight, streams.Seen]:
-    """Start a transfer on the group's NCCL stream; return its work object."""
+    """Start a transfer on the group's NCCL stream; return it and the work done once it ends."""
     stream = streams.nccl_stream("of all ranks" if group is None else group.group_name)
     stream.join(streams.current().sees)
     stream.tick()
