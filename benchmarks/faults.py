@@ -66,7 +66,7 @@ GROWING = (
     "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
     "evict: {max_rows: 65536, idle_samples: 400}}}"
 )
-START_S, END_S = 120.0, 60.0  # time limits: for ranks to start, and to exit after a kill
+START_S, END_S = 120.0, 60.0  # time limits for ranks to start, and to exit after a kill
 
 
 @dataclass

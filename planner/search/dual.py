@@ -30,7 +30,7 @@ MOMENTUM = 0.8
 # When a key is chosen for branching, the distance of its number of copies from the nearest whole
 # number counts as at least this much.
 LEAST_PART = 0.02
-KEY_SCALE = 30.0  # step length for the costs of keys, relative to that for shares
+KEY_SCALE = 30.0  # step length for keys' costs, relative to the step length for shares
 MEMORY = 0.97  # weight of the earlier rounds in the moving average of a key's copies
 
 
