@@ -109,7 +109,7 @@ def ranks(
 
 @pytest.fixture(scope="session")
 def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """Like ``ranks``, on CUDA and NCCL, for tests marked ``nccl``."""
+    """Like ``ranks``, but on CUDA and NCCL; for tests marked ``nccl``."""
     yield from _pools(tmp_path_factory, "cuda")
 
 

@@ -106,8 +106,8 @@ def kinds_of(work, rng):
 
 @pytest.mark.parametrize("step", quick(STEPS, lambda n: n in (0, 3)))
 def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, clean, step):
-    """Damage each file separately: new kinds of files in every way, other kinds in one way per
-    step.
+    """Damage one file of each kind at a time, in every way if this step is the first to write the
+    kind, and otherwise in one way.
     """
     number = STEPS.index(step)
     rng = random.Random(number)

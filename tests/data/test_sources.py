@@ -49,7 +49,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def memory():
-    """Yield a folder in memory and remove it after the test."""
+    """Yield fsspec's file system in memory, with a folder that is removed after the test."""
     system = fsspec.filesystem("memory")
     system.mkdir("/clicks")
     yield system

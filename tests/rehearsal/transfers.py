@@ -34,7 +34,7 @@ NCCL_DTYPES = frozenset(
 
 
 class Work:
-    """A collective in flight; as in NCCL, its ``wait`` orders the stream and not the host."""
+    """A collective in flight; as in NCCL, ``wait`` makes the stream wait, not the host."""
 
     def __init__(self, works: Sequence[dist.Work], flight: InFlight, ends: streams.Seen) -> None:
         self._works, self._flight, self._ends = works, flight, ends

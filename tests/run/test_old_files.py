@@ -142,7 +142,7 @@ def _held(job):
 
 
 def _sent(values):
-    """Return a numpy array to send between processes, for bfloat16 with its bits as int16."""
+    """Return the values as a numpy array that can be sent; bfloat16 becomes its bits, as int16."""
     own = values.detach().clone()
     return own.view(torch.int16).numpy() if own.dtype == torch.bfloat16 else own.numpy()
 
