@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# A slab has 64 rows. On average, half a slab per range is wasted, but slabs are managed with less
-# memory than single rows.
+# A slab has 64 rows. On average, half a slab per range is wasted, but managing slabs takes less
+# memory than managing single rows.
 SLAB_BITS = 6
 _FREE = -1
 
