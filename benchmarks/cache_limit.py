@@ -24,7 +24,7 @@ DATA = resource.RLIMIT_DATA
 RANKS, STEPS, BATCH, DIM = 2, 30, 1024, 32
 LIMIT = 2 << 30
 ROW_BYTES = 3 * DIM * 4  # lazy Adam
-VOCABULARY = 0.7  # scale of Criteo's vocabularies, which gives 24.2 million rows
+VOCABULARY = 0.7  # factor that scales Criteo's vocabularies to 24.2 million rows
 
 
 def _train(data: Path, folder: Path, *more: str) -> tuple[list[int], str]:

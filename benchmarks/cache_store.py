@@ -46,7 +46,7 @@ WARM_UP, MEASURED = 25, 40
 EVALUATED = 40  # batches
 CPU_ROUNDS = 7  # per rate
 CPU_RATES = (100.0, 400.0)  # Mbit/s; training waits for rows only at the first rate
-UNDISTURBED = 1.03  # maximum ratio of a step's time without waits to its CPU time
+UNDISTURBED = 1.03  # maximum ratio of a step's time, excluding waits, to its CPU time
 Array = np.ndarray[Any, Any]
 Batches = Sequence[Any]
 

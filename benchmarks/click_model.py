@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Number of ids per sample in each of the 26 fields of MLPerf's DLRMv2, which replaces each of
-# Criteo's single ids with several:
-# facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
+# Number of ids per sample in each of the 26 fields of MLPerf's DLRMv2 (Criteo has one each).
+# Source: facebookresearch/dlrm, torchrec_dlrm/README.md, "multi_hot_sizes", at 090956ee.
 MLPERF_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-EARLY = "unique_early"  # a layout name: unique, with early rows
-LATE = "unique_late"  # with early rows and late gradients
+EARLY = "unique_early"  # layout name: exchange unique with early rows
+LATE = "unique_late"  # layout name: exchange unique with early rows and late gradients
 HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
 
 

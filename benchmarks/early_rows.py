@@ -94,7 +94,7 @@ def predicted(counts: Sequence[Array], size: int) -> float:
     """
     critical = 0.0
     for field in counts:
-        # Group rows by their number of lookups, in bins bounded by powers of two, like the
+        # Group rows by their number of lookups, in bins bounded by powers of two, as in the
         # statistics of a prepared set.
         bins = np.frexp(field[field > 0])[1]
         rows, lookups = np.bincount(bins), np.bincount(bins, weights=field[field > 0])

@@ -48,7 +48,7 @@ from sbpflow.checkpoint.folder import checked, list_checkpoints, step_of
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("one", "all", "save", "load", "read", "start", "term", "interrupt")
-# Kinds of kills with embedding servers; "server_KIND" kills a server at the moment of KIND.
+# Kinds of kills with embedding servers; "server_KIND" kills a server when KIND would kill ranks.
 SERVER_KINDS = (
     *("server_one", "one", "server_load", "all", "server_save"),
     *("save", "server_one", "load", "server_read", "start"),
@@ -66,7 +66,7 @@ GROWING = (
     "model.fields={'*': {vocabulary: dynamic, admit_count: 2, forget_after_samples: 600, "
     "evict: {max_rows: 65536, idle_samples: 400}}}"
 )
-START_S, END_S = 120.0, 60.0  # time limits for a first step, and for ranks to exit after a kill
+START_S, END_S = 120.0, 60.0  # time limits for ranks to start, and to exit after a kill
 
 
 @dataclass
@@ -444,7 +444,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         base: Path = args.folder or Path(scratch)
         base.mkdir(parents=True, exist_ok=True)
-        in_use = (base / "lock").open("w")  # concurrent campaigns would share servers and secret
+        # concurrent campaigns would share the servers and their secret
+        in_use = (base / "lock").open("w")
         try:
             fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -60,7 +60,7 @@ MARGIN = 1.02
 SLOWER, FASTER, SAME = "slower", "faster", "no significant difference"
 # Different kernels and orders of summation change losses by up to 5e-5 after an epoch
 # (benchmarks/results/cpu_criteo.jsonl). The row and click counts of a loader are integers, and must
-# be equal.
+# be equal for both commits.
 WORK_TOLERANCE = 5e-5
 LINK = "1gbit"
 

@@ -51,8 +51,9 @@ from sbpflow.planner.workloads import DIMS, Drawn, make_task, random_task, split
 CELLS = ("10x2x12", "10x4x12", "20x3x12", "50x4x12", "100x8x6", "200x16x3")  # tables, ranks, tasks
 # maximum number of tables for these planners; with more tables, they take minutes per task
 SLOW = {"neuroshard": 100, "torchrec": 100}
-SLACKS = (1.1, 1.25, 1.5, 2.0)  # memory limit per rank, relative to the mean memory of whole tables
-# The judge picks the best of this many of our plans, and the best of as many random plans.
+# memory limits per rank, relative to the mean memory per rank if all tables are whole
+SLACKS = (1.1, 1.25, 1.5, 2.0)
+# The judging cost model picks the best of this many of our plans, and of as many random plans.
 MEASURED = 4
 BATCH = 8192
 GIANT = Drawn(num_rows=200_000_000, active=20_000_000, pooling=50.0, s=0.8, q=10.0)

@@ -51,7 +51,7 @@ class _Places:
     def __init__(self, problem: Problem, numbers: tuple[tuple[int, ...], ...]) -> None:
         self.problem = problem
         self.moves: list[list[Move]] = []
-        self.first: list[dict[int, int]] = []  # for each table: option -> number of its first move
+        self.first: list[dict[int, int]] = []  # for each table: option -> index of its first move
         for options, mine in zip(problem.options, numbers, strict=True):
             moves: list[Move] = []
             first: dict[int, int] = {}

@@ -32,7 +32,7 @@ from sbpflow.planner.planners import GREEDY
 from sbpflow.planner.task import Task, plan_of_tree, plan_tree
 
 STEPS_BATCH = 4096
-STEPS_TABLES = (10, 26, 40)  # numbers of tables, task by task
+STEPS_TABLES = (10, 26, 40)  # number of tables in each task
 OURS = ("auto", "auto 2", "auto 3", "auto 4")
 
 

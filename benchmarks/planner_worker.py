@@ -26,7 +26,8 @@ from sbpflow.planner.task import plan_of_tree
 from sbpflow.runtime.ranks.world import World
 from sbpflow.training.trainer import Trainer
 
-FIRST_ROUNDS = 4  # then plans whose difference from the first plan is settled are dropped
+# After this many rounds, plans are dropped once their difference from the first plan is settled.
+FIRST_ROUNDS = 4
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 STEPS = 4  # per turn
 # Half-widths of a 95 % interval (Student's t), in units of the standard error, for 1, 2, 3, ...

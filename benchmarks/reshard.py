@@ -295,7 +295,6 @@ def save_all(world: World, folder: str, picked: Sequence[Case]) -> None:
         saved_folder(Path(folder), case): case for case in picked if case.saved.size == world.size
     }
     for where, case in mine.items():
-        # Rename the folder only after all ranks have saved, so that other runs find it complete.
         if not (where / f"step-{case.before + case.after}").exists():
             save_and_go_on(world, where, case)
 

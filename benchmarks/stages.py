@@ -76,7 +76,7 @@ def make_shape(name: str) -> Shape:
         return many_tables(510)
     if name == "dcnv2":
         hotness, rows, dims = list(DCNV2_HOTNESS), list(DCNV2_ROWS), [16] * 26
-    else:  # T180 has 177 tables with 81.6 ids per sample each; this benchmark uses a quarter
+    else:  # T180: 177 tables with 81.6 ids per sample each, here with a quarter of the ids
         random = np.random.default_rng(180)
         rows = (np.exp(random.normal(7.0, 1.5, 177)).astype(int) + 2).tolist()
         hotness = np.clip(random.geometric(4 / 81.6, 177), 1, 80).tolist()

@@ -187,7 +187,7 @@ def compare(args: argparse.Namespace, wire: str, results: Results) -> None:
         against=faster,
         times_faster=round(statistics.median(pairs), 2),
         spread=[round(pairs[0], 2), round(pairs[-1], 2)],
-        # What remains of a step without the dense part: lookups, transfers, and updates.
+        # How much faster lookups, transfers, and updates are: the dense part's time is subtracted.
         times_faster_beside_the_dense_part=round(
             (medians[faster] - dense[0]) / (medians["sbpflow"] - dense[1]), 2
         ),

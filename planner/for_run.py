@@ -191,7 +191,7 @@ class PlannedRun:
         or is for other ranks or devices.
         """
         facts, priced = self.facts, self.cost.profile
-        profile = load(path)  # again, because other runs may have corrected it since the start
+        profile = load(path)  # loaded again, because other runs may have corrected it
         if profile.about != priced.about or not belongs(profile, facts):
             return None
         run = MeasuredRun(

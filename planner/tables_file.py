@@ -41,7 +41,7 @@ from sbpflow.runtime.files.json_file import JsonError, kind_name, read_json
 
 KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
-MOST = 1e18  # limit for any number
+MOST = 1e18  # every number must be below this limit
 MOST_BYTES = 2**28  # file size limit; a sample of ids may be long
 _WIDE = 256  # default layer width without ``elements_per_sample``
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")

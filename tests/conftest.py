@@ -99,8 +99,8 @@ def _cpu_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..
 def ranks(
     request: pytest.FixtureRequest, _cpu_ranks: Callable[..., list[Any]]
 ) -> Callable[..., list[Any]]:
-    """Yield ``ranks(world_size, fn, *args)``, which runs ``fn(world, *args)`` on every rank, on CPU
-    and gloo, and returns the ranks' results.
+    """Return ``ranks(world_size, fn, *args)``, which runs ``fn(world, *args)`` on every rank, on
+    CPU and gloo, and returns the ranks' results.
 
     All tests reuse the processes. Checked mode is on only in tests marked ``checked``.
     """
@@ -109,7 +109,7 @@ def ranks(
 
 @pytest.fixture(scope="session")
 def nccl_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """Like ``ranks``, on CUDA and NCCL, for tests marked ``nccl``."""
+    """Like ``ranks``, but on CUDA and NCCL; for tests marked ``nccl``."""
     yield from _pools(tmp_path_factory, "cuda")
 
 

@@ -86,7 +86,7 @@ class FileRows:
             return self._read_cached(self._get, start, stop)
         try:
             return read_array(self._path, self._dtype, self._shape, start, stop)
-        finally:  # checked even after an error, which a replaced set may have caused
+        finally:  # checked even after an error, because replacing the set may have caused it
             self._check_set()
 
     def _read_cached(self, get: Get, start: int, stop: int) -> Array:

@@ -59,7 +59,7 @@ class SplitRows(MappedRows):
                 UnchangedSet(manifest).check,
                 None if manifest.cache is None else manifest.cache.get,
             )
-        finally:  # checked even after an error, which a replaced set may have caused
+        finally:  # checked even after an error, because replacing the set may have caused it
             check_unchanged(manifest)
         self.num_words = manifest.num_words
         super().__init__(maps, np.empty((0, self.num_words), dtype=np.int32))

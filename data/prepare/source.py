@@ -24,8 +24,8 @@ from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
-_START_BYTES = 1 << 20  # Enough for a whole block of any compressed format.
-_REST_BYTES = 1 << 16  # Read after a piece of a remote file, to complete its last line.
+_START_BYTES = 1 << 20  # Holds a whole block of any compressed format.
+_REST_BYTES = 1 << 16  # Read past the end of a remote file's piece to complete its last line.
 _MAX_SHOWN = 8
 _COMPRESSION_RATIO = 3
 """Ratio of the size of Criteo's text to the size of its .gz files"""

@@ -69,8 +69,8 @@ class BlockReader:
     ) -> None:
         types = manifest.part_types
         self._manifest, self._split_name = manifest, split
-        # The number of maps is divided among the kinds of files. If a set has only files of words,
-        # these files count twice, because views need their own maps.
+        # The kinds of files share the limit on memory maps. If a set has only files of words, these
+        # files count twice, because views need their own maps.
         share = max(1, max_maps() // (1 + max(1, len(types))))
         self._max_maps = share if most is None else most
         self._words = SplitRows(manifest, split, self._max_maps)

@@ -30,7 +30,7 @@ from sbpflow.runtime.files.json_file import JsonError, object_of, read_json
 
 FORMAT = 4  # version of the file format
 MOST_BYTES = 2**26  # file size limit
-Price = Annotated[float, Range(low=0, below=1e12)]  # ms per count, or a factor
+Price = Annotated[float, Range(low=0, below=1e12)]  # ms per counted unit, or a factor
 Ranks = Annotated[int, Range(low=1, below=2**31)]
 RANKS_HERE = "ranks on a machine"  # a key of ``about``
 ERROR = "nine of ten steps are within this"  # a key of ``errors``

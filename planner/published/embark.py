@@ -29,8 +29,9 @@ from sbpflow.planner.shapes import COPIED, WHOLE, option_number
 from sbpflow.planner.task import Shape
 
 ITERATIONS = 20
-LEAST_COLUMNS = 32  # only column parts wider than this are halved, as in the source
-# shares of tables: the smallest are copied, and the coldest exchange distinct rows
+LEAST_COLUMNS = 32  # only column parts wider than this are halved, as in EMBark
+# Shares of tables to try: for the smallest tables, which are copied, and for the tables with the
+# fewest lookups, which exchange distinct rows.
 SHARES = (0.0, 0.25, 0.5)
 
 

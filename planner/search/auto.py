@@ -24,7 +24,7 @@ from sbpflow.planner.search.problem import (
 from sbpflow.planner.search.seeds import families, greedy, heaviest_first, homogeneous
 
 STARTS = 4  # number of seeds that local search improves before it continues with the best result
-NUM_ALIKE = 8  # number of cheapest shapes, each of which is tried for all tables at once
+NUM_ALIKE = 8  # how many of the cheapest shapes are tried for all tables at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

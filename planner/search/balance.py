@@ -13,7 +13,7 @@ import numpy as np
 from sbpflow.planner.search.problem import BYTES, Floats, Ints, Move, State
 
 PAIRS = 20_000  # approximate maximum number of swaps that a step considers
-DOUBLINGS = 4  # the power is 2 ** DOUBLINGS
+DOUBLINGS = 4  # loads are raised to the power 2 ** DOUBLINGS
 LEAST_GAIN = 1e-9
 
 
@@ -73,7 +73,7 @@ def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[in
     others = np.flatnonzero(np.isin(tables.ranks, ranks))
     if not len(mine) or not len(ranks):
         return None
-    # Each column is a table to swap with or, after all tables, a rank that gives nothing in return.
+    # The first columns are tables to swap with; the others are ranks that give nothing in return.
     partner_ranks = np.concatenate([tables.ranks[others], ranks])
     given = np.concatenate([tables.loads[others], np.zeros((len(ranks), 3))])
     change = given[None] - tables.loads[mine][:, None]  # [mine, partners, 3]

@@ -32,7 +32,7 @@ MOMENTUM = 0.8
 # When a key is chosen for branching, the distance of its number of copies from the nearest whole
 # number counts as at least this much.
 LEAST_PART = 0.02
-KEY_SCALE = 30.0  # step length for the costs of keys, relative to that for shares
+KEY_SCALE = 30.0  # step length for keys' costs, relative to the step length for shares
 MEMORY = 0.97  # weight of the earlier rounds in the moving average of a key's copies
 
 
@@ -124,7 +124,7 @@ class Dual:
         pairs = [(row, n) for n, (_, rows) in enumerate(loads) for row in rows]
         self.rows = np.array([row for row, _ in pairs], dtype=np.int64)
         self.keys = np.array([key for _, key in pairs], dtype=np.int64)
-        # Pairs of a table and a key are numbered, because all options of a table share one payment.
+        # Number the pairs of table and key, because all options of a table pay for a key only once.
         of_pair = self.table[self.rows] * max(len(loads), 1) + self.keys
         unique, self.pair = np.unique(of_pair, return_inverse=True)
         self.pair_key = unique % max(len(loads), 1)

@@ -144,7 +144,7 @@ class Inserter:
         else:
             most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
         ms = (most + homes)[:, :BYTES].sum(axis=1)
-        # The sums of squares change by the home load on all ranks and by shard loads on some ranks.
+        # The home load changes the squares of all ranks, and the shard loads change those of some.
         squares = now.squares + homes * (2 * now.total + len(now.loads) * homes)
         squares += (shards * (2 * (mine + homes[:, None]) + shards)).sum(1)
         even = np.sqrt(np.maximum(squares[:, :BYTES], 0.0) / len(now.loads)).sum(axis=1)

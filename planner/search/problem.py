@@ -15,7 +15,7 @@ from sbpflow.costs.counts import Ints, Key
 from sbpflow.costs.ids import Floats
 from sbpflow.errors import PlanError
 
-BYTES = 2  # index of the bytes in a load, which follow two times in ms
+BYTES = 2  # index of the bytes in a load; indices 0 and 1 are times in ms
 NO_LIMIT = 1e18  # bytes
 # shards whose loads differ by at most this fraction are treated as equal when choosing ranks
 ALIKE = 0.01
@@ -76,7 +76,7 @@ class Problem:
     names: tuple[str, ...]
     options: tuple[tuple[Option, ...], ...]
     limit_bytes: Floats
-    key_loads: Floats = field(repr=False)  # [F, 3], by the first part of a key
+    key_loads: Floats = field(repr=False)  # [F, 3], by feature, which is the first part of a key
     base: Floats = field(repr=False)
     present: tuple[Key, ...] = ()
 
@@ -143,7 +143,7 @@ class State:
         self.loads = problem.base.copy()
         self.moves: list[Move | None] = [None] * problem.num_tables
         self.present: dict[Key, int] = dict.fromkeys(problem.present, 1)
-        self._key_sums: dict[tuple[int, ...], Floats] = {}  # by the first parts of new keys
+        self._key_sums: dict[tuple[int, ...], Floats] = {}  # by the features of new keys
         for table, move in enumerate(assignment):
             self.add(table, move)
 

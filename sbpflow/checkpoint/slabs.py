@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# A slab has 64 rows. On average, half a slab per range is wasted, but no row needs an entry of its
-# own.
+# A slab has 64 rows. On average, half a slab per range is wasted, but managing slabs takes less
+# memory than managing single rows.
 SLAB_BITS = 6
 _FREE = -1
 
@@ -33,7 +33,7 @@ class Slabs:
         self._owner = np.full(self.num_slabs, _FREE, np.int32)
         self._starts = np.arange(num_ranges + 1) * range_rows
         self._open = np.full(num_ranges, _FREE)  # By range: the slab that has room, if any.
-        # By range: the number of rows in that slab, or ``_rows`` without such a slab.
+        # By range: the number of rows in that slab, or ``_rows`` if there is no such slab.
         self._filled = np.full(num_ranges, self._rows)
 
     @property

@@ -28,7 +28,7 @@ from sbpflow.runtime.files.remote_path import RemotePath, any_path
 Choices = Mapping[str, Mapping[str, type[Any]]]
 C = TypeVar("C")
 MAX_INT = 2**63 - 1
-MAX_ENTRIES = 10_000  # Maximum for a list or group.
+MAX_ENTRIES = 10_000  # Maximum number of entries in a list or group.
 _MAX_SHOWN = 200  # Maximum length of a value in a message.
 
 

@@ -1,4 +1,6 @@
-"""Tests that ``sbpflow.fit`` gives the commands' results and leaves the process unchanged."""
+"""Tests that ``sbpflow.fit`` gives the same results as the commands, and leaves the process
+unchanged.
+"""
 
 import json
 import logging
@@ -100,8 +102,8 @@ def children() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def temporary(run, tmp_path, monkeypatch):
-    """Use a private folder for temporary files. The parameter ``run`` runs a job first, because
-    importing parts of torch sets environment variables.
+    """Use a private folder for temporary files. The fixture ``run`` comes first, because a run
+    imports parts of torch that set environment variables.
     """
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))

@@ -71,7 +71,7 @@ def fit(folder, epochs=2, ranks=1, name="dlrm", **more):
 
 
 class Kernel:
-    """Starts a kernel as a notebook does; ``run`` returns the outputs, beginning with any error."""
+    """Starts a kernel as a notebook does; ``run`` returns the error, or "", and the outputs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,5 +1,5 @@
-"""Tests that the settings in docs/layouts.md give the described layouts, and that its tables are
-correct.
+"""Tests that the settings in docs/layouts.md give the described layouts, and that the page's tables
+are correct.
 """
 
 import re

@@ -207,7 +207,7 @@ def test_local_paths_are_unchanged(text):
 
 
 def test_a_leading_tilde_is_the_home_folder(monkeypatch, tmp_path):
-    """A shell does not expand the tilde in ``run.dir=~/x`` or ``--output=~/x``."""
+    """Shells leave the tilde in ``run.dir=~/x`` or ``--output=~/x``, so sbpflow must expand it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert local_path("~") == tmp_path
     assert local_path("~/x") == tmp_path / "x"

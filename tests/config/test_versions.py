@@ -1,5 +1,5 @@
-"""Tests pairs of torch and fbgemm builds: compatible pairs, messages for other pairs, and the
-doctor.
+"""Tests pairs of torch and fbgemm builds: which pairs are compatible, and the messages and doctor
+reports for other pairs.
 """
 
 import importlib

@@ -52,8 +52,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def row_set(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Manifest]:
-    """Return ``row_set``; ``row_set(n)`` is the set that ``make_set`` makes with n train rows, once
-    per session.
+    """Return a function that calls ``make_set`` for a number of train rows, once per session and
+    number, and returns the set.
     """
     sets: dict[int, Manifest] = {}
 

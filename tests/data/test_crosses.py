@@ -62,8 +62,9 @@ def test_hashes_are_spread_evenly_and_depend_on_the_order_of_the_parts():
 
 
 def words_of(num_rows, seed):
-    """Return a label, a dense value and the ids of three columns; a tenth of the ids are
-    missing."""
+    """Return rows of a label, a dense value, and the ids of three columns; a tenth of the ids are
+    missing.
+    """
     rng = np.random.default_rng(seed)
     words = np.empty((num_rows, 5), dtype=np.int32)
     words[:, :2].view(np.float32)[:] = np.stack(
@@ -175,7 +176,7 @@ def _train(world, manifest, fields, wide):
 
 
 def test_a_model_can_have_hashed_and_raw_wide_columns(ranks, sets):
-    """Two ranks must give the losses of one rank, and crosses must change the losses."""
+    """Two ranks must give the same losses as one rank, and crosses must change the losses."""
     plain, full = sets
     columns = {"C1": 30, "C2": 30, "C3": 30}
     wide = WideConfig(columns=("C3",), crosses=(("C1", "C2"), ("C3", "C2", "C1")), hash_size=50)

@@ -154,7 +154,7 @@ def test_a_killed_driver_continues_on_another_engine(tables, clean, tmp_path, mo
 
 
 def test_workers_that_prepared_an_earlier_set_use_the_new_one(tables, clean, tmp_path, monkeypatch):
-    """The workers of a Dask cluster outlive the command; here, the threads keep their caches."""
+    """Threads that keep their caches stand for a Dask cluster's workers, which outlive commands."""
     monkeypatch.setattr("sbpflow.data.engine.Cached.clear", lambda self: None)
     prepare(options_of(tables, tmp_path / "set", seed=8))
     prepare(options_of(tables, tmp_path / "set", overwrite=True))

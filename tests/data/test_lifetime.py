@@ -1,4 +1,4 @@
-"""Tests the resources of a read: replaced sets, file descriptors, memory maps, and threads."""
+"""Tests reads of sets that are replaced, and the descriptors, maps, and threads that reads use."""
 
 import shutil
 import subprocess

@@ -1,5 +1,5 @@
-"""Tests that an epoch's order contains every row once, is not stored, and trains as well as a
-random order.
+"""Tests that an epoch's order contains every row once and is not stored, and that training in this
+order works as well as in random order.
 """
 
 import tracemalloc
@@ -36,8 +36,8 @@ def test_a_permutation_depends_on_every_part_of_its_key():
 
 @pytest.mark.parametrize("size", [3, 7, 24, 300])
 def test_every_index_has_every_image_equally_often(size):
-    """Test the uniformity of permutations over keys with a chi-squared test, for the sizes with the
-    fewest bits to mix.
+    """Apply a chi-squared test to the permutations of many keys, for the sizes with the fewest bits
+    to mix.
     """
     times = 20 * size
     counts = np.zeros((size, size))

@@ -1,4 +1,4 @@
-"""Tests the profile of a set and its warnings against counts made from the rows."""
+"""Tests the profile of a set and its warnings against counts computed from the rows."""
 
 import json
 from xml.etree import ElementTree

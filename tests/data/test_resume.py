@@ -106,8 +106,8 @@ def kinds_of(work, rng):
 
 @pytest.mark.parametrize("step", quick(STEPS, lambda n: n in (0, 3)))
 def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, clean, step):
-    """Damage each file separately: new kinds of files in every way, other kinds in one way per
-    step.
+    """Damage one file of each kind at a time, in every way if this step is the first to write the
+    kind, and otherwise in one way.
     """
     number = STEPS.index(step)
     rng = random.Random(number)
@@ -145,7 +145,7 @@ def edits(record):
     [pytest.param("stage", "stage", marks=pytest.mark.slow), ("encoded", "encoded")],
 )
 def test_an_edited_record_is_ignored(tmp_path, monkeypatch, source, clean, step, folder):
-    """Some numbers, such as that of clamped values, are only in the manifest, not in a shard."""
+    """Some counts, such as that of clamped values, are in the manifest but not in a shard."""
     whole = stopped_at(monkeypatch, step, tmp_path / "whole" / "set", source)
     record = sorted((whole / folder).glob("*.json"))[1]
     changed = list(edits(json.loads(record.read_text())))

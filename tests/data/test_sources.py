@@ -31,7 +31,7 @@ COMPRESS = {
 
 
 def shards_of(folder):
-    """Return the bytes of all files except the manifest, because it names the inputs."""
+    """Return the bytes of all files except the manifest, which names the inputs."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -49,7 +49,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def memory():
-    """Yield a folder in memory and remove it after the test."""
+    """Yield fsspec's file system in memory, with a folder that is removed after the test."""
     system = fsspec.filesystem("memory")
     system.mkdir("/clicks")
     yield system

@@ -1,4 +1,4 @@
-"""Tests table statistics against counts made by hand."""
+"""Tests table statistics against lookups counted by hand."""
 
 import numpy as np
 

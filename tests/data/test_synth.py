@@ -1,5 +1,5 @@
-"""Tests that generated rows resemble measured rows, do not depend on chunks, and have a correct
-best AUC.
+"""Tests that generated rows resemble measured rows and do not depend on chunks, and that the best
+possible AUC is stated correctly.
 """
 
 from functools import cache

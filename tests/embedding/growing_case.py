@@ -90,7 +90,9 @@ class GrowingCase:
 
 @cache
 def addresses_of(batch: int, name: str) -> tuple[int, ...]:
-    """Return the address of each sample's key; some keys are frequent, and all keys drift."""
+    """Return the address of each sample's key. Some keys are frequent, and new keys replace old
+    ones.
+    """
     random = np.random.default_rng((batch, *name.encode()))
     numbers = (random.random(BATCH) ** 2 * 12).astype(int) + batch // 4
     buckets = random.integers(0, len(BUCKETS), BATCH)

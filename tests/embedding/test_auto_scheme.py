@@ -39,8 +39,8 @@ def test_touched_matches_a_random_draw(rows, draws):
 @pytest.mark.parametrize("exponent", [1.0, 3.0, 7.5])
 @pytest.mark.parametrize("rows", [7, 4000, 3_000_000])
 def test_curve_matches_the_exact_sum(rows, exponent):
-    """The exact number of touched rows is a sum over groups of rows with equal lookups; the curve
-    interpolates it linearly in log-log space.
+    """The exact number of touched rows is a sum over groups of rows with equal numbers of lookups;
+    the curve interpolates it linearly in log-log space.
     """
     edges = (np.arange(41) / 40) ** exponent
     count = np.diff(edges) * rows
@@ -70,8 +70,8 @@ def test_statistics_predict_the_rows_of_a_batch(exponent):
 
 
 def test_prices_and_measurements_use_data_statistics():
-    """If rows are exchanged, more repetition of ids lowers the price; the default curve is that of
-    CTR data.
+    """If rows are exchanged, the price is lower if ids repeat more often; the default curve is that
+    of CTR data.
     """
     hot, even = (IdFrequencies(bins, 1.0) for bins in ([(3, 900), (50, 100)], [(53, 1000)]))
     plans = {}

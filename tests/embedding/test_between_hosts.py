@@ -17,8 +17,8 @@ from sbpflow.sbp.placement import Placement
 from tests.embedding.mixes import train
 from tests.embedding.test_mixes import EXCHANGES, RULES, mix_of
 
-# Sizes [7, 5] on 3 ranks cover even and uneven splits, with and without a part that stays on its
-# rank.
+# Conversions of a [7, 5] tensor on 3 ranks to balanced and to explicit splits, with and without a
+# part that stays on its rank.
 CONVERSIONS = [
     ("S(0)", "S(1)"),
     ("S(1)", "S(0)"),

@@ -1,5 +1,5 @@
-"""Tests the policies that ``benchmarks.cache`` compares: fetches counted by hand, and bounds
-between policies.
+"""Tests the policies that ``benchmarks.cache`` compares, against fetches counted by hand and
+against one another.
 """
 
 import numpy as np

@@ -1,4 +1,6 @@
-"""Tests growing tables in collections: any ranks, layouts, lookahead, kernels, and checkpoints."""
+"""Tests growing tables in collections: results with any ranks, layouts, lookahead, and kernels, and
+checkpoints.
+"""
 
 from dataclasses import replace
 from itertools import product

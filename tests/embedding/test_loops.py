@@ -72,7 +72,7 @@ def make_ids(plan, seed, *, high=5):
 
 
 def without_loops(monkeypatch, make):
-    """Return the result of ``make`` if numba is not installed."""
+    """Return the result of ``make`` as if numba were not installed."""
     with monkeypatch.context() as patch:
         for module in (addresses, reader):
             patch.setattr(module, "find_loops", lambda *_, **__: None)

@@ -231,8 +231,8 @@ def test_vectors_in_half_precision_stay_close(ranks, exchange, comm_dtype, toler
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_rows_in_half_precision_stay_close(ranks, exchange, dtype, tolerance):
     # Values reach 1.2, where neighboring values differ by 2^-7 in bf16 and by 2^-10 in fp16. The
-    # error of one random rounding has a standard deviation of at most half this distance, and the
-    # sum of 20 such errors has one of at most 2.3 times the distance. The bounds are six times the
+    # standard deviation of one random rounding error is at most half this distance, and that of a
+    # sum of 20 such errors is at most 2.3 times the distance. The bounds are six times the
     # distance.
     mix = mix_of(exchange, 8, sparse_optimizer("sgd", lr=0.1), row_dtype=dtype)
     check(ranks, mix, tolerance)

@@ -1,5 +1,5 @@
-"""Tests that a user's exchange, defined in two files, can be trained, explained, logged, measured,
-priced, and planned.
+"""Tests that a user's exchange, defined in two files, works in training, plans, logs, prices, and
+measurements.
 """
 
 import ast

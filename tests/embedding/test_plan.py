@@ -154,7 +154,7 @@ def test_initial_values_are_uniform_and_uncorrelated():
     assert abs(float(values.var()) - 1 / 3) < 0.005
     correlation = np.corrcoef(values.T.numpy()) - np.eye(8)
     assert np.abs(correlation).max() < 5 / 40_000**0.5
-    # For 32 equal bins, chi-squared with 31 degrees of freedom exceeds 70 for one seed in 1e4.
+    # For 32 equal bins (31 degrees of freedom), chi-squared exceeds 70 for one seed in 10,000.
     counts, _ = np.histogram(values.numpy(), bins=32, range=(-1, 1))
     expected = values.numel() / 32
     assert ((counts - expected) ** 2 / expected).sum() < 70

@@ -1,4 +1,4 @@
-"""Tests that the page of CUDA decisions lists the kernels' actual loads, stores, and bytes."""
+"""Tests that the page on CUDA decisions lists the kernels' actual loads, stores, and bytes."""
 
 import ast
 import re

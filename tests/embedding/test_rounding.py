@@ -53,7 +53,7 @@ def test_noise_depends_on_the_element_and_not_on_its_store():
 
 def test_noise_is_uniform_and_uncorrelated():
     noise = noise_of(40_000, 8).draw(ROWS, 8, 5).double()
-    # The limits are five standard errors: of the mean of 320,000 samples, and of a correlation of
+    # The limits are five standard errors of the mean of 320,000 samples and of the correlation of
     # 40,000 samples.
     assert abs(float(noise.mean()) - 32767.5) < 5 * 65536 / 12**0.5 / 320_000**0.5
     correlation = np.corrcoef(noise.T.numpy()) - np.eye(8)
@@ -99,9 +99,8 @@ def test_rows_are_rounded_equally_in_any_layout(ranks, dtype, name, rule):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float32_losses_differ_only_by_summation_order(ranks, name):
-    """A different summation order rounds about one weight in 1e5 to its other neighbor in bf16,
-    which is at most 5e-4 away for weights below 0.1. The mean of an output changes by less than
-    1e-5.
+    """In a different summation order, about one weight in 1e5 is rounded to its other neighbor in
+    bf16, at most 5e-4 away for weights below 0.1. The mean of an output changes by less than 1e-5.
     """
     wide, deep, changes = LAYOUTS[name]
     options = {"row_dtype": torch.bfloat16, "dtype": torch.float32}
@@ -120,8 +119,8 @@ def test_rounding_is_to_a_neighbor_and_unbiased(dtype):
     rounded = round_randomly(values, dtype, noise_of(40_000, 6).draw(ROWS, 6, 1)).float()
     step = values.abs().clamp(min=1e-30) * torch.finfo(dtype).eps
     assert ((rounded - values).abs() <= step).all()
-    # Each of the 40,000 samples is within one step of the dtype, so its standard deviation is at
-    # most half a step, and five standard errors of the mean are at most 0.0125 steps.
+    # Each of the 40,000 samples is one of two neighbors, a step of the dtype apart, so the standard
+    # deviation is at most half a step. Five standard errors of the mean are at most 0.0125 steps.
     assert ((rounded.mean(0) - values[0]).abs() <= 0.0125 * step[0]).all()
     assert (rounded[:, [0, 5]] == values[:, [0, 5]]).all()
 

@@ -107,7 +107,7 @@ def test_a_slow_server_does_not_bring_back_old_rows():
     released = threading.Event()
 
     class HeldServer(EmbeddingServer):
-        """Delays writes on the server that has a single row until ``released``."""
+        """Until ``released`` is set, delays writes if this server has a single row."""
 
         def _answer(self, sock, purpose):
             blocks = self._sessions[purpose.session].blocks

@@ -67,7 +67,7 @@ def test_device_numbers_give_equal_steps(rule):
     made = storages(RULES[rule], torch.float64)
     update_both(made)
     host, device = made
-    # A fused product and sum is rounded once instead of twice.
+    # A fused multiply-add rounds once instead of twice.
     torch.testing.assert_close(device.weights, host.weights, rtol=1e-13, atol=1e-13)
     for name, state in host.state.items():
         assert torch.equal(device.state[name], state)

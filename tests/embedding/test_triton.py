@@ -143,8 +143,8 @@ def compare(one, other, row_dtype=None):
     for key in one.state:
         torch.testing.assert_close(other.state[key], one.state[key], rtol=2e-5, atol=2e-5)
     if row_dtype is None:
-        # The learning rate, 0.1, also scales the error of the gradients, so weights need a smaller
-        # tolerance than the state.
+        # The learning rate, 0.1, also scales the error of the gradients, so a smaller tolerance
+        # is enough for weights than for the state.
         torch.testing.assert_close(other.weights, one.weights, rtol=2e-6, atol=6e-6)
         return
     # The last bit of a float32 value occasionally changes the rounding of a half-precision row.

@@ -294,7 +294,7 @@ def test_prices_count_distinct_ids_of_ranks_and_hosts():
     assert two.sent_bytes - two.network_bytes == pytest.approx(wanted / 2 * row_bytes, rel=1e-4)
     assert two.ms < flat.ms
     assert two.work_ms > flat.work_ms
-    # If links between hosts are as fast as links within a host, the additional work does not pay.
+    # If links between hosts are as fast as links within a host, the extra work does not pay off.
     flat, two = (price_plan(big_plan(s, HOSTS), batch, HOSTS) for s in ("S(0)", "(S(0), S(0))"))
     assert flat.ms < two.ms
 

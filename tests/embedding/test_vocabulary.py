@@ -32,7 +32,9 @@ def growth_of(
 
 
 def stream(seed: int, batches: int, size: int = 40) -> list[tuple[list[int], int]]:
-    """Return the addresses and samples of batches, with frequent and drifting keys."""
+    """Return the addresses and the number of samples of each batch. Some keys are frequent, and new
+    keys replace old ones.
+    """
     random = np.random.default_rng(seed)
     made: list[tuple[list[int], int]] = []
     for batch in range(batches):

@@ -1,5 +1,6 @@
-"""Implements the rules of growing tables in plain Python, with dicts of all keys and sorted
-decisions."""
+"""Implements the rules of growing tables in plain Python, with dicts of all keys, which are
+admitted in sorted order.
+"""
 
 from dataclasses import dataclass, field
 

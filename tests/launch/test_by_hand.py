@@ -1,4 +1,4 @@
-"""Tests ranks started without torchrun, and the parts of launch that need no process."""
+"""Tests ranks started without torchrun, and parts of the launcher that need no other process."""
 
 import os
 import re

@@ -117,8 +117,8 @@ def test_a_message_of_one_element(sharing):
 
 
 def drop_messages(world: World) -> bool:
-    """Every second message is dropped without a wait, as are messages of batches that are not used
-    for training.
+    """Drop every second message without waiting for it, as happens to messages of batches that are
+    not used for training.
     """
     link, peer = world.link([0, 1], "dropped"), 1 - world.rank
     for number in range(3000):

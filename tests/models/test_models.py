@@ -93,8 +93,7 @@ def check_tables(results, twin):
         np.testing.assert_allclose(weights, wanted, rtol=0, atol=1e-9, err_msg=table)
 
 
-# On more than two ranks a step mostly waits for cores, so the full-length test is marked slow
-# there.
+# With more than two ranks, steps mostly wait for cores, so these full-length tests are marked slow.
 LENGTHS = [FEW, pytest.param(STEPS, marks=pytest.mark.slow)]
 
 

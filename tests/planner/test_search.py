@@ -147,7 +147,7 @@ def test_no_plan_is_faster_than_the_bound():
 
 
 def test_no_plan_is_faster_than_the_bound_if_keys_depend_on_ranks():
-    """Tables on different sets of ranks pay for different keys, and the bound counts the sets."""
+    """Tables on different sets of ranks need different keys; the bound accounts for all sets."""
     for seed in range(2):
         problem = make_problem(4, 4, seed=seed, slack=9.0)
         options = tuple(
@@ -227,8 +227,8 @@ def test_the_bound_counts_a_table_larger_than_the_share_of_a_rank():
 
 
 def test_the_bound_leaves_out_options_that_no_better_plan_has():
-    """Storing the heavy table whole increases the mean least, but its rank would then be slower
-    than the best plan.
+    """Storing the heavy table whole increases the mean load the least, but a rank with the whole
+    table is slower than the best plan.
     """
     problem = with_heavy_table(make_problem(12, 4, seed=9, slack=9.0), 3.0)
     result = search(problem, insertions=SMALL)

@@ -1,10 +1,10 @@
 """Rehearses CUDA graphs on the simulated device: what a captured region may contain, and replays.
 
 During a capture, ops run only to determine shapes, and their effects are then undone: existing
-memory is restored, and memory allocated inside has no contents until the first replay. A replay
-runs the same ops on the same memory. During a capture, the following are rejected: host waits,
-copies from or to the host, collectives, waits for outside work, and generators that are reseeded or
-unknown to the graph. A replay is rejected if some of its memory has been freed.
+memory is restored, and memory allocated in the capture has no contents before the first replay. A
+replay runs the same ops on the same memory. During a capture, the following are rejected: host
+waits, copies from or to the host, collectives, waits for outside work, and generators that are
+reseeded or unknown to the graph. A replay is rejected if some of its memory has been freed.
 """
 
 import threading

@@ -31,7 +31,7 @@ _NUM_FRAMES = 3
 
 
 class Entry(NamedTuple):
-    """One event; ``where`` contains the innermost lines of the project, callee first."""
+    """One event; ``where`` contains the innermost calls in the project's code, callee first."""
 
     kind: str
     what: str
@@ -115,7 +115,7 @@ def _opened() -> list[Journal]:
 
 
 def where() -> str:
-    """Return the innermost lines of the project in the current stack."""
+    """Return the file and line of the stack's innermost calls in the project's code."""
     found: list[str] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < _NUM_FRAMES:

@@ -246,7 +246,7 @@ def _move(func: Any, source: Tensor, kwargs: dict[str, Any], *, to_device: bool)
     if to_device:
         _note_upload(source, non_blocking)
         return Rehearsed(out)
-    # The target is not pinned, so after a non-blocking copy, the host cannot know when it can read.
+    # The target is not pinned, so the host could not know when a non-blocking copy has finished.
     if non_blocking:
         raise RefusedError("an asynchronous copy to the host; use pinned memory")
     wait("copy to the host")

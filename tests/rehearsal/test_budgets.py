@@ -95,8 +95,8 @@ def test_step_stays_within_its_budget(rehearsed_ranks, budget, sparse):
     check(rehearsed_ranks(ranks, second_step, config, 1), BUDGETS[budget])
 
 
-# Number of additional ops, by scheme: they move rows into buffers, on the id stream and around the
-# transfers.
+# Number of additional ops by scheme. They move rows into and out of buffers, in the id stream and
+# before and after the transfers.
 LAID_OUT = {"3": 80, "dp": 110}
 
 

@@ -34,7 +34,7 @@ NCCL_DTYPES = frozenset(
 
 
 class Work:
-    """A collective in flight; as in NCCL, its ``wait`` orders the stream and not the host."""
+    """A collective in flight; as in NCCL, ``wait`` makes the stream wait, not the host."""
 
     def __init__(self, works: Sequence[dist.Work], flight: InFlight, ends: streams.Seen) -> None:
         self._works, self._flight, self._ends = works, flight, ends
@@ -107,7 +107,7 @@ def rehearsed_pairs(real: Callable[..., Any]) -> Callable[..., Any]:
 def _fly(
     name: str, sent: Sequence[Any], received: Sequence[Any], group: Any
 ) -> tuple[InFlight, streams.Seen]:
-    """Start a transfer on the group's NCCL stream; return its work object."""
+    """Start a transfer on the group's NCCL stream; return it and the work done once it ends."""
     stream = streams.nccl_stream("of all ranks" if group is None else group.group_name)
     stream.join(streams.current().sees)
     stream.tick()

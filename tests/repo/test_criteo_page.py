@@ -65,7 +65,7 @@ def test_the_estimates_follow_from_the_rates():
         assert float(peak) == pytest.approx(disk[0], rel=0.03)
         assert float(end) == pytest.approx(disk[1], rel=0.01)
         assert train[0] == f"{trained / RATE / seconds:.0f} {name}"
-    # deep and wide columns, plus one number of optimizer state for each row
+    # 16 deep columns and 1 wide column; one number of optimizer state per deep row and wide row
     weights, states = MLPERF_ROWS * 17 * 4, MLPERF_ROWS * 2 * 4
     assert cells("`train`, 1 epoch")[1][1] == f"{(weights + states) / 1e9:.1f} GB of tables"
     assert f"{MLPERF_ROWS * 128 * 4 / 1e9:.1f} GB of weights" in TEXT

@@ -142,7 +142,7 @@ def _held(job):
 
 
 def _sent(values):
-    """Return a tensor's bits and dtype, because numpy has no bfloat16 to send between processes."""
+    """Return the values as a numpy array that can be sent; bfloat16 becomes its bits, as int16."""
     own = values.detach().clone()
     return own.view(torch.int16).numpy() if own.dtype == torch.bfloat16 else own.numpy()
 

@@ -87,7 +87,7 @@ def scores_of(trainer, loader) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def run(_cpu_ranks, folder) -> Path:
-    """Return a run folder with one checkpoint; test.npy contains the scores of its evaluation."""
+    """Return a run folder with one checkpoint, and its evaluation in scores.npy and labels.npy."""
     ((scores, labels),) = _cpu_ranks(1, _train, folder, folder / "run")
     np.save(folder / "run" / "scores.npy", scores)
     np.save(folder / "run" / "labels.npy", labels)
@@ -260,7 +260,7 @@ def test_predictions_of_several_ranks_equal_their_evaluation_bit_for_bit(
 
 
 def _slow(world: World, kind: str):
-    """Makes rank 0 take longer for a batch than the interval between reports."""
+    """Make rank 0 work for longer than the interval at which ranks exchange messages."""
 
     def work():
         time.sleep(0.4)

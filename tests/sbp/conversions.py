@@ -242,13 +242,13 @@ def convert_all(world, src_ranks, dst_ranks, values, shapes, dtype_names, expect
 
 
 def one_axis(dims, partial=True):
-    """Return S for each of ``dims``, B and P, as 1-D layouts."""
+    """Return the 1-D layouts: S for each of ``dims``, B, and, if ``partial``, P."""
     values = [(Split(dim),) for dim in dims] + [(Broadcast(),)]
     return values + ([(Partial(),)] if partial else [])
 
 
-# The collectives on gloo between two layouts on one placement of several ranks. The table is
-# written by hand: it informs readers and must hold after any change to the planner.
+# The collectives that gloo runs to convert between two layouts on the same placement of several
+# ranks. The table is written by hand, for readers; no change to the planner may change it.
 NONE, GATHER, EXCHANGE, REDUCE = [], ["all_gather"], ["all_to_all"], ["all_reduce"]
 SAME_PLACEMENT = {
     ("S", "S"): NONE,

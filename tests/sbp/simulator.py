@@ -61,7 +61,7 @@ class Lender:
 
 
 def _sizes(program, group, sent):
-    """Return the elements that an all-to-all receives and sends, by rank of the group."""
+    """Return how many elements an all-to-all receives and sends, by rank of the group."""
     if program.sizes is None:
         return [[sent.numel() // len(group)] * len(group)] * 2
     return program.sizes

@@ -60,7 +60,7 @@ def _parameters(lay, layouts):
 
 
 def _layer(boxing, device):
-    """Return a global float64 tensor from values that are known on every rank."""
+    """Return a function that makes a global tensor from values known on every rank."""
     line = Placement.line(PLACED[device.type], boxing.world.size)
 
     def lay(value, sbp):

@@ -51,7 +51,7 @@ def _dots(x):
 
 
 def _cross(x, *weights):
-    """Apply one cross layer with tensors w, b or v, w, b."""
+    """Apply one cross layer with the tensors (w, b) or (v, w, b)."""
     *lower, upper, bias = weights
     entering = x @ lower[0].T if lower else x
     return x * (entering @ upper.T + bias) + x
@@ -443,7 +443,7 @@ def _dropped(world, nd_sbp, seed):
     x = GlobalTensor.from_full(torch.ones(64, 32), layout, boxing).requires_grad_()
     kept = ops.dropout(x, 0.25, seed)
     kept.part.sum().backward()
-    assert torch.equal(x.part.grad, kept.part)  # the gradient of ones is the same mask and factor
+    assert torch.equal(x.part.grad, kept.part)  # gradients of 1 get the mask and factor of x
     again = ops.dropout(x, 0.25, seed)
     assert torch.equal(kept.part, again.part)
     assert ops.dropout(x, 0.25, seed, training=False) is x

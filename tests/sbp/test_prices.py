@@ -40,8 +40,8 @@ def _kind(sbp):
 
 
 def same_devices(a, b, p):
-    """Return OneFlow's table for one placement, in units of the tensor's bytes
-    (sbp_infer_util.cpp).
+    """Return the cost of a -> b on one placement in OneFlow's table (sbp_infer_util.cpp), in units
+    of the tensor's bytes.
     """
     if a == b:
         return 0
@@ -51,8 +51,8 @@ def same_devices(a, b, p):
 
 
 def other_devices(a, b, p1, p2):
-    """Return the table for conversions from p1 ranks to p2 other ranks, in units of the tensor's
-    bytes: B -> B costs p2, and B -> P and S -> P cost 1.
+    """Return the cost of a -> b from p1 ranks to p2 other ranks, in units of the tensor's bytes;
+    for example, B -> B costs p2, and B -> P and S -> P cost 1.
     """
     cost = 1 + (p2 - 1) * (_kind(b) == "B") + (p1 - 1) * (_kind(a) == "P")
     return p1 if _kind(a) == _kind(b) == "P" else cost

@@ -121,8 +121,8 @@ def test_plans_are_chains_whose_bytes_add_up(case):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(case=cases(6))
 def test_closed_form_bytes_equal_the_sum_over_transfers(case):
-    """A plan must send exactly the bytes of the transfers between ranks, and none if there are
-    none.
+    """The closed form must equal the sum over transfers between ranks, and a plan must send bytes
+    only if there are such transfers.
     """
     src, dst, shape, dtype = case
     expected = dict.fromkeys(range(6), 0)

@@ -139,7 +139,8 @@ def crowded_keys() -> list[int]:
 def drifting_rows(num_rows: int, seed: int = 0) -> list[dict[str, object]]:
     """Return ``good_rows`` whose shops and cities come and go; some occur only once.
 
-    Later shops take over the rows of earlier ones. Cities are missing only in later rows.
+    Recurring shops have keys in a single bucket, so later shops take over the table rows of earlier
+    ones. Cities are missing only in the last rows.
     """
     rows, shops = good_rows(num_rows, seed), crowded_keys()
     for number, row in enumerate(rows):

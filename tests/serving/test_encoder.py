@@ -80,7 +80,7 @@ def batch_of(manifest, split):
 
 
 def ids_of(field, values, growing):
-    """Return the ids of a bundle for the ids or keys of a prepared set."""
+    """Return the ids that a bundle gives to the ids or keys of a prepared set."""
     if not field.keyed:
         return values.tolist()
     keys = growing[field.name].read().tolist()

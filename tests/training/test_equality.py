@@ -29,8 +29,7 @@ from tests.training.wdl_case import (
 
 SCHEMES = ["dp", "1", "2", "3"]
 STEPS, FEW = 100, 25
-# On more than two ranks a step mostly waits for cores, so the full-length test is marked slow
-# there.
+# With more than two ranks, steps mostly wait for cores, so these full-length tests are marked slow.
 LENGTHS = [FEW, pytest.param(STEPS, marks=pytest.mark.slow)]
 
 
@@ -201,8 +200,8 @@ def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
 
 @pytest.mark.parametrize(("sparse", "scheme"), diagonal(list(SPARSE), list(SCHEMES)))
 def test_schemes_agree_in_float32_over_ten_steps(ranks, scheme, sparse):
-    # With d = 8, FBGEMM runs all supported rules; a different order of sums changes results by 1e-7
-    # per step.
+    # With d = 8, FBGEMM runs the rules that it supports; a different order of sums changes results
+    # by 1e-7 per step.
     config = make_config(scheme, sparse, dtype="float32", dim=8)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
     (single,) = ranks(1, train, alone, 10)

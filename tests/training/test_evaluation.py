@@ -109,7 +109,8 @@ def test_a_histogram_is_within_its_error_bound_and_has_the_exact_sums(monkeypatc
 
 
 def test_the_error_bound_is_tight():
-    # In one bin of 3 positives and 2 negatives, the error is 0.5 if all pairs have the same order.
+    # With 3 positives and 2 negatives in a single bin, the AUC is given as 0.5, but it is 0 or 1 if
+    # all pairs have the same order.
     assert auc_of_counts([3], [2]) == (0.5, 0.5)
     assert auc_of_counts([0, 4], [5, 0]) == (1.0, 0.0)
     area, bound = auc_of_counts([1, 2], [3, 1])

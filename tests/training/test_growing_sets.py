@@ -316,6 +316,6 @@ def test_keys_leave_by_the_event_time_of_the_rows(tmp_path, timed):
     assert start(tmp_path, tmp_path / "set", "run") == 0
     last = steps_of(tmp_path / "run")[-1]
     assert last["step"] == 1080
-    # At step s, (2 s - 500) / 3 users are idle, and the step evicts those among 1/1,024 of all
-    # keys. Over all steps, these are 224 users on average.
+    # At step s, (2 s - 500) / 3 users are idle. Each step looks at 1/1,024 of all keys and evicts
+    # the idle ones: on average, 224 users over all steps.
     assert 150 < last["growth.user.evicted"] < 300

@@ -49,7 +49,7 @@ def run(synth_set, folder, *more):
 
 
 def interrupt(monkeypatch, step):
-    """Raise before step ``at``, so that steps since the last checkpoint are lost."""
+    """Raise after ``step`` steps, so that steps since the last checkpoint are lost."""
     real = Trainer.step
 
     def until(self, batches):

@@ -152,7 +152,7 @@ def run(world: World, config: Config, train: TrainConfig) -> dict[str, Any]:
 
 
 def test_a_run_stops_early_on_all_ranks(ranks):
-    """No AUC improves by 1, so the run ends two evaluations after the first one."""
+    """The logloss never improves by 1, so the run ends two evaluations after the first one."""
     stop = StopConfig(metric="logloss", patience=2, min_delta=1.0)
     train = TrainConfig(epochs=3, eval_every=5, log_every=5, stop=stop)
     for scheme in ("1", "3"):

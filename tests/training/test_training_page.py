@@ -1,5 +1,5 @@
-"""Tests that the settings in docs/training.md are valid, and that its tracker program runs as
-printed.
+"""Tests that the settings in docs/training.md are valid, and that the page's tracker program runs
+as printed.
 """
 
 import json

@@ -18,8 +18,8 @@ from sbpflow.embedding.plan.table_batch import FeatureLookup, TableBatch, column
 from sbpflow.embedding.storage.lookup import Lookup
 
 _NO_WEIGHTS = torch.empty(0)
-# With this many boundaries between row parts or more, a binary search is faster than comparing with
-# every boundary.
+# With at least this many boundaries between row parts, a binary search is faster than a comparison
+# with every boundary.
 _MOST_COMPARED = 8
 
 
@@ -243,8 +243,10 @@ class OwnerAddresses:
         parts = _row_parts(stack, dict(zip(ranks, self.bases, strict=True)))
         most = max(len(table_parts) for table_parts in parts.values())
         last = torch.iinfo(address_dtype).max
-        firsts: list[list[int]] = []  # For each use: the first row of every part but the first.
-        steps: list[list[int]] = []  # For each use: the change in shift at each of these rows.
+        # By feature lookup: the first row of every part but the first, and the change in shift at
+        # each of these rows.
+        firsts: list[list[int]] = []
+        steps: list[list[int]] = []
         shifts: list[int] = []
         for use in stack.uses:
             table_parts = parts[use.table.name]

@@ -9,8 +9,8 @@ import torch
 
 from sbpflow.runtime.compute.compiled import Array, compiled
 
-# With this many boundaries between row parts or more, a binary search is faster than comparing with
-# every boundary.
+# With at least this many boundaries between row parts, a binary search is faster than a comparison
+# with every boundary.
 _MOST_COMPARED = 32
 
 

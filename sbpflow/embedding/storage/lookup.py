@@ -30,8 +30,8 @@ class Lookup:
         self.placed: Tensor | None = None
         self.graph: Tensor | None = None  # output of TBE, whose backward is the fused update
         self.num_unique: int | None = None
-        # If ``addresses`` is known to consist of ascending lists of unique addresses, the lengths
-        # of these lists.
+        # The lengths of the lists in ``addresses``, if it is known to consist of lists of ascending
+        # unique addresses.
         self.ascending: tuple[int, ...] | None = None
         self._sorted: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self._runs: SortedSegments | None = None

@@ -41,7 +41,7 @@ from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, rea
 
 LOG = logging.getLogger(__name__)
 
-# The default kernel is replaced only if another kernel saves more than this share of its time.
+# Another kernel replaces the default kernel only if it saves more than this share of the time.
 BAND = 0.05
 MOST_ELEMENTS = 1 << 25  # Maximum size of the benchmark's table.
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1

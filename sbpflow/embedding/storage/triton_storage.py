@@ -111,8 +111,8 @@ class TritonStorage(TorchStorage):
         )
         squares = grads
         if self._sum_over_columns is not None:
-            # Ranks that share rows must also sum their squares, so sum the gradients in a separate
-            # launch first.
+            # Ranks that share rows must also add up the squares of their gradients, so a separate
+            # launch sums the gradients first.
             sums = grads.new_empty(count, width, dtype=torch.float32)
             _launch.sum_runs[grid](
                 **where, grads=grads, partial=partial, out=sums, n=count, width=width, **flags

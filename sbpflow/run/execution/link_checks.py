@@ -26,8 +26,8 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # Numbers of float32 values: 4 KiB
 _ENOUGH_S = 0.02
 _REPEATS = 3
 _SLOW = 0.5  # Share of the median rate below which a link or host is slow.
-# A host's latency is high if it exceeds the usual latency by both ``_LATE`` (a factor) and
-# ``_LATE_S``.
+# A host's latency is high if it exceeds ``_LATE`` times the usual latency, and also the usual
+# latency plus ``_LATE_S``.
 _LATE, _LATE_S = 3.0, 1e-3
 _SENDS, _RECEIVES = 0, 1  # The place of a host in a pair.
 _DIRECTIONS: Mapping[tuple[int, ...], str] = {

@@ -131,10 +131,10 @@ class PlainModel(nn.Module):
             vectors = rows(self._rows(name, values, table.num_rows))
             if weights:
                 vectors = vectors * weights[0].to(self._dtype).unsqueeze(1)
-            # ``sample`` is the sample of each value. ``repeat_interleave`` would be simpler, but
-            # the size of its result depends on the data, which ``torch.export`` does not support
-            # well. With ``to``, ``torch.export`` would hard-code the argument's type; ``cumsum``
-            # accepts any integer type.
+            # ``sample`` is the index of each value's sample. ``repeat_interleave`` would be
+            # simpler, but the size of its result depends on the data, which ``torch.export`` does
+            # not support well. With ``to``, ``torch.export`` would hard-code the argument's type;
+            # ``cumsum`` accepts any integer type.
             ends = torch.cumsum(lengths, 0, dtype=torch.int64)
             places = torch.arange(values.shape[0], device=values.device)
             sample = torch.searchsorted(ends, places, right=True)

@@ -15,9 +15,8 @@ from sbpflow.runtime.ranks.topology import Topology
 from sbpflow.training.step_schedule import EARLY_LOOKAHEAD
 
 KEY, LATE_KEY = "train.early_rows", "train.late_gradients"
-# Costs of the flags and of the second transfer. Early rows cannot hide the time that a rank spends
-# on its own copies, only the additional time of a slower link; two ranks on one host exchange data
-# at 2 GB/s.
+# Costs of the flags and the second transfer, per exchange and per row, and the rate at which two
+# ranks on one host exchange data. At that rate, ranks only copy, so early rows would hide nothing.
 CALLS_MS, ROW_NS, COPY_GB_PER_S = 0.5, 150.0, 2.0
 
 

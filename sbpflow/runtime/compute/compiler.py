@@ -43,7 +43,7 @@ def keep_compiled_privately() -> None:
     compiling anything.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # Loading torch's tracer sets the variable to its default, possibly before this call.
+    # If torch's tracer is already loaded, it may have set the variable to torch's default.
     shared = Path(tempfile.gettempdir()).absolute()
     if given is not None and (
         Path(given).parent != shared or not Path(given).name.startswith("torchinductor_")

@@ -148,7 +148,7 @@ class RemotePath:
         names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
         info = self.info()
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)
-        if isinstance(value, datetime):  # a listing may contain the same value as a number
+        if isinstance(value, datetime):  # in a listing, this time may be a number
             value = value.timestamp()
         if isinstance(value, str):  # some servers quote the ETag in only one kind of response
             return value.strip('"')

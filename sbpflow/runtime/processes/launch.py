@@ -261,7 +261,7 @@ class _Exits:
         self._end(reason, code)
 
     def _end(self, reason: Reason, code: int) -> NoReturn:
-        with self._lock:  # this lock is never released, because the process exits inside
+        with self._lock:  # never released, because the process exits while it holds the lock
             if self.meeting is not None:
                 self.meeting.leave(reason)
             elif reason.text:
