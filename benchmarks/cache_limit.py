@@ -53,7 +53,9 @@ def measure(results: Results, disk: Path | None) -> None:
         rows = sum(field.rows for field in load_manifest(base / "set").sparse)
         size = rows * ROW_BYTES
         if size < 4 * LIMIT:
-            raise SystemExit(f"{size} bytes are less than four times the limit of {LIMIT}")
+            raise SystemExit(
+                f"the rows take {size} bytes, less than four times the limit of {LIMIT}"
+            )
         storage = '{"deep.*": {kind: file, cache: 1%}}'
         start = time.perf_counter()
         codes, text = _train(base / "set", base / "cached", f"parallel.storage={storage}")

@@ -322,7 +322,7 @@ def _disk_space(args: argparse.Namespace, number: int) -> str:
     if not isinstance(output, Path) or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
     folder = next((path for path in (output, *output.parents) if path.is_dir()), Path())
-    free = f"{_size(shutil.disk_usage(folder).free)} are free in {folder}"
+    free = f"{_size(shutil.disk_usage(folder).free)} is free in {folder}"
     if not (inputs := getattr(args, "input", None)):
         return f"; {free}"
     files = [f for path in inputs for f in ([path] if path.is_file() else path.iterdir())]

@@ -263,7 +263,7 @@ class Schema:
         fields = (*self.sparse, *(column.name for column in self.buckets))
         if invalid := [name for name in fields if not FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
-                f"{key}: sparse column {invalid[0]!r}: a name is used in file names and "
+                f"{key}: sparse column {invalid[0]!r}: the name appears in file names and "
                 f"options, so it {NAME_RULE}; rename the column in the table"
             )
         if patterns := [name for name in used if PATTERN.fullmatch(name)]:
@@ -312,7 +312,10 @@ class Schema:
                     "missing values; remove missing: indicator"
                 )
             if column.indicator and f"{column.name}_missing" in self.used:
-                raise ConfigError(f"{key}: '{column.name}_missing' is another column; rename it")
+                raise ConfigError(
+                    f"{key}: missing: indicator of {column.name} needs the name "
+                    f"'{column.name}_missing', which another column has; rename that column"
+                )
 
     def _check_list_column(self, key: str, column: ListColumn) -> None:
         separator, inline = column.separator, column.inline
