@@ -53,8 +53,8 @@ def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         f"  {entry['table']} has {entry['new_values']:,} new values: {entry['in_spare_ids']:,} in "
         f"spare rows and {entry['behind_the_old']:,} in rows after the old ones; its rows are "
-        f"split into {entry['parts']} parts, of which the busiest has {entry['max_over_mean']:.2f} times "
-        "the mean load"
+        f"split into {entry['parts']} parts, of which the busiest has "
+        f"{entry['max_over_mean']:.2f} times the mean load"
         for entry in entries
     ]
     return "\n".join(["grown vocabularies:", *lines]) if lines else ""

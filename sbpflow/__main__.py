@@ -49,7 +49,7 @@ _WITH_HELP: dict[str, tuple[str, Command]] = {
     "explain": ("show layouts, memory, and transfers of a run", _own("explain")),
     "calibrate": ("measure this machine for the planner", _of_planner("calibrate")),
     "plan": ("choose layouts for the tables", _of_planner("plan")),
-    "compare": ("price the plans of all planners", _of_planner("compare")),
+    "compare": ("compare the plans of all planners", _of_planner("compare")),
     "measure": ("time plans one after another", _of_planner("measure")),
     "clusters": ("predict the step time on other machines", _of_planner("clusters")),
     "explain-plan": ("show the costs of a plan", _of_planner("explain")),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def _arguments(argv: Sequence[str]) -> Namespace:
     parser = ArgumentParser(
         prog="sbpflow export",
-        description="Write a trained model as a bundle, which scores raw rows with only torch.",
+        description="Write a trained model as a bundle, which needs only torch to score raw rows.",
     )
     add_model(parser, required=False)
     add = parser.add_argument

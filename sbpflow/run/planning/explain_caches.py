@@ -71,7 +71,7 @@ def _forecast_line(cache: Mapping[str, Any], name: str) -> str:
     return (
         f"rank {cache['rank']}, {name}: a batch has {rows['unique']:,.0f} distinct rows; "
         f"{rows['fetched']:,.0f} of them are fetched, of which {rows['read']:,.0f} are read from "
-        f"storage ({read}); {rows['written']:,.0f} rows are written ({written}); for each batch "
+        f"storage ({read}); {rows['written']:,.0f} rows are written ({written}); at one batch "
         f"per second, {_rates(cache)}"
     )
 
