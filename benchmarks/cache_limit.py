@@ -66,7 +66,8 @@ def measure(results: Results, disk: Path | None) -> None:
         found = re.search(r"[^\n]*[\d.]+ [GM]i?B[^\n]*", text)
         if not any(refused) or found is None:
             raise SystemExit(
-                f"the run without a store ended with exit codes {refused}:\n{text[-3000:]}"
+                "the run without a store did not fail with a message about memory: exit codes "
+                f"{refused}:\n{text[-3000:]}"
             )
     results.add(
         ranks=RANKS, limit_bytes=LIMIT, rows=rows, model_bytes=size, times_the_limit=size / LIMIT,

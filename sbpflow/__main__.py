@@ -43,8 +43,8 @@ _WITH_HELP: dict[str, tuple[str, Command]] = {
     "prepare": ("turn tables into a set for training", _of_data("prepare")),
     "encode": ("encode new rows with the ids of a set", _of_data("encode")),
     "synth": ("generate a table or a set", _of_data("synth")),
-    "stats": ("show statistics and problems of a set", _of_data("stats")),
-    "verify": ("verify the checksums of a set", _of_data("verify")),
+    "stats": ("show the statistics and problems of a set", _of_data("stats")),
+    "verify": ("check every file and value of a set", _of_data("verify")),
     "train": ("train a model on one or more ranks", _own("train")),
     "explain": ("show layouts, memory, and transfers of a run", _own("explain")),
     "calibrate": ("measure this machine for the planner", _of_planner("calibrate")),
@@ -59,7 +59,7 @@ _WITH_HELP: dict[str, tuple[str, Command]] = {
     "serve": ("answer requests with exported models", _own("serve")),
     "embeddings": ("write the vectors of a table", _own("embeddings")),
     "checkpoint": ("list, verify, compare, rewrite, and remove checkpoints", _own("checkpoint")),
-    "report": ("write a page about a run", _own("report")),
+    "report": ("write a page that compares runs", _own("report")),
     "doctor": ("check this installation", _own("doctor")),
 }
 """The subcommands, each with its line of help"""

@@ -114,7 +114,7 @@ class LabelRule:
 
     def __str__(self) -> str:
         shown = self.values if self.numbers else [repr(value) for value in self.values]
-        return f"{'is' if self.compare == 'in' else self.compare} {' or '.join(shown)}"
+        return f"{'is' if self.compare == 'in' else f'is {self.compare}'} {' or '.join(shown)}"
 
 
 def comparison(text: str) -> LabelRule | None:

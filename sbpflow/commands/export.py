@@ -42,7 +42,9 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         "run's set)"
     )
     add("--score", type=any_path, metavar="SET", help=text)
-    add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
+    add(
+        "--split", default="test", choices=("train", "val", "test"), help="split of the --score set"
+    )
     text = (
         "also write model.pt2, the whole model for torch.export.load; needs 3x the model's memory"
     )

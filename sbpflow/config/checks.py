@@ -35,8 +35,9 @@ def check(
     parallel = config.parallel
     if config.data.batch_size < world_size:
         raise ConfigError(
-            f"data.batch_size: {config.data.batch_size} is less than the {world_size} ranks, so "
-            f"some ranks would get no rows; use, for example, data.batch_size: {world_size}"
+            f"data.batch_size: {config.data.batch_size} is less than the number of ranks, "
+            f"{world_size}, so some ranks would get no rows; use, for example, "
+            f"data.batch_size: {world_size}"
         )
     for key, value, reason in (
         ("tf32", parallel.tf32, "which has no TF32"),

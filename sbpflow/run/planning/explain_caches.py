@@ -61,7 +61,7 @@ def cache_lines(caches: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(_forecast_line(cache, name))
     on_servers = sum(cache["outside_bytes"] for cache in caches if cache["kind"] == "servers")
     if on_servers:
-        lines.append(f"embedding servers: {format_size(on_servers)} in all, in equal shares")
+        lines.append(f"embedding servers: {format_size(on_servers)} in total, divided equally")
     return ["", *columns(rows), *lines]
 
 
