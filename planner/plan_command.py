@@ -148,7 +148,7 @@ def _cost(args: Namespace) -> TaskCost:
     tables = read_tables(args.tables)
     if measure and set(tables.laws) != {table.name for table in tables.tables}:
         raise ConfigError(
-            "--measure samples ids from each table's zipf, but some tables have none; give every "
+            "--measure samples ids by each table's key zipf, which some tables lack; give every "
             'table "zipf": {"s": .., "q": ..}, or omit --measure'
         )
     profile, limit = profile_of(args.profile), memory_of(args.profile)

@@ -141,7 +141,7 @@ def traffic_lines(expected: Mapping[str, int]) -> list[str]:
     texts = [f"{format_size(size)} {where}" for where, size in expected.items() if size]
     if not texts:
         return []
-    return [f"expected from the id frequencies: a rank sends {' and '.join(texts)} for tables"]
+    return [f"expected table traffic per step, from id frequencies: {' and '.join(texts)} per rank"]
 
 
 def _costs(plan: RunPlan, fields: Fields) -> dict[str, float]:

@@ -193,7 +193,9 @@ def open_store(serves: bool) -> TimedStore:
 
     try:
         # The constructor ignores its timeout if the listener is not a TCPStore.
-        store = within(left_s, serve_or_join, "the listener there is not a rank of this run")
+        store = within(
+            left_s, serve_or_join, "the process listening there is not a rank of this run"
+        )
     except RuntimeError as error:  # includes torch's DistNetworkError
         raise no_store(host, port, serves, error) from error
     return TimedStore(store, f"{host}:{port}")
