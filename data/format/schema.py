@@ -27,7 +27,7 @@ FIELD_NAME = re.compile(r"(?=.{1,100}$)\w[^\x00-\x1f\x7f/\\*?\[\]=,\"'`]*")
 """The allowed form of field names, which are used in file names, options, and patterns"""
 NAME_RULE = (
     "must start with a letter, digit or '_', must not contain any of / \\ * ? [ ] = , \" ' `, and "
-    "may have up to 100 characters"
+    "must have at most 100 characters"
 )
 PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 KINDS: tuple[Kind, ...] = ("hex", "string", "integer")

@@ -414,7 +414,7 @@ def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, ol
         ),
         ('"%d/%m/%Y"', "day", 'must be one of date, integer, "%d/%m/%Y"'),
         ("note vendeur", "note, vendeur", "must not contain any of / "),
-        ("note vendeur", "n" * 101, "may have up to 100 characters"),
+        ("note vendeur", "n" * 101, "must have at most 100 characters"),
     ],
 )
 def test_options_of_custom_tables_are_checked(tmp_path, old, new, message):
