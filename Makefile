@@ -9,20 +9,21 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help demo docs test tests-together test-slow test-plain test-versions lint bench gpu clean
 help:
-	@echo "make demo   generated data, $(RANKS) ranks, test AUC and the best possible AUC"
+	@echo "make demo   training on generated data, $(RANKS) ranks; prints test AUC and best possible AUC"
 	@echo "make docs   the documentation site -> site/index.html"
 	@echo "make test   lint, types, all tests except the slow ones"
 	@echo "make test-slow  the slow tests: lost machines, killed runs, MLflow, Ray, Dask, Slurm, long comparisons, make docs"
-	@echo "make test-plain  the tests without FBGEMM, DALI and numba"
+	@echo "make test-plain  the tests without FBGEMM, DALI, and numba"
 	@echo "make test-versions  the tests on the newest available Python, and on 3.12 with torch 2.11"
 	@echo "make lint   the static checks of make test: format, style, types"
-	@echo "make bench  benchmarks for the CPU that take minutes -> benchmarks/results/"
+	@echo "make bench  CPU benchmarks, which take minutes -> benchmarks/results/"
 	@echo "make gpu    tests and benchmarks that need a GPU, with the installed PYTHON=$(PYTHON)"
 
 .venv/.stamp: pyproject.toml .ci/setup
 	@.ci/setup
 
-# Python saves compiled modules even if the environment forbids it: the tests start many processes.
+# Let Python save compiled modules even if the environment forbids it, because the tests start many
+# processes, which would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
 # Four tests at a time, because many of them mostly wait. worksteal keeps the tests of a file on one
 # worker, so their shared fixtures are set up once.
@@ -52,7 +53,7 @@ test-slow: .venv/.stamp .venv/bin/rclone .venv-mlflow/.stamp .venv-engines/.stam
 .venv-engines/.stamp: pyproject.toml .ci/setup
 	@PLAIN=1 EXTRAS=dev,ray,dask VENV=.venv-engines .ci/setup
 
-# With the torch kernel and memory maps only, as on platforms without the other packages' wheels.
+# Uses only the torch kernel and memory maps, as on platforms without the other packages' wheels.
 test-plain: .venv-plain/.stamp
 	.venv-plain/bin/python $(PYTEST)
 	.venv-plain/bin/python $(ALONE)
@@ -60,7 +61,7 @@ test-plain: .venv-plain/.stamp
 .venv-plain/.stamp: pyproject.toml .ci/setup
 	@PLAIN=1 VENV=.venv-plain .ci/setup
 
-# Each in its own virtual environment, .venv-*.
+# Each configuration has its own virtual environment, .venv-*.
 test-versions:
 	.ci/test_versions
 
@@ -79,8 +80,8 @@ demo: .venv/.stamp .demo/data/manifest.json
 .demo/data/manifest.json: | .venv/.stamp
 	$(BIN)/sbpflow synth --rows $(DEMO_ROWS) --vocab-scale 0.002 --output .demo/data
 
-# A broken link or reference is an error. So is a script, style or font from another host: the site
-# works without network, the search included.
+# A broken link or reference is an error. So is a script, style, or font from another host, because
+# the site, including its search, must work without a network.
 docs: .venv-docs/.stamp
 	rm -rf site
 	.venv-docs/bin/python -m sphinx --fail-on-warning --keep-going --quiet docs site
@@ -89,7 +90,7 @@ docs: .venv-docs/.stamp
 .venv-docs/.stamp: pyproject.toml .ci/setup
 	@PLAIN=1 EXTRAS=docs VENV=.venv-docs .ci/setup
 
-# Benchmarks with their arguments; cpu_criteo needs genuine rows, in SBPFLOW_CRITEO_ROWS.
+# Benchmarks with their arguments; cpu_criteo reads genuine rows from the path SBPFLOW_CRITEO_ROWS.
 CPU_BENCHMARKS = "boxing --ranks $(RANKS) --output benchmarks/results/boxing.jsonl" \
     "engine kernel" "engine rows" "stages --shape dcnv2" "data loader" "cpu_criteo"
 

@@ -122,7 +122,7 @@ def _compare_policies(
     if everything.fetched != best.fetched:
         raise SystemExit(
             f"{name}: with all batches known, the planner fetches {everything.fetched:.7g} rows "
-            f"per step, but MIN fetches {best.fetched:.7g}"
+            f"per step, but the optimal policy, MIN, fetches {best.fetched:.7g}"
         )
     add("ours", everything, known=len(trace), ahead=0)
     for ahead in (0, 1):
@@ -136,7 +136,7 @@ def _compare_policies(
         if found.fetched > 1.03 * best.fetched:
             raise SystemExit(
                 f"{name}: the planner fetches {found.fetched:.7g} rows per step, more than 1.03 "
-                f"times the {best.fetched:.7g} rows of MIN"
+                f"times the {best.fetched:.7g} rows that the optimal policy, MIN, fetches"
             )
 
 

@@ -54,7 +54,9 @@ def measure(results: Results, disk: Path | None) -> None:
         rows = sum(field.rows for field in load_manifest(base / "set").sparse)
         size = rows * ROW_BYTES
         if size < 4 * LIMIT:
-            raise SystemExit(f"{size} bytes are less than four times the limit of {LIMIT}")
+            raise SystemExit(
+                f"the rows take {size} bytes, less than four times the limit of {LIMIT}"
+            )
         storage = '{"deep.*": {kind: file, cache: 1%}}'
         start = time.perf_counter()
         codes, text = _train(base / "set", base / "cached", f"parallel.storage={storage}")
@@ -65,7 +67,8 @@ def measure(results: Results, disk: Path | None) -> None:
         found = re.search(r"[^\n]*[\d.]+ [GM]i?B[^\n]*", text)
         if not any(refused) or found is None:
             raise SystemExit(
-                f"the run without a store ended with exit codes {refused}:\n{text[-3000:]}"
+                "the run without a store did not fail with a message about memory: exit codes "
+                f"{refused}:\n{text[-3000:]}"
             )
     results.add(
         ranks=RANKS, limit_bytes=LIMIT, rows=rows, model_bytes=size, times_the_limit=size / LIMIT,

@@ -145,7 +145,7 @@ def planned(
             rows_of = zip(expected, (found.stored, found.new), strict=True)
             if not all(np.array_equal(np.sort(one), np.sort(other)) for one, other in rows_of):
                 raise SystemExit(
-                    f"batch {step}: the planner does not fetch or read the expected rows"
+                    f"batch {step}: the planner fetches or reads rows other than the expected ones"
                 )
             cached[found.evicted] = False
             cached[rows] = touched[rows] = True

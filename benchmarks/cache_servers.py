@@ -116,7 +116,7 @@ def _measure_systems(rate: str, folder: Path, servers: RunningServers) -> None:
             rows, cpu_s = made.num_rows() - before, servers.cpu_s() - cpu_s
             losses = losses or found.losses
             if found.losses != losses:
-                raise SystemExit(f"{system}: losses differ from those on the device")
+                raise SystemExit(f"{system}: losses differ from those with all rows on the device")
             results.add(
                 system=system, link=rate, servers=len(servers.addresses), capacity=capacity,
                 losses_equal=len(losses), step_ms=found.step_ms, exposed_wait_ms=found.wait_ms,

@@ -283,7 +283,7 @@ def _measure_evaluation(
             read_ms = (stores.figures()[2] - before[2]) / EVALUATED
             logits = logits or found
             if not all(map(torch.equal, logits, found)):
-                raise SystemExit(f"{setup}: logits differ from the logits on the device")
+                raise SystemExit(f"{setup}: logits differ from those with all rows on the device")
         if setup.system == "device":
             compute_ms = times["pipelined_ms"]
             results.add(system="device", batches=EVALUATED, **times)
@@ -310,7 +310,7 @@ def _measure_cpu(
             found = run(world, folder, batches, fields, setup)
             losses, wait_ms = losses or found.losses, found.wait_ms
             if found.losses != losses:
-                raise SystemExit(f"{setup}: losses differ from those on the device")
+                raise SystemExit(f"{setup}: losses differ from those with all rows on the device")
             runs.append(
                 dict(
                     system=name, mbit_per_s=rate, round=number,
@@ -340,7 +340,7 @@ def _measure_training(
     for setup in _setups(part):
         found = run(world, folder, batches, fields, setup)
         if found.losses != device.losses:
-            raise SystemExit(f"{setup}: losses differ from the losses on the device")
+            raise SystemExit(f"{setup}: losses differ from those with all rows on the device")
         if setup.system == "uncached" and not setup.buffered:
             serial = found
         busy = (found.read_ms, found.write_ms)

@@ -327,7 +327,7 @@ class Campaign:
             done = steps_done(self.folder)
             if codes != [130] * self.size or now != done:
                 raise RuntimeError(
-                    f"{kind}: exit codes {codes}, not 130; step {now} of {done} was saved"
+                    f"{kind}: exit codes {codes} (expected 130), saved step {now} (expected {done})"
                 )
         elif kind == "one" and sorted(codes) != [-9, *[3] * (self.size - 1)]:
             raise RuntimeError(f"exit codes {codes}:\n{self.log.read_text()[-3000:]}")
@@ -462,7 +462,7 @@ def main() -> None:
             if killed.total() >= args.kills:
                 break
             if time.monotonic() - begin > args.limit_s:
-                raise SystemExit(f"{killed.total()} of {args.kills} kills; run again to continue")
+                raise SystemExit(f"{killed.total()} of {args.kills} kills done; rerun to continue")
             # Count the logs of failed runs, too, so that such a run is repeated with other kills.
             number = len(list(base.glob("run*.log")))
             outcome = one_run(base, number, args)

@@ -126,7 +126,7 @@ def different_work(base: Mapping[str, float], head: Mapping[str, float]) -> str:
     shared = [key for key in base if key in head]
     if base and not shared:
         return (
-            f"base and head have no number in common: base has {', '.join(base)}, and head has "
+            f"base and head have no key in common: base has {', '.join(base)}, and head has "
             f"{', '.join(head)}"
         )
     for key in shared:

@@ -111,5 +111,7 @@ def _move(setting: Setting, table: int, sharding: Any) -> Move:  # noqa: ANN401
         shape = Shape("S(1)", "columns", (1, len(ranks))) if len(ranks) > 1 else WHOLE
         number = option_number(options, shape)
     if number is None:
-        raise ValueError(f"{setting.tables[table].name}: TorchRec's {kind} has no counterpart here")
+        raise ValueError(
+            f"{setting.tables[table].name}: no layout corresponds to TorchRec's {kind}"
+        )
     return Move(number, ranks)

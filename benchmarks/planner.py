@@ -87,7 +87,7 @@ def halves(path: Path) -> Models:
         fit([record for record in records if record.sample in half], backend=backend, about=facts)
         for half in (set(numbers[0::2]), set(numbers[1::2]))
     )
-    return Models(seen, judge, f"halves of {len(numbers)} samples of a calibration")
+    return Models(seen, judge, f"each fitted to half of {len(numbers)} calibration samples")
 
 
 def judged(models: Models, task: Task, slack: float | None, seed: int) -> Judged:
@@ -194,7 +194,7 @@ def _optimum(judge: Setting) -> dict[str, object]:
     priced = price_of(judge.problem, optimum[0])
     return {
         "optimum_ms": priced.ms if priced.feasible else None,
-        "optimum_of": f"{optimum[1]:,} plans: whole on any rank (columns), or S(0) unique on all",
+        "optimum_of": f"{optimum[1]:,} plans: tables whole on one rank (columns), or S(0) (unique)",
     }
 
 

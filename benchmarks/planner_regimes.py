@@ -122,7 +122,10 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
         plans=plans,
         giant=giant_of(number),
     )
-    print(f"task {number}: {len(case.distinct())} plans, do not fit: {too_large}", flush=True)
+    print(
+        f"task {number}: {len(case.distinct())} plans; plans that do not fit: {too_large}",
+        flush=True,
+    )
     words = ["--seconds", str(args.seconds)]
     (result,) = measured_cases([case], RANKS, args.link, words)
     names = [names[0] for names in case.distinct().values()]

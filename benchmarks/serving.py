@@ -312,7 +312,7 @@ def soak(folder: Path, seconds: float, every: float, results: Results) -> None:
     wrong = _check(answers, [*good * 8, *bad], bodies, statuses, versions)
     late = [at for at, _ in answers.lost if not 0 <= at - killed < 1.0]
     assert not wrong, wrong[:5]
-    assert not late, f"{len(late)} requests were lost without a killed worker"
+    assert not late, f"{len(late)} requests were lost although no worker had just been killed"
     errors = next(n for name, n in counts.items() if name.startswith("sbpflow_delta_errors"))
     results.add(
         benchmark="soak", seconds=seconds, requests=len(answers.latency),

@@ -232,8 +232,8 @@ def parser() -> ArgumentParser:
     prepare = commands.add_parser("prepare", help="turn raw rows into a prepared set")
     add = prepare.add_argument
     add("--input", nargs="+", type=input_path, required=True, metavar="PATH",
-        help="text (.tsv, .txt, .csv, plain or .gz, .zst, .bz2, .xz), Parquet or Arrow files, or "
-        "folders of such files, in time order; fsspec URLs such as s3:// also work")  # fmt: skip
+        help="text files (.tsv, .txt, or .csv; plain, .gz, .zst, .bz2, or .xz), Parquet or Arrow "
+        "files, or folders of such files, in time order; also fsspec URLs (s3://)")  # fmt: skip
     add("--output", type=any_path, required=True, metavar="DIR", help="folder of the set, which is "
         "built in DIR.work first, or a URL, to which the finished set is uploaded")  # fmt: skip
     add("--split", default="time:0.8,0.1,0.1", help="by row order (time:TRAIN,VAL,TEST), by date "
@@ -266,7 +266,7 @@ def parser() -> ArgumentParser:
     schema.add_argument("input", nargs="+", type=input_path, metavar="PATH", help="files or "
         "folders as in prepare, with column names")  # fmt: skip
     schema.set_defaults(run=_schema)
-    encode = commands.add_parser("encode", help="encode new test rows with the ids of a set")
+    encode = commands.add_parser("encode", help="encode new rows with the ids of a set")
     add = encode.add_argument
     add("--like", type=any_path, required=True, metavar="SET", help="set that provides the ids")
     add("--input", nargs="+", type=input_path, required=True, metavar="PATH", help="files as in "
@@ -324,7 +324,7 @@ def _disk_space(args: argparse.Namespace, number: int) -> str:
     if not isinstance(output, Path) or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
     folder = next((path for path in (output, *output.parents) if path.is_dir()), Path())
-    free = f"{_size(shutil.disk_usage(folder).free)} are free in {folder}"
+    free = f"{_size(shutil.disk_usage(folder).free)} is free in {folder}"
     if not (inputs := getattr(args, "input", None)):
         return f"; {free}"
     files = [f for path in inputs for f in ([path] if path.is_file() else path.iterdir())]

@@ -283,8 +283,7 @@ def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> Non
     add = parser.add_argument
     add("--workers", type=int, metavar="N", help="number of concurrent tasks (default: all CPUs)")
     text = (
-        f"where tasks run: in {default} or in processes on this machine, or on a Ray or Dask "
-        "cluster"
+        f"where tasks run: in {default}, in processes on this machine, or on a Ray or Dask cluster"
     )
     names = (default, "processes", "ray", "dask")
     add("--engine", default=default, choices=names, help=f"{text} (default {default})")

@@ -52,9 +52,9 @@ def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
     """Format the result of ``growth_of`` with one line per table."""
     lines = [
         f"  {entry['table']} has {entry['new_values']:,} new values: {entry['in_spare_ids']:,} in "
-        f"spare rows and {entry['behind_the_old']:,} in rows after the old ones; the busiest of "
-        f"the {entry['parts']} parts of its rows has {entry['max_over_mean']:.2f} times the mean "
-        "load"
+        f"spare rows and {entry['behind_the_old']:,} in rows after the old ones; its rows are "
+        f"split into {entry['parts']} parts, of which the busiest has "
+        f"{entry['max_over_mean']:.2f} times the mean load"
         for entry in entries
     ]
     return "\n".join(["grown vocabularies:", *lines]) if lines else ""

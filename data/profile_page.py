@@ -164,7 +164,11 @@ def _charts(manifest: Manifest, profile: Profile) -> list[str]:
     alone = [(f.name, [("AUC", f.auc or 0.0)]) for f in features]
     charts += [
         _ranked(f"share of missing and unknown values in {last}", shares, _percent),
-        _ranked("drift: population stability index, val or test", drift, "{:.3f}".format),
+        _ranked(
+            "drift from train to val or test: the larger population stability index",
+            drift,
+            "{:.3f}".format,
+        ),
         _ranked("AUC of a single feature on val and test", alone, "{:.4f}".format),
     ]
     return [chart for chart in charts if chart]

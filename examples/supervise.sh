@@ -4,8 +4,8 @@
 # torchrun fails if the rendezvous host is lost, or if a link is down for longer than the timeouts. Run
 # this script on every machine; the job then resumes from the last checkpoint. The script forwards
 # Ctrl-C and SIGTERM to the job, and ends with the job. Environment variables:
-#   RESTARTS=20  give up after this many consecutive restarts that last less than SHORT_S
-#   SHORT_S=60   a restart that lasts at least this many seconds resets the count
+#   RESTARTS=20  give up after this many restarts in a row without a run of SHORT_S seconds
+#   SHORT_S=60   a run of at least this many seconds resets the count of restarts
 #   WAIT_S=5     seconds between an exit and the next start
 #   STUCK_S=60   kill torchrun this many seconds after its ranks have ended: torchrun may wait
 #                forever for a lost store
@@ -45,7 +45,7 @@ watch() { # returns when the job has ended
             now=$(date +%s)
             alone_since=${alone_since:-$now}
             if [ $((now - alone_since)) -ge "$stuck_s" ] && alive "$child"; then
-                echo "supervise: torchrun still runs $stuck_s s after its ranks ended; killing it" >&2
+                echo "supervise: torchrun is still running $stuck_s s after its ranks ended; killing it" >&2
                 kill -KILL "$child" 2>/dev/null
                 return
             fi

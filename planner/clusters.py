@@ -187,7 +187,7 @@ def link_of(name: str, ranks_per_node: int = 1) -> tuple[Link, str]:
         within_call_ms=ETHERNET_CALL_MS,
         between_call_ms=ETHERNET_CALL_MS,
     )
-    return link, f"{name} per node at {ETHERNET_SHARE:.0%}, {ETHERNET_CALL_MS} ms per call"
+    return link, f"{ETHERNET_SHARE:.0%} of {name} per node, {ETHERNET_CALL_MS} ms per call"
 
 
 def crowded(profile: Profile, ranks_here: int) -> Profile:

@@ -324,9 +324,9 @@ def _stats_of(
     largest = max(fields, key=lambda field: field.distinct)
     if not largest.unique_ratio:
         raise ConfigError(
-            "parallel.plan: auto needs at least 1,024 training rows to measure the ids of "
-            f"batches for table {largest.name}, but the data set has fewer; use more rows, or "
-            "parallel.scheme: auto"
+            "parallel.plan: auto needs at least 1,024 training rows to measure how many distinct "
+            f"ids of field {largest.name} a batch has, but the data set has fewer; use more rows, "
+            "or parallel.scheme: auto"
         )
     return from_ratios(
         {int(size): ratio for size, ratio in largest.unique_ratio.items()},

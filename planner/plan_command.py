@@ -114,7 +114,7 @@ def compare(argv: Sequence[str]) -> str:
     """Price the plans of every planner for the same tables."""
     parser = _parser(
         "compare",
-        "Price the plans of all planners: the project's own planner and the published planners.",
+        "Compare the plans of all planners: the project's own planner and the published planners.",
     )
     parser.add_argument("--planners", nargs="+", default=list(PLANNERS), metavar="NAME")
     args = parser.parse_args(argv)
@@ -148,7 +148,7 @@ def _cost(args: Namespace) -> TaskCost:
     tables = read_tables(args.tables)
     if measure and set(tables.laws) != {table.name for table in tables.tables}:
         raise ConfigError(
-            "--measure samples ids from each table's zipf, but some tables have none; give every "
+            "--measure samples ids by each table's key zipf, which some tables lack; give every "
             'table "zipf": {"s": .., "q": ..}, or omit --measure'
         )
     profile, limit = profile_of(args.profile), memory_of(args.profile)
@@ -261,7 +261,7 @@ def measure(argv: Sequence[str]) -> str:
     time in ms.
     """
     parser = ArgumentParser(
-        prog="sbpflow measure", description="Time the plans one after another, as one rank."
+        prog="sbpflow measure", description="Act as one of the ranks that time the plans."
     )
     for name in ("--tables", "--plans", "--output"):
         parser.add_argument(name, type=local_path, required=True)

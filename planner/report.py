@@ -152,7 +152,7 @@ def as_text(report: Report) -> str:
     lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
     lines += [
         "",
-        "table: layout on its ranks; best alternative: the ms that it would add to the step",
+        "table: layout on ranks; best alternative: ms that it would add to a step",
     ]
     for table in tree["tables"]:
         text = f"{table['name']}: {table['layout']} on {_ranks(table['ranks'])}"

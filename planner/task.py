@@ -250,8 +250,8 @@ class Task:
         names = {table.name for table in self.tables}
         if lost := sorted(names - set(plan)) or sorted(set(plan) - names):
             raise ConfigError(
-                f"plan: tables {', '.join(lost[:5])} are in either the task or the plan, but not "
-                "in both; give a choice for every table of the task, and for no other table"
+                f"plan: tables {', '.join(lost[:5])} are in only one of the task and the plan; "
+                "give a choice for every table of the task, and for no other table"
             )
         embedding_plan(self, plan)
 

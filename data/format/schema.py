@@ -27,7 +27,7 @@ FIELD_NAME = re.compile(r"(?=.{1,100}$)\w[^\x00-\x1f\x7f/\\*?\[\]=,\"'`]*")
 """The allowed form of field names, which are used in file names, options, and patterns"""
 NAME_RULE = (
     "must start with a letter, digit or '_', must not contain any of / \\ * ? [ ] = , \" ' `, and "
-    "may have up to 100 characters"
+    "must have at most 100 characters"
 )
 PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 KINDS: tuple[Kind, ...] = ("hex", "string", "integer")
@@ -114,7 +114,7 @@ class LabelRule:
 
     def __str__(self) -> str:
         shown = self.values if self.numbers else [repr(value) for value in self.values]
-        return f"{'is' if self.compare == 'in' else self.compare} {' or '.join(shown)}"
+        return f"{'is' if self.compare == 'in' else f'is {self.compare}'} {' or '.join(shown)}"
 
 
 def comparison(text: str) -> LabelRule | None:
@@ -263,7 +263,7 @@ class Schema:
         fields = (*self.sparse, *(column.name for column in self.buckets))
         if invalid := [name for name in fields if not FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
-                f"{key}: sparse column {invalid[0]!r}: a name is used in file names and "
+                f"{key}: sparse column {invalid[0]!r}: the name appears in file names and "
                 f"options, so it {NAME_RULE}; rename the column in the table"
             )
         if patterns := [name for name in used if PATTERN.fullmatch(name)]:
@@ -312,7 +312,10 @@ class Schema:
                     "missing values; remove missing: indicator"
                 )
             if column.indicator and f"{column.name}_missing" in self.used:
-                raise ConfigError(f"{key}: '{column.name}_missing' is another column; rename it")
+                raise ConfigError(
+                    f"{key}: missing: indicator of {column.name} needs the name "
+                    f"'{column.name}_missing', which another column has; rename that column"
+                )
 
     def _check_list_column(self, key: str, column: ListColumn) -> None:
         separator, inline = column.separator, column.inline

@@ -25,8 +25,8 @@ from sbpflow.serving.cells import NUM_RESERVED_IDS
 
 _BLOCK = 1 << 20
 HOW_TO_HAVE_VALUES = (
-    "use a set made by `sbpflow prepare`; write generated rows as text "
-    "(`sbpflow synth --format tsv --output rows.tsv`) and then prepare that file"
+    "use a set made by `sbpflow prepare`; to use generated rows, write them as text "
+    "(`sbpflow synth --format tsv --output rows.tsv`), and prepare that file"
 )
 _TYPES = {
     **{"ids": "<i4", "counts": "<i8", "checks": "<u4"},

@@ -89,7 +89,7 @@ def check_label_rule(staged: Sequence[StagedPiece], schema: Schema) -> None:
         raise DataError(
             f"--schema: {'no row' if positives == 0 else 'every row'} has a {schema.label} that "
             f"{schema.label_rule}, so all labels would be equal; under label, write a rule that "
-            "separates the values of this column (for example, "
+            "separates the values of this column (such as "
             f"{', '.join(map(repr, list(seen)[:5]))})"
         )
 

@@ -70,7 +70,9 @@ def parse_table(
         text, numbers, num_lines = _sort_out(text, len(columns), schema, bad)
     frame = _cells(text, columns, schema)
     if numbers is not None and len(frame) != len(numbers):
-        raise DataError(f"{len(numbers)} records gave {len(frame)} rows; this is a bug in sbpflow")
+        raise DataError(
+            f"{len(numbers)} records were parsed as {len(frame)} rows; this is a bug in sbpflow"
+        )
 
     def raw_row(row: int) -> bytes:
         cells = (cell or "" for cell in frame.row(row))
@@ -176,7 +178,7 @@ def _fault(record: str, fits: re.Pattern[str], num_columns: int, schema: Schema)
     cell = cell_pattern(schema.separator, schema.quote)
     whole = re.fullmatch(f"{cell}(?:{re.escape(schema.separator)}{cell})*+", record, re.DOTALL)
     if whole is None:
-        return "quote does not enclose a whole cell"
+        return "a quote does not enclose a whole cell"
     num_cells = len(re.findall(f"(?:^|{re.escape(schema.separator)}){cell}", record, re.DOTALL))
     return f"{num_cells} fields instead of {num_columns}"
 

@@ -129,8 +129,8 @@ class PrepareOptions:
         for name, size in self.hash_sizes:
             if name in self.keys:
                 raise ConfigError(
-                    f"--keys: {name} also has a --hash-size, which assigns its ids; remove one of "
-                    "the two"
+                    f"--keys: {name} also has a --hash-size, but a field with keys has no hashed "
+                    "ids; remove one of the two"
                 )
             if not NUM_RESERVED_IDS < size < 2**31:
                 raise ConfigError(

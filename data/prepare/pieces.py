@@ -42,7 +42,7 @@ def columns_of(source: Input, schema: Schema, may_lack_labels: bool) -> tuple[st
         if not line:
             problem = "the first line is empty" if source.num_bytes else "the file is empty"
             raise DataError(
-                f"{source.path}: {problem}; with `header: true` in the schema the first "
+                f"{source.path}: {problem}; with `header: true` in the schema, the first "
                 f"line must name the columns (for example, "
                 f"{schema.separator.join(schema.used[:4])!r})"
             )

@@ -250,7 +250,9 @@ def _features(columns: Sequence[ColumnFacts]) -> list[str]:
     if sparse:
         lines += ["sparse:", *sparse]
     else:
-        lines.append("sparse:  # write at least one column of categories, NAME: string or integer")
+        lines.append(
+            "sparse:  # list the columns of categories (at least one), such as NAME: string"
+        )
     return lines + (["# Not used:", *unused] if unused else [])
 
 
@@ -264,7 +266,9 @@ def _remark(column: ColumnFacts) -> str:
     low, high = (float(value) for value in (column.values.min(), column.values.max()))
     # If most integers in the range occur, the column is likely to contain IDs.
     is_dense = high - low < 2 * column.distinct
-    return f"; for IDs, write {_name(column.name)}: integer under sparse" if is_dense else ""
+    return (
+        f"; if they are IDs, write {_name(column.name)}: integer under sparse" if is_dense else ""
+    )
 
 
 def _why_unused(column: ColumnFacts, is_sparse: bool) -> str:

@@ -38,8 +38,8 @@ def _report_growth(fields: Sequence[Mapping[str, Any]]) -> None:
     for entry in fields:
         if grown := entry.get("grown"):
             _LOG.info(
-                "%s: %d new values, %d with spare ids, %d with ids after the old rows; the eighth "
-                "of the table with the most lookups now has %.2f times the mean",
+                "%s: %d new values, %d with spare ids, %d with ids after the old rows; the "
+                "busiest eighth of the table now has %.2f times the mean number of lookups",
                 entry["name"], grown["values"], grown["spare"], grown["behind"],
                 grown["load_percent"] / 100,
             )  # fmt: skip

@@ -287,7 +287,9 @@ class _Reader:
             )
             weights, inline = None, str(weights["after"])
         if "weights" in how and "width" in how:
-            raise ConfigError(f"{self.key}: {place}weights need lists; use max instead of width")
+            raise ConfigError(
+                f"{self.key}: {place}has both weights and width; use max instead of width"
+            )
         return ListColumn(
             name=name,
             separator=str(how.get("separator", "|")),

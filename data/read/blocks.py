@@ -221,7 +221,7 @@ class BlockReader:
 
 def _batches(whole: BatchColumns, sizes: tuple[int, ...]) -> list[BatchColumns]:
     if isinstance(whole.ids, BatchIds):
-        raise TypeError("a block with lists must contain one batch")
+        raise TypeError("a block with lists must contain exactly one batch")
     weights = [None] * len(sizes) if whole.weights is None else whole.weights.split(sizes)
     columns = {name: column.split(sizes) for name, column in whole.columns.items()}
     split = zip(

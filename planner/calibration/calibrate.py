@@ -106,7 +106,8 @@ class Journal:
         ranks = int(self._facts["world"].split()[0])
         if [len(row) for row in entry.totals] != [NUM_FEATURES] * ranks or not entry.rounds_ms:
             raise ConfigError(
-                f"each list in totals must have {NUM_FEATURES} counts for each of {ranks} ranks"
+                f"totals must have a list of {NUM_FEATURES} counts for each of {ranks} ranks, and "
+                "rounds_ms must not be empty"
             )
         self._keep(entry)
 

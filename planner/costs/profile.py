@@ -221,7 +221,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Profile:
         raise ConfigError(f"missing keys: {', '.join(missing)}")
     profile = build(Profile, {key: value for key, value in tree.items() if key != "format"})
     if unknown := sorted(set(profile.work_ms) - set(INDEX)):
-        raise ConfigError(f"work_ms: {brief(unknown[0])} is not a count in this version")
+        raise ConfigError(f"work_ms: {brief(unknown[0])} is not one of this version's counts")
     if profile.backend not in BACKENDS.values():
         raise ConfigError(
             f"backend must be {' or '.join(sorted(set(BACKENDS.values())))}, got "

@@ -260,7 +260,7 @@ def _parse(text: str) -> Index:
     for name, tensor in tensors.items():
         num_rows = tensor.whole.num_rows
         if tensor.keys is not None and tensors[tensor.keys].whole.num_rows + 1 != num_rows:
-            _wrong(f"{name} has {num_rows} rows, but must have one more than {tensor.keys}")
+            _wrong(f"{name} has {num_rows} rows, but must have one row more than {tensor.keys}")
     documents = object_of(content["documents"], "documents")
     if not isinstance(content["run"], str):
         _wrong(f"its run is {content['run']!r}, not a string")
@@ -314,7 +314,7 @@ def _tensor_from_json(name: str, value: Mapping[str, Any], files: Mapping[str, i
         if piece.offset + num_bytes > files[piece.file]:
             _wrong(f"{name}: {piece.place} goes beyond the end of {piece.file}")
         if len(piece.crc32) != -(-num_bytes // BLOCK_BYTES):
-            _wrong(f"{name}: {piece.place} has a wrong number of checksums, {len(piece.crc32)}")
+            _wrong(f"{name}: {piece.place} has the wrong number of checksums, {len(piece.crc32)}")
     if tensor.pieces and tensor.patches:
         _wrong(f"{name} has both pieces and patches")
     places = [part.place for part in (*tensor.pieces, *tensor.patches)]

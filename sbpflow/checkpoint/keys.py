@@ -106,7 +106,7 @@ def key_changes(members: Sequence["Checkpoint"], table: str) -> KeyChanges:
     name = f"tables/{table}"
     last, before, keys = members[-1], members[0].before, members[-1].saved(name).keys
     if before is None or keys is None:
-        raise CheckpointError(f"{last.path}: {name} has no keys or is not part of a delta")
+        raise CheckpointError(f"{last.path} is not a delta, or its {name} has no keys")
     own, earlier = last.addresses(keys), before.addresses(keys)
     is_changed = torch.zeros(own.count + 1, dtype=torch.bool)
     for member in members:

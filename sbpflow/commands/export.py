@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def _arguments(argv: Sequence[str]) -> Namespace:
     parser = ArgumentParser(
         prog="sbpflow export",
-        description="Write a trained model as a bundle, which scores raw rows with only torch.",
+        description="Write a trained model as a bundle, which needs only torch to score raw rows.",
     )
     add_model(parser, required=False)
     add = parser.add_argument
@@ -42,7 +42,9 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         "run's set)"
     )
     add("--score", type=any_path, metavar="SET", help=text)
-    add("--split", default="test", choices=("train", "val", "test"), help="split of --score")
+    add(
+        "--split", default="test", choices=("train", "val", "test"), help="split of the --score set"
+    )
     text = (
         "also write model.pt2, the whole model for torch.export.load; needs 3x the model's memory"
     )

@@ -35,13 +35,18 @@ def check(
     parallel = config.parallel
     if config.data.batch_size < world_size:
         raise ConfigError(
-            f"data.batch_size: {config.data.batch_size} is less than the {world_size} ranks, so "
-            f"some ranks would get no rows; use, for example, data.batch_size: {world_size}"
+            f"data.batch_size: {config.data.batch_size} is less than the number of ranks, "
+            f"{world_size}, so some ranks would get no rows; use, for example, "
+            f"data.batch_size: {world_size}"
         )
     for key, value, reason in (
         ("tf32", parallel.tf32, "which has no TF32"),
         ("cuda_graph", parallel.cuda_graph, "which has no CUDA graphs"),
-        ("row_buffer_fraction", parallel.row_buffer_fraction, "where the host has exact counts"),
+        (
+            "row_buffer_fraction",
+            parallel.row_buffer_fraction,
+            "where the host knows the row counts",
+        ),
     ):
         if value and device_type != "cuda":
             raise ConfigError(
@@ -55,8 +60,8 @@ def check(
         if parallel.row_buffer_fraction is not None and is_two_level(given.layout):
             raise ConfigError(
                 f"parallel.row_buffer_fraction: {parallel.row_buffer_fraction} does not support "
-                f"{given.layout} of {name}, whose two rounds of ids need exact counts; remove it, "
-                "or use sbp: S(0)"
+                f"{given.layout} of {name}, because its two exchanges of ids need exact counts; "
+                "remove it, or use sbp: S(0)"
             )
     return layouts
 

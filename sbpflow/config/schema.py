@@ -455,7 +455,7 @@ class Config:
             key = "checkpoint.keep_best" if stop is None else "train.stop"
             raise ConfigError(
                 f"{key}: the run ends with its best weights, which it reads from a checkpoint, "
-                "but it saves none, because checkpoint.every is 0; use, for example, "
+                "but checkpoint.every is 0, so no checkpoint is saved; use, for example, "
                 f"checkpoint.every: 1000, or remove {key}"
             )
         if keep and not self.train.eval_every:

@@ -111,8 +111,8 @@ class StorageRule:
             split_address(address, f"{key}.addresses")
         if self.secret_file is None:
             raise ConfigError(
-                f"{key}.secret_file is not given, but addresses needs it; use a file with the "
-                "secret of the servers, such as /etc/sbpflow/secret"
+                f"{key}.secret_file is not given, but {key}.addresses needs it; use a file with "
+                "the secret of the servers, such as /etc/sbpflow/secret"
             )
 
     def share(self, key: str, num_bytes: float) -> float:

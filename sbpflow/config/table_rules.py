@@ -130,7 +130,7 @@ class TableRule:
 
         B, S(0), or S(1) on a list of ranks; (S(0), S(1)) or (S(0), S(0)) on a grid.
         """
-        accepted = "use B, S(0), or S(1) for a table, or (S(0), S(1)) or (S(0), S(0)) on a grid"
+        accepted = "use B, S(0), or S(1); or, on a grid of ranks, (S(0), S(1)) or (S(0), S(0))"
         try:
             nd_sbp = parse_nd_sbp(self.sbp)
         except SbpError as error:

@@ -88,7 +88,7 @@ class RawRows:
     def check_names(self, row: int, names: Any) -> None:
         """Raise RowError for the first required column that is not one of ``names``."""
         if absent := [name for name in self.required if name not in names]:
-            rule = "lacks this column; add it, with null or an empty cell for a missing value"
+            rule = "lacks this column; add it, with null or empty cells for missing values"
             raise RowError(row, absent[0], list(names), rule)
 
     def file_columns(self, num_cells: int) -> list[str]:

@@ -217,7 +217,7 @@ def read_delta(bundle: Path, number: int, *, base: str, previous: str) -> Delta:
         suffixes = ("", "/int8", "/scale", "/low")
         parts = {end: tensors.pop(table + end) for end in suffixes if table + end in tensors}
         if not parts or any(part.shape[:1] != rows.shape for part in parts.values()):
-            raise DataError(f"{folder}: {table} must have one value for each of its rows")
+            raise DataError(f"{folder}: {table} must have one entry for each changed row")
         tables[table.removeprefix("tables/")] = rows, parts
     vocabulary: dict[str, tuple[Tensor, Tensor]] = {}
     for name in [

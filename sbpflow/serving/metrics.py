@@ -31,7 +31,10 @@ COUNTERS = {
     "shadow_errors": "Requests for which the shadow model failed.",
 }
 HISTOGRAMS: dict[str, tuple[Sequence[float], str]] = {
-    "request_seconds": (LATENCIES, "Seconds from receiving a request's headers to its response."),
+    "request_seconds": (
+        LATENCIES,
+        "Seconds from receiving a request's headers to sending the response.",
+    ),
     "score": (SCORES, "Scores."),
     "shadow_difference": (
         DIFFERENCES,

@@ -218,8 +218,8 @@ class GlobalTensor:
             )
         if not self.part.requires_grad:
             raise SbpError(
-                f"backward(): on rank {self.boxing.world.rank} no input of {self!r} requires grad; "
-                "call requires_grad_() on the GlobalTensor on every rank, or pass "
+                f"backward(): on rank {self.boxing.world.rank}, no input of {self!r} requires "
+                "grad; call requires_grad_() on the GlobalTensor on every rank, or pass "
                 "requires_grad=True to from_local where the part is None"
             )
         seed = gradient.to(self.layout.dual(), id="seed").part.to(self.dtype)

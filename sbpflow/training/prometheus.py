@@ -107,7 +107,10 @@ class PrometheusReporter:
         """Return all values in Prometheus' text format."""
         scores = [text for lines in list(self._scores.values()) for text in lines]
         if scores:
-            scores = head("train_score", "gauge", "Scores of the last evaluation.") + scores
+            scores = (
+                head("train_score", "gauge", "Metrics of the last evaluation of each split.")
+                + scores
+            )
         return "\n".join([*self._step, *self._ranks, *scores]) + "\n"
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

@@ -336,8 +336,8 @@ def describe_evaluation(evaluation: Evaluation) -> str:
         )
     parts.append(f"{evaluation.num_rows} rows")
     within = "".join(
-        f"\n  AUC within {part.column}: {_show(part.auc)}, the mean, weighted by rows, over the "
-        f"values that have both classes ({part.num_rows:,} rows)"
+        f"\n  AUC within {part.column}: {_show(part.auc)}, the row-weighted mean over the values "
+        f"that have both classes ({part.num_rows:,} rows)"
         for part in evaluation.slices
         if part.value is None
     )

@@ -194,6 +194,6 @@ def _value(evaluation: Evaluation | None, metric: Metric) -> float:
 
 def _no_metric(key: str, metric: Metric, step: int) -> str:
     return (
-        f"{key}: val has no {metric} at step {step} because {METRICS[metric].absent}; use "
+        f"{key}: val has no {metric} at step {step}, because {METRICS[metric].absent}; use "
         f"{key}=logloss"
     )

@@ -261,5 +261,7 @@ def test_a_table_whose_rows_do_not_fit_its_keys_is_refused(folder):
         from_json(to_json(wrong), folder)
     keys = index.tensors["vocabularies/f/clock"]
     wrong = replace(index, tensors={**index.tensors, "vocabularies/f/keys": keys})
-    with pytest.raises(CheckpointError, match="but must have one more than vocabularies/f/keys"):
+    with pytest.raises(
+        CheckpointError, match="but must have one row more than vocabularies/f/keys"
+    ):
         from_json(to_json(wrong), folder)

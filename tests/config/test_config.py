@@ -260,7 +260,7 @@ DP = {"dp": {"*": TableRule(sbp="B")}}
 def test_a_batch_smaller_than_the_ranks_is_refused(load):
     config = load("data: {batch_size: 3}\nparallel: {scheme: dp}")
     assert list(check(config, {"deep.C1": (9, 4)}, DP, 3)) == ["deep.C1"]
-    with pytest.raises(ConfigError, match=r"data.batch_size: 3 .*4 ranks.*data.batch_size: 4"):
+    with pytest.raises(ConfigError, match=r"data.batch_size: 3 .*ranks, 4.*data.batch_size: 4"):
         check(config, {"deep.C1": (9, 4)}, DP, 4)
 
 

@@ -203,4 +203,4 @@ def test_a_full_disk_is_reported_for_remote_rows(tmp_path, monkeypatch, capsys):
     assert main(["prepare", *words, "--output", str(tmp_path / "set")]) == 2
     message = capsys.readouterr().err
     assert "no space left on device; the command needs about 0.6 MB" in message
-    assert re.search(r"\d [GM]B are free in", message)
+    assert re.search(r"\d [GM]B is free in", message)

@@ -295,7 +295,7 @@ def test_the_message_after_an_interrupt_explains_what_a_rerun_does(
         ('label: "^.*$"\nsparse: [C1]\n', "the column name '^.*$' as a pattern"),
         (
             "sparse: [a/b]\n",
-            "'a/b': a name is used in file names and options, so it must start with a letter",
+            "'a/b': the name appears in file names and options, so it must start with a letter",
         ),
         ("sparse: [[C1]]\n", "sparse must list column names, but contains ['C1']"),
         ("sparse: [C1, C2]\ndense: [C1xC2]\n", "--crosses: 'C1xC2' is also the name of a column"),
@@ -333,7 +333,7 @@ def test_a_full_disk_gives_one_line_and_no_set(tmp_path, source, command):
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert f"error: {output}: file too large; " in result.stderr
-    assert f"B are free in {tmp_path}" in result.stderr
+    assert f"B is free in {tmp_path}" in result.stderr
     assert ("B at its peak" in result.stderr) == (command[0] == "prepare")
     assert not output.exists()
 

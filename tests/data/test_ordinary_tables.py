@@ -111,8 +111,8 @@ def test_a_label_rule_that_only_looks_like_a_comparison_is_refused(tmp_path, rul
     [
         ("{y: '>50k'}", ["<=50K", ">50K"], "no row has a y that is '>50k', so all labels "
          "would be equal; under label, write a rule that separates the values of this column "
-         "(for example, '<=50K', '>50K')"),
-        ("{y: '>= 1'}", ["1", "2"], "every row has a y that >= 1, so all labels would be equal"),
+         "(such as '<=50K', '>50K')"),
+        ("{y: '>= 1'}", ["1", "2"], "every row has a y that is >= 1, so all labels would be equal"),
         ("y", ["<=50K", ">50K"], 'the schema probably needs `label: {y: "<=50K"}`'),
         ("y", ["4.5", "3"], 'the schema probably needs `label: {y: ">= 4.5"}`'),
         ("y", ["11", "-9", "0", "25", "3", "900", "14", "8", "1"],
@@ -414,7 +414,7 @@ def test_a_bad_row_names_the_column_the_cell_and_what_to_do(tmp_path, capsys, ol
         ),
         ('"%d/%m/%Y"', "day", 'must be one of date, integer, "%d/%m/%Y"'),
         ("note vendeur", "note, vendeur", "must not contain any of / "),
-        ("note vendeur", "n" * 101, "may have up to 100 characters"),
+        ("note vendeur", "n" * 101, "must have at most 100 characters"),
     ],
 )
 def test_options_of_custom_tables_are_checked(tmp_path, old, new, message):

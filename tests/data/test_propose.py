@@ -264,8 +264,8 @@ def test_a_number_that_may_be_an_id_is_remarked(tmp_path):
     columns = {"listener": ids, "gain": [n**2 for n in ids], "c": ["p"] * 200 + ["q"] * 200}
     pl.DataFrame({**columns, "liked": [0, 1] * 200}).write_parquet(tmp_path / "t.parquet")
     text = propose([tmp_path / "t.parquet"]).text
-    assert "listener: standardise  # 200 values, 0 to 199; for IDs, write listener: intege" in text
-    assert text.count("for IDs") == 1
+    assert "listener: standardise  # 200 values, 0 to 199; if they are IDs, write listener:" in text
+    assert text.count("if they are IDs") == 1
 
 
 def test_a_second_column_of_unique_text_and_unreadable_types_are_not_used(tmp_path):

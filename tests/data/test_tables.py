@@ -247,7 +247,9 @@ def test_growth_changes_no_id_and_fills_spare_ids_first(tmp_path, capsys):
     assert (shop["new_values"], shop["in_spare_ids"], shop["behind_the_old"]) == (12, 5, 7)
     assert shop["max_over_mean"] == pytest.approx(max(parts) / np.mean(parts), abs=1e-3)
     line = "deep.shop has 12 new values: 5 in spare rows and 7 in rows after the old ones;"
-    assert f"{line} the busiest of the 4 parts of its rows has" in explained(capsys, big.path)
+    assert f"{line} its rows are split into 4 parts, of which the busiest has" in explained(
+        capsys, big.path
+    )
     assert "grown" not in explained(capsys, same.path)
 
 

@@ -106,7 +106,7 @@ def test_constants_at_their_bounds_are_accepted():
 def test_unknown_optimizers_and_constants_are_rejected():
     for name, message in {
         "lazy_adm": r"'lazy_adm' is unknown; use one of adagrad, .*; did you mean lazy_adam\?",
-        "my_rules:Sign": r"'my_rules:Sign': .* is not imported",
+        "my_rules:Sign": r"'my_rules:Sign': .* has not been imported",
     }.items():
         with pytest.raises(ConfigError, match=message):
             sparse_optimizer(name)

@@ -281,7 +281,9 @@ def test_a_rank_0_that_was_not_started_is_reported_without_a_torch_log(impatient
 def test_a_silent_listener_is_reported_within_the_time_limit(impatient, taken_port):
     impatient(taken_port, 1.0)
     deadline = Deadline(3)
-    with pytest.raises(AbsentError, match=r"within 1 s \(the listener there is not a rank of this"):
+    with pytest.raises(
+        AbsentError, match=r"within 1 s \(the process listening there is not a rank"
+    ):
         Meeting.connect()
     assert not deadline.over()
 

@@ -363,15 +363,15 @@ def test_explain_shows_hosts_and_which_values_are_assumed(tmp_path):
     lines = format_plan(usual).splitlines()
     assert lines[1:3] == [
         "1 host of 4 ranks (assumed): [0, 1, 2, 3]",
-        "links: on a host 2 GB/s, 0.25 ms a call (assumed)",
+        "links: on a host 2 GB/s, 0.25 ms per call (assumed)",
     ]
     assert lines[3].endswith("GB (measured); relative speed of each rank: 1 (assumed)")
     config = replace(config, parallel=replace(config.parallel, topology=file))
     _, plan = plan_run(config, FIELDS, world_size=4, device_type="cpu")
     assert format_plan(plan).splitlines()[1:4] == [
         "2 hosts of 2 ranks (given): [0, 1] [2, 3]",
-        "links: on a host 8 GB/s, 0.25 ms a call (measured); between hosts 0.125 GB/s, 0.4 ms a "
-        "call (given)",
+        "links: on a host 8 GB/s, 0.25 ms per call (measured); between hosts 0.125 GB/s, 0.4 ms "
+        "per call (given)",
         "memory of each rank: 64, 64, 32, 32 GB (given); relative speed of each rank: 1.5 (given)",
     ]
     assert describe(plan)["topology"]["hosts"] == ((0, 1), (2, 3))

@@ -76,6 +76,6 @@ def test_a_launcher_that_hangs_after_its_ranks_is_killed(tmp_path):
     assert process.returncode == 0
     # The shell may print "Killed" between the lines.
     assert [line for line in stderr.splitlines() if line.startswith("supervise")] == [
-        "supervise: torchrun still runs 1 s after its ranks ended; killing it",
+        "supervise: torchrun is still running 1 s after its ranks ended; killing it",
         "supervise: ended with code 137; restarting in 0 s (19 restarts left)",
     ]

@@ -122,7 +122,7 @@ def test_a_plan_that_the_engine_cannot_run_is_refused():
     with pytest.raises(ConfigError, match="B needs either all"):
         TASK.check(plan)
     del plan["t2"]
-    with pytest.raises(ConfigError, match="tables t2 are in either the task or the plan"):
+    with pytest.raises(ConfigError, match="tables t2 are in only one of the task and the plan"):
         TASK.check(plan)
 
 

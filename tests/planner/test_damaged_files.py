@@ -66,7 +66,7 @@ def test_a_damaged_profile_is_refused_or_prices_a_plan(tmp_path):
         ("work_ms", {"always": float("nan")}, "NaN is not a JSON number"),
         ("work_ms", {"always": 1e300}, r"work_ms.always must be >= 0 and < 1e\+12, got 1e\+300"),
         ("work_ms", {"always": -1.0}, r"work_ms.always must be >= 0 .*got -1.0"),
-        ("work_ms", {"idle": 1.0}, "work_ms: 'idle' is not a count in this version"),
+        ("work_ms", {"idle": 1.0}, "work_ms: 'idle' is not one of this version's counts"),
         ("world_size", 10**30, "a whole number has 31 digits"),
         ("world_size", 0, "world_size must be >= 1 .*got 0"),
         ("backend", "mpi", "backend must be gloo or nccl, got 'mpi'"),

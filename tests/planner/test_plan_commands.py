@@ -138,7 +138,7 @@ def test_names_in_any_script_are_reported(tmp_path):
     [
         (["--report", "plan.pdf"], "--report must end in one of .txt, .json, .html"),
         (["--measure", "-1"], "--measure must be 0 or more, got -1"),
-        (["--measure", "2"], "--measure samples ids from each table's zipf"),
+        (["--measure", "2"], "--measure samples ids by each table's key zipf"),
         (
             ["--output", "nowhere/plan.yaml"],
             "--output nowhere/plan.yaml: the folder nowhere does not exist",

@@ -61,7 +61,7 @@ def test_a_figure_that_was_slower_once_is_not_slower():
         ({"loss of step 1": math.nan}, "loss of step 1 is 0.5 in base and nan in head"),
         (
             {"loss of step 3": 0.5},
-            "base and head have no number in common: base has loss of step 1, "
+            "base and head have no key in common: base has loss of step 1, "
             "loss of step 2, and head has ",
         ),
     ],

@@ -240,7 +240,7 @@ def test_values_at_the_limits_are_read_or_refused(value):
         ("-Infinity", "-Infinity is not a JSON number"),
         ("1e999", "1e999 is too large for 64 bits"),
         ("9" * 5000, "a whole number has 5,000 digits"),
-        (str(2**64), "a whole number has 20 digits, but numbers have at most 64 bits"),
+        (str(2**64), "a whole number has 20 digits, but numbers can have at most 64 bits"),
         ('"\\ud800"', "half of a surrogate pair"),
         ('{"\\udc00": 1}', "half of a surrogate pair"),
         ("[" * 66 + "]" * 66, "more than 64 levels of nesting"),

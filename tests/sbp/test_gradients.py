@@ -285,7 +285,7 @@ def _outside_unchecked(world):
             x = GlobalTensor.from_local(
                 None, Layout(Placement.of("cpu", [0]), B), (), Boxing(world)
             )
-            with pytest.raises(SbpError, match=r"on rank 2 no input of .* where the part is None"):
+            with pytest.raises(SbpError, match=r"on rank 2, no input of .* where the part is None"):
                 ops.relu(x).backward(x)
     finally:
         world.checked = True

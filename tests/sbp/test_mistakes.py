@@ -191,7 +191,7 @@ def test_tensors_without_their_own_gradient_are_refused(parameters, text):
         ),
         wrong("must have the same shape as", lambda: trained(3).backward(dry(1))),
         wrong(
-            "backward(): on rank 0 no input of GlobalTensor(float32[] B@[0, 1]) requires grad",
+            "backward(): on rank 0, no input of GlobalTensor(float32[] B@[0, 1]) requires grad",
             lambda: dry().backward(),
         ),
         wrong(

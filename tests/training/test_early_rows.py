@@ -250,8 +250,8 @@ def test_auto_depends_on_the_price():
     assert off.lookahead == 1
     assert any(not group.reason for group in on.early_rows)
     assert all("would hide" in group.reason for group in off.early_rows)
-    assert "are sent one batch ahead" in format_plan(on)
-    assert "are sent one batch later" in format_plan(on)
+    assert "is sent one batch ahead" in format_plan(on)
+    assert "is sent one batch later" in format_plan(on)
     assert on.transfers() == set(moves.TRANSFERS) - {"ids"}
     assert "early rows of deep/unique: none: the overlap would hide 0.00 ms" in format_plan(off)
     assert plan_from_json(plan_to_json(on)) == on

@@ -40,7 +40,10 @@ MISTAKES = {
         "model.wide.crosses: the data has no cross C1xC9 (it has C1xC2, C3xC4); prepare "
         "the data again with --crosses C1xC9, let",
     ),
-    "batch too small": (["data.batch_size=3"], "data.batch_size: 3 is less than the 4 ranks"),
+    "batch too small": (
+        ["data.batch_size=3"],
+        "3 is less than the number of ranks",
+    ),
     "too few columns": (
         ["model.embedding_dim=3"],
         "S(1) needs at least one column for each of 4 ranks, but deep.C1 has 3",

@@ -160,7 +160,7 @@ class EmbeddingServer:
             needed = session.num_bytes + p.num_rows * p.record_bytes
             if needed > self._memory_bytes:
                 return (
-                    f"its rows need {needed / 1e9:.2f} GB, but its limit is "
+                    f"the rows need {needed / 1e9:.2f} GB, but this server's limit is "
                     f"{self._memory_bytes / 1e9:.2f} GB; use more servers, or a larger --memory-gb"
                 )
             word, length = words_of(p.record_bytes)

@@ -103,5 +103,5 @@ class TwoLevelGroup(RowGroup):
 
 def _merged(batch: RowsInFlight) -> Merged:
     if batch.merged is None:
-        raise RuntimeError("the ids of the host are not merged yet; call next_round first")
+        raise RuntimeError("the ids of the host have not been merged; call next_round first")
     return batch.merged

@@ -114,7 +114,7 @@ class UniqueGroup(RowGroup):
         late = None if self._late is None else self._late.number
         if batch.number is not None and late is not None and batch.number != late + 1:
             raise RuntimeError(
-                f"{step.id}: the late gradients of the previous batch are not applied yet; call "
+                f"{step.id}: the late gradients of the previous batch have not been applied; call "
                 "settle first"
             )
         if early is None:

@@ -23,9 +23,7 @@ KernelRequest = Literal["auto", KernelName]
 SumOverColumns = Callable[[Tensor], Tensor]
 RowDecay = Annotated[
     NonNegative,
-    Key(
-        "results", "Before its step, each row in the batch is multiplied by 1 - lr * weight_decay."
-    ),
+    Key("results", "Each step first multiplies the rows of the batch by 1 - lr * weight_decay."),
 ]
 
 

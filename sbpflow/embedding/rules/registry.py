@@ -65,7 +65,7 @@ def rule_class(name: str) -> type[SparseOptimizer]:
     kinds = known_rules(name)
     if name not in kinds and ":" in name:
         raise ConfigError(
-            f"sparse optimizer {name!r}: the class is not imported; import its module first"
+            f"sparse optimizer {name!r}: the class has not been imported; import its module first"
         )
     if name not in kinds:
         near = get_close_matches(name, kinds, 1)

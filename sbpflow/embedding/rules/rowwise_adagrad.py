@@ -25,7 +25,7 @@ class RowwiseAdagrad(SparseOptimizer):
         Literal["logical", "per_shard"],
         Key(
             "results",
-            "Keep one number of state per row, or one per row and column shard, as TorchRec does.",
+            "Keep one state value per row, or one per row and column shard, as TorchRec does.",
         ),
     ] = "logical"
 

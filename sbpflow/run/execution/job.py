@@ -167,7 +167,7 @@ def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingColl
     if trainer.graphs is not None:
         logger.info("parallel.cuda_graph: %s", trainer.graphs.describe())
     if config.parallel.row_buffer_fraction is not None:
-        no_effect = "no effect: no table that exchanges single rows uses kernel torch or triton"
+        no_effect = "no effect: no table that exchanges single rows uses the kernel torch or triton"
         for line in embeddings.describe_buffers() or [no_effect]:
             logger.info("parallel.row_buffer_fraction: %s", line)
 

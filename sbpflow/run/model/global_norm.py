@@ -112,7 +112,7 @@ def check_norms(module: nn.Module) -> None:
         elif not part.track_running_stats:
             fault = "has no running statistics (track_running_stats=False)"
         elif part.momentum is None:
-            fault = "has momentum=None, an average over all batches so far"
+            fault = "has momentum=None, which averages over all batches so far"
         if fault:
             raise SbpError(
                 f"module {where}: {kind} {fault}; use LayerNorm, or nn.BatchNorm1d(features) over "

@@ -134,7 +134,9 @@ def _why_not_group(group: GroupPlan, wanted: bool | str) -> str:
     if wanted is False:
         return f"{KEY} is false"
     if stack.grows:
-        return f"table {table.name} grows, and the rows of new keys are set just before the lookup"
+        return (
+            f"table {table.name} grows, so rows of new keys are initialized just before the lookup"
+        )
     if table.storage is not None and wanted == "auto":
         return (
             f"the cache of table {table.name} would need slots for two batches ({KEY}: true "
@@ -171,7 +173,7 @@ def _does_not_pay(group: GroupPlan, hidden: float, sent: float, topology: Topolo
         return ""
     return (
         f"the overlap would hide {max(0.0, hidden_ms):.2f} ms at {link.gb_per_s:g} GB/s "
-        f"({link.source}) and cost {cost_ms:.2f} ms"
+        f"({link.source}), but cost {cost_ms:.2f} ms"
     )
 
 

@@ -242,8 +242,8 @@ def _or_none(reason: str, text: str) -> str:
 def _shares(hidden: int, in_step: int, when: str) -> str:
     share = f"{100 * hidden / max(hidden + in_step, 1):.0f} %"
     return (
-        f"{format_size(hidden)} ({share}) are sent one batch {when}, {format_size(in_step)} in the "
-        "step (expected)"
+        f"{format_size(hidden)} ({share}) is sent one batch {when}, and {format_size(in_step)} in "
+        "the step (expected)"
     )
 
 
@@ -255,7 +255,7 @@ def topology_lines(topology: Mapping[str, Any]) -> list[str]:
     ranks = " ".join(str(list(host)) for host in hosts[:MANY]) + " .." * (len(hosts) > MANY)
     links = [("on a host", topology["host_link"]), ("between hosts", topology["network_link"])]
     link_texts = [
-        f"{where} {link['gb_per_s']:g} GB/s, {link['latency_ms']:g} ms a call ({link['source']})"
+        f"{where} {link['gb_per_s']:g} GB/s, {link['latency_ms']:g} ms per call ({link['source']})"
         for where, link in (links if len(hosts) > 1 else links[:1])
     ]
     memory, source = topology["memory_bytes"], topology["memory_source"]

@@ -61,7 +61,7 @@ def cache_lines(caches: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(_forecast_line(cache, name))
     on_servers = sum(cache["outside_bytes"] for cache in caches if cache["kind"] == "servers")
     if on_servers:
-        lines.append(f"embedding servers: {format_size(on_servers)} in all, in equal shares")
+        lines.append(f"embedding servers: {format_size(on_servers)} in total, divided equally")
     return ["", *columns(rows), *lines]
 
 
@@ -71,7 +71,7 @@ def _forecast_line(cache: Mapping[str, Any], name: str) -> str:
     return (
         f"rank {cache['rank']}, {name}: a batch has {rows['unique']:,.0f} distinct rows; "
         f"{rows['fetched']:,.0f} of them are fetched, of which {rows['read']:,.0f} are read from "
-        f"storage ({read}); {rows['written']:,.0f} rows are written ({written}); for each batch "
+        f"storage ({read}); {rows['written']:,.0f} rows are written ({written}); at one batch "
         f"per second, {_rates(cache)}"
     )
 

@@ -38,8 +38,8 @@ def with_storage(
             continue
         if rule.kind == "host" and device_type == "cpu":
             raise ConfigError(
-                f"{key}.kind: host is not supported on cpu, where host and device are the same "
-                "memory; use kind: file, or parallel.device: cuda"
+                f"{key}.kind: host is not supported on cpu, where the device's memory is the "
+                "host's memory; use kind: file, or parallel.device: cuda"
             )
         own = [table for table in tables if chosen.get(table.name) == pattern]
         for table in own:

@@ -60,11 +60,11 @@ def format_summary(
 def _early_line(group: Mapping[str, Any]) -> str:
     """Describe how many bytes a group with early rows is expected to send."""
     early, critical = format_size(group["early_bytes"]), format_size(group["critical_bytes"])
-    line = f"early rows of {group['group']}: {early} early, {critical} on time"
+    line = f"early rows of {group['group']}: {early} sent early, {critical} in the step"
     if group["late_reason"]:
         return line
     late, urgent = format_size(group["late_bytes"]), format_size(group["urgent_bytes"])
-    return f"{line}; late gradients: {late} late, {urgent} on time"
+    return f"{line}; late gradients: {late} sent late, {urgent} in the step"
 
 
 def _link_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -141,7 +141,7 @@ def traffic_lines(expected: Mapping[str, int]) -> list[str]:
     texts = [f"{format_size(size)} {where}" for where, size in expected.items() if size]
     if not texts:
         return []
-    return [f"expected from the id frequencies: a rank sends {' and '.join(texts)} for tables"]
+    return [f"expected table traffic per step, from id frequencies: {' and '.join(texts)} per rank"]
 
 
 def _costs(plan: RunPlan, fields: Fields) -> dict[str, float]:

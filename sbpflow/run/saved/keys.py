@@ -86,7 +86,7 @@ def erase(path: AnyPath, field: str, keys: Tensor) -> str:
     others = [other.name for other in list_checkpoints(folder) if other != checkpoint.path]
     if others:
         text += (
-            f"\nother checkpoints in {folder} can still contain the keys: {', '.join(others)}; "
+            f"\nother checkpoints in {folder} may still contain the keys: {', '.join(others)}; "
             f"remove them with `sbpflow checkpoint prune {folder} --keep 1`"
         )
     return text

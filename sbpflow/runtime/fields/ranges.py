@@ -37,7 +37,7 @@ Beta = Annotated[float, Range(low=0, below=1)]
 Count = Annotated[int, Range(low=1)]
 LearningRate = Annotated[Rate, Key("results", "Learning rate.")]
 Epsilon = Annotated[
-    Rate, Key("results", "Constant added to the denominator of a step to avoid division by 0.")
+    Rate, Key("results", "Constant added to the denominator of an update to avoid division by 0.")
 ]
 Betas = Annotated[
     tuple[Beta, Beta], Key("results", "Decay rates of the averages of gradients and their squares.")

@@ -157,7 +157,9 @@ def _int(text: str) -> int:
     value = int(text) if len(text) <= _MAX_DIGITS else _MAX_INT + 1
     if abs(value) > _MAX_INT:
         digits = len(text.lstrip("-"))
-        raise JsonError(f"a whole number has {digits:,} digits, but numbers have at most 64 bits")
+        raise JsonError(
+            f"a whole number has {digits:,} digits, but numbers can have at most 64 bits"
+        )
     return value
 
 

@@ -207,7 +207,7 @@ class RemotePath:
     def open(self, mode: str) -> IO[bytes]:
         """Open the file for sequential reading; use ``read`` for random access."""
         if mode != "rb":
-            raise ValueError(f"open: a URL can only be opened with mode 'rb', got {mode!r}")
+            raise ValueError(f"open: a URL can be opened only with mode 'rb', got {mode!r}")
         return io.BufferedReader(_Reader(self), _BUFFER_BYTES)
 
     def write_bytes(self, data: bytes) -> None:

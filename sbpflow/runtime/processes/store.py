@@ -153,8 +153,8 @@ def open_store(serves: bool) -> TimedStore:
     host, port = os.environ.get("MASTER_ADDR", ""), env_int("MASTER_PORT", -1)
     if not host or not 0 <= port < 2**16:
         raise ConfigError(
-            f"MASTER_ADDR={host!r} and MASTER_PORT={port} must be the address of rank 0, because "
-            "WORLD_SIZE is above 1; start with torchrun, or set, for example, "
+            f"MASTER_ADDR={host!r} and MASTER_PORT={port} must be the address and port of rank 0, "
+            "because WORLD_SIZE is above 1; start with torchrun, or set, for example, "
             "MASTER_ADDR=127.0.0.1 MASTER_PORT=29501"
         )
     try:
@@ -193,7 +193,9 @@ def open_store(serves: bool) -> TimedStore:
 
     try:
         # The constructor ignores its timeout if the listener is not a TCPStore.
-        store = within(left_s, serve_or_join, "the listener there is not a rank of this run")
+        store = within(
+            left_s, serve_or_join, "the process listening there is not a rank of this run"
+        )
     except RuntimeError as error:  # includes torch's DistNetworkError
         raise no_store(host, port, serves, error) from error
     return TimedStore(store, f"{host}:{port}")

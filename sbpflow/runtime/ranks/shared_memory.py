@@ -71,7 +71,7 @@ class SharedMemory:
         """Return channel ``number``; equal numbers on two ranks denote the same channel."""
         if number >= MAX_CHANNELS:
             raise SbpError(
-                f"a world has at most {MAX_CHANNELS} process groups, but channel {number} was "
+                f"a world can have at most {MAX_CHANNELS} process groups, but channel {number} was "
                 "requested"
             )
         return SharedChannel(self, number)
