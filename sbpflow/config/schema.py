@@ -373,7 +373,7 @@ class TrainConfig:
     trackers: Annotated[
         tuple[TrackerName, ...],
         Example(("mlflow",)),
-        Key("execution", "Trackers that also receive the values in metrics.jsonl."),
+        Key("execution", "Trackers that also receive the steps and scores of metrics.jsonl."),
     ] = ()
     prometheus: Annotated[PrometheusConfig | None, Example({"port": 9464})] = None
 

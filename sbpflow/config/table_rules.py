@@ -77,7 +77,7 @@ class TableRule:
     comm_dtype: Annotated[
         CommDtype | None,
         Example("bfloat16"),
-        Key("results", "Data type in which the table's vectors are sent between ranks."),
+        Key("results", "The same as parallel.comm_dtype, for these tables."),
     ] = None
 
     def check(self, key: str) -> None:
@@ -289,7 +289,8 @@ class ParallelConfig:
         Example("bfloat16"),
         Key(
             "results",
-            "Data type in which vectors are sent between ranks. The default is parallel.dtype.",
+            "Data type in which vectors and their gradients are sent between ranks; with "
+            "float16, gradients are sent as bfloat16. The default is parallel.dtype.",
         ),
     ] = None
     overlap: Annotated[
