@@ -60,7 +60,7 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
         for name, follower in followers.items():
             sys.stdout.write(f"{name}: version {follower.version.text}\n")
         shown = f"[{host}]" if ":" in host else host
-        sys.stdout.write(f"serving on http://{shown}:{port} with {settings.workers} workers\n")
+        sys.stdout.write(f"serving on http://{shown}:{port}, workers: {settings.workers}\n")
         sys.stdout.flush()
         gc.collect()
         # Without freeze, garbage collection in a worker would copy the pages of all these objects.
@@ -114,8 +114,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return listener
     except OSError as error:
         raise ConfigError(
-            f"--host {host} --port {port}: {error.strerror or error}; use another port, or 0 for "
-            "any free port"
+            f"--host {host} --port {port}: {error.strerror or error}; use an address of this "
+            "machine, and a free port (0 chooses one)"
         ) from error
 
 
