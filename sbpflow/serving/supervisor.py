@@ -16,9 +16,8 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SOON_S = (
-    2.0  # If a worker exits this soon after its start, its replacement would probably exit too.
-)
+# If a worker exits this soon after its start, its replacement would probably exit too.
+_SOON_S = 2.0
 _PAUSE_S = 0.05
 
 
