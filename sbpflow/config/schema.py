@@ -2,7 +2,7 @@
 configuration.
 
 ``config.checks`` performs the checks that need the tables or the world size. Values are never
-clamped and keys are never ignored.
+clamped, and unknown keys are rejected.
 """
 
 from collections.abc import Mapping

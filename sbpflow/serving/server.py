@@ -97,7 +97,9 @@ def _load(
 
 
 def _compile(model: Model) -> None:
-    """Score a text row of missing values, so that no request has to wait for compilation."""
+    """Score a text row of missing values, so that requests do not wait for compilation. (The first
+    JSON request compiles the loop of ``json_loops``.)
+    """
     content, names = model.content["input"], [column.name for column in model.columns]
     lines = [names] * content["header"] + [[""] * len(names)]
     if len(names) > 1:  # a blank line is not a row
