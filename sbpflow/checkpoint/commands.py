@@ -260,5 +260,5 @@ def check_last(checkpoint: Checkpoint) -> None:
         if other != checkpoint.path and checkpoint.path in needed_by([other]):
             raise CheckpointError(
                 f"{checkpoint.path} must not be changed, because the delta {other.name} depends "
-                f"on it; compact {other} instead"
+                f"on it; compact {other} first"
             )

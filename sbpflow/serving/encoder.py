@@ -233,7 +233,7 @@ class Encoder:
         return self.encode_columns(self.raw.columns_of(rows))
 
     def encode_json(self, text: bytes) -> Encoded | None:
-        """Encode a JSON list of objects in compiled loops; return None if they cannot read it."""
+        """Encode a JSON list of objects in compiled loops; return None if this is not possible."""
         cells = None if self._compiled is None else self._compiled.parse_json(text)
         return None if cells is None else self._encoded(cells, {})
 

@@ -81,7 +81,7 @@ class Model:
         return self._encoder().encode(rows)
 
     def encode_json(self, text: bytes) -> Encoded | None:
-        """Encode a JSON list of objects; return None if only Python's parser can read it."""
+        """Encode a JSON list of objects in compiled loops; return None if this is not possible."""
         return self._encoder().encode_json(text)
 
     def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
@@ -206,7 +206,7 @@ class Model:
     def _known(self, kind: str, name: str, values: Mapping[str, Any]) -> Any:
         if name not in values:
             known = ", ".join(list(values)[:8])
-            raise BundleError(f"{kind}: {name!r} is not in the bundle, which has {known}")
+            raise BundleError(f"{kind}: {name!r} is not in the bundle; use, for example, {known}")
         return values[name]
 
     def check(self) -> None:
