@@ -1,8 +1,8 @@
 """Train, score, and inspect models from Python, for example in a notebook.
 
-This module is a composition root: it calls the same code as the commands, and nothing in
-``sbpflow/`` imports it. Errors are raised as exceptions with the same messages that the commands
-print.
+This module is a composition root: it calls the same code as the commands, and only
+``sbpflow/__init__.py`` imports it. Errors are raised as exceptions with the same messages that the
+commands print.
 """
 
 from collections.abc import Generator, Mapping
