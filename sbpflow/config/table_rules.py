@@ -224,8 +224,8 @@ class ParallelConfig:
         Example(0.125),
         Key(
             "execution",
-            "Speed at which a rank sends to other machines, in GB/s, used by scheme: auto. "
-            "1 Gbit/s is 0.125. The default is the speed within a machine.",
+            "Speed, in GB/s, at which a rank sends to other machines (scheme: auto and early "
+            "rows). 1 Gbit/s is 0.125. The default is the speed within a machine.",
         ),
     ] = None
     topology: Annotated[

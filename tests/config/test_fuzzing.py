@@ -151,7 +151,7 @@ def test_the_largest_numbers_give_a_plan_or_are_refused(value):
         ("data.batch_size=3000000000", r"must be >= 1 and < 2.14748e\+09"),
         ("parallel.timeout_s=1e30", r"must be > 0 and <= 1e\+06"),
         ("model.hidden=&a [*a]", r"\*a is used inside its own definition"),
-        ("model={[1]: 2}", "line 1: a key must be a string"),
+        ("model={[1]: 2}", "line 1: a key must be plain text"),
         ("model={<<: {dropout: 0.5}}", r"line 1: merge keys \(<<\) are not supported"),
         ("run.dir=2026-13-45", "line 1: '2026-13-45' is not a valid !!timestamp"),
         ("run.dir=!!timestamp abc", "line 1: 'abc' is not a valid !!timestamp"),

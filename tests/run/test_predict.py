@@ -302,7 +302,7 @@ def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folde
     tree = {**checkpoint.documents["config"], "model": {"name": "os_evil:Model"}}
     odd = replace(checkpoint.index, documents={"config": tree})
     checkpoint.index = odd
-    with pytest.raises(ConfigError, match="add --model os_evil:Model"):
+    with pytest.raises(ConfigError, match="use --model os_evil:Model"):
         saved_config(checkpoint, [], models=MODELS, own_model=None)
     with pytest.raises(ConfigError, match="module os_evil does not exist"):
         saved_config(checkpoint, [], models=MODELS, own_model="os_evil:Model")
