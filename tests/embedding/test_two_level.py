@@ -80,7 +80,7 @@ def size_of(grid):
 
 
 def on_hosts(world, hosts, fn, *args):
-    """Run ``fn`` as if the ranks were on these hosts, which do not share memory."""
+    """Run ``fn`` as if the ranks were on these hosts, without shared memory."""
     usual, world.topology = world.topology, Topology(hosts=hosts)
     shared, world._shared = world._shared, None
     links, world._links = world._links, {}

@@ -68,8 +68,9 @@ def test_background_save_equals_a_blocking_save(rehearsed_ranks, memory):
     ((waits, after, kept_bytes, num_storages),) = rehearsed_ranks(1, save_both_ways, config, memory)
     assert after == 0
     assert kept_bytes > 0
-    # The undo log is in host memory: for each tensor, addresses are copied to the host and back,
-    # and then the rows are copied. The tensors are the weights and the two states of lazy Adam.
+    # The undo log is in host memory. For each store, the addresses are copied to the host; for each
+    # tensor (the weights and the two states of lazy Adam), addresses are copied back, and then rows
+    # are copied to the host.
     assert max(waits) <= num_storages * (1 + 2 * 3)
     one, two = (open_checkpoint(memory / name / f"step-{SAVED_AT}") for name in "ab")
     for name in one.tensors:

@@ -121,7 +121,7 @@ def test_each_difference_names_the_machine():
 
 
 def _with_a_cpu_limit(world):
-    """Return the compute speeds if rank 1 is stopped for 50 ms after every fourth product."""
+    """Return the findings if rank 1 is stopped for 50 ms before every fourth product."""
     product, calls = torch.mm, itertools.count()
 
     def limited(*matrices):

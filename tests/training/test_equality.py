@@ -118,7 +118,7 @@ def test_schemes_train_like_one_process_in_float64(ranks, world_size, scheme, sp
     check_float64(ranks, world_size, make_config(scheme, sparse), sparse, "sgd", steps)
 
 
-# Nothing divides evenly among three ranks.
+# Most sizes do not divide evenly among three ranks.
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(

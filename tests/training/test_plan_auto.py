@@ -48,7 +48,7 @@ SMALL = ["model.hidden=[16]", "data.batch_size=1000", "parallel.scheme=null"]
 
 
 def profile(step_row=1e-3, vector_byte=1e-6):
-    """Return a machine on which only row updates and vector bytes have a cost."""
+    """Return the profile of a machine with these prices of row updates and vector bytes."""
     work_ms = {"step_rows": step_row, "step_elements": 1e-6, "read_rows": 1e-5, "always": 1.0}
     link = Link(within_gb_per_s=1e-6 / vector_byte, within_call_ms=0.1)
     return Profile(work_ms=work_ms, link=link, world_size=2, backend="gloo")
