@@ -164,7 +164,7 @@ _GRADS = (257.0, 1.0, 1.0, 1.0)  # by rank; the hosts are (0, 1) and (2, 3)
 
 
 def _rounded(world, comm_dtype):
-    """Train one row with one gradient per rank; return the row's change."""
+    """Train one row, which starts at 0, with one gradient per rank; return the row."""
     table = TableConfig(name="t", features=("f",), num_rows=1, dim=4, initial_range=0.0)
     plan = plan_embeddings(
         [OutputConfig(name="out", tables=(table,))],

@@ -33,8 +33,8 @@ def step(job, number):
 
 
 def save_both_ways(world, config, folder):
-    """Save a run in the foreground and in the background. Return the host waits during both saves
-    and in a step after the save, the maximum size of the undo log, and the number of stores.
+    """Save a run in the foreground and in the background. Return the host waits of each step during
+    the background save and of a step after it, the size of the undo log, and the number of stores.
     """
     _, saver = begun(world, config, folder / "a")
     saver.save(SAVED_AT, {})

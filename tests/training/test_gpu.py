@@ -1,6 +1,6 @@
 """Tests the schemes on CUDA, with one rank and with several ranks over NCCL.
 
-On a machine with one GPU, the ranks share the GPU, each with its own host name (NCCL_HOSTID).
+On a machine with one GPU, the ranks share the GPU, each with its own host ID (NCCL_HOSTID).
 """
 
 from dataclasses import replace

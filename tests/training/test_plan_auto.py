@@ -155,7 +155,7 @@ def test_runs_end_without_a_writable_cache(synth_set, tmp_path, calibrated, caps
 def test_planned_runs_resume_without_planner_or_plan_file(
     synth_set, tmp_path, calibrated, monkeypatch
 ):
-    """``predict`` uses the run's layouts, even if the plan file changes later."""
+    """``predict`` and ``export`` need neither the calibration nor the plan file."""
     folder, file = tmp_path / "run", tmp_path / "plan.yaml"
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}", "checkpoint.every=2"]
     scores: list[list[float]] = []
