@@ -250,8 +250,8 @@ def saved_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_equal(one: Path, other: Path, *, atol: float = 1e-9) -> None:
-    """Check that two checkpoints have bit-equal vocabularies, except that only the sums of totals
-    over ranks must be equal, and rows within ``atol``.
+    """Check that two checkpoints have rows within ``atol`` and bit-equal vocabularies, except for the
+    totals, whose sums over the ranks must be equal.
     """
     first, second = saved_tensors(one), saved_tensors(other)
     assert first.keys() == second.keys()
