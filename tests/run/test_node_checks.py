@@ -154,7 +154,7 @@ def test_names_that_lead_to_another_address_are_named():
 
 
 def _two_hosts(world):
-    """Measure the ranks of one machine as if they were two hosts."""
+    """Measure the ranks of one machine as if they were on two hosts."""
     real = world.topology
     world.topology = replace(real, hosts=((0, 1), (2, 3)))
     try:
