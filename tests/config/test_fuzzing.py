@@ -100,9 +100,7 @@ def test_any_value_of_any_key_passes_or_is_refused(name, value):
 
 @pytest.mark.parametrize("part", quick(range(8), lambda n: n < 3))
 def test_every_key_with_difficult_values(part):
-    """Test each key with three of the values; together, the tests use each value with every kind of
-    key.
-    """
+    """Test each key with three random values."""
     draw, refused = random.Random(part), 0
     for name in sorted(KEYS)[part::8]:
         for value in draw.sample(VALUES, 3):

@@ -104,7 +104,8 @@ def test_a_prediction_equals_the_evaluation_bit_for_bit(run, folder, tmp_path):
     assert frame.columns == ["id", "score", "label"]
     assert frame["score"].to_numpy().tolist() == np.load(run / "scores.npy").tolist()
     assert frame["label"].to_numpy().tolist() == np.load(run / "labels.npy").tolist()
-    # The test split is the last 5 days of the table; rows with an infinite price are bad.
+    # The test split begins 24 days after the start of the table; rows with an infinite price are
+    # bad.
     numbers = [int(key.removeprefix("row-")) for key in frame["id"]]
     assert numbers == sorted(numbers)
     assert numbers[0] >= 24 * 24
