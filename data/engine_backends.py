@@ -36,7 +36,7 @@ class Backend(Protocol):
     shares_memory: ClassVar[bool]
     is_cluster: ClassVar[bool]
     can_lose: ClassVar[bool]
-    """True if workers run on a cluster, where a call may never return"""
+    """True if workers run outside this process, where a call may never return"""
 
     def __init__(self, address: str | None, workers: int | None) -> None: ...
 

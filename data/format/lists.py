@@ -19,7 +19,9 @@ from sbpflow.data.format.mapped_rows import (
 
 
 def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
-    """Open the files of a part in all non-empty shards; map the first ``limit`` files."""
+    """Open the files of a part in all non-empty shards. For a local set, the first ``limit`` files
+    are mapped.
+    """
     kind, folder = manifest.part_types[name], manifest.path
     parts = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
     files = [
