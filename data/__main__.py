@@ -35,7 +35,7 @@ _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
     *("keep_strings", "keys"),
 )
-"""Options of prepare whose values come from the ``--like`` set, if one is given"""
+"""Options of prepare that cannot be combined with ``--like``"""
 _OF_VOCABULARIES = ("min_count", "spare", "keep_strings", "grow")
 """Options of prepare that affect only fields with a vocabulary"""
 

@@ -219,7 +219,7 @@ class _Run:
     def _stuck(self) -> DataError:
         minutes = self._options.wait_s / 60
         return DataError(
-            f"--engine {self._options.name}: no task has finished for {minutes:g} minutes "
+            f"--engine {self._options.name}: no task has finished within {minutes:g} min "
             f"(waiting tasks: {len(self._waiting)}; {self._backend.state()}); check the workers, "
             "and rerun this command to resume. --wait MINUTES sets this limit"
         )

@@ -184,7 +184,7 @@ class Scoring:
         """Log the number of bad raw lines."""
         bad = 0 if self.is_set else sum(manifest.content.get("bad_lines", {}).values())
         if bad:
-            _LOG.warning("%d bad lines have no score and no row number", bad)
+            _LOG.warning("bad lines, which have no score and no row number: %d", bad)
 
 
 def scored_rows(

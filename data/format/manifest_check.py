@@ -178,7 +178,7 @@ class _Check:
 
     def bayes(self, raw: object) -> None:
         fits = isinstance(raw, dict) and raw != {} and set(cast("dict[str, Any]", raw)) <= {*SPLITS}
-        self.need(fits, "bayes", raw, "auc and logloss by split")
+        self.need(fits, "bayes", raw, "auc, logloss and ctr by split")
         for split, pair in cast("dict[str, Any]", raw).items():
             fits = _has_keys(pair, _BAYES_KEYS) and all(map(is_number, pair.values()))
             self.need(fits, f"bayes.{split}", pair, "numbers for auc, logloss and ctr")

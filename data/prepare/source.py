@@ -139,7 +139,7 @@ def _log_skipped(
     if skipped:
         more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
         _LOG.warning(
-            "%s: %d entries are not read (%s%s); to read one of them, name the file itself",
+            "%s: entries that are not read: %d (%s%s); to read one of them, name the file itself",
             folder, len(skipped), ", ".join(skipped[:_MAX_SHOWN]), more,
         )  # fmt: skip
 

@@ -78,8 +78,8 @@ class SplitRule:
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
                     if (split, pattern) not in used]:  # fmt: skip
             raise ConfigError(
-                f"--split: no file goes to {idle[0]} (the files are {', '.join(names[:8])}, and "
-                f"each goes to the first pattern that matches it); write {_EXAMPLES}"
+                f"--split: no file goes to {idle[0]} (the files include {', '.join(names[:8])}, "
+                f"and each goes to the first pattern that matches it); write {_EXAMPLES}"
             )
         if self.patterns and None not in used:
             raise ConfigError(
@@ -92,7 +92,7 @@ class SplitRule:
         """
         if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
             raise ConfigError(
-                f"--split: none of the {num_rows} rows goes to train, but ids and vocabularies "
+                f"--split: no row goes to train (rows: {num_rows}), but ids and vocabularies "
                 "are made from train rows; write, for example, time:1,0,0"
             )
 

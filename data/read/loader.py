@@ -371,5 +371,5 @@ def open_loader(
         tail=tail,
     )
     if loader.num_dropped_rows:
-        _LOG.info("%s: the last %d rows of each epoch are dropped", split, loader.num_dropped_rows)
+        _LOG.info("%s: rows dropped at the end of each epoch: %d", split, loader.num_dropped_rows)
     return loader

@@ -72,8 +72,8 @@ FORGED = [
     ("splits", splits(shard(file=["a.npy"])), "next to the manifest"),
     ("splits", splits(shard(), shard()), "a file that occurs only once"),
     ("bayes", 0.8, "bayes is 0.8"),
-    ("bayes", {}, "auc and logloss by split"),
-    ("bayes", {"all": {"auc": 1, "logloss": 1, "ctr": 1}}, "auc and logloss by split"),
+    ("bayes", {}, "auc, logloss and ctr by split"),
+    ("bayes", {"all": {"auc": 1, "logloss": 1, "ctr": 1}}, "auc, logloss and ctr by split"),
     ("bayes", {"test": {"auc": 0.8}}, "bayes.test"),
     ("bayes", {"test": {"auc": "0.8", "logloss": 1, "ctr": 1}}, "bayes.test"),
 ]
