@@ -133,8 +133,8 @@ class HashedIds:
 def capacity_of(num_keys: int) -> int:
     """Return the number of slots of an ``IdTable`` with ``num_keys`` keys.
 
-    Small tables have at least two slots per key, so that few keys collide, and the number is a
-    power of two. Large tables have 1.5 slots per key.
+    For small tables, the number is a power of two and at least twice ``num_keys``, so that few keys
+    collide. Large tables have 1.5 slots per key.
     """
     if num_keys > _LARGE:
         return num_keys + num_keys // 2

@@ -67,8 +67,8 @@ class SplitLists:
     by row and then by field.
 
     As in ``SplitRows``, row numbers count from the first row of the split, and maps are
-    copy-on-write. The set must contain ragged fields. The first ``limit`` files of each part are
-    mapped.
+    copy-on-write. The set must contain ragged fields. The first ``limit`` files of each part of a
+    local set are mapped.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:

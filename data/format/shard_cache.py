@@ -3,7 +3,7 @@
 ``DIR/FINGERPRINT/`` contains the manifest and some files of a set. A file gets its final name there
 only when it is complete and its checksum is verified. File locks, which are released when their
 process ends, decide which process downloads a file and which one makes room. The least recently
-used files are removed first, except for splits that a process has mapped.
+used files are removed first, except those of splits that a process has mapped.
 """
 
 import contextlib
@@ -205,7 +205,7 @@ class ShardCache:
         """Remove files to make room; return how many bytes are still needed, and whether downloads
         in progress occupy some of the room.
 
-        Downloads begin and end under the same lock, so the two results are consistent.
+        Downloads begin and complete under the same lock, so the two results are consistent.
         """
         waits = False
         with hold(self._room, wait=True):
