@@ -1,7 +1,7 @@
 """Writes the results of a benchmark as JSON lines, with the conditions of the measurement.
 
-``Results("name")`` replaces benchmarks/results/name.jsonl. Every line records the device,
-versions, commit, and time, so the provenance of every result is known.
+``Results("name")`` replaces benchmarks/results/name.jsonl. Every line records the device, versions,
+commit, and time, so the provenance of every result is known.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Check the structure of a manifest's JSON, on which readers rely. A correct fingerprint does not
-prove that a manifest is valid, because anyone can compute it. Therefore, all keys that
-readers use are checked, and file names must not point outside the set's folder.
+prove that a manifest is valid, because anyone can compute it. Therefore, all keys that readers use
+are checked, and file names must not point outside the set's folder.
 """
 
 import re

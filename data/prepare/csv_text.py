@@ -1,9 +1,8 @@
 """Parse text that the fast parser (``data.prepare.parse``) does not support, such as text with
 column names, quotes or several values per cell.
 
-This module finds records by strict rules, and Polars
-splits the records into cells. Inside quotes, a separator or newline is part of the cell, and a
-doubled quote stands for one quote.
+This module finds records by strict rules, and Polars splits the records into cells. Inside quotes,
+a separator or newline is part of the cell, and a doubled quote stands for one quote.
 """
 
 import io
