@@ -5,8 +5,8 @@
 
 Every variant allocates its own result. Values are checked before timing. Repeats alternate between
 the variants, so that machine drift affects all of them equally; results are medians over the
-repeats, on the slowest rank. The output has one JSON line per conversion and size, and one line per
-conversion for the Python overhead.
+repeats, on the slowest rank. The output has one JSON line per conversion and size, and, without
+--link, one line per conversion for the Python overhead.
 """
 
 import argparse
@@ -140,7 +140,9 @@ def _part(world: World, full: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def _bare(world: World, steps: tuple[BoxingStep, ...], part: torch.Tensor) -> dict[str, Variant]:
-    """Return a function that only calls the step's collective, on buffers of the same size."""
+    """Return functions that only call a collective, on buffers of the same size: the collective of
+    the first step and, if that is an all-to-all for partial sums, the backend's reduce-scatter.
+    """
     if not steps or not steps[0].groups:
         return {}
     group = world.group(range(world.size), "bare")

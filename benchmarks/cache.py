@@ -7,9 +7,9 @@
     python -m benchmarks.cache servers    training with rows on servers, in network namespaces
     python -m benchmarks.cache matrix     cached tables equal uncached ones, over 1, 2, 4 ranks
 
-Values are compared before timing. ``fetches``, ``store``, and ``servers`` use real rows, from
-``--input train.txt`` or the file that SBPFLOW_CRITEO_ROWS names; ``fetches`` also uses generated
-rows.
+``store`` and ``servers`` also compare the losses with those of training without a cache.
+``fetches``, ``store``, and ``servers`` use real rows, from ``--input train.txt`` or the file that
+SBPFLOW_CRITEO_ROWS names; ``fetches`` also uses generated rows.
 """
 
 import argparse
@@ -43,7 +43,9 @@ KNOWN = (1, 4, 16, 64)
 
 @contextmanager
 def prepared(given: str | None) -> Iterator[Path | None]:
-    """Prepare the real rows, all as train rows and with one id per value; return the folder."""
+    """Yield the folder of the real rows, prepared as train rows with one id per value, or ``given``
+    if it is a prepared set; yield None if ``given`` is None.
+    """
     if given is None:
         yield None
         return

@@ -64,8 +64,8 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Return enough slots for the rows of two batches. On 4 ranks, no rank owns more than two
-        thirds of these rows.
+        """Return enough slots for the rows of two batches. On 4 ranks with scheme 2 or 3, no rank
+        owns more than two thirds of these rows.
         """
         rows = 2 * BATCH * len(FIELDS.ids)
         return 2 * rows // 3 if self.size == 4 and self.scheme in ("2", "3") else rows
@@ -186,7 +186,9 @@ def _saver(job: Job, folder: Path) -> Saver:
 
 
 def run_case(world: World, case: Case, folder: Path) -> dict[str, Any]:
-    """Return the names of the values that differ on this rank, and the number of evicted rows."""
+    """Return the names of the values that differ on this rank, and the number of rows that caches
+    wrote back.
+    """
     cached = CachedStores(folder / "scratch", case.slots)
     kinds: dict[str, StoreFactory] = {"device": device_store, "cached": cached}
     losses: dict[str, list[float]] = {}

@@ -36,7 +36,7 @@ class PacedRecords:
         return self._inner.num_bytes
 
     def read(self, rows: Array, out: Array) -> None:
-        """Wait as long as the transfer takes, then read."""
+        """Read the records, then wait until the transfer ends."""
         _, end = self._reserve("read", rows.size)
         self._inner.read(rows, out)
         _sleep_until(end)

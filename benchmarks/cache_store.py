@@ -2,8 +2,8 @@
 
 All systems must compute the same losses. ``evaluation`` compares evaluations with and without
 reading the rows of the next batch in advance. ``cpu`` compares CPU times with those of training
-without a cache. Computation is slower after a pause, so in this comparison the run without a cache
-also pauses, in every step, for as long as lookahead waits for rows. The rows are in a memory file.
+without a cache. Computation is slower after a pause, so in this comparison a run without a cache
+also pauses, in every step, for as long as lookahead waits for rows. The rows are in a mapped file.
 ``PacedRecords`` adds the time that a full-duplex link would take; reads and writes do not slow each
 other down. Paced threads sleep, so their waits are exact even on a busy machine; step times are
 not.
@@ -66,7 +66,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians and means of the measured steps, and the ``losses`` of all steps."""
+    """Means over the measured steps, and the ``losses`` of all steps."""
 
     losses: list[float] = field(repr=False)
     step_ms: float
@@ -321,7 +321,10 @@ def _measure_cpu(
             )  # fmt: skip
             own_ms = found.step_ms - found.wait_ms - setup.pause_ms
             if own_ms > UNDISTURBED * found.training_cpu_ms:
-                print(f"round {number} again: other processes took {own_ms:.1f} ms per step")
+                print(
+                    f"round {number} again: a step took {own_ms:.1f} ms without waits, but only "
+                    f"{found.training_cpu_ms:.1f} ms of CPU time"
+                )
                 time.sleep(2)
                 break
         else:

@@ -28,7 +28,7 @@ SHAPES = 20
 
 
 def draw(generator: random.Random) -> StackShape:
-    """Return a random shape: a batch of up to 65,536 ids on up to 3 million rows."""
+    """Return a random shape: a batch of up to 63,000 ids on up to 3.2 million rows."""
     dim = generator.choice([1, 4, 8, 16, 32, 64, 128])
     lists = generator.choice([0, 0, 2, 4])
     ids = int(10 ** generator.uniform(3, 4.8))

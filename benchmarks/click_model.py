@@ -20,7 +20,7 @@ HOTNESS = {"one": (1,) * 26, "ten": (10,) * 26, "mlperf": MLPERF_HOTNESS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The work of a run, with ``rows_per_rank`` samples on each of ``world_size`` ranks.
+    """The work of a run, with ``rows_per_rank`` samples per batch on each rank.
 
     ``hotness`` is the number of ids per sample for each table; the vectors that a sample looks up
     in a table are summed.

@@ -169,7 +169,7 @@ def _write_distinct(target: Path, values: int) -> None:
 
 
 def _assert_same(manifest: Manifest, theirs: "np.ndarray[Any, np.dtype[np.int32]]") -> None:
-    """Check that both sets have bitwise equal labels and dense values, and the same number of
+    """Check that both sets have equal labels and dense values (up to 1e-5), and the same number of
     distinct ids per field in train.
     """
     rows = SplitRows(manifest, "train")

@@ -9,10 +9,11 @@ used the row in the previous batch, and critical otherwise. ``predicted`` is the
 rank stores them, and their gradients are all-reduced in every step, because nearly every batch uses
 them. All counts are numbers of rows that all ranks together send per batch. ``exposed`` counts the
 rows whose transfer cannot overlap other work: critical rows and gradients. ``deferred`` is
-``exposed`` with late gradients: gradients of rows that the next batch does not use arrive one batch
-late, and rows that either of the two previous batches used are critical.
+``exposed`` with late gradients and without hot rows: gradients of rows that the next batch does not
+use arrive one batch late, and rows that either of the two previous batches used are critical.
 
-Without --input, the program uses the file or prepared set in SBPFLOW_CRITEO_ROWS, or Zipf ids.
+The program counts Zipf ids and, with --input or a file or prepared set in SBPFLOW_CRITEO_ROWS, real
+rows.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """Compares the bare engine with its kernel, plain torch, and the bandwidth limit.
 
     python -m benchmarks.engine kernel        one rank: bare FBGEMM, EmbeddingBag(sparse), the floor
-    python -m benchmarks.engine vocabulary    3.2M to 102.4M rows: ms and bytes per row
-    python -m benchmarks.engine tables        510 tables on 4 ranks: start-up and stages of a step
+    python -m benchmarks.engine vocabulary    3.2M to 102.4M rows: ms per step, bytes per row
+    python -m benchmarks.engine tables        510 tables on 4 ranks: start-up, step, Python calls
     python -m benchmarks.engine rows          the torch kernel's step on 100k and on 10M rows
 
-No job has a dense part. Values are compared before timing. Times are medians, and ratios compare
-alternating runs.
+No job has a dense part. ``kernel`` compares values before timing. Times are medians, and ratios
+compare alternating runs.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 ``python -m benchmarks.faithful``.
 
 For each given vocabulary scale, the program trains Wide & Deep with train_wdl.py on 2,000,000
-generated rows. It reports the test AUC, the best possible AUC from the manifest, and the share of
-lookups in the first half of each large table. With default rows, scales, ranks, and settings, it
-writes benchmarks/results/faithful.jsonl; otherwise it only prints the results.
+generated rows. It reports the test AUC, the best possible AUC from the manifest, and the smallest
+and largest share of lookups in the first half of a large table. With default rows, scales, ranks,
+and settings, it writes benchmarks/results/faithful.jsonl; otherwise it only prints the results.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 uninterrupted run.
 
     python -m benchmarks.faults                 50 kills of runs on 2 ranks
-    python -m benchmarks.faults --kills 8       one of each kind
+    python -m benchmarks.faults --kills 8       at least one of each kind
     python -m benchmarks.faults --storage file --kills 20
                                 tables in files; the uninterrupted run has them on the device
     python -m benchmarks.faults --storage servers --kills 40
@@ -462,7 +462,10 @@ def main() -> None:
             if killed.total() >= args.kills:
                 break
             if time.monotonic() - begin > args.limit_s:
-                raise SystemExit(f"{killed.total()} of {args.kills} kills done; rerun to continue")
+                raise SystemExit(
+                    f"{killed.total()} of {args.kills} kills done; to continue, rerun "
+                    "with the same --folder"
+                )
             # Count the logs of failed runs, too, so that such a run is repeated with other kills.
             number = len(list(base.glob("run*.log")))
             outcome = one_run(base, number, args)

@@ -17,19 +17,19 @@ for ``--only``:
 Every row includes the CPU time, which depends less on other work than wall-clock time.
 
 The first turn warms up and checks that both commits do the same work: losses must agree up to
-float32 rounding. Then each round runs both commits, in the order A B B A. A ratio is the cost of
-head divided by the cost of base in one round; the interval is the 95 % interval of Student's t on
-the logarithms of the ratios. A figure is slower if the interval is above 1 and the median is above
-1.02. The limit for the median is above 1, because paths, environment, and memory addresses shift
-the times of identical code, and rounds do not average out these shifts (Mytkowicz et al.,
-"Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). With 17 figures, about
-one run of the gate in three would report a slower figure by chance alone. Slower rows are therefore
-measured again with the same number of rounds, and a figure is reported only if it is slower both
-times.
+float32 rounding. Then each round runs both commits, in alternating order (A B, then B A). A ratio
+is the cost of head divided by the cost of base in one round; the interval is the 95 % interval of
+Student's t on the logarithms of the ratios. A figure is slower if the interval is above 1 and the
+median is above 1.02. The limit for the median is above 1, because paths, environment, and memory
+addresses shift the times of identical code, and rounds do not average out these shifts (Mytkowicz
+et al., "Producing Wrong Data Without Doing Anything Obviously Wrong!", ASPLOS 2009). With 17
+figures, about one run of the gate in three would report a slower figure by chance alone. Slower
+rows are therefore measured again with the same number of rounds, and a figure is reported only if
+it is slower both times.
 
-The exit status is 1 if a figure is slower, does different work, or fails, and 0 otherwise. For a
-figure that is not reported, the upper end of the interval limits the slowdown that may have been
-missed; more ``--rounds`` lower this limit.
+The exit status is 1 if a figure is slower, or if a row does different work or fails; otherwise, it
+is 0. For a figure that is not reported, the upper end of the interval limits the slowdown that may
+have been missed; more ``--rounds`` lower this limit.
 """
 
 import argparse

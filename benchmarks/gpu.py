@@ -1,9 +1,9 @@
 """Runs all tests and measurements that need a GPU.
 
-The parts are tests, NCCL, the DLPerf sweep, kernels, and a trace. Each part is a process with a
-time limit, and runs even if other parts failed. benchmarks/results/gpu.jsonl has a line for each
-part, and measurements are written to a file named after the part's module. If a package is missing,
-the part is skipped with a message.
+The parts are tests, the dense part, the DLPerf sweep, TorchRec, kernels, a trace, and NCCL. Each
+part is a process with a time limit, and runs even if other parts failed, except for the parts that
+need a working collective. benchmarks/results/gpu.jsonl has a line for each part, and measurements
+are written to gpu_*.jsonl. If a package is missing, the part is skipped with a message.
 
     make gpu PYTHON=...      or      python -m benchmarks.gpu [--limit-s S] [--only PART ...]
 """
@@ -92,8 +92,8 @@ def shortcomings() -> tuple[list[str], list[str]]:
 
 
 def run_part(part: Part, limit_s: float) -> tuple[bool, str]:
-    """Run the part until all of its processes have ended; return whether it succeeded and, if not,
-    the reason.
+    """Run the part, and kill its remaining processes at the end; return whether it succeeded and,
+    if not, the reason.
     """
     process = subprocess.Popen([sys.executable, *part.command], cwd=ROOT, start_new_session=True)
     try:
@@ -121,8 +121,8 @@ def run_parts(
     limit_s: float,
     run: Callable[[Part, float], tuple[bool, str]] = run_part,
 ) -> bool:
-    """Run the parts one after another, even if other parts failed; call ``add`` with a line for
-    each part.
+    """Run the parts one after another, skipping those that need a part that failed; call ``add``
+    with a line for each part.
     """
     begin = time.monotonic()
     passed: dict[str, bool] = {}

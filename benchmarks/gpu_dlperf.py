@@ -52,7 +52,7 @@ def fields_of(vocabulary: int) -> Fields:
 
 
 def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields]:
-    """Build the model over random columns, on the ranks of ``world``."""
+    """Build the model over the fields of ``vocabulary``; return the job and the fields."""
     fields = fields_of(vocabulary)
     spec, plan = plan_run(config, fields, world_size=world.size, device_type=world.device.type)
     return build_job(config, spec, plan, Boxing(world)), fields

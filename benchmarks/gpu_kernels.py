@@ -1,8 +1,8 @@
 """Compares the storages on a GPU: Triton, torch, and, if installed, FBGEMM.
 
 The work consists of looking up and updating 16-column rows for 26 x 16384 Zipf-like ids. The output
-includes the minimum time to move the bytes (docs/decisions/gpu.md). Results are compared before
-timing.
+includes the number of distinct ids, which determines how many bytes must be moved. Results are
+compared before timing.
 
     python -m benchmarks.gpu_kernels [--ids N] [--rows N]
 """

@@ -8,9 +8,8 @@ steps.
 
 ``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as Criteo's. The keys
 of large fields drift, so keys are admitted, evicted, and forgotten in every step. ``steps`` trains
-a Wide & Deep model on fitted ids and on keys, alternately. ``deltas`` saves one field with dim 16
-and LazyAdam. Between saves, 5% of the keys are trained; a tenth of these are new and replace
-evicted keys.
+a Wide & Deep model on fitted ids and on keys, alternately. ``deltas`` saves tables of dims 16 and 1
+for one field, with LazyAdam. Between saves, 5% of the keys are trained; a tenth of these are new.
 """
 
 import argparse

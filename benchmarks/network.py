@@ -90,7 +90,9 @@ def start_ranks(
     if link is None:
         code = _run_ranks(module, world_size, words, "127.0.0.1", [[]], {}, folder)
     elif world_size % len(HOSTS):
-        raise SystemExit(f"--link divides the ranks over {len(HOSTS)} hosts; use an even --ranks")
+        raise SystemExit(
+            f"--link divides the ranks over {len(HOSTS)} hosts; use an even number of ranks"
+        )
     else:
         interface = {"GLOO_SOCKET_IFNAME": INTERFACE}
         with two_hosts(link) as prefixes:

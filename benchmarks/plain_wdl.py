@@ -1,9 +1,9 @@
 """Trains a reference Wide & Deep in plain PyTorch, without sbpflow's model or engine.
 
 The program uses one process and reads a prepared set's files with numpy. The architecture, initial
-distributions, batch order by time, and optimizers match the configs. Tables are
-nn.Embedding(sparse=True) with torch.optim.SparseAdam (Adam on touched rows, like LazyAdam) or a
-rowwise Adagrad implemented here; the dense part uses Adam.
+distributions, and optimizers match the configs. Tables are nn.Embedding(sparse=True) with
+torch.optim.SparseAdam (Adam on touched rows, like LazyAdam) or a rowwise Adagrad implemented here;
+the dense part uses Adam.
 
     python -m benchmarks.plain_wdl --data DIR --sparse lazy_adam --seeds 1 2 3
 """
@@ -113,7 +113,7 @@ def train(args: argparse.Namespace, seed: int) -> dict[str, float]:
     else:
         sparse = RowwiseAdagrad(model.tables(), lr=args.sparse_lr or 0.05)
     dense = torch.optim.Adam(model.mlp.parameters(), lr=1e-3)
-    # Read blocks in random order, like a shuffling loader; any order of the training rows is valid.
+    # Shuffle the rows, as a loader does; any order of the training rows is valid.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     start = time.perf_counter()
     for batch in order.split(args.batch_size):

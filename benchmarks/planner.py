@@ -1,17 +1,17 @@
 """Compares our planner with published planners by predicted step time and by measured time.
 
-    python -m benchmarks.planner objective [--journal FILE | --profile FILE] [--tasks 12]
-    python -m benchmarks.planner steps [--link 1gbit] [--profile FILE]
+    python -m benchmarks.planner objective [--journal FILE | --profile FILE] [--cells 10x2x12 ..]
+    python -m benchmarks.planner steps [--link 1gbit] [--profile FILE] [--tasks 6]
     python -m benchmarks.planner speed [--profile FILE]
     python -m benchmarks.planner calibration [--profile FILE] [--link 1gbit]
 
 ``objective`` prices plans for held-out generated tasks and for EMBark's workloads. Planners search
 with a cost model fitted to every other sample of a calibration's journal, and a cost model fitted
 to the other samples prices their plans. With ``--profile``, one model does both, which favors
-planners that search with it. For each task, the report lists the best greedy plan, every planner's
-plan, the lower bound, and, for 10 tables, the optimum of a stated set of plans.
+planners that search with it. For each task, the report lists every planner's plan, the best known
+plan, the lower bound, and, for 10 tables on up to 4 ranks, the optimum of a stated set of plans.
 
-``steps`` runs plans alternately on 2 ranks (``benchmarks/planner_steps.py``).
+``steps`` runs plans alternately on --ranks ranks (``benchmarks/planner_steps.py``).
 """
 
 import argparse

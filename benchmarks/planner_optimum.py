@@ -24,9 +24,9 @@ def enumerated(
 ) -> tuple[Assignment, int] | None:
     """Return the best plan that uses only the options ``numbers[table]``, and the number of plans.
 
-    Whole tables may be on any rank, and split tables on aligned blocks of neighboring ranks. Plans
-    that differ only in the numbering of ranks count once. The result is exact, or None if there are
-    more than ``most`` plans.
+    Whole tables may be on any rank; a split table is on the first ranks. Plans that differ only in
+    the numbering of ranks count once. The result is exact for split tables on all ranks, or None if
+    there are more than ``most`` plans.
     """
     places = _Places(problem, numbers)
     best: tuple[tuple[float, float], Assignment] | None = None
@@ -44,9 +44,7 @@ def enumerated(
 
 
 class _Places:
-    """All moves of all tables, numbered across tables, with the loads that each move adds to the
-    ranks.
-    """
+    """The moves to try for each table, with the loads that each move adds to the ranks."""
 
     def __init__(self, problem: Problem, numbers: tuple[tuple[int, ...], ...]) -> None:
         self.problem = problem

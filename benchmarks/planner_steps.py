@@ -2,8 +2,8 @@
 
 On 2 ranks or more, all plans of a task run alternately, and each round gives the difference between
 every plan and our plan. A plan runs until the time limit, or until the 95 % interval of its
-difference from our plan is either narrower than 3 % or farther from 0 than it is wide. An interval
-containing 0 means no significant difference.
+difference from our plan is either narrower than +-3 % or farther from 0 than it is wide. An
+interval containing 0 means no significant difference.
 
 If a planner may measure several plans, half of the rounds select one plan, and the other half give
 its reported result.

@@ -2,7 +2,7 @@
 
 Tasks and their plans are read from a file, and rank 0 writes the times of every plan. Each round
 uses a different order, because the state of the caches depends on the previous plan. A plan runs
-until the difference from the first plan is significant.
+until the time limit, or until its difference from the first plan is known precisely enough.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Writes the results of a benchmark as JSON lines, with the conditions of the measurement.
 
-``open_results("name")`` replaces benchmarks/results/name.jsonl. Every line records the device,
-versions, commit, and time, so the provenance of every result is known.
+``Results("name")`` replaces benchmarks/results/name.jsonl. Every line records the device, versions,
+commit, and time, so the provenance of every result is known.
 """
 
 import json
@@ -51,8 +51,8 @@ class Results:
     """Prints each line and appends it to a file.
 
     The first added line replaces the old file. With ``benchmark``, it replaces only that
-    benchmark's lines, so that a module's benchmarks can run separately. If ``recorded`` is false (a
-    run with sizes other than those on record), lines are only printed.
+    benchmark's lines, so that a module's benchmarks can run separately. If ``recorded`` is false
+    (for example, in a run with other sizes), lines are only printed.
     """
 
     def __init__(self, name: str, benchmark: str | None = None, *, recorded: bool = True) -> None:
@@ -61,9 +61,7 @@ class Results:
         self._recorded = recorded
         self._provenance = provenance()
         if not recorded:
-            sys.stderr.write(
-                f"sizes differ from {self.path.name}: results are printed but not recorded\n"
-            )
+            sys.stderr.write(f"results are printed, but not recorded in {self.path.name}\n")
             return
         RESULTS.mkdir(exist_ok=True)
         kept = self.path.read_text().splitlines() if benchmark and self.path.exists() else []

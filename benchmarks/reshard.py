@@ -122,7 +122,9 @@ def _mixed(size: int) -> dict[str, TableRule]:
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint saved and loaded under different layouts; ``half`` means bfloat16 rows."""
+    """A checkpoint, and the layouts under which it is saved and loaded; ``half`` means bfloat16
+    rows.
+    """
 
     saved: Lying
     loaded: Lying
@@ -150,7 +152,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NetConfig:
-    """Configures ``Dense`` as the model of a run."""
+    """Configures ``Net`` as the model of a run."""
 
     name: str = "net"
 
@@ -178,7 +180,9 @@ class Rows:
 
 
 def make_rows(step: int, rank: int, size: int) -> Rows:
-    """Return the batch of a step (counted from 1); it depends only on the step."""
+    """Return a rank's part of the batch of a step (counted from 1); the batch depends only on the
+    step.
+    """
     generator = torch.Generator().manual_seed(step)
     rows = BATCH - 7 if step % 5 == 0 else BATCH
     counts = [field.rows for field in FIELDS.ids]

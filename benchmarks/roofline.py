@@ -106,7 +106,7 @@ def limit_ms(rates: dict[str, float], counts: dict[str, float], shape: Shape) ->
 
 
 def counts_of(shape: Shape, world: World) -> tuple[Tensor, dict[str, float]]:
-    """Return the addresses of this rank's first batch, and the mean counts of rank 0's batches."""
+    """Return the addresses of this rank's first batch, and this rank's mean counts per batch."""
     own: list[Tensor] = []
     others: list[Tensor] = []
     first = torch.arange(shape.num_tables, dtype=torch.int32) * shape.table_rows

@@ -11,7 +11,7 @@
 ``latency`` runs wrk, which must be installed, and compares the server with an ASGI application that
 only returns a fixed answer. ``delta`` compares the latencies before and during the application of a
 delta. ``soak`` sends valid and malformed requests while deltas and new bundles arrive (including a
-damaged delta) and a worker is killed; every response must match exactly one version.
+damaged delta) and a worker is killed; every response must match the version that it names.
 """
 
 import argparse

@@ -59,8 +59,8 @@ PLANNED = ("every table whole", "scheme: auto")
 SKIPS = ("ids", "vectors", "gradients", "dense", "update")
 BATCH = 2048
 OPTIMIZER = sparse_optimizer("rowwise_adagrad", lr=0.05)
-# For each table of MLPerf's DCNv2 (Criteo 1TB, multi-hot), the number of ids per sample, and 1/100
-# of the number of rows.
+# For each table of MLPerf's DCNv2 (Criteo 1TB, multi-hot), the number of ids per sample, and about
+# 1/100 of the number of rows (more for small tables).
 DCNV2_HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 DCNV2_ROWS = (
     400000, 390, 171, 74, 200, 3, 71, 14, 2, 400000, 30677, 4049, 11, 22, 120, 2, 9, 10, 7,
@@ -263,7 +263,9 @@ def make_ids(shape: Shape, samples: int, rank: int, number: int) -> Tensor:
 
 
 def leave_out(loop: Loop) -> None:
-    """Replace transfers on the channels in ``loop.skip`` with zeros."""
+    """Replace the transfers on the channel ``loop.skip`` with zeros, or omit the update if it is
+    "update".
+    """
     real_start, real_rows, real_update = Boxing.start, RowTransfer.start, loop.tables.update
 
     def start(

@@ -21,7 +21,7 @@ MODELS = ("wdl", "dlrm", "dcnv2")
 
 
 def config_of(model: str, shape: Shape) -> ModelConfig:
-    """Return the model over the tables of ``shape``, with hidden layers of the shape's width."""
+    """Return the configuration of a model, with the embedding and hidden sizes of ``shape``."""
     if model == "dlrm":
         return DlrmConfig(embedding_dim=shape.dim, bottom=(shape.hidden,), top=(shape.hidden,))
     if model == "dcnv2":

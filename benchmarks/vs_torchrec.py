@@ -4,9 +4,9 @@
 
 Both systems use the same ids, weights, optimizers, precision, and ranks. First their losses are
 compared. Then the systems run alternately, and medians are reported. TorchRec makes its own plan,
-and the faster of its two loops (plain, pipelined) counts. ``--link`` puts each rank into its own
-network namespace, connected by a link of that rate (2 ranks, needs root). ``--shape`` and ``--hot``
-select other tables, widths, and numbers of ids. ``--ddp`` also times plain torch:
+and the faster of its two loops (plain, pipelined) counts. ``--link`` puts each half of the ranks
+into its own network namespace, connected by a link of that rate (needs root). ``--shape`` and
+``--hot`` select other tables, widths, and numbers of ids. ``--ddp`` also times plain torch:
 EmbeddingBag(sparse=True) in DistributedDataParallel, and the same model in one process with a
 thread per rank, which trains the global batches while the other ranks wait. ``--model dlrm`` and
 ``dcnv2`` train TorchRec's own models and also time only the dense part, because this time is common

@@ -29,15 +29,13 @@ from sbpflow.runtime.processes.launch import ArgumentParser, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)
 _DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
-"""Peak disk use in bytes per byte of input, by file suffix; for all other files, which are text,
-1.4
-"""
+"""Peak disk use in bytes per byte of input, by file suffix; 1.4 for all other suffixes"""
 
 _SHARED = (
     *("schema", "crosses", "min_count", "hash_size", "dense", "seed", "spare"),
     *("keep_strings", "keys"),
 )
-"""Options of prepare whose values come from the ``--like`` set, if one is given"""
+"""Options of prepare that cannot be combined with ``--like``"""
 _OF_VOCABULARIES = ("min_count", "spare", "keep_strings", "grow")
 """Options of prepare that affect only fields with a vocabulary"""
 
@@ -83,10 +81,10 @@ def _prepare(args: argparse.Namespace) -> Manifest | None:
     useless = [key for key in _OF_VOCABULARIES if getattr(args, key)]
     if options.keys and useless and not options.counted:
         raise ConfigError(
-            f"--{useless[0].replace('_', '-')}: no field has a vocabulary, because all have keys "
-            "(--keys); remove the option, or list only the fields that need keys, such as --keys "
-            f"{options.keys[0]}. In training, model.fields.PATTERN.admit_count selects the keys "
-            "that get rows"
+            f"--{useless[0].replace('_', '-')}: no field has a vocabulary, because all have keys, "
+            "hashed ids, or buckets; remove the option, or make a set with keys for fewer fields, "
+            f"such as --keys {options.keys[0]}. In training, model.fields.PATTERN.admit_count "
+            "selects the keys that get rows"
         )
     return prepare(options)
 
@@ -241,10 +239,11 @@ def parser() -> ArgumentParser:
         "(ratio:TRAIN,VAL,TEST), or by file (file:val=PATTERN,test=PATTERN) (default %(default)s)",
         )  # fmt: skip
     add("--min-count", type=int, help="values with fewer lookups in train share id 1 (default 2)")
-    add("--crosses", help="pairs of columns for the wide part (default C1xC2,C3xC4; or none)")
+    add("--crosses", help="pairs of columns for the wide part, or none (default none; "
+        "C1xC2,C3xC4 for Criteo)")  # fmt: skip
     add("--hash-size", help="table rows of hashed fields: N for all, or C3=N,C12=N")
     add("--keys", nargs="?", const="*", metavar="FIELDS", help="fields whose ids are replaced "
-        "by 64-bit keys, so that their tables can grow (such as C1,C2; default all)")  # fmt: skip
+        "by 64-bit keys, so that their tables can grow (C1,C2; without FIELDS, all)")  # fmt: skip
     add("--dense", help="transform of the dense values (default log3)")
     add("--schema", type=local_path, metavar="FILE|auto", help="YAML with label, dense, sparse, "
         "columns (default: Criteo); auto accepts the proposal of `sbpflow schema`")  # fmt: skip
@@ -282,9 +281,10 @@ def parser() -> ArgumentParser:
     add("--html", type=local_path, metavar="FILE", help="also write an HTML page")
     add("--picture", type=local_path, metavar="FILE", help="also write the charts as an SVG file")
     add("--png", type=local_path, help="also write two heat maps of lookups to this file")
-    add("--recount", action="store_true", help="count the rows instead of reading the manifest")
+    add("--recount", action="store_true", help="count lookups instead of reading the manifest")
     stats.set_defaults(run=_stats)
-    verify = commands.add_parser("verify", help="check every file and value of a set")
+    verify = commands.add_parser("verify", help="check every file of a set, and its labels, "
+        "dense values and ids")  # fmt: skip
     verify.add_argument("path", type=any_path)
     verify.set_defaults(run=_verify)
     return parser
@@ -317,8 +317,8 @@ def _size(num_bytes: float) -> str:
 
 
 def _disk_space(args: argparse.Namespace, number: int) -> str:
-    """If the disk is full, return a note on the space needed and the space available; otherwise,
-    return "".
+    """If a local output cannot be written for lack of space, return a note on the free space and,
+    for a command with inputs, on the space needed; otherwise, return "".
     """
     output: AnyPath | None = getattr(args, "output", None)
     if not isinstance(output, Path) or number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -331,7 +331,7 @@ def _disk_space(args: argparse.Namespace, number: int) -> str:
     size = sum(size_of(f) * _DISK_FACTOR.get(f.suffix.lower(), 1.4) for f in files if f.is_file())
     return (
         f"; the command needs about {_size(size)} at its peak, including finished parts, but "
-        f"{free}; free some space or choose another output, then rerun the command to resume"
+        f"{free}; free some space and rerun the command to resume, or choose another output"
     )
 
 

@@ -31,8 +31,8 @@ _POLL_S = 1.0
 _MAX_ATTEMPTS = 5
 _SLOW_S = 10.0
 _SLOW_RATIO = 4.0
-"""An idle worker repeats a task that has run for at least ``_SLOW_S`` seconds and for at least this
-multiple of the median task duration
+"""An idle worker of a cluster repeats a task that has run for more than ``_SLOW_S`` seconds and for
+more than this multiple of the median task duration
 """
 _END_S = 60.0
 
@@ -219,7 +219,7 @@ class _Run:
     def _stuck(self) -> DataError:
         minutes = self._options.wait_s / 60
         return DataError(
-            f"--engine {self._options.name}: no task has finished for {minutes:g} minutes "
+            f"--engine {self._options.name}: no task has finished within {minutes:g} min "
             f"(waiting tasks: {len(self._waiting)}; {self._backend.state()}); check the workers, "
             "and rerun this command to resume. --wait MINUTES sets this limit"
         )
@@ -290,7 +290,7 @@ def add_engine(parser: argparse.ArgumentParser, default: str = "threads") -> Non
     add("--address", metavar="A", help="running Ray or Dask cluster, such as auto or "
         "tcp://head:8786 (default: start workers on this machine)")  # fmt: skip
     add("--wait", type=float, default=30, metavar="MINUTES", help="maximum time without a finished "
-        "task on an engine other than threads (default %(default)s)")  # fmt: skip
+        "task with --engine processes, ray or dask (default %(default)s)")  # fmt: skip
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:

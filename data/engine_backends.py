@@ -36,7 +36,7 @@ class Backend(Protocol):
     shares_memory: ClassVar[bool]
     is_cluster: ClassVar[bool]
     can_lose: ClassVar[bool]
-    """True if workers run on a cluster, where a call may never return"""
+    """True if workers run outside this process, where a call may never return"""
 
     def __init__(self, address: str | None, workers: int | None) -> None: ...
 
@@ -78,7 +78,7 @@ class _Pool:
             future.cancel()
 
     def state(self) -> str:
-        return f"{self._workers} workers on this machine"
+        return f"workers on this machine: {self._workers}"
 
 
 class Threads(_Pool):
@@ -270,7 +270,7 @@ class Ray:
 
     def state(self) -> str:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        return f"Ray has {len(nodes)} nodes and runs {self.num_workers()} tasks at a time"
+        return f"Ray nodes: {len(nodes)}, tasks at a time: {self.num_workers()}"
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -320,7 +320,7 @@ class Dask:
             future.cancel()
 
     def state(self) -> str:
-        return f"Dask has {len(self._client.nthreads())} workers"
+        return f"Dask workers: {len(self._client.nthreads())}"
 
     def close(self) -> None:
         self._client.close(timeout=_CLOSE_S)

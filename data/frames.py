@@ -111,8 +111,8 @@ def input_of(data: "Frame | str | Path", file: Path, key: str = "data") -> str:
 
 
 def like(frame: pl.DataFrame, data: "Frame | str | Path") -> Frame:
-    """Return ``frame`` as the same kind of table as ``data``; a pandas result has the index of
-    ``data``.
+    """Return ``frame`` as a pandas or Arrow table if ``data`` is one, and otherwise unchanged. A
+    pandas result has the index of ``data`` if the two have equal lengths.
     """
     package = type(data).__module__.partition(".")[0]
     if package == "pyarrow":

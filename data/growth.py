@@ -61,8 +61,8 @@ def growth_text(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def growing_of(manifest: Manifest, tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the limits of each growing table, and the number of its keys in train
-    (``train_keys``).
+    """Return the limits of each growing table, and the number of distinct keys in train
+    (``train_keys``) of the field that has the most.
 
     ``tables`` comes from ``run.planning.explain.describe``. ``train_keys`` is None for encoded
     rows, which have no statistics.

@@ -124,7 +124,9 @@ class Scoring:
         )
 
     def inputs_digest(self, max_bad_fraction: float) -> str:
-        """Return a digest of the raw rows, the vocabularies, and ``max_bad_fraction``."""
+        """Return a digest of the paths, sizes and modification times of the raw files, the
+        fingerprint of the run's set, and ``max_bad_fraction``.
+        """
         versions = [(*version(source.path), source.num_bytes) for source in self._files()]
         text = json.dumps([versions, self.like.fingerprint, max_bad_fraction], default=str)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -182,7 +184,7 @@ class Scoring:
         """Log the number of bad raw lines."""
         bad = 0 if self.is_set else sum(manifest.content.get("bad_lines", {}).values())
         if bad:
-            _LOG.warning("%d bad lines have no score and no row number", bad)
+            _LOG.warning("bad lines, which have no score and no row number: %d", bad)
 
 
 def scored_rows(
@@ -208,7 +210,8 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
     ``like``.
 
     Ids have the same meaning if the vocabularies are equal, or if the vocabulary of ``like`` grew
-    from the vocabulary of ``manifest``.
+    from the vocabulary of ``manifest``. Sets without vocabularies must have equal tables and dense
+    columns.
     """
     digest = manifest.vocabulary_digest
     if digest is None and like.vocabulary_digest is None:

@@ -27,7 +27,9 @@ _DENSE_BINS = 1 << 16
 _FLOAT32 = 2.0**-23
 """Relative precision of the stored float32 values"""
 _MAX_ID_BINS = 1 << 18
-"""Maximum number of bins per field; in larger tables, all ids except missing and rare share bins"""
+"""Maximum number of bins per field; in larger tables, ids other than missing and rare may share
+bins
+"""
 _SCORES = 1 << 12
 _TOP_IDS = 18
 _REST = NUM_RESERVED_IDS + _TOP_IDS

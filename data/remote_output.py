@@ -72,7 +72,7 @@ def _uploaded(
     local: Path, journal: Path, words: Sequence[str], inputs: Sequence[InputPath]
 ) -> list[str] | None:
     """Return the files of a complete local set that are already uploaded, or None if there is no
-    complete local set.
+    complete local set of the same command and inputs.
     """
     try:
         lines = journal.read_text(encoding="ascii").splitlines()

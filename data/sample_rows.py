@@ -56,8 +56,8 @@ def sample_rows(manifest: Manifest, growing: Growing) -> list[dict[str, Any]]:
 
 
 def _values(kind: Kind, vocabulary: Vocabulary | None, number: int) -> list[str]:
-    """Return some known values from all parts of the vocabulary, an unknown value, and a missing
-    value, as strings.
+    """Return some known values from all parts of the vocabulary (strings only if they are stored),
+    an unknown value, and a missing value, as strings.
     """
     texts: list[str] = []
     count = 0 if vocabulary is None else len(vocabulary.keys)

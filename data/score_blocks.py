@@ -53,7 +53,8 @@ class ScoreBlocks:
 
     def open(self, rows: str) -> None:
         """Create the folder, or resume an unfinished prediction with the same ``rows`` and weights.
-        Raises ConfigError if the folder contains anything else and must not be overwritten.
+        Raises ConfigError if the folder contains other scores that must not be overwritten, or
+        anything that is not scores.
         """
         folder, overwrite = self._folder, self._scoring.overwrite
         plan = {"plan": f"{rows} {self._plan}"}

@@ -282,7 +282,10 @@ def load_stats(manifest: Manifest) -> list[FieldStats]:
     """
     raw = manifest.content.get("stats")
     if not raw:
-        raise DataError(f"{manifest.path}: the manifest has no statistics; use --recount")
+        raise DataError(
+            f"{manifest.path}: the manifest has no statistics; count them "
+            "with `sbpflow stats --recount`, or prepare the set again"
+        )
     try:
         stats = [FieldStats(**entry) for entry in raw]
         for entry, field in zip(stats, manifest.fields, strict=True):
@@ -290,7 +293,7 @@ def load_stats(manifest: Manifest) -> list[FieldStats]:
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise DataError(
             f"{manifest.path}: the statistics in the manifest do not match its tables ({error}); "
-            "use --recount"
+            "prepare the set again, or count them with `sbpflow stats --recount`"
         ) from error
     return stats
 

@@ -119,8 +119,8 @@ def _known_values(
     if field not in schema.sparse or field not in vocabulary["fields"]:
         known = [name for name in schema.sparse if name in vocabulary["fields"]]
         raise ConfigError(
-            f"{field}: the values of crosses, buckets, and hashed columns are not stored; use the "
-            f"table of one of {', '.join(known) or 'no column here'}"
+            f"{field}: the values of crosses, buckets, and hashed columns are not stored; the "
+            f"columns with stored values are: {', '.join(known) or 'none'}"
         )
     entry, rows = vocabulary["fields"][field], manifest.field(field).rows
     fetch_vocabularies(manifest)

@@ -2,9 +2,9 @@
 
 In frequency order, the first half of a table would receive 95-99 % of all lookups. A random order
 is also unbalanced if one id is hot (missing, rare, or the top value). Therefore, after the
-permutation, the loads of the halves, quarters, and eighths of the rows are balanced with as few
-swaps as possible. If one id receives more than half of the lookups, no order is balanced, and the
-half with this id contains the least frequent values.
+permutation, swaps of values balance the loads of the halves, quarters, and eighths of the rows. If
+one id receives more than half of the lookups, no order is balanced, and the half with this id
+contains the least frequent values.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +35,9 @@ _INSERTED = 1 << 20
 _MIN_COMPILED_KEYS = 1 << 16
 """Minimum number of keys in a lookup for which the compiled loop saves time"""
 _HOT = 16
-"""Keys with at least this many lookups are inserted first, so that the first probe finds them"""
+"""Keys with at least this many lookups are inserted first, so that the first probe finds most of
+them
+"""
 
 
 def assign_ids(
@@ -129,10 +131,10 @@ class HashedIds:
 
 
 def capacity_of(num_keys: int) -> int:
-    """Return the number of slots of an ``IdTable``.
+    """Return the number of slots of an ``IdTable`` with ``num_keys`` keys.
 
-    For small tables, the number is a power of two with room to spare, so that collisions are rare.
-    Large tables have only 1.5 slots per key.
+    For small tables, the number is a power of two and at least twice ``num_keys``, so that few keys
+    collide. Large tables have 1.5 slots per key.
     """
     if num_keys > _LARGE:
         return num_keys + num_keys // 2

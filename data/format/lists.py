@@ -19,7 +19,9 @@ from sbpflow.data.format.mapped_rows import (
 
 
 def _open_part(manifest: Manifest, split: str, name: str, limit: int) -> list[Rows]:
-    """Open the files of a part in all non-empty shards; map the first ``limit`` files."""
+    """Open the files of a part in all non-empty shards. For a local set, the first ``limit`` files
+    are mapped.
+    """
     kind, folder = manifest.part_types[name], manifest.path
     parts = [(shard, shard.parts[name]) for shard in manifest.shards(split) if shard.rows]
     files = [
@@ -65,8 +67,8 @@ class SplitLists:
     by row and then by field.
 
     As in ``SplitRows``, row numbers count from the first row of the split, and maps are
-    copy-on-write. The set must contain ragged fields. The first ``limit`` files of each part are
-    mapped.
+    copy-on-write. The set must contain ragged fields. The first ``limit`` files of each part of a
+    local set are mapped.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:

@@ -258,7 +258,9 @@ class Manifest:
         )
 
     def _rows_facts(self, split: str) -> dict[str, int]:
-        """Return the number of rows of a split, and the crc32 of its words and of each part."""
+        """Return the number of rows of a split, and the crc32 of its words and of each part other
+        than offsets.
+        """
         shards = self.shards(split)
         shapes = [(shard.rows, self.num_words) for shard in shards]
         facts = {

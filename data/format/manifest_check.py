@@ -1,6 +1,6 @@
 """Check the structure of a manifest's JSON, on which readers rely. A correct fingerprint does not
-prove that a manifest is valid, because anyone can compute it. Therefore, every key is checked, and
-file names must not point outside the set's folder.
+prove that a manifest is valid, because anyone can compute it. Therefore, all keys that readers use
+are checked, and file names must not point outside the set's folder.
 """
 
 import re
@@ -178,7 +178,7 @@ class _Check:
 
     def bayes(self, raw: object) -> None:
         fits = isinstance(raw, dict) and raw != {} and set(cast("dict[str, Any]", raw)) <= {*SPLITS}
-        self.need(fits, "bayes", raw, "auc and logloss by split")
+        self.need(fits, "bayes", raw, "auc, logloss and ctr by split")
         for split, pair in cast("dict[str, Any]", raw).items():
             fits = _has_keys(pair, _BAYES_KEYS) and all(map(is_number, pair.values()))
             self.need(fits, f"bayes.{split}", pair, "numbers for auc, logloss and ctr")

@@ -59,9 +59,9 @@ def max_maps() -> int:
 class FileRows:
     """Reads rows of an unmapped file; each slice is read on request.
 
-    ``check_set`` is called after each read, and raises an error if the set may have been replaced.
-    If the file is in a cache, ``get`` is called before each read, because the cache may have
-    evicted the file.
+    For a local set, ``check_set`` is called after each read, and raises an error if the set may
+    have been replaced. If the file is in a cache, ``get`` is called before each read instead,
+    because the cache may have evicted the file.
     """
 
     def __init__(

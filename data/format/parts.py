@@ -1,8 +1,8 @@
 """Define the parts of a shard other than its words: keys, lists of ids, and non-feature columns.
 
 The shard's own file contains ``words`` (int32 [rows, 1 + dense + fixed ids]). Each part is a
-separate file, which exists only if the set has such columns. Row i of a part belongs to row i of
-the words.
+separate file, which exists only if the set has such columns. In parts with one entry per row,
+entry i belongs to row i of the words.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,8 @@ def part_types(
 ) -> dict[str, PartType]:
     """Return every part of a set's shards, by name.
 
-    ``num_keys`` is the number of key columns. ``keys_in_lists`` means that some lists contain keys.
+    ``num_keys`` is the number of keys per row outside lists. ``keys_in_lists`` means that some
+    lists contain keys.
     """
     types: dict[str, PartType] = {}
     if num_keys:

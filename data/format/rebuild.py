@@ -14,7 +14,8 @@ def how_to_rebuild(folder: Path, content: Mapping[str, Any]) -> str:
     """Return the ``sbpflow prepare`` or ``synth`` command that made the set in ``folder``.
 
     Names that are not in the manifest (the input folder, a schema file) become placeholders in
-    capitals. A command is returned even for an invalid manifest.
+    capitals, and some options, such as ``--keys``, are omitted. A command is returned even for an
+    invalid manifest.
     """
     try:
         words = _synth(content) if content.get("source") == "synth" else _prepare(content)

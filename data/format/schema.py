@@ -26,8 +26,8 @@ CSV_SEPARATORS = (",", ";")
 FIELD_NAME = re.compile(r"(?=.{1,100}$)\w[^\x00-\x1f\x7f/\\*?\[\]=,\"'`]*")
 """The allowed form of field names, which are used in file names, options, and patterns"""
 NAME_RULE = (
-    "must start with a letter, digit or '_', must not contain any of / \\ * ? [ ] = , \" ' `, and "
-    "must have at most 100 characters"
+    "must start with a letter, digit or '_', must not contain control characters or any of "
+    "/ \\ * ? [ ] = , \" ' `, and must have at most 100 characters"
 )
 PATTERN = re.compile(r"\*|\^.*\$", re.DOTALL)
 KINDS: tuple[Kind, ...] = ("hex", "string", "integer")
@@ -263,7 +263,7 @@ class Schema:
         fields = (*self.sparse, *(column.name for column in self.buckets))
         if invalid := [name for name in fields if not FIELD_NAME.fullmatch(name)]:
             raise ConfigError(
-                f"{key}: sparse column {invalid[0]!r}: the name appears in file names and "
+                f"{key}: field {invalid[0]!r}: the name appears in file names and "
                 f"options, so it {NAME_RULE}; rename the column in the table"
             )
         if patterns := [name for name in used if PATTERN.fullmatch(name)]:
@@ -321,7 +321,8 @@ class Schema:
         separator, inline = column.separator, column.inline
         if len(separator) != 1 or separator in "\n\r" or not separator.isascii():
             raise ConfigError(
-                f"{key}: separator must be one character, such as '|', got {separator!r}"
+                f"{key}: separator must be one ASCII character, such as '|', and not a line break, "
+                f"got {separator!r}"
             )
         if inline is not None and (
             len(inline) != 1
@@ -331,8 +332,9 @@ class Schema:
             or (inline == self.separator and self.quote is None)
         ):
             raise ConfigError(
-                f"{key}: weights.after must be one character, such as ':', that occurs neither in "
-                f"numbers nor as another separator, got {inline!r}"
+                f"{key}: weights.after must be one ASCII character, such as ':', other than a "
+                "letter, a digit, a line break, '.', '+', '-', or another separator, got "
+                f"{inline!r}"
             )
         if separator == self.separator and self.quote is None:
             raise ConfigError(

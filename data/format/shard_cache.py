@@ -1,9 +1,9 @@
 """Cache the files of sets at URLs on this host, within a size limit, for all ranks and runs.
 
-``DIR/FINGERPRINT/`` contains the manifest and some files of a set. A file appears there only when
-it is complete and its checksum is verified. File locks, which are released when their process ends,
-decide which process downloads a file and which one makes room. The least recently used files are
-removed first, except for splits that a process has mapped.
+``DIR/FINGERPRINT/`` contains the manifest and some files of a set. A file gets its final name there
+only when it is complete and its checksum is verified. File locks, which are released when their
+process ends, decide which process downloads a file and which one makes room. The least recently
+used files are removed first, except those of splits that a process has mapped.
 """
 
 import contextlib
@@ -51,7 +51,8 @@ class RemoteFile:
 class ShardCache:
     """Downloads the files of one set.
 
-    ``files`` maps names to all files; ``order`` contains the names of each split's files, by shard.
+    ``files`` contains all files by name; ``order`` contains the names of each split's files, by
+    shard.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ShardCache:
         if need > self._limit.num_bytes:
             raise ConfigError(
                 f"data.cache.size: {self._limit.num_bytes / 1e9:g} GB is not enough, because "
-                f"every batch of a shuffled epoch has rows from all {need / 1e9:.3g} GB of "
+                f"a batch of a shuffled epoch can have rows from any of the {need / 1e9:.3g} GB of "
                 f"{split}; use at least data.cache.size='{need / 1e9 * 1.05:.3g} GB', or "
                 "data.shuffle=none"
             )
@@ -162,8 +163,8 @@ class ShardCache:
             for number in range(1, _TRIES + 1):
                 (self.url / name).download(partial)
                 if partial.stat().st_size == file.num_bytes and file_crc32(partial) == file.crc32:
-                    # The lock ensures that other processes that add up sizes see either the
-                    # reservation or the file.
+                    # The lock ensures that other processes that add up sizes see exactly one of
+                    # the reservation and the file.
                     with hold(self._room, wait=True):
                         partial.replace(path)
                         reserved.unlink()
@@ -195,16 +196,16 @@ class ShardCache:
                 continue
             limit, folder = self._limit.num_bytes, self._limit.folder
             raise ConfigError(
-                f"data.cache.size: {limit / 1e9:g} GB in {folder} has no room for another "
-                f"{num_bytes / 1e9:.3g} GB, because the other files there are in use; use, for "
-                f"example, data.cache.size='{(limit + excess) / 1e9 * 1.05:.3g} GB'"
+                f"data.cache.size: the files in use and another file of {num_bytes / 1e9:.3g} GB "
+                f"exceed the limit of {limit / 1e9:g} GB for {folder}; use, for example, "
+                f"data.cache.size='{(limit + excess) / 1e9 * 1.05:.3g} GB'"
             )
 
     def _try_reserve(self, reserved: Path, num_bytes: int) -> tuple[int, bool]:
         """Remove files to make room; return how many bytes are still needed, and whether downloads
         in progress occupy some of the room.
 
-        Downloads begin and end under the same lock, so the two results are consistent.
+        Downloads begin and complete under the same lock, so the two results are consistent.
         """
         waits = False
         with hold(self._room, wait=True):

@@ -48,7 +48,8 @@ class SplitRows(MappedRows):
 
     Maps are copy-on-write, so writing to a view changes later reads of this object but not the
     file. Raises DataError if the set that ``manifest`` describes has been replaced. The first
-    ``limit`` shards (by default, ``max_maps()``) are mapped; other shards are read on request.
+    ``limit`` shards of a local set (by default, ``max_maps()``) are mapped; other shards are read
+    on request.
     """
 
     def __init__(self, manifest: Manifest, split: str, limit: int | None = None) -> None:
@@ -66,7 +67,9 @@ class SplitRows(MappedRows):
 
 
 def check_shards(manifest: Manifest, split: str) -> None:
-    """Raise DataError if the set has changed or a shard of ``split`` has the wrong size."""
+    """Raise DataError if the set has changed or, in a local set, if a shard of ``split`` has the
+    wrong size.
+    """
     try:
         for file in _word_files(manifest, split) if manifest.cache is None else ():
             check_array(*file)

@@ -1,4 +1,4 @@
-"""Verify the checksum of every file in a set, and the range of every value."""
+"""Verify the checksum of every file in a set, and the values of labels, dense columns and ids."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +15,9 @@ from sbpflow.errors import DataError
 
 
 def verify_set(manifest: Manifest, workers: int) -> None:
-    """Compare every file with its checksum, and check every value. Raises DataError for the first
-    file that differs, or for the first row with an invalid label, dense value, or id. Values are
-    checked because a set edited by hand can have correct checksums.
+    """Compare every file with its checksum, and check labels, dense values, ids and vocabularies.
+    Raises DataError for the first difference or invalid value. Values are checked because a set
+    edited by hand can have correct checksums.
     """
     shards = [(manifest, shard) for split in SPLITS for shard in manifest.shards(split)]
     with ThreadPoolExecutor(workers) as pool:
@@ -35,9 +35,7 @@ def verify_shard(manifest: Manifest, shard: Shard) -> None:
 
 
 def check_rows(manifest: Manifest, shard: Shard) -> None:
-    """Raise DataError for the first row of a shard with an invalid label, dense value, or fixed
-    id.
-    """
+    """Raise DataError for the first row of a shard with an invalid label, dense value, or id."""
     path = manifest.file(shard.file)
     words = read_array(path, "<i4", (shard.rows, manifest.num_words), 0, shard.rows)
     labels, dense = words[:, 0].view(np.float32), words[:, 1 : 1 + len(manifest.dense)]
@@ -78,7 +76,7 @@ def _refuse(
 
 def check_lists(manifest: Manifest, shard: Shard) -> None:
     """Raise DataError if the lengths, starts and values of a shard's lists are inconsistent, or if
-    an id in a list is invalid.
+    an id or a weight in a list is invalid.
     """
     types, folder = manifest.part_types, manifest.path
 

@@ -1,6 +1,6 @@
 """Read and write the vocabularies of a set: each field's values, ids, and counts in train.
 
-A vocabulary is stored as arrays ``vocabulary/FIELD.{keys,ids,counts}.npy`` in key order, so that
+A vocabulary is stored as arrays ``vocabulary/NAME.{keys,ids,counts}.npy`` in key order, so that
 they can be mapped, searched and merged. A key has 32 or 64 bits: hex values and integers are their
 own keys, and a string's key is a 64-bit blake2b hash. For strings, ``checks`` contains 32 more bits
 of the hash, to distinguish strings with the same key. ``prepare --keep-strings`` also stores the
@@ -205,8 +205,8 @@ def vocabulary_content(
     seed: int,
     ancestors: Sequence[Ancestor],
 ) -> dict[str, Any]:
-    """Return the ``vocabulary`` entry of the manifest, whose digest covers the ids but not the
-    counts.
+    """Return the ``vocabulary`` entry of the manifest, whose digest covers the keys and ids but not
+    the counts.
     """
     facts: list[Any] = [seed]
     for field in fields:

@@ -21,7 +21,8 @@ _FIXES = {
     NOT_A_NUMBER: "write plain numbers such as 1234.5, or make the column a sparse column of kind "
     "string, so that its cells are categories",
     f"is not {EXPECTED['integer']}": "write whole numbers, or use kind string instead of integer",
-    "is not a 32-bit integer": "write whole numbers, or remove kind: integer",
+    "is not a 32-bit integer": "write 32-bit integers, or list the column in a --schema "
+    "without kind: integer",
     NOT_A_TIME: "write dates such as 2024-05-01 12:30:00, or give their format, as in "
     '`time: {NAME: "%d/%m/%Y"}`',
 }
@@ -30,8 +31,8 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class StagedPiece:
-    """A piece that is staged on disk: the path of its rows, its source lines, and its skipped
-    lines.
+    """A piece that is staged on disk: the path of its rows, its input file, and the counts and bad
+    lines found in it.
     """
 
     path: Path
@@ -53,9 +54,10 @@ class StagedPiece:
 
 
 def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: float = 0.0) -> None:
-    """Raise DataError, with counts and the first bad lines, if too many lines are bad.
+    """Raise DataError if there are no lines, or if too many lines are bad; the error then contains
+    the counts and the first bad lines.
 
-    While files are still being read, a fraction of up to ``early`` bad lines is tolerated.
+    While files are still being read, the tolerated fraction of bad lines is at least ``early``.
     """
     num_lines = sum(piece.num_lines - piece.bad.blank for piece in staged)
     num_bad = sum(piece.bad.total for piece in staged)
@@ -64,7 +66,7 @@ def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: flo
         files = ", ".join(map(str, options.inputs))
         raise DataError(f"--input {files} has no rows; use files with one row per line")
     if num_lines == num_bad:
-        problem = f"none of the {num_lines} lines is valid"
+        problem = f"every line is bad (lines: {num_lines})"
     elif num_bad > max(limit, early) * num_lines:
         first = "first " if early else ""
         problem = (
@@ -199,8 +201,8 @@ def _columns_of_words(
 
 
 def _rule_for(cells: Sequence[str]) -> str:
-    """Return a label rule under which ``cells`` have both labels; for numbers, the rule is a
-    comparison with the median of the distinct values.
+    """Return a label rule that separates ``cells``: for numbers, a comparison with the median of
+    the distinct values; otherwise, the first cell as the value that means 1.
     """
     numbers = {float(cell): cell for cell in cells if re.fullmatch(NUMBER, cell)}
     if not numbers or not re.fullmatch(NUMBER, cells[0]):

@@ -2,7 +2,8 @@
 reason.
 
 The columns of the input frame contain strings, or have the types of a Parquet file. A row is bad if
-a cell is not missing but does not fit its column. Values are never guessed.
+a cell does not fit its column, or is missing although its column must have a value. Values are
+never guessed.
 """
 
 from collections.abc import Callable
@@ -169,7 +170,9 @@ def _some_labels(cells: pl.Series, schema: Schema) -> list[str]:
 
 
 def _label(cells: pl.Series, rule: LabelRule | None = None) -> pl.Series:
-    """Return the labels as uint8, with null for cells that are neither 0 nor 1."""
+    """Return the labels as uint8, with null for cells that are neither 0 nor 1 or, with ``rule``,
+    that cannot be compared.
+    """
     if rule is not None:
         return _by_rule(cells, rule).cast(pl.UInt8).alias(cells.name)
     if cells.dtype == pl.String:
@@ -230,8 +233,8 @@ def _integer(cells: pl.Series) -> pl.Expr:
 
 
 def _real(cells: pl.Series, decimal: str = ".") -> tuple[pl.Series, pl.Series]:
-    """Return the cells as float32, with null for missing values and NaN, and flags that mark
-    numbers.
+    """Return the cells as float32, and flags that are False for cells that are not numbers. Such
+    cells, missing cells, and NaN become null.
     """
     values, is_number = _numbers(cells, decimal)
     return values.cast(pl.Float32), is_number

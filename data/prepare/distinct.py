@@ -1,4 +1,4 @@
-"""Count the occurrences of each value of each field in train, in bounded memory.
+"""Count the occurrences of each value of each vocabulary in train, in bounded memory.
 
 Each group of pieces is counted separately, and its counts are written to one file in key order. The
 counts of all groups are then merged by ranges of keys. Groups and ranges depend only on the rows.
@@ -71,11 +71,12 @@ class KeyRange:
 def count_group(
     rows: Mapping[str, pl.LazyFrame], at_once: int, path: Path, padding: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Count the values of every field of a group, write the counts to ``path``, and return their
-    record.
+    """Count the values of every vocabulary in a group, write the counts to ``path``, and return
+    their record.
 
-    ``rows`` maps each field to a frame with one row per value and the columns ``key`` (null if
-    missing) and ``check`` (strings only). ``at_once`` is the number of fields to count at a time.
+    ``rows`` maps each vocabulary to a frame with one row per value and the columns ``key`` (null if
+    missing) and ``check`` (strings only). ``at_once`` is the number of vocabularies to count at a
+    time.
     The record also contains ``padding``, the number of missing ids that pad rows of fields with a
     fixed number of ids.
     """

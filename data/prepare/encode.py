@@ -41,9 +41,7 @@ class FieldIds:
     def lookup(
         self, keys: Keys, missing: NDArray[np.bool_] | None, checks: NDArray[np.uint32] | None
     ) -> NDArray[np.int32]:
-        """Return the ids (int32 [n]) of ``keys`` (uint64 [n]), with MISSING_ID where ``missing`` is
-        True.
-        """
+        """Return the ids (int32 [n]) of ``keys`` [n], with MISSING_ID where ``missing`` is True."""
         ids = self._table.lookup(keys)
         if self._checks is not None and checks is not None:
             np.copyto(ids, np.int32(RARE_ID), where=self._checks[ids] != checks)
@@ -356,7 +354,7 @@ def _matrix(
 
 
 def length_type(options: PrepareOptions) -> str:
-    """Return the dtype of list lengths: uint8 if no row can have more than 255 values, and
+    """Return the dtype of list lengths: uint8 if no list can have more than 255 values, and
     otherwise uint16.
     """
     most = max((column.most for column in options.schema.many if not column.fixed), default=0)

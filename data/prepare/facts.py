@@ -33,7 +33,7 @@ class ColumnFacts:
     name: str
     kind: ColumnKind
     values: pl.Series
-    """All values that are not missing: numbers, text, or microseconds since 1970 for dates"""
+    """Values that are not missing: numbers, text, lists, or microseconds since 1970 for dates"""
     missing: float
     """Fraction of missing cells"""
     distinct: int
@@ -48,7 +48,7 @@ class ColumnFacts:
     ambiguous
     """
     odd: str = ""
-    """A cell that is not a plain number, if most cells of the text column look like numbers"""
+    """A cell that is not a plain number, if at least half of a text column looks like numbers"""
 
     @property
     def words(self) -> set[str]:

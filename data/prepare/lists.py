@@ -31,7 +31,9 @@ class ListValues(NamedTuple):
 
 
 def read_list(frame: pl.DataFrame, column: ListColumn, kind: Kind) -> ListValues:
-    """Return the values of ``column`` in row order, with each row cut to the maximum length."""
+    """Return the values of ``column`` in row order. Unless ``beyond`` is "error", each row is cut
+    to the maximum length.
+    """
     cells = _flat(frame[column.name], column.separator)
     if column.inline is not None:
         cells = _split_text(cells, column.inline)

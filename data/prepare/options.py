@@ -1,4 +1,4 @@
-"""Define the options of ``prepare``; equal options produce byte-identical sets."""
+"""Define the options of ``prepare``; equal options and inputs produce byte-identical sets."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,8 @@ from sbpflow.errors import ConfigError
 from sbpflow.serving.cells import NUM_RESERVED_IDS, TRANSFORMS
 
 MAX_PIECES = 8192
-"""Maximum number of pieces. Each piece becomes one shard per split.
+"""Pieces are made larger, up to ``_LARGEST_PIECE_BYTES``, to have at most this many. Each piece
+becomes at most one shard per split.
 
 With the usual limit of 65,530 maps per process, a loader maps up to 8,191 shards of words; reading
 from shards that are not mapped is slower.
@@ -44,7 +45,7 @@ class PrepareOptions:
     max_bad_fraction: float = 0.001
     overwrite: bool = False
     workers: int | None = 2
-    """Maximum number of concurrent tasks; by default, one per CPU that the engine can use"""
+    """Maximum number of concurrent tasks; None for one per CPU that the engine can use"""
     engine: EngineOptions = field(default_factory=EngineOptions)
     """Where tasks run; this does not affect the set"""
     like: InputPath | None = None

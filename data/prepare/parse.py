@@ -1,9 +1,9 @@
 """Parse text lines to typed columns. Clean pieces are parsed fast, by Polars or a compiled loop;
-for other pieces, lines are first checked one by one.
+from other pieces, the bad lines are first removed.
 
-A piece consists of whole lines of the input. Bad lines are removed and counted by reason; values
-are never repaired or guessed. Hex categories become uint32 values, other categories become 64-bit
-keys, and empty cells become null.
+A piece consists of whole lines of the input. Bad lines are counted by reason; values are never
+repaired or guessed. Hex categories become uint32 values, other categories become 64-bit keys, and
+empty cells become null.
 """
 
 import io
@@ -47,7 +47,7 @@ def parse_piece(text: bytes, schema: Schema) -> Piece:
 
 def _by_loop(text: bytes, num_lines: int, schema: Schema) -> pl.DataFrame | None:
     """Parse labels, integers and hex values in one compiled pass. Return None for any other
-    content.
+    content, or if the compiled loop is not available.
     """
     loops = find_loops(len(text), _MIN_COMPILED_BYTES)
     uses_all = len(schema.columns) == 1 + len(schema.dense) + len(schema.sparse)

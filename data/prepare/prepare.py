@@ -215,7 +215,9 @@ def _finish(
     options: PrepareOptions,
     engine: Engine,
 ) -> None:
-    """Write the manifest, verify every checksum, and add the statistics of the tables."""
+    """Write the manifest, verify the set and, except for ``encode``, add the statistics of the
+    tables.
+    """
     write_manifest(folder, content)
     manifest = load_manifest(folder)
     try:

@@ -50,7 +50,9 @@ _UNUSABLE = {
 _MIN_IDS = 100
 """Minimum number of distinct integers in a column for the remark that they may be IDs"""
 _SKEW = 20
-"""Minimum ratio of the 99% quantile to the median for which a logarithm is proposed"""
+"""A logarithm is proposed if the 99% quantile exceeds this multiple of the median, or of 1 if the
+median is smaller
+"""
 _CHOOSE = 'label:  # write the column to predict: NAME, {NAME: VALUE} or {NAME: ">= 4"}'
 
 

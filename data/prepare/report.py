@@ -7,12 +7,12 @@ from typing import Any
 _LOG = logging.getLogger(__name__)
 
 _COUNTED = (
-    ("dense", "clamped", "values clamped to the input range of their transform"),
+    ("dense", "clamped", "values clamped to `clip` or to the input range of their transform"),
     ("fields", "cut", "values dropped because a row had too many of them"),
     (
         "fields",
         "collisions",
-        "strings mapped to the rare id, because another string has the same 64-bit key",
+        "64-bit keys that several strings share (all but one of these strings have the rare id)",
     ),
 )
 

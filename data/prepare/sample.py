@@ -45,8 +45,8 @@ def needs_schema(source: Input) -> bool:
 
 
 def read_sample(inputs: Sequence[Input]) -> Sample:
-    """Return the first rows of up to eight files. Raises DataError if a file has no column
-    names.
+    """Return the first rows of up to eight files. Raises DataError if the first file is text
+    without column names, and ConfigError for a remote file.
     """
     count = min(len(inputs), _MAX_FILES)
     chosen = [inputs[k * len(inputs) // count] for k in range(count)]
@@ -87,8 +87,8 @@ def _head(source: Input, num_bytes: int) -> str:
 
 
 def _separator(text: str) -> str | None:
-    """Return the separator that splits the header and every row into the same number of cells, or
-    None.
+    """Return the separator that splits the header and at least 90% of the first rows into the same
+    number of cells, or None.
     """
     lines = _QUOTED.sub("q", "\n".join(text.split("\n", _FIRST_LINES)[:_FIRST_LINES])).split("\n")
     lines = [line for line in lines if line]

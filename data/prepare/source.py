@@ -1,8 +1,8 @@
 """Find and order the input files, and read their bytes in pieces of whole lines.
 
 Piece k of a plain file consists of the lines that start in bytes [k * size, (k + 1) * size). A
-piece of a compressed file consists of the next ``size`` decompressed bytes and the rest of the last
-line. Pieces therefore depend only on the input and ``size``.
+piece of a compressed file, or of text with quotes, consists of the next ``size`` bytes of text and
+the rest of the last record. Pieces therefore depend only on the input and ``size``.
 """
 
 import io
@@ -24,7 +24,7 @@ from sbpflow.errors import ConfigError, DataError
 
 _LOG = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 24
-_START_BYTES = 1 << 20  # Holds a whole block of any compressed format.
+_START_BYTES = 1 << 20  # Enough to decompress the first bytes of a file.
 _REST_BYTES = 1 << 16  # Read past the end of a remote file's piece to complete its last line.
 _MAX_SHOWN = 8
 _COMPRESSION_RATIO = 3
@@ -139,14 +139,14 @@ def _log_skipped(
     if skipped:
         more = f" and {len(skipped) - _MAX_SHOWN} more" if len(skipped) > _MAX_SHOWN else ""
         _LOG.warning(
-            "%s: %d entries are not read (%s%s); to read one of them, name the file itself",
+            "%s: entries that are not read: %d (%s%s); to read one of them, name the file itself",
             folder, len(skipped), ", ".join(skipped[:_MAX_SHOWN]), more,
         )  # fmt: skip
 
 
 def _check_start(source: Input) -> None:
-    """Raise ConfigError if the first bytes of a file, after decompression, indicate a format other
-    than text.
+    """Raise ConfigError if the first bytes of a file do not fit its suffix or, after decompression,
+    indicate a format other than text.
     """
     if source.is_table:
         return

@@ -48,8 +48,8 @@ class SplitRule:
         if time is None or time[0] != self.column:
             given = f"its time is {time[0]!r}" if time else "it has no time"
             raise ConfigError(
-                f"--split: {self.column!r} is not the time column of the schema ({given}); add "
-                f"`time: {self.column}` to the schema"
+                f"--split: {self.column!r} is not the time column of the schema ({given}); set "
+                f"`time: {self.column}` in the schema"
             )
         train, val = self._moments(time[1])
         if train > val:
@@ -78,8 +78,8 @@ class SplitRule:
         if idle := [f"{split}={pattern}" for split, pattern in self.patterns
                     if (split, pattern) not in used]:  # fmt: skip
             raise ConfigError(
-                f"--split: no file goes to {idle[0]} (the files are {', '.join(names[:8])}, and "
-                f"each goes to the first pattern that matches it); write {_EXAMPLES}"
+                f"--split: no file goes to {idle[0]} (the files include {', '.join(names[:8])}, "
+                f"and each goes to the first pattern that matches it); write {_EXAMPLES}"
             )
         if self.patterns and None not in used:
             raise ConfigError(
@@ -92,7 +92,7 @@ class SplitRule:
         """
         if (self.bounds(num_rows)[0] if num_train is None else num_train) == 0:
             raise ConfigError(
-                f"--split: none of the {num_rows} rows goes to train, but ids and vocabularies "
+                f"--split: no row goes to train (rows: {num_rows}), but ids and vocabularies "
                 "are made from train rows; write, for example, time:1,0,0"
             )
 
@@ -140,8 +140,8 @@ def parse_split(text: str) -> SplitRule:
         raise ConfigError(f"--split: {text!r} needs three fractions; write {_EXAMPLES}") from error
     if not (train > 0 and val >= 0 and test >= 0 and abs(train + val + test - 1) < 1e-6):
         raise ConfigError(
-            "--split: the fractions must add up to 1, and the fraction of train must be above 0, "
-            f"got {text!r}; write, for example, time:0.8,0.1,0.1"
+            "--split: the fractions must be 0 or more and add up to 1, and the fraction of train "
+            f"must be above 0, got {text!r}; write, for example, time:0.8,0.1,0.1"
         )
     return SplitRule(cast("SplitKind", kind), (train, val, test))
 

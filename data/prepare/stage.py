@@ -1,8 +1,8 @@
 """Stage the input: parse every piece into an uncompressed Arrow file of typed columns.
 
-The columns are the label (uint8), dense values (int32 or float32), a key for each sparse column and
-cross (null if missing), and the split (uint8). A piece is complete once its ``.json`` record has
-been written.
+The columns include the label (uint8), dense values (int32 or float32), a key for each sparse column
+and cross (null if missing), and the split (uint8). A piece is complete once its ``.json`` record
+has been written.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -233,7 +233,7 @@ def strings_file(target: Path, name: str) -> Path:
 
 
 def staged_files(target: Path, options: PrepareOptions) -> list[Path]:
-    """Return the paths of the staged files of a piece, except its record."""
+    """Return the paths of the staged files of a piece, except its record and its strings."""
     names = (column.name for column in options.schema.many)
     return [target, *(list_file(target, name) for name in names)]
 

@@ -46,11 +46,15 @@ class FilteredVocabulary:
     to the rare id
     """
     grown: dict[str, int]
-    """Numbers of added values, and of the spare ids used for them; empty without ``--grow``"""
+    """Numbers of added values, of spare ids used for them, and of added rows, and the load of the
+    busiest part; empty without ``--grow``
+    """
     spare: int
 
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary, whose files are mapped, so that only parts in use take memory."""
+        """Return the vocabulary, whose large files are mapped, so that only parts in use take
+        memory.
+        """
         return read_vocabulary(self.folder, self.name, self.num_rows, self.entry)
 
     def counts(self, is_shared: bool) -> dict[str, Any]:

@@ -24,7 +24,9 @@ _NEW_MARK = "plan.partial"
 
 
 class DamagedWork(DataError):
-    """Raised if a result of an earlier run is damaged and its source files no longer exist."""
+    """Raised if a result in the work folder is missing or damaged, so that the run must start
+    over.
+    """
 
 
 def partial_of(path: Path) -> Path:
@@ -59,7 +61,7 @@ def read_record(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
 
 
 def require_record(path: Path, keys: Collection[str]) -> dict[str, Any]:
-    """Return the record of a result. Raises DamagedWork if the record is missing."""
+    """Return the record of a result. Raises DamagedWork if the record is missing or invalid."""
     record = read_record(path, keys)
     if record is None:
         raise DamagedWork(f"{path} is missing or damaged")
@@ -72,9 +74,7 @@ def _record_crc32(path: Path, content: Mapping[str, object]) -> int:
 
 
 def work_folder(output: Path) -> Path:
-    """Return ``OUTPUT.work``. Raises ConfigError if the output has no name or no usable parent
-    folder.
-    """
+    """Return ``OUTPUT.work``. Raises ConfigError if the output is a URL or has no folder name."""
     local_path(output)  # rejects a URL that a caller has converted to a Path
     if not output.name or output.name in (".", ".."):
         raise ConfigError(f"--output: {output} has no folder name; use, for example, out/criteo")

@@ -46,8 +46,8 @@ class Batch:
     weights: Tensor | None = None
     """[b] float32 with mean 1 over train, or None for a set without sample weights"""
     columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """The non-feature columns of the set: ``group``, ``time``, and ``row_key`` (int64 [b]; a uint64
-    group is stored as its bits), and ``labels`` (float32 [b, additional labels])
+    """The non-feature columns of the set: ``group``, ``time``, and integer ``row_key`` (int64 [b];
+    a uint64 group is stored as its bits), and ``labels`` (float32 [b, additional labels])
     """
 
 

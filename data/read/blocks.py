@@ -235,7 +235,7 @@ def _batches(whole: BatchColumns, sizes: tuple[int, ...]) -> list[BatchColumns]:
 
 
 def _columns_where(chosen: NDArray[np.bool_]) -> "slice | NDArray[np.int64]":
-    """Return the indices of the chosen columns, as a slice if possible, because slices are
+    """Return the indices of the chosen columns, as a slice if all are chosen, because slices are
     faster.
     """
     return slice(0, len(chosen)) if chosen.all() else np.flatnonzero(chosen)

@@ -128,8 +128,8 @@ class RowLoader:
         return self._deliver(epoch, self._read, views, self._steps(self._cursor))
 
     def windows(self, windows: Sequence[tuple[int, int]], batch_size: int) -> Iterator[Batch]:
-        """Yield batches of the rows in ``windows``, ranges [start, stop) in file order that this
-        rank reads.
+        """Yield batches of the rows in ``windows``, ranges [start, stop) in the order of epoch 0
+        that this rank reads.
 
         ``batch_size`` is the global batch size, over all ranks. As in ``epoch``, this call ends any
         earlier read.
@@ -146,8 +146,8 @@ class RowLoader:
     def _check_read(self, number: int) -> None:
         if number != self._read or self._is_closed:
             raise DataError(
-                "this read was ended by a later epoch(), load_state_dict() or close(); open a "
-                "second loader for concurrent reads"
+                "this read was ended by a later epoch(), windows(), load_state_dict() or close(); "
+                "open a second loader for concurrent reads"
             )
 
     def _deliver(
@@ -197,8 +197,8 @@ class RowLoader:
     def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
         """Yield the steps that contain rows of this rank, grouped into blocks.
 
-        In file order, each group is within one shard, so that its block can be a view of the
-        shard's map.
+        In file order, a group of several steps is within one shard, so that its block can be a
+        view of the shard's map.
         """
         group: list[_Step] = []
         num_rows, max_rows = 0, self._rows.max_rows
@@ -371,5 +371,5 @@ def open_loader(
         tail=tail,
     )
     if loader.num_dropped_rows:
-        _LOG.info("%s: the last %d rows of each epoch are dropped", split, loader.num_dropped_rows)
+        _LOG.info("%s: rows dropped at the end of each epoch: %d", split, loader.num_dropped_rows)
     return loader

@@ -33,8 +33,8 @@ def open_loaders(
     if not num_rows or (config.tail == "drop" and num_rows < config.batch_size):
         raise ConfigError(
             f"data.batch_size is {config.batch_size}, but the train split of {manifest.path} has "
-            f"only {num_rows} rows, so data.tail: {config.tail} leaves no batch; use a smaller "
-            "batch_size, or data.tail: keep"
+            f"only {num_rows} rows, so data.tail: {config.tail} leaves no batch; use "
+            + ("a smaller batch_size, or data.tail: keep" if num_rows else "a set with train rows")
         )
     backend = choose_backend(config.loader)
     return {

@@ -2,8 +2,8 @@
 
 World size, rank, batch size and backend do not affect the order, so a row cursor is the complete
 state of a read. Shuffling permutes runs of consecutive rows over the whole split. All runs have the
-same length, which depends on the kind of shuffling. The order is not stored;
-``data.read.permutation`` computes it on request.
+same length, which depends on the kind of shuffling, except a short run of the remaining rows. The
+order is not stored; ``data.read.permutation`` computes it on request.
 """
 
 from collections.abc import Sequence

@@ -85,8 +85,8 @@ class IdMaps:
         return tuple(name for name in self.names if len({*self.hot_of(name)}) > 1)
 
     def lengths(self, rows: Rows, name: str, block: int) -> NDArray[np.int64]:
-        """Return the number of ids that each row of a block has in a ragged field; it depends only
-        on the row number.
+        """Return the number of ids that each row of a block has in a ragged field: 0 for a missing
+        value, or else a number that depends only on the row number.
         """
         least, most = self.hot_of(name)
         numbers = np.arange(BLOCK_ROWS, dtype=np.uint64) + np.uint64(block * BLOCK_ROWS)

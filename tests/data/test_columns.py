@@ -139,7 +139,7 @@ def test_a_value_without_its_weight_is_a_bad_line(tmp_path, cell, reason):
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [("{after: '|'}", "weights.after must be one character"), ("{after: '.'}", "must be one"),
+    [("{after: '|'}", "weights.after must be one ASCII"), ("{after: '.'}", "must be one"),
      ("{before: ':'}", "write a column name, or {after"), ("{after: ','}", "must be one")],
 )  # fmt: skip
 def test_an_invalid_separator_of_weights_is_refused(tmp_path, capsys, weights, message):

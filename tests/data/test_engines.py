@@ -250,7 +250,7 @@ def test_a_stuck_cluster_ends_with_a_message(monkeypatch):
     monkeypatch.setattr("sbpflow.data.engine._POLL_S", 0.01)
     monkeypatch.setattr("sbpflow.data.engine._END_S", 0.1)
     with pytest.raises(
-        DataError, match=r"no task has finished for 0.001\d* minutes \(waiting tasks: 1"
+        DataError, match=r"no task has finished within 0.001\d* min \(waiting tasks: 1"
     ):
         run_on(FakeBackend({4: ["stuck", "stuck"]}), range(6), wait_s=0.1)
 
@@ -346,7 +346,7 @@ def test_a_stuck_process_ends_with_a_message(monkeypatch):
     monkeypatch.setattr("sbpflow.data.engine._END_S", 0.1)
     began = time.monotonic()
     with (
-        pytest.raises(DataError, match=r"no task has finished for .* --wait MINUTES"),
+        pytest.raises(DataError, match=r"no task has finished within .* --wait MINUTES"),
         open_engine(EngineOptions("processes", wait_s=0.5), 1) as engine,
     ):
         list(engine.run(partial(sleeps), [1]))

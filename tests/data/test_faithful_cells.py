@@ -131,7 +131,9 @@ def test_a_run_reports_values_that_differ_from_the_input(tmp_path, caplog):
         tmp_path, schema, "1,5,a,p|q|r\n0,1,b,p\n\n1,-3,a,q\n0,1,b,p|q|r|s\n1,1,a,\n"
     )
     assert "bad lines were skipped:\n  1 x blank line" in caplog.messages
-    assert "values clamped to the input range of their transform: d 2" in caplog.messages
+    assert (
+        "values clamped to `clip` or to the input range of their transform: d 2" in caplog.messages
+    )
     assert "values dropped because a row had too many of them: t 3" in caplog.messages
     assert not any("without an id" in message for message in caplog.messages)
     caplog.clear()

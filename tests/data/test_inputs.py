@@ -206,8 +206,8 @@ def test_damaged_parquet_gives_a_message_or_a_count(tmp_path, capsys):
         ("file:val=day_9*", "no file goes to val=day_9* ("),
         ("file:val=*,test=rows*", "no file goes to test=rows* ("),
         ("file:val=rows*", "leave none for train"),
-        ("time:0.0001,0.5,0.4999", "none of the 600 rows goes to train"),
-        ("ratio:0.00001,0.5,0.49999", "none of the 600 rows goes to train"),
+        ("time:0.0001,0.5,0.4999", "no row goes to train (rows: 600)"),
+        ("ratio:0.00001,0.5,0.49999", "no row goes to train (rows: 600)"),
     ],
 )
 def test_a_split_without_train_rows_does_not_replace_a_set(
@@ -369,7 +369,7 @@ def test_files_of_a_folder_that_are_not_read_are_logged(tmp_path, caplog):
     write_rows(folder / "b.log", ROWS[:50])
     manifest = run_prepare(tmp_path / "set", folder)
     assert sum(manifest.splits.values()) == 50
-    assert "1 entries are not read (b.log)" in caplog.text
+    assert "entries that are not read: 1 (b.log)" in caplog.text
 
 
 def test_blank_lines_are_counted_separately(tmp_path):

@@ -72,8 +72,8 @@ FORGED = [
     ("splits", splits(shard(file=["a.npy"])), "next to the manifest"),
     ("splits", splits(shard(), shard()), "a file that occurs only once"),
     ("bayes", 0.8, "bayes is 0.8"),
-    ("bayes", {}, "auc and logloss by split"),
-    ("bayes", {"all": {"auc": 1, "logloss": 1, "ctr": 1}}, "auc and logloss by split"),
+    ("bayes", {}, "auc, logloss and ctr by split"),
+    ("bayes", {"all": {"auc": 1, "logloss": 1, "ctr": 1}}, "auc, logloss and ctr by split"),
     ("bayes", {"test": {"auc": 0.8}}, "bayes.test"),
     ("bayes", {"test": {"auc": "0.8", "logloss": 1, "ctr": 1}}, "bayes.test"),
 ]
@@ -103,7 +103,7 @@ def test_hand_made_statistics_are_refused(copy, capsys, stats, flags):
     forge(copy.path, stats=stats)
     assert main(["stats", str(copy.path), *flags]) == 2
     captured = capsys.readouterr()
-    assert "use --recount" in captured.err
+    assert "sbpflow stats --recount" in captured.err
     assert captured.out == ""
     assert main(["stats", str(copy.path), "--recount"]) == 0
 
@@ -126,7 +126,7 @@ def test_a_single_wrong_statistic_is_refused(copy, capsys, key, value):
     stats[1][key] = value
     forge(copy.path, stats=stats)
     assert main(["stats", str(copy.path)]) == 2
-    assert "use --recount" in capsys.readouterr().err
+    assert "sbpflow stats --recount" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [-1, 500, -(2**31)])

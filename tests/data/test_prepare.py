@@ -249,7 +249,7 @@ def test_a_file_in_another_format_is_refused_before_its_end(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("a,b,c\n" * 2_000_000)
     with pytest.raises(
-        DataError, match=r"none of the \d{5} lines is .*\n  \d+ x .*\n  .*rows.csv:1: "
+        DataError, match=r"every line is bad \(lines: \d{5}\)\n  \d+ x .*\n  .*rows.csv:1: "
     ):
         run_prepare(tmp_path / "set", path)
 
