@@ -129,7 +129,7 @@ def _seconds(boxing: Boxing, pairs: Sequence[Pair], size: int) -> dict[Pair, flo
 def link_findings(
     boxing: Boxing, names: Sequence[str], *, sizes: Sequence[int] = SIZES
 ) -> list[Finding]:
-    """Measure the links between all ranks.
+    """Measure the links within and between hosts; return the findings.
 
     Every rank must call this function. ``names`` contains the name of each rank's machine.
     """
@@ -181,7 +181,8 @@ def _best_rates(links: Mapping[tuple[str, str], Measured]) -> dict[tuple[str, in
 
 
 def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
-    """Return a finding for each slow host, and for each slow link that no slow host explains.
+    """Return a finding for each slow host, each host with a high latency, and each slow link that
+    no slow host explains.
 
     A host is slow as a sender or a receiver if its fastest link in this direction is slow; this
     test needs at least three hosts. With two hosts, only the two directions can be compared.

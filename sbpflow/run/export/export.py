@@ -68,9 +68,7 @@ def write_export(
         try:
             load(work)
         except BundleError as error:
-            raise ConfigError(
-                f"the bundle's scores differ from the run's scores: {error}"
-            ) from error
+            raise ConfigError(f"the new bundle fails its check and was removed: {error}") from error
         finish(work)
         work.replace(folder)
     except BaseException:
