@@ -19,7 +19,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.draws import KeptDraws
 from sbpflow.runtime.ranks.world import World
 
-WARM_UP_STEPS = 3  # must cover the steps in which a TorchModel checks its module's buffers
+WARM_UP_STEPS = 3  # must cover the batches whose buffer values a TorchModel compares
 
 
 class Inputs(Protocol):

@@ -127,7 +127,7 @@ class _Rows:
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
     """Return the id column of each field in ``names``, which ``train.slices`` lists.
 
-    Raises ConfigError, listing the valid fields, if a name is not a field with one id per row.
+    Raises ConfigError if a name is listed twice, or is not a field with one id per row.
     """
     if not names:
         return {}

@@ -1,6 +1,6 @@
 """Computes exact metrics that do not depend on the order of rows or the number of ranks.
 
-Callers must first gather the scores of all ranks. All functions accept numpy arrays or torch
+Callers must first gather the scores of all ranks. Scores and labels can be numpy arrays or torch
 tensors. docs/metrics.md lists the definitions and their sources.
 """
 
@@ -34,7 +34,7 @@ class CalibrationBin:
 class Evaluation:
     """The metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
 
-    * ``gauc``: the mean AUC within groups of rows, or None if no group has both classes.
+    * ``gauc``: the mean AUC within groups of rows, or None without groups that have both classes.
     * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
       1.
     * ``auc_error``: an upper bound on the error of an AUC from a histogram, or None for an exact
@@ -145,7 +145,8 @@ def slice_of(column: str, value: int, logits: Values, labels: Values) -> Slice:
 def calibration_groups(
     rows: Sequence[int], predicted: Sequence[float], positives: Sequence[int]
 ) -> tuple[CalibrationBin, ...]:
-    """Merge adjacent bins of ascending p into ``NUM_CALIBRATION_BINS`` bins of about equal size.
+    """Merge adjacent bins of ascending p into at most ``NUM_CALIBRATION_BINS`` bins of about equal
+    size.
 
     For each bin, ``rows`` is the number of rows, ``predicted`` the sum of p, and ``positives`` the
     number of rows with label 1.

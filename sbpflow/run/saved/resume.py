@@ -149,7 +149,8 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
             raise ConfigError(
                 f"checkpoint.resume: {resume} is in checkpoint.dir ({folder}), and a new run "
                 "would move the checkpoints there aside; use checkpoint.resume=auto to resume "
-                "that run, or another run.dir (or checkpoint.dir) to start a new run from its checkpoint"
+                "that run, or another run.dir (or checkpoint.dir) to start a new run from its "
+                "checkpoint"
             )
         _move_aside(config)
         return replace(new_run, newest=newest)
@@ -181,9 +182,10 @@ def _check_no_checkpoints(folder: AnyPath) -> None:
     if checkpoints := list_checkpoints(folder):
         raise ConfigError(
             f"checkpoint.resume is auto, but {folder} contains checkpoints without {RUN_FILE}, "
-            "which identifies their run; restore that file; or use another run.dir (or checkpoint.dir) with "
-            f"checkpoint.resume={checkpoints[0]} to start from the newest checkpoint; or use "
-            "checkpoint.resume=never to move the checkpoints aside and start from scratch"
+            "which identifies their run; restore that file; or use another run.dir (or "
+            f"checkpoint.dir) with checkpoint.resume={checkpoints[0]} to start from the newest "
+            "checkpoint; or use checkpoint.resume=never to move the checkpoints aside and start "
+            "from scratch"
         )
 
 

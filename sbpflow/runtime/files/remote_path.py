@@ -46,7 +46,7 @@ class RemotePath:
     """The URL of a file or folder; ``facts`` is its entry in a listing, which makes further
     requests unnecessary.
 
-    ``str`` omits the user, password, and query, which may contain credentials.
+    ``str`` replaces a user with a password, and a query, with ``***``: they may be credentials.
     """
 
     __slots__ = ("facts", "url")
@@ -393,7 +393,7 @@ def _file_path(text: str) -> Path | None:
 
 
 def redacted(text: str) -> str:
-    """Return text with users, passwords, and queries in its URLs replaced with ``***``."""
+    """Return text with passwords, their users, and queries in its URLs replaced with ``***``."""
     return _QUERY.sub(r"\1?***", _USER.sub("://***@", text))
 
 

@@ -249,8 +249,8 @@ def _misled(host: str, port: int) -> str:
 def _listener(host: str, address: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at ``address``, or None to let torch create a socket.
 
-    If it returns None, it logs a warning, because torch's socket listens on all interfaces. If the
-    port is in use, torch either reuses its own socket in this process or raises an error that names
+    torch's socket listens on all interfaces, so returning None logs a warning, unless the port is
+    in use: torch then either reuses its own socket in this process or raises an error that names
     the port.
     """
     why = "the name may have different addresses on different machines"
