@@ -155,7 +155,7 @@ class Graphs(Generic[InputsT]):
                 results = self._work(inputs, seed)
         except RuntimeError as error:
             raise ConfigError(
-                "parallel.cuda_graph: true is not possible, because the dense part cannot be "
+                "parallel.cuda_graph: true is not possible, because the step cannot be "
                 f"captured ({_first_line(error)}); a captured model must not synchronize with the "
                 "device (item(), a mask as an index, print) or copy tensors from the host; "
                 "change the model, or use parallel.cuda_graph=false"

@@ -24,7 +24,8 @@ _ROWS_READ = 1 << 16  # number of rows to read from a store at once
 
 
 class LossWatch:
-    """Stops the run if the loss is NaN or infinite, naming the step and the faulty fields.
+    """Stops the run if the loss or the gradient norm is NaN or infinite, or (on CPU) if a label or
+    a dense value of a batch is invalid.
 
     On CPU, the loss is checked immediately. On CUDA, the loss is copied to the host during the next
     step and checked after that step, so the check never waits for the device.

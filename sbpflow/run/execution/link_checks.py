@@ -25,7 +25,7 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # Numbers of float32 values: 4 KiB
 # If a message takes longer than this, larger sizes are not measured on that link.
 _ENOUGH_S = 0.02
 _REPEATS = 3
-_SLOW = 0.5  # Share of the median rate below which a link or host is slow.
+_SLOW = 0.5  # Share of the usual rate below which a link or host is slow.
 # A host's latency is high if it exceeds ``_LATE`` times the usual latency, and also the usual
 # latency plus ``_LATE_S``.
 _LATE, _LATE_S = 3.0, 1e-3

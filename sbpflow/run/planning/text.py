@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-MANY = 8  # longer lists of ranks are shown as ranges
+MANY = 8  # longer lists are shortened
 
 
 def short_lists(text: str) -> str:

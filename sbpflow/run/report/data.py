@@ -143,7 +143,9 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
         except JsonError:
             notes.append(f"the last line of {METRICS_FILE}, line {len(lines) + 1}, is truncated")
     if not events:
-        raise ConfigError(f"report: {file} has no events yet; wait until step 2 of the run")
+        raise ConfigError(
+            f"report: {file} has no events yet; wait until step 2 of the run, or use another run"
+        )
     if events[-1]["event"] != "final":
         notes.append("the run has not finished")
     return tuple(events), notes
