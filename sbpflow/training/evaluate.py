@@ -1,4 +1,4 @@
-"""Evaluates a whole split: every rank predicts its rows, and rank 0 computes the metrics.
+"""Evaluates a whole split: every rank predicts its rows, and rank 0 gets the metrics.
 
 If the split has at most ``exact_rows`` rows, rank 0 gathers all predictions first, so the metrics
 do not depend on the number of ranks. For larger splits, the ranks' histograms and sums are added

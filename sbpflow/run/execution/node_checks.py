@@ -129,7 +129,7 @@ def mtu_finding(by_rank: Sequence[Facts]) -> Finding:
 
 
 def clocks_finding(by_rank: Sequence[Facts], offsets_s: Sequence[float]) -> Finding:
-    """Compare the machines' clocks, which affect only the times in logs."""
+    """Compare the machines' clocks, which affect only recorded times."""
     by_host = {facts["host"]: s for facts, s in zip(by_rank, offsets_s, strict=True)}
     middle = statistics.median_low(by_host.values())
     odd = {host: s - middle for host, s in by_host.items() if abs(s - middle) > _MAX_CLOCK_S}

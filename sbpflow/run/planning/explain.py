@@ -1,6 +1,6 @@
 """Describes a run without starting a rank: tables, shards, steps, bytes, memory.
 
-The description is made from the plan objects that a run executes, so it cannot differ from the run.
+The description is made from the plan objects that a run executes.
 The output is text or, for programs, a dictionary.
 """
 

@@ -128,8 +128,8 @@ def what_helps(
 
 
 def expected_traffic(plan: RunPlan, fields: Fields) -> dict[str, int]:
-    """Return the expected bytes of ids, rows, and row gradients that a rank sends in a step, by
-    link.
+    """Return the expected bytes of ids, rows, and row gradients that the busiest rank sends in a
+    step, by link.
     """
     price = price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies_of(fields))
     near = price.sent_bytes - price.network_bytes

@@ -80,7 +80,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The position at which a run starts; ``training/loop.py`` defines the fields."""
+    """The position at which a run starts; see ``Checkpoints`` in ``training/saving.py``.
+
+    ``cursor`` is the loader's position. If the run resumes on the same set, ``going_on`` is the
+    step and the length of metrics.jsonl.
+    """
 
     step: int = 0
     epoch: int = 0
