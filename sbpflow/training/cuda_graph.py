@@ -34,7 +34,7 @@ class Inputs(Protocol):
         ...
 
     def take_gradients(self, source: Self) -> None:
-        """Copy the gradients that the region computed for ``source`` into these inputs."""
+        """Set the gradients of these inputs to those that the region computed for ``source``."""
         ...
 
 

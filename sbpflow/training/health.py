@@ -28,7 +28,7 @@ class LossWatch:
     a dense value of a batch is invalid.
 
     On CPU, the loss is checked immediately. On CUDA, the loss is copied to the host during the next
-    step and checked after that step, so the check never waits for the device.
+    step and checked after that step or by ``flush``, so only ``flush`` waits for the device.
     """
 
     def __init__(

@@ -158,8 +158,8 @@ def is_logged(step: int, log_every: int) -> bool:
     """Return whether ``step`` ends a log interval of ``log_every`` steps.
 
     Within the first ``log_every`` steps, the result is also True for steps 2, 5, 10, 20, 50 and so
-    on, so that even short runs show whether the model learns. Step 1 is excluded because it is not
-    timed.
+    on, so that even short runs show whether the model learns. Step 1 is not among these, because it
+    is not timed.
     """
     if step >= log_every:
         return step % log_every == 0

@@ -167,7 +167,7 @@ def calibration_groups(
 def _calibration(
     p: NDArray[np.float64], is_positive: NDArray[np.bool_]
 ) -> tuple[CalibrationBin, ...]:
-    """Sort rows by p into ``NUM_CALIBRATION_BINS`` bins of equal size.
+    """Sort rows by p into ``NUM_CALIBRATION_BINS`` bins of about equal size.
 
     Rows with equal p may end up in different bins.
     """
@@ -183,7 +183,7 @@ def _calibration(
 def auc(scores: Values, labels: Values) -> float:
     """Return the share of (positive, negative) pairs that ``scores`` orders correctly.
 
-    A tie counts half. ``scores [n]`` are a monotone function of the logits; ``labels [n]`` are 0 or
+    A tie counts half. ``scores [n]`` are an increasing function of the logits; ``labels [n]`` are 0 or
     1. Pairs are counted in integers, so only the final division is rounded. Raises MetricError for
     NaN, or if there is only one class.
     """

@@ -2,8 +2,9 @@
 
 ``RemotePath`` has those methods of ``pathlib.Path`` that are used for both local and remote paths.
 Objects cannot be renamed, so each object is written as a whole, and a folder's index is written
-last to mark the folder as complete. fsspec is imported only when a URL is used. Temporary
-failures are retried. Messages contain no credentials, and URLs with credentials are accepted only for inputs.
+last to mark the folder as complete. fsspec is imported only when a URL is used. Temporary failures
+are retried. Messages contain no credentials, and URLs with credentials are accepted only for
+inputs.
 """
 
 import errno
