@@ -183,9 +183,9 @@ def _calibration(
 def auc(scores: Values, labels: Values) -> float:
     """Return the share of (positive, negative) pairs that ``scores`` orders correctly.
 
-    A tie counts half. ``scores [n]`` are an increasing function of the logits; ``labels [n]`` are 0 or
-    1. Pairs are counted in integers, so only the final division is rounded. Raises MetricError for
-    NaN, or if there is only one class.
+    A tie counts half. ``scores [n]`` are an increasing function of the logits; ``labels [n]`` are 0
+    or 1. Pairs are counted in integers, so only the final division is rounded. Raises MetricError
+    for NaN, or if there is only one class.
     """
     values, is_positive = _scores(scores, labels), _labels(labels)
     reason = one_class(int(is_positive.sum()), len(is_positive))

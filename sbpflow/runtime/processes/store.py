@@ -1,7 +1,7 @@
 """The key-value store through which ranks find each other, with a time limit for each operation.
 
 torch's store listens on all interfaces without authentication. If ranks are started by hand, rank 0
-serves the store on the interface of MASTER_ADDR only.
+serves the store on the interface of MASTER_ADDR only, where possible.
 
 torch's client has no timeout for sends and receives, so it blocks forever if the store's host drops
 off the network. Therefore each operation runs in its own thread, which is abandoned at the time

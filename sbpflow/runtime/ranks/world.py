@@ -380,7 +380,7 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     use (pytorch/pytorch#135712).
 
     The returned store therefore uses a separate prefix for this launch. A store that rank 0 serves
-    listens only at MASTER_ADDR, unlike one that torch creates.
+    listens only at MASTER_ADDR where possible, unlike one that torch creates.
     """
     if met is None or met.store is None:
         return None
