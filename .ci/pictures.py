@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python .ci/pictures.py [FOLDER]
 
-The command writes NAME-light.svg and NAME-dark.svg into docs/pictures. All facts in the pictures
-come from real layouts, plans and schedules: parts, collectives, bytes and overlap.
+The command writes NAME-light.svg and NAME-dark.svg into FOLDER (default: docs/pictures). All facts
+in the pictures come from real layouts, plans and schedules: parts, collectives, bytes and overlap.
 """
 
 import sys

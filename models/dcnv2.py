@@ -108,7 +108,7 @@ class DcnV2Config(ModelOptions):
 class DcnV2Spec(LayeredSpec):
     """The ``ModelSpec`` of DCN-V2 for given data fields.
 
-    ``bottom`` is None unless dense fields use the bottom MLP, and ``vectors`` is None unless they
+    ``bottom`` is None unless dense fields use the bottom MLP, and ``vectors`` is empty unless they
     use vectors.
     """
 

@@ -64,7 +64,9 @@ class Functions(Protocol[T]):
 def linear_specs(
     name: str, inputs: int, outputs: int, *, bias: bool = True
 ) -> dict[str, ParameterSpec]:
-    """Return the specs of a glorot-uniform weight [outputs, inputs] and a zero bias [outputs]."""
+    """Return the specs of a glorot-uniform weight [outputs, inputs] and, with ``bias``, of a zero
+    bias [outputs].
+    """
     bound = math.sqrt(6.0 / (inputs + outputs))
     specs = {f"{name}.weight": ParameterSpec(shape=(outputs, inputs), bound=bound)}
     if bias:

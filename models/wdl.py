@@ -1,9 +1,10 @@
 """Define Wide & Deep for click-through rate prediction, on logical tensors.
 
-logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). The code does not depend on
-layouts, because ops insert the conversions between layouts. The architecture and initial values
-follow OneFlow-Benchmark, wdl_train_eval.py at de4698a7: ReLU and dropout after every hidden layer,
-no bias in the wide part, glorot-uniform weights, zero biases, and table values from U(-0.05, 0.05).
+By default, logit = sum of the crosses' weights + MLP(embeddings ++ dense fields). The code does not
+depend on layouts, because ops insert the conversions between layouts. The architecture and initial
+values follow OneFlow-Benchmark, wdl_train_eval.py at de4698a7: ReLU and dropout after every hidden
+layer, no bias in the wide part, glorot-uniform weights, zero biases, and table values from U(-0.05,
+0.05).
 """
 
 from collections import Counter
@@ -54,10 +55,14 @@ class WideConfig:
         for index, cross in enumerate(self.crosses):
             key = f"model.wide.crosses[{index}]"
             if len(cross) not in sizes or len(set(cross)) != len(cross):
-                three = " (three with model.wide.hash_size)" if self.hash_size is None else ""
+                number = (
+                    "two (with model.wide.hash_size, also three)"
+                    if self.hash_size is None
+                    else "two or three"
+                )
                 raise ConfigError(
-                    f"{key}: {list(cross)} is not a cross; list two different columns{three} "
-                    "(for example, [C1, C2])"
+                    f"{key}: {list(cross)} is not a cross; list {number} different columns (for "
+                    "example, [C1, C2])"
                 )
             if cross in seen:
                 raise ConfigError(f"{key}: {list(cross)} is listed twice; remove one of them")
@@ -109,7 +114,7 @@ class WdlConfig(ModelOptions):
             raise ConfigError("model.hidden: [] has no layers; use, for example, [400, 400]")
 
     def spec(self, fields: Fields) -> "WdlSpec":
-        """Return the model's shapes. Raises ConfigError for a cross that is not in the data."""
+        """Return the model's shapes. Raises ConfigError for columns or crosses not in the data."""
         hashed = _hashed_columns(self.wide, fields)
         crosses = [cross.field() for cross in hashed] or _prepared_crosses(self.wide, fields)
         outputs: list[OutputConfig] = []

@@ -1,4 +1,4 @@
-"""``sbpflow calibrate | plan | explain | compare | measure | clusters``.
+"""``sbpflow calibrate | plan | explain-plan | compare | measure | clusters``.
 
 Each command imports its dependencies only when it runs.
 """

@@ -1,9 +1,9 @@
 """Builds profiles of machines that cannot be measured here, either from published figures or by
 replacing the links of a calibration.
 
-Every price in a profile of published figures is an assumption: bytes divided by a stated share of a
-bandwidth. A calibration copied from another machine (``planner.costs.profile.load``) uses measured
-prices for the computation; with ``with_link``, only the links between nodes are assumed.
+Every price in a profile of published figures is an assumption, such as bytes divided by a stated
+share of a bandwidth. A calibration copied from another machine (``planner.costs.profile.load``)
+uses measured prices for the computation; with ``with_link``, only the links are assumed.
 """
 
 import os
@@ -26,7 +26,9 @@ from sbpflow.runtime.files.local_path import local_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Published figures of a device and its links, in GB/s per device and direction."""
+    """Published figures of a device and its links, and assumed latencies. Bandwidths are in GB/s
+    per device and direction.
+    """
 
     memory_gb_per_s: float
     dense_tflop_per_s: float

@@ -20,8 +20,8 @@ CACHES = (0.5, 0.25, 0.1)  # fractions of the rows to keep on the device
 def choose(cost: TaskCost, *, seed: int = 0) -> Plan:
     """Return the cheapest plan that the search finds; the result depends only on the arguments.
 
-    Raises PlanError if no plan fits; the message names the fullest rank and the smallest changes
-    that would help.
+    Raises PlanError if no plan fits; the message names the rank with the largest excess, and the
+    smallest changes that would help.
     """
     return checked(make_plan("auto", cost, seed=seed), cost).plan
 
@@ -34,8 +34,8 @@ def checked(planned: Planned, cost: TaskCost) -> Planned:
 
 
 def infeasible_text(planned: Planned, cost: TaskCost) -> str:
-    """Describe the fullest rank of the plan closest to fitting, and changes that would make a plan
-    fit.
+    """Describe the rank with the largest excess in the plan closest to fitting, and changes that
+    would make a plan fit.
     """
     task, memory = cost.task, planned.priced.memory
     limits = planned.problem.limit_bytes

@@ -315,8 +315,8 @@ def _stats_of(
     fields = [known[name] for name in table.features if name in known]
     if not fields:
         LOG.warning(
-            "no statistics for %s, a column that the model computes; the planner assumes that all "
-            "rows of %s are equally frequent",
+            "no statistics for %s, which the model computes; the planner assumes that all rows of "
+            "%s are equally frequent",
             ", ".join(table.features),
             table.name,
         )

@@ -30,8 +30,8 @@ MOST_CHARACTERS = 2**26
 
 
 def chosen_once(cost: TaskCost, seed: int, choose: Callable[[], Plan]) -> Plan:
-    """Return the plan that ``choose`` computes for these prices and this seed; only one process
-    calls ``choose``.
+    """Return the plan that ``choose`` computes for these prices and this seed; processes that share
+    the cache call ``choose`` only once.
 
     An exception from ``choose`` propagates, and nothing is cached. If the cache folder is not
     writable, every process chooses its own plan and logs a warning. Damaged files are replaced.

@@ -1,4 +1,4 @@
-"""Implements ``sbpflow plan``, ``explain``, ``compare`` and ``measure`` for the tables of a file.
+"""Implements ``sbpflow plan``, ``explain-plan``, ``compare`` and ``measure`` for a file of tables.
 
 Each command returns the text to print.
 """
@@ -84,7 +84,7 @@ def plan(argv: Sequence[str]) -> str:
         type=int,
         default=0,
         metavar="K",
-        help="on this machine, time the best K plans and the plans with one shape for all tables",
+        help="time K of the best plans and the plans with one shape for all tables on this machine",
     )
     args = parser.parse_args(argv)
     cost, name = _cost(args), planner_of(args.planner)
@@ -100,7 +100,8 @@ def plan(argv: Sequence[str]) -> str:
 def explain(argv: Sequence[str]) -> str:
     """Predict the step time of an existing plan and find the best alternative for each table."""
     parser = _parser(
-        "explain-plan", "Predict the time of a plan for each rank, and list better choices."
+        "explain-plan",
+        "Predict the time of a plan for each rank, and list the best alternative for each table.",
     )
     parser.add_argument("--plan", type=local_path, required=True, help="a YAML file of table rules")
     _add_report(parser)
@@ -180,9 +181,7 @@ def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
 
 
 def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planned, list[str]]:
-    """Measure the best plans (as many as ``--measure`` requests) and the plans with one shape for
-    all tables; return the fastest plan, and a line of text per plan.
-    """
+    """Measure the plans of ``to_measure``; return the fastest plan, and a line of text per plan."""
     plans = {
         name: plan_of(cost.task, planned.problem, assignment)
         for name, assignment in to_measure(planned, args.measure).items()
@@ -212,11 +211,11 @@ def _measured(args: Namespace, cost: TaskCost, planned: Planned) -> tuple[Planne
 
 
 def to_measure(planned: Planned, count: int) -> dict[str, Assignment]:
-    """Return plans that fit, by name: the best ``count`` plans and the plans with one shape for all
-    tables.
+    """Return plans that fit, by name: the best plan, up to ``count - 1`` others, and the plans with
+    one shape for all tables.
 
-    After the best plan come the plans that differ most from each other, among all plans within a
-    price factor of ``NEAR``.
+    The others are those that differ most from the plans chosen before them, among all plans within
+    a price factor of ``NEAR``. Planners without a search have only one plan.
     """
     problem, found, chosen = planned.problem, planned.found, [planned.assignment]
     if found is None:
@@ -251,7 +250,8 @@ def _times(path: Path, count: int) -> list[float]:
         ) from error
     if len(times) != count or not all(map(is_number, times)):
         raise ConfigError(
-            f"--measure: there are {count} plans, but the ranks wrote times for {len(times)}"
+            f"--measure: the ranks did not write one time for each of {count} plans; run the "
+            "command again"
         )
     return times
 

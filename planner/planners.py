@@ -62,7 +62,7 @@ LEARNED: Mapping[str, type[DreamShard] | type[NeuroShard] | type[AutoShard]] = {
     "dreamshard": DreamShard,
     "autoshard": AutoShard,
 }
-MOST_FOR_EMBARK = 2000  # limit on tables x ranks, above which EMBark's 189 placements take seconds
+MOST_FOR_EMBARK = 2000  # limit on tables x ranks, above which EMBark takes seconds
 TRAINING_TASKS = 30
 TRAINING_TABLES = (10, 60)  # minimum and maximum number of tables in a training task
 # memory limits of the training tasks, relative to an evenly divided plan
@@ -131,7 +131,9 @@ def make_plan(
 
 
 def published_seeds(setting: Setting) -> dict[str, Assignment]:
-    """Return the plans of all published heuristics that do not need training."""
+    """Return the plans of the greedy heuristics and, unless the task is large, of EMBark; empty if
+    tables may not be stored whole.
+    """
     if not setting.whole_allowed:
         return {}
     plans = {f"{name} greedy": plan(setting) for name, plan in GREEDY.items() if name != "random"}

@@ -132,7 +132,7 @@ def as_json(report: Report) -> str:
 
 
 def as_text(report: Report) -> str:
-    """Format the ranks, the tables, the kernels, and the seeds of the search as text."""
+    """Format the prediction, the bound, the ranks, the tables, and the best seeds as text."""
     tree = as_tree(report)
     lines = [
         f"{tree['planner']}: {prediction_text(tree['predicted_ms'], tree['error'], report.cost)}, "

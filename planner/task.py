@@ -291,8 +291,8 @@ def plan_to_yaml(plan: Mapping[str, Choice], notes: Mapping[str, Any] | None = N
     """Return the text of a file for ``parallel.plan``: the most frequent rule for ``*``, then the
     exceptions.
 
-    ``notes``, such as the predicted step time, are written next to the tables, and are ignored when
-    the file is read.
+    ``notes``, such as the predicted step time, are written next to the tables; only ``world_size``
+    is used when the file is read.
     """
     texts = {name: _rule_tree(choice.rule()) for name, choice in plan.items()}
     common = Counter(yaml.safe_dump(tree) for tree in texts.values()).most_common(1)

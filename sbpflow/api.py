@@ -1,8 +1,8 @@
 """Train, score, and inspect models from Python, for example in a notebook.
 
-This module is a composition root: it calls the same code as the commands, and nothing in
-``sbpflow/`` imports it. Errors are raised as exceptions with the same messages that the commands
-print.
+This module is a composition root: it calls the same code as the commands, and only
+``sbpflow/__init__.py`` imports it. Errors are raised as exceptions with the same messages that the
+commands print.
 """
 
 from collections.abc import Generator, Mapping
@@ -175,10 +175,9 @@ class Run:
         """Return a column's values ([n]) and their embedding vectors in ``table`` ([n, columns]).
 
         By default, all values that have their own rows are returned; pass ``values`` to get only
-        the given values. For a column of strings, ``values`` is required unless the set was
-        prepared with ``keep_strings``. For a growing table, all values that have a row are
-        returned. Such a table stores integer keys instead of strings, so the keys are returned
-        unless the strings are passed as ``values``.
+        those among the given values. For a column of strings, ``values`` is required unless the set
+        was prepared with ``keep_strings``. For a growing table, ``values`` is never required: by
+        default, the keys of strings are returned instead of the strings.
         """
         checkpoint, config = self._checkpoint()
         manifest, feature, saved = source_of(checkpoint, config, table)

@@ -49,11 +49,11 @@ class MetricError(ValueError):
 
 
 class TrainingError(ValueError):
-    """A run cannot continue, for example because its loss is NaN or its replicas differ."""
+    """A run cannot continue, for example because its loss is NaN."""
 
 
 class CheckpointError(_OneLineError):
-    """A checkpoint cannot be written, or is invalid."""
+    """A checkpoint is missing or invalid, or cannot be written."""
 
 
 class StoreError(OSError):

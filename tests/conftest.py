@@ -48,8 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def _import_own_part(config: pytest.Config, number: int, count: int) -> None:
     """Import every ``count``-th test file of the given folders before tests are collected.
 
-    In a new checkout, pytest rewrites the assertions of each test file, which is half the work of
-    collecting them; otherwise, every worker would rewrite all files.
+    In a new checkout, pytest rewrites the assertions of each test file when it is imported, which
+    takes half of the time of collecting the tests. Without this function, every worker would
+    rewrite all files.
     """
     folders = [config.invocation_params.dir / arg for arg in config.args]
     paths = sorted(path for folder in folders for path in folder.rglob("test_*.py"))

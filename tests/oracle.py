@@ -72,7 +72,7 @@ def shares(full, layout: Layout, seed=0):
 
 
 def _term(full, layout, coord, partial, draw, terms):
-    """Return a random term for a P coordinate; the last coordinate's term is the remainder."""
+    """Return a random term for a P coordinate; the last term makes the result equal to ``full``."""
     last = all(coord[axis] == layout.placement.shape[axis] - 1 for axis in partial)
     if not partial:
         return full

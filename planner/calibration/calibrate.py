@@ -38,7 +38,7 @@ MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Limits on the duration and the size of a calibration.
+    """The optimizer, the seed, and the limits of a calibration.
 
     ``seconds`` limits the whole calibration. ``most_rows`` is the maximum number of rows in a
     table. Each plan runs ``steps`` steps in each of ``rounds`` rounds.
@@ -91,7 +91,7 @@ class Journal:
                 damaged += 1
         if damaged or cut_off:
             LOG.warning(
-                "%s: %d lines are damaged or incomplete; these measurements will be repeated",
+                "%s: damaged or incomplete lines: %d; these measurements will be repeated",
                 path,
                 damaged + bool(cut_off),
             )

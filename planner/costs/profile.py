@@ -196,7 +196,7 @@ def load(path: Path) -> Profile:
     """Read a profile; raise ConfigError if it is missing or invalid."""
     if not path.is_file():
         raise ConfigError(
-            f"planner: this machine has not been calibrated ({path} does not exist); run sbpflow "
+            f"planner: this machine has not been calibrated ({path} is not a file); run sbpflow "
             "calibrate (under five minutes), or use parallel.scheme: auto, which needs no "
             "calibration"
         )

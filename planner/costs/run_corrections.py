@@ -63,7 +63,7 @@ def _age(taken: str) -> str:
         days = (datetime.now(UTC) - datetime.fromisoformat(taken)).days
     except (ValueError, TypeError):  # not a time, or a time without a zone
         return "unknown age"
-    return f"{taken[:10]} ({days} days ago)"
+    return f"{taken[:10]} ({days} day{'' if days == 1 else 's'} ago)"
 
 
 def differences(about: Mapping[str, str], facts: Mapping[str, str]) -> list[str]:

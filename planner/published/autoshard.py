@@ -81,7 +81,7 @@ class _Episodes:
     """Parallel placements, with the tables in the order in which they were placed."""
 
     features: Tensor  # [T, 21]
-    sizes: Tensor  # [T], as shares of a device's available memory
+    sizes: Tensor  # [T], as shares of the devices' mean available memory
     chosen: Tensor  # [T, E]
     logits: Tensor  # [T, E, D], from the copy of the policy that placed the tables
     order: Ints

@@ -1,8 +1,8 @@
 """Finds the best way to add one table to a plan, over all options and suitable ranks.
 
 Greedy construction, reinsertion, and the alternatives in a report use this module. Shards are
-placed on the best-scored ranks or on a block of neighboring ranks. For equal shards, a few array
-operations then compute the new maxima over ranks for all options at once.
+placed on the best-scored ranks or on a block of neighboring ranks. A few array operations then
+compute the new maxima over ranks for all options with the same number of shards.
 """
 
 from collections.abc import Collection
@@ -51,9 +51,10 @@ def goal(state: State) -> float:
 class _Tried:
     """A table's options that have the same number of shards, as arrays.
 
-    ``shards`` [n, 3] contains the largest shard load of each option, and ``homes`` [n, 3] the load
-    on every rank. ``lowers`` is true if a shard makes its rank faster: the more tables a rank
-    stores, the less it sends to other ranks.
+    ``shards`` contains the load of each shard [n, count, 3], or, if the shards of every option are
+    about equal, the largest shard load [n, 1, 3]. ``homes`` [n, 3] contains the load on every rank.
+    ``lowers`` is true if a shard makes its rank faster: the more tables a rank stores, the less it
+    sends to other ranks.
     """
 
     count: int

@@ -25,8 +25,8 @@ from sbpflow.planner.search.problem import (
 )
 
 START_THRESHOLD = 0.02  # initially, a plan may exceed the current goal by this fraction
-# A ruin removes at most ``LARGEST_RUIN`` tables; a fraction ``GROUP_RUIN`` of the ruins moves a
-# whole group to other ranks.
+# A fraction ``GROUP_RUIN`` of the ruins moves a whole group to other ranks; every other ruin
+# removes at most ``LARGEST_RUIN`` tables.
 LARGEST_RUIN = 12
 GROUP_RUIN = 0.02
 STEPS = 4  # number of steps of ``balance`` after each ruin

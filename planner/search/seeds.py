@@ -1,7 +1,6 @@
 """Generates starting plans: greedy plans, and one shape for all tables.
 
-These are the plans that experts and published heuristics would try, so the search result is never
-worse than theirs.
+These are plans that experts would try. By the model's prices, the search result is never worse.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -29,7 +28,9 @@ def bytes_of(problem: Problem) -> Floats:
 
 
 def narrowed(problem: Problem, chosen: Sequence[Sequence[Hashable]]) -> Inserter:
-    """Return an inserter that tries only the shapes of ``chosen[table]`` that the table allows."""
+    """Return an inserter that tries only the shapes of ``chosen[table]`` that the table allows, or
+    all shapes if it allows none of these.
+    """
     allowed: list[tuple[int, ...]] = []
     for options, shapes in zip(problem.options, chosen, strict=True):
         numbers = tuple(

@@ -148,8 +148,8 @@ class Changes:
     def _select(
         self, part: Part, growing: dict[int, TrainedRows]
     ) -> tuple[SelectedRows, int, int, Values]:
-        """Return the changed rows of a part: their store, their range in the store, and their row
-        numbers in the tensor.
+        """Return a ``SelectedRows``, the range in it of a part's changed rows, and their row
+        numbers for the patch.
         """
         store, _, shard = self._tables[part.name]
         changed, table = self._changed[id(store)], shard.table.name

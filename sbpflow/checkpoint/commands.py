@@ -27,9 +27,7 @@ from sbpflow.runtime.files.run_folder import CHECKPOINTS_FOLDER, LOCK_FILE
 
 
 def checkpoint_folder(path: AnyPath) -> AnyPath:
-    """Return ``path`` if it is a folder of checkpoints, else the checkpoint folder of the run
-    ``path``.
-    """
+    """Return the checkpoint folder in ``path`` if ``path`` is a run folder, else ``path``."""
     inside = path / CHECKPOINTS_FOLDER
     return inside if inside.is_dir() and not list_checkpoints(path) else path
 
@@ -72,7 +70,8 @@ def list_text(path: AnyPath) -> str:
 
 def _describe(checkpoint: Checkpoint) -> str:
     """Describe a checkpoint's run and number of ranks, and its score if it is the best so far."""
-    text = f"run {checkpoint.run}, written by {len(checkpoint.index.files)} ranks"
+    count = len(checkpoint.index.files)
+    text = f"run {checkpoint.run}, written by {count} rank{'s' * (count != 1)}"
     if checkpoint.before is not None and checkpoint.previous is not None:
         text = f"delta {checkpoint.previous.number} after {checkpoint.before.path.name}, {text}"
     best = best_of(checkpoint)
@@ -184,8 +183,9 @@ def _document_diff(key: str, left: object, right: object) -> Iterator[str]:
 def prune(path: AnyPath, keep: int, *, dry_run: bool) -> list[str]:
     """Remove all but the best and the ``keep`` newest good checkpoints; return a line for each.
 
-    Damaged checkpoints are listed, but neither removed nor counted. Raise ConfigError if ``keep``
-    is less than 1, or if a run is saving to the folder.
+    Checkpoints that a kept delta needs are also kept. Damaged checkpoints are listed, but neither
+    removed nor counted. Raise ConfigError if ``keep`` is less than 1, or if a run is saving to the
+    local folder.
     """
     if keep < 1:
         raise ConfigError(f"--keep must be 1 or more, got {keep}; for example, --keep 3")
@@ -260,5 +260,5 @@ def check_last(checkpoint: Checkpoint) -> None:
         if other != checkpoint.path and checkpoint.path in needed_by([other]):
             raise CheckpointError(
                 f"{checkpoint.path} must not be changed, because the delta {other.name} depends "
-                f"on it; compact {other} instead"
+                f"on it; compact {other} first"
             )

@@ -124,8 +124,8 @@ def good_checkpoints(folder: AnyPath, *, run: str | None = None) -> Iterator[Che
 
 
 def checked(path: AnyPath, *, run: str | None = None) -> Checkpoint:
-    """Open the checkpoint at ``path``; check that its step matches its name, and that its run is
-    ``run``.
+    """Open the checkpoint at ``path``; check that its step matches its name and, if ``run`` is
+    given, that this run wrote it.
     """
     checkpoint = open_checkpoint(path)
     if _STEP.fullmatch(path.name) and step_of(path) != checkpoint.step:

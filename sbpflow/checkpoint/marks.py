@@ -1,4 +1,6 @@
-"""Finds which rows are marked as not yet written, and clears their marks once they are logged."""
+"""Finds the rows that are marked as not yet written, and clears their marks, so that each row is
+logged only once.
+"""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -1,9 +1,9 @@
 """Reads a checkpoint: whole tensors or rectangles of them. Every block is verified before use.
 
-Reading converts to the requested dtype, and needs memory for one block in addition to the result. A
-delta is read through its chain of predecessors: the values of the full checkpoint are overwritten
-with the changed rows of each delta, in order. Keys identify the rows of growing tables. A
-checkpoint contains only JSON and bytes; nothing in it is imported or executed.
+Reading converts to the requested dtype. A full checkpoint needs memory for one block in addition to
+the result. A delta is read through its chain of predecessors: the values of the full checkpoint are
+overwritten with the changed rows of each delta, in order. Keys identify the rows of growing tables.
+A checkpoint contains only JSON and bytes; nothing in it is imported or executed.
 """
 
 import os

@@ -34,8 +34,8 @@ def check_fits(
 ) -> None:
     """Raise CheckpointError unless the checkpoint has exactly the tensors of ``state``.
 
-    Shapes must be equal, but layouts may differ. With ``grown``, tables may have more rows than
-    were saved.
+    Shapes must be equal, but layouts may differ, except for the column shards of state with one
+    value per row and shard. With ``grown``, tables may have more rows than were saved.
     """
     missing = sorted(state.keys() - checkpoint.tensors)
     extra = sorted(checkpoint.tensors.keys() - state)

@@ -1,6 +1,6 @@
 """Rewrites a checkpoint as a full checkpoint in which some rows or tensors are changed.
 
-All tensors are written to one file, in portions, so this needs little memory.
+All tensors are written to one file, most of them in portions, to save memory.
 """
 
 import uuid

@@ -96,7 +96,7 @@ def _from_text(text: str) -> RunFacts:
         raise ValueError(f"run is {run.run!r}, not 12 hexadecimal digits")
     facts: dict[str, object] = content["facts"]
     if not facts or not all(isinstance(value, str) for value in facts.values()):
-        raise ValueError("facts must map strings to strings")
+        raise ValueError("facts must map strings to strings, with at least one entry")
     if text != (json.dumps(_content(run)) + "\n" if is_first else _to_text(run)):
         raise ValueError(
             "its checksum does not match, so the file was changed after it was written"

@@ -35,10 +35,10 @@ _NICENESS = 10
 class Saver:
     """Saves a job's ``state`` into the existing ``folder``; every rank creates a Saver.
 
-    ``run`` is the ID of the run. All ranks must finish writing within ``deadline_s``. ``start``
-    calls ``stores`` to get the stores of the tables in ``state``.
+    ``run`` is the ID of the run. All ranks must finish writing within ``deadline_s``. ``stores``
+    returns the stores of the tables in ``state``.
 
-    Up to ``num_deltas`` checkpoints after each full one contain only the rows that changed.
+    Up to ``num_deltas`` checkpoints after each full one contain only the changed rows of tables.
     ``previous`` is the checkpoint in ``folder`` that equals the state at construction, if there is
     one.
     """
@@ -102,8 +102,8 @@ class Saver:
         method.
 
         If the previous save has not ended, wait for it first. The saving thread calls ``done`` when
-        the checkpoint is complete. If a save fails, the next call to ``check``, ``start``, or
-        ``wait`` raises its error.
+        the checkpoint is complete. If a save fails, the next call to ``check``, ``save``,
+        ``start``, or ``wait`` raises its error.
         """
         self.wait()
         attempt, parts, changes = self._begin(step, documents)

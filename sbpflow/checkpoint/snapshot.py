@@ -34,7 +34,7 @@ _REST_S = 0.01
 class SaveCost:
     """The cost of a background save, on one rank. ``log_bytes`` and ``extra_bytes`` are peaks.
 
-    * ``log_bytes``: size of the rows that changed before they were written.
+    * ``log_bytes``: memory for the old values of rows that changed before they were written.
     * ``extra_bytes``: all memory of the save, including ``log_bytes``.
     * ``spilled_bytes``: size of the rows that went through a file.
     * ``logging_s``: seconds that the training thread spent on logging.
@@ -175,8 +175,8 @@ def _watch(source: RowStore | SelectedRows, spans: list[_Span]) -> _Logged:
     order = source if isinstance(source, SelectedRows) else None
     store = source.store if isinstance(source, SelectedRows) else source
     pending = torch.zeros(store.num_rows, dtype=torch.bool)
-    # Mark all rows of the source, unsorted; the writing thread sorts them later.
     if isinstance(source, TrainedRows):
+        # Marking needs no order, so the sorting is left to the writing thread.
         pending[source.unsorted()] = True
     else:
         for span in spans:

@@ -23,7 +23,7 @@ def checkpoint(argv: Sequence[str]) -> int:
     diff = commands.add_parser("diff", help="show how two checkpoints differ")
     diff.add_argument("left", type=any_path)
     diff.add_argument("right", type=any_path)
-    prune = commands.add_parser("prune", help="remove all but the newest good checkpoints")
+    prune = commands.add_parser("prune", help="keep only the best and the newest good checkpoints")
     prune.add_argument("path", type=any_path)
     prune.add_argument("--keep", type=int, required=True, help="number of checkpoints to keep")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")

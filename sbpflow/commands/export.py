@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def _arguments(argv: Sequence[str]) -> Namespace:
     parser = ArgumentParser(
         prog="sbpflow export",
-        description="Write a trained model as a bundle, which needs only torch to score raw rows.",
+        description="Write a trained model as a bundle, which needs only torch and numpy to score "
+        "raw rows.",
     )
     add_model(parser, required=False)
     add = parser.add_argument
@@ -132,7 +133,8 @@ def export_model(
     measured: bool = True,
     has_spare_rows: bool = False,
 ) -> list[Path]:
-    """Write a saved model to a new folder and return its files; print scores if ``measured``.
+    """Write a saved model to a new folder and return its files. If ``measured`` and there is a
+    labeled set, print its scores.
 
     With ``has_spare_rows``, growing tables get spare rows for the keys that later deltas add.
     """
@@ -305,7 +307,9 @@ def _scores(
     config: "Config",
     spec: "ModelSpec",
 ) -> dict[str, dict[str, float | None]]:
-    """Score a labeled set with the bundle in ``work`` and with the original rows."""
+    """Score a labeled set with the bundle in ``work`` and, if the row format differs, with the
+    original rows.
+    """
     from sbpflow.run.export.bundle import write_bundle
     from sbpflow.serving.scorer import load
 

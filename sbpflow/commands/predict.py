@@ -172,7 +172,7 @@ class _ModelOnWorker:
     overrides: tuple[str, ...]
     plan: str
     """Identifies the weights and rows, so that a running worker reloads the model if other weights
-    have been saved to the same path
+    have been saved to the same path.
     """
 
 

@@ -31,7 +31,11 @@ def _arguments(argv: Sequence[str]) -> Namespace:
         metavar="NAME",
         help="model that also scores the other models' requests, after they are answered",
     )
-    add("--compiled", action="store_true", help="also load .pt2 and .so files, which contain code")
+    add(
+        "--compiled",
+        action="store_true",
+        help="also load compiled dense parts (dense.pt2), which contain code",
+    )
     add(
         "--max-body-bytes",
         type=int,

@@ -29,7 +29,7 @@ _DESCRIPTION = "Train a model on a prepared set."
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train on ``-n`` ranks on this machine, or in this process as a single rank."""
+    """Train on ``-n`` ranks on this machine or, without ``-n``, as one rank in this process."""
     parser = config_parser("sbpflow train", _DESCRIPTION)
     ranks_help = (
         "number of processes to start on this machine (default: one, or the number set by torchrun)"
@@ -283,7 +283,9 @@ def _reporters(
     tracker: "Callable[[int], Reporter] | None",
     opened: ExitStack,
 ) -> "Reporter":
-    """Combine the run's own reporter, the reporter that compares ranks, and the user's reporter."""
+    """Combine the run's own reporter, the reporter that compares ranks, the Prometheus endpoint if
+    configured, and the user's reporter.
+    """
     from sbpflow.training.prometheus import PrometheusReporter
     from sbpflow.training.rank_watch import RankWatch
     from sbpflow.training.reporters import Reporters

@@ -78,7 +78,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
-    """Exports the run's checkpoints during training, as a bundle followed by deltas."""
+    """Exports the run's checkpoints during training, as bundles and their deltas."""
 
     dir: Annotated[
         AnyPath,

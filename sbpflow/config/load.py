@@ -84,7 +84,7 @@ def config_from_tree(
         if own_model != name:
             raise ConfigError(
                 f"--model: the saved model is {name!r}, which is imported only on request; if you "
-                f"trust this module, add --model {name}"
+                f"trust this module, use --model {name}"
             )
         known[name] = import_model(name)
     elif own_model is not None:

@@ -1,7 +1,7 @@
 """Defines a model's table settings in the configuration: ``model.fields`` and ``model.tables``.
 
 Both groups map patterns to rules, like ``parallel.tables``, but rules combine key by key: the last
-matching pattern that sets a key determines its value. If no pattern sets a key, the model's value
+matching pattern that sets a key determines its value. If no pattern sets a key, the key's default
 is used.
 """
 

@@ -79,9 +79,8 @@ def build(cls: type[C], tree: object, choices: Choices = MappingProxyType({})) -
     """Return an instance of the dataclass ``cls`` from a mapping; nested groups are dataclasses
     too.
 
-    A field of ``cls`` whose annotation does not name a class needs an entry in ``choices``, which
-    maps each value of the field's key ``name`` to a dataclass. The first value is the default.
-    Raises ConfigError.
+    For fields of ``cls`` whose key ``name`` selects a dataclass, ``choices`` maps each value of
+    ``name`` to its dataclass. The first value is the default. Raises ConfigError.
     """
     try:
         return _build(cls, tree, "", choices)
@@ -98,8 +97,8 @@ class _UnknownKeyError(ConfigError):
         self.key, self.siblings = key, siblings
 
     def message(self, all_keys: list[str]) -> str:
-        """Return a message that suggests similar keys of the same group or, if there are none, the
-        same key in other groups.
+        """Return a message with the new name of a renamed key, or with similar keys of the same
+        group or, if there are none, of other groups.
         """
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:
@@ -234,7 +233,7 @@ def _parse_union(value: object, args: tuple[Any, ...], key: str, example: object
 def _parse_tagged(
     value: object, by_name: Mapping[str, type[Any]], key: str, default: str | None
 ) -> Any:
-    """Return the dataclass that the key ``name`` selects, or else ``default``."""
+    """Return an instance of the dataclass that the key ``name``, or else ``default``, selects."""
     if not isinstance(value, Mapping):
         _refuse(key, value, "a group of keys", by_name[default or next(iter(by_name))]())
     name: object = value.get("name", default)

@@ -2,7 +2,7 @@
 configuration.
 
 ``config.checks`` performs the checks that need the tables or the world size. Values are never
-clamped and keys are never ignored.
+clamped, and unknown keys are rejected.
 """
 
 from collections.abc import Mapping
@@ -277,7 +277,7 @@ class OptimizerConfig:
         for owner, chosen in {"sparse": self.sparse, **by_table}.items():
             if isinstance(chosen, SparseOptimizer) and chosen.one_rate:
                 raise ConfigError(
-                    f"{key}: {chosen.name} {chosen.one_rate}, so it cannot have a schedule; remove "
+                    f"{key}: {chosen.name} {chosen.one_rate}, so its rate must not change; remove "
                     f"{key}, or use another optimizer such as optimizer.{owner}.name: adagrad"
                 )
 
@@ -373,7 +373,7 @@ class TrainConfig:
     trackers: Annotated[
         tuple[TrackerName, ...],
         Example(("mlflow",)),
-        Key("execution", "Trackers that also receive the values in metrics.jsonl."),
+        Key("execution", "Trackers that also receive the steps and scores of metrics.jsonl."),
     ] = ()
     prometheus: Annotated[PrometheusConfig | None, Example({"port": 9464})] = None
 

@@ -34,8 +34,8 @@ def resolve_dense_layouts(
     world_size: int,
 ) -> dict[str, Layout]:
     """Return a layout over all ranks for every dense parameter; ``parameters`` maps names to
-    shapes. Raises ConfigError if a pattern matches nothing, is not a layout, or splits a dim that
-    is too short.
+    shapes. Raises ConfigError if a pattern matches nothing, or if its value is not a layout that
+    fits the parameter.
     """
     check_matches("parallel.dense", parallel.dense, parameters, "parameter")
     world = Placement.line(device_type, world_size)

@@ -77,7 +77,7 @@ class TableRule:
     comm_dtype: Annotated[
         CommDtype | None,
         Example("bfloat16"),
-        Key("results", "Data type in which the table's vectors are sent between ranks."),
+        Key("results", "The same as parallel.comm_dtype, for these tables."),
     ] = None
 
     def check(self, key: str) -> None:
@@ -224,8 +224,8 @@ class ParallelConfig:
         Example(0.125),
         Key(
             "execution",
-            "Speed at which a rank sends to other machines, in GB/s, used by scheme: auto. "
-            "1 Gbit/s is 0.125. The default is the speed within a machine.",
+            "Speed, in GB/s, at which a rank sends to other machines (scheme: auto and early "
+            "rows). 1 Gbit/s is 0.125. The default is the speed within a machine.",
         ),
     ] = None
     topology: Annotated[
@@ -289,7 +289,8 @@ class ParallelConfig:
         Example("bfloat16"),
         Key(
             "results",
-            "Data type in which vectors are sent between ranks. The default is parallel.dtype.",
+            "Data type in which vectors and their gradients are sent between ranks; with "
+            "float16, gradients are sent as bfloat16. The default is parallel.dtype.",
         ),
     ] = None
     overlap: Annotated[

@@ -102,7 +102,7 @@ class _Loader(yaml.SafeLoader):
             key: object = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | None):
                 raise ConfigError(
-                    f"line {line}: a key must be a string, as in name: value, but this key is "
+                    f"line {line}: a key must be plain text, as in name: value, but this key is "
                     f"a {type(key).__name__}"
                 )
             if key in seen:

@@ -215,7 +215,8 @@ class App:
             raise BodyError(str(error)) from error
         check_rows(len(encoded.ids), self._limits.rows)
         if self.is_alone() or (model.program is not None and len(encoded.ids) == 1):
-            # the batcher would only add two passes of the event loop, as no other rows can join
+            # Batching would not pay: no other request is in flight, or the program scores the row
+            # in one call. The batcher would add two passes of the event loop.
             scores = model.score_encoded(encoded)
         else:
             scores = await self._batcher.score(model, encoded)

@@ -1,7 +1,8 @@
-"""Scores the rows of concurrent requests together, on the thread of the event loop. Rows that
-arrive during one pass of the event loop are scored in one call. While a batch is being computed,
-new requests wait in the sockets and form the next batch. A single request is scored immediately,
-without a timer or a thread switch, and a busy worker forms large batches.
+"""Scores the rows of concurrent requests together, on the thread of the event loop. Rows for the
+same model that arrive during one pass of the event loop are scored in one call, up to a limit.
+While a batch is being computed, new requests wait in the sockets and form the next batch. A single
+request is scored immediately, without a timer or a thread switch, and a busy worker forms large
+batches.
 """
 
 import asyncio

@@ -75,12 +75,14 @@ def check_rows(number: int, max_rows: int) -> None:
 
 
 def read_json_body(body: bytes) -> object:
-    """Return the JSON value of a body; raise BodyError if the body is not JSON."""
+    """Return the JSON value of a body; raise BodyError if the body is not JSON or is nested too
+    deeply.
+    """
     # The stricter ``parse_json`` would call Python code for each number, which takes too long here.
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except RecursionError as error:
-        raise BodyError("the body is not JSON (too many levels of nesting)") from error
+        raise BodyError("the body has too many levels of nesting") from error
     except ValueError as error:  # also raised for invalid UTF-8
         raise BodyError(f"the body is not JSON ({error})") from error
 
@@ -137,7 +139,7 @@ def _read_json(body: bytes, max_rows: int) -> Any:
         check_rows(len(found), max_rows)
         for row, cells in enumerate(found):
             if not isinstance(cells, dict):
-                what = f"row {row}: is {kind_name(cells)}"
+                what = f"row {row} is {kind_name(cells)}"
                 raise BodyError(f'{what}, not an object; use {{"column": value, ..}}')
         return found
     for column, values in cast("dict[str, Any]", found).items():
@@ -166,9 +168,7 @@ def _read_arrow(body: bytes, max_rows: int) -> Any:
 
 
 def _check_messages(arrow: ModuleType, body: bytes, max_rows: int) -> None:
-    """Raise BodyError for too many rows or for compressed buffers, before any buffer is
-    allocated.
-    """
+    """Raise BodyError for too many rows or for compressed buffers, before the stream is decoded."""
     stream, num_rows = io.BytesIO(body), 0
     reader = arrow.ipc.MessageReader.open_stream(stream)
     for message in reader:

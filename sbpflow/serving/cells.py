@@ -95,7 +95,7 @@ def whole_number(cell: object) -> float:
 
 def key_of(cell: object, kind: str) -> tuple[int, int]:
     """Return the 64-bit key of a category that is not missing, and its check value, which is 0
-    unless the category is a string.
+    unless ``kind`` is string.
     """
     if isinstance(cell, int | float):
         cell = _number_text(cell, kind)
@@ -188,9 +188,9 @@ def mixed_bits(state: Words) -> Words:
 def hashed_ids(
     parts: Sequence[NDArray[Any]], rows: int, missing: Sequence[int] | None = None
 ) -> NDArray[np.int32]:
-    """Hash the ids of several columns to ids below ``rows`` (int32 [n]): 2 + hash % (rows - 2). The
-    id is 0 (missing) where any part equals its entry in ``missing`` (by default, 0). The hash
-    depends on the order of the parts.
+    """Hash the ids or keys of several columns to ids below ``rows`` (int32 [n]): 2 + hash % (rows -
+    2). The id is 0 (missing) where any part equals its entry in ``missing`` (by default, 0). The
+    hash depends on the order of the parts.
     """
     state = np.zeros(len(parts[0]), dtype=np.uint64)
     for ids in parts:

@@ -1,5 +1,6 @@
-"""Reads raw rows as columns. Rows can be dicts, text lines, pandas or Polars data frames, or Arrow
-tables. This module needs only numpy, because it is part of a bundle's ``scorer.py``.
+"""Reads raw rows as columns. Rows can be dicts, text lines, a mapping of columns, pandas or Polars
+data frames, or Arrow tables. This module needs only numpy, because it is part of a bundle's
+``scorer.py``.
 """
 
 import re
@@ -73,10 +74,7 @@ class RawRows:
                     self.check_names(number, row)
         if isinstance(rows, str | bytes) or isinstance(rows[0], str | bytes):
             return self._text_columns(text_of(rows, self.header))
-        raise TypeError(
-            "each row must be a dict, a text line, or a row of a data frame, got "
-            f"{type(rows[0]).__name__}"
-        )
+        raise TypeError(f"each row must be a dict or a text line, got {type(rows[0]).__name__}")
 
     def with_missing(self, cells: Any) -> Any:
         """Return a column with None in place of strings that mark a cell as missing."""
@@ -190,7 +188,7 @@ def _cells(column: Any) -> Any:
         return column.to_pylist()
     if not hasattr(column, "to_list"):
         return list(column)
-    # pandas columns have no ``null_count``; their arrays mark missing values with NaN
+    # pandas columns have no ``null_count``; their float arrays mark missing values with NaN
     count = getattr(column, "null_count", int)
     if str(column.dtype).lower().startswith(_NUMBERS) and not count():
         array = column.to_numpy()
@@ -200,7 +198,7 @@ def _cells(column: Any) -> Any:
 
 
 class Lists(NamedTuple):
-    """The values of a list column, in row order."""
+    """The values and weights of a list column, in row order, and the length of each row's list."""
 
     values: list[Any]
     lengths: NDArray[np.int32]
@@ -233,8 +231,8 @@ def _weight(cell: Any) -> float:
 
 
 def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
-    """Return the value and the weight of a list element such as ``a:0.5``, where ``mark`` is
-    ":".
+    """Return the value and the weight of a list element: text such as ``a:0.5``, where ``mark`` is
+    ":", or a mapping with two values.
     """
     if isinstance(element, Mapping):
         value, weight = element.values()
@@ -244,7 +242,9 @@ def _pair_of(element: Any, mark: str) -> tuple[Any, Any]:
 
 
 def read_list(entry: Mapping[str, Any], cells: Mapping[str, Any]) -> Lists:
-    """Return the values and weights of a list column; lists are cut to the maximum length."""
+    """Read a list column. Lists above the maximum length are cut, or raise RowError if the option
+    ``beyond`` is error.
+    """
     name, options = entry["name"], entry["list"]
     separator, inline, others = options["separator"], options["inline"], options["weights"]
     values: list[Any] = []

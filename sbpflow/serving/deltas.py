@@ -251,7 +251,9 @@ def read_head(folder: Path) -> tuple[DeltaHead, str, Mapping[str, Any]]:
         values = object_of(content["values"], "values")
         number, step, time = content["number"], content["step"], content["time"]
         if not (is_count(number) and is_count(step) and is_number(time)):
-            raise JsonError("number, step, and time must be numbers")
+            raise JsonError(
+                "number and step must be whole numbers of 0 or more, and time must be a number"
+            )
         names = ("base", "previous", "run", "checkpoint")
         texts = {name: str(content[name]) for name in names}
         return DeltaHead(number=number, step=step, time=time, **texts), tree["sha256"], values

@@ -291,7 +291,7 @@ def _output(
     program: _Program, segments: Sequence[Segment], spans: Sequence[_Span], dims: Sequence[int],
     *, sums: bool,
 ) -> _Span:  # fmt: skip
-    """Return the place of an output's vectors after pooling and concatenation."""
+    """Return the place of an output's vectors after pooling and their sum or concatenation."""
     parts: list[_Span] = []
     for segment in segments:
         dim, count = dims[segment.store], segment.stop - segment.start

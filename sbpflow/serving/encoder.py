@@ -1,9 +1,9 @@
 """Encodes raw rows for a model: the ids of categories, and transformed dense values.
 
 The results are the same as those of ``sbpflow encode``. This module needs only numpy, because it is
-part of a bundle's ``scorer.py``. If numba is installed, ``encoder_loops`` encodes the rows in a
-single pass instead. ``model.json`` describes the columns (``input``), and
-``vocabulary.safetensors`` contains the ids of all values.
+part of a bundle's ``scorer.py``. If numba is installed, ``encoder_loops`` encodes rows in a single
+pass instead, if it supports their format. ``model.json`` describes the columns (``input``), and
+``vocabulary.safetensors`` contains the hash tables of the vocabularies.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -43,8 +43,8 @@ class Encoded:
 
     ``bags`` maps each ragged field to (values, lengths [n]), both int32, or, if it has weights, to
     (values, lengths, weights), where weights are float32. ``missing`` and ``unknown`` count missing
-    values and values without an id, by column. For growing fields that are part of hashed crosses,
-    ``keys`` maps a column of ``ids`` to the keys of the column's field (int64 [n]).
+    values and values without an id of their own, by column. For growing fields that are part of
+    hashed crosses, ``keys`` maps a column of ``ids`` to the keys of the column's field (int64 [n]).
     """
 
     ids: NDArray[np.int32]
@@ -233,7 +233,7 @@ class Encoder:
         return self.encode_columns(self.raw.columns_of(rows))
 
     def encode_json(self, text: bytes) -> Encoded | None:
-        """Encode a JSON list of objects in compiled loops; return None if they cannot read it."""
+        """Encode a JSON list of objects in compiled loops; return None if this is not possible."""
         cells = None if self._compiled is None else self._compiled.parse_json(text)
         return None if cells is None else self._encoded(cells, {})
 
@@ -293,7 +293,9 @@ class Encoder:
         return Encoded(ids, dense, bags, missing, unknown, keys)
 
     def _check_finite(self, numbers: NDArray[np.float32], cells: Cells) -> None:
-        """Raise RowError for the first infinite value of a column without clipping limits."""
+        """Raise RowError for the first infinite value of a column without clipping limits or
+        buckets.
+        """
         infinite = np.isinf(numbers)
         if infinite.any():
             for row, column in np.argwhere(infinite).tolist():

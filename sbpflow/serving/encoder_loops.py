@@ -181,7 +181,7 @@ def transform_numbers(
     ``ids``; add the number of missing values of each column to ``absences``.
 
     ``flags`` [columns] contains each column's missing-value indicator column, or -1. Returns False
-    if a number in a column without clipping limits is infinite in float32.
+    if a number in a column without clipping limits or buckets is infinite in float32.
     """
     for row in range(numbers.shape[0]):
         for column in range(codes.size):
@@ -416,7 +416,7 @@ class CompiledInput:
     def _parse_dicts(
         self, rows: list[Mapping[str, Any]], cells_of: Callable[[Any], Sequence[Any]]
     ) -> Cells | None:
-        """Return the cells of dicts, or None for types of cells that the loops do not parse.
+        """Return the cells of dicts, or None for rows that the loops do not parse.
 
         The cells are formatted as text lines and parsed, which is faster than a Python call per
         cell.
@@ -456,7 +456,7 @@ class CompiledInput:
 
     def finish(self, cells: Cells, ids: NDArray[np.int32]) -> Finished | None:
         """Write the ids of single values, pairs, and buckets to ``ids``; return the dense values
-        and the counts, or None if a number is infinite.
+        and the counts, or None if ``transform_numbers`` returns False.
         """
         dense = np.empty((len(ids), self.width), dtype=np.float32)
         absences = np.zeros(self._num_dense, dtype=np.int64)

@@ -41,7 +41,7 @@ def _rotated(x: Any, bits: int) -> Any:
 
 @compiled
 def digest(text: Array, start: int, stop: int) -> tuple[Any, Any]:
-    """Return the first two words of the 12-byte blake2b hash of text[start:stop] (RFC 7693)."""
+    """Return two words whose first 12 bytes are the blake2b hash of text[start:stop] (RFC 7693)."""
     h = _IV.copy()
     h[0] ^= U64(0x01010000 ^ 12)
     m, v = np.empty(16, dtype=U64), np.empty(16, dtype=U64)

@@ -81,8 +81,8 @@ def rewrite(
 
     ``gaps`` concatenates the strings before each value of a row and before the first value of the
     next row (the last string is empty if there is only one row). ``ends`` ([columns + 1]) contains
-    the end of each string in ``gaps``. ``is_text`` ([columns]) is True for cells that cannot be
-    numbers.
+    the end of each string in ``gaps``. ``is_text`` ([columns]) is True for columns in which
+    numbers are not accepted.
     """
     at, size, num_rows, columns = 0, 0, 0, is_text.size
     while True:
@@ -139,8 +139,8 @@ class _Layout(NamedTuple):
 
 
 class JsonLines:
-    """Rewrites JSON rows as lines. Cells of ``text_kinds`` cannot be numbers. The layout of the
-    last request is tried first.
+    """Rewrites JSON rows as lines. Numbers are not accepted in columns of the kinds ``text_kinds``.
+    The layout of the last request is tried first.
     """
 
     def __init__(self, required: Collection[str], text_kinds: Sequence[int]) -> None:
@@ -173,7 +173,9 @@ class JsonLines:
         return TextLines(out[:size], num_rows, layout.columns)
 
     def _layout(self, text: bytes, columns_of: _ColumnsOf) -> _Layout | None:
-        """Return the layout of the first row, if its keys are unique and include all columns."""
+        """Return the layout of the first row, if its keys are unique and include all required
+        columns.
+        """
         gaps: list[bytes] = []
         names: list[str] = []
         before, start = _BEGIN.match(text), 0

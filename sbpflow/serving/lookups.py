@@ -86,8 +86,8 @@ class Gather:
     def read(self, store: Store, ids: Array, out: Array, start: int) -> bool:
         """Write the vectors of ``ids`` (int32 [n, columns]) to ``out`` ([n, width]) in one compiled
         call. The vectors of row i of ``ids`` are written to row i of ``out``, starting at column
-        ``start``. Returns False if an id is not a row of its table, or if the store must convert
-        its rows.
+        ``start``. Returns False without ``loops``, if an id is not a row of its table, or if the
+        store must convert its rows.
         """
         arrays = store.arrays
         if self._loops is None or arrays is None or ids.dtype != np.int32:

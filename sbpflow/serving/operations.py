@@ -1,7 +1,8 @@
 """Runs the dense part of a bundle, which is a list of torch operations in model.json.
 
-Only the operations in ``OPERATIONS`` are allowed, so a bundle cannot run other code. A bundle
-contains the operations that the trained module calls, so the results are bitwise equal.
+Only the operations in ``OPERATIONS`` and ``_PYTHON`` are allowed, so a bundle cannot run other
+code. A bundle contains the operations that the trained module calls, so on the same machine the
+results are bitwise equal.
 """
 
 import operator
@@ -31,8 +32,8 @@ OPERATIONS = frozenset(
     "tril_indices triu triu_indices type_as unbind unfold unsqueeze upsample_nearest1d var "
     "var_mean view view_as where zeros zeros_like".split()
 )
-"""The torch operations that a dense part may use, none of which has side effects or draws random
-numbers.
+"""The torch operations that a dense part may use. Outside training, none of them has side effects
+or draws random numbers.
 """
 
 
@@ -68,8 +69,8 @@ _FAST: dict[str, Callable[..., Any]] = {
 
 
 class BundleError(ValueError):
-    """Raised if a bundle is damaged, or if its scores on this machine differ from the stored
-    scores.
+    """Raised if a bundle is damaged or lacks what a call needs, if a change does not fit it, or if
+    its scores on this machine differ from the stored scores.
     """
 
 
@@ -149,8 +150,8 @@ class BoundGraph:
 
 
 def _operation(name: str) -> Callable[..., Any]:
-    """Return the function of the operation ``name``; raise BundleError if it is not in
-    ``OPERATIONS``.
+    """Return the function of the operation ``name``; raise BundleError if it is not
+    allowed.
     """
     kind, _, rest = name.partition(".")
     base, _, overload = rest.partition(".")

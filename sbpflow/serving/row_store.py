@@ -80,8 +80,8 @@ class Store:
     ``base`` is mapped from the bundle. Changed rows are in ``pieces``. The pieces of a delta are
     mapped from the delta's file, so that the workers of a server share this memory. ``slots``
     (int32 [rows]) contains the place of each row: below ``num_rows`` in ``base``, otherwise in the
-    pieces. Compiled loops can read any number of pieces; without compiled loops (``merges``), each
-    change merges all pieces into one.
+    pieces. Compiled loops can read any number of pieces. Without compiled loops (``merges``), or if
+    rows must be converted when they are read, each change merges all pieces into one.
     """
 
     def __init__(self, base: Sequence[Tensor], dtype: torch.dtype, *, merges: bool = True) -> None:
@@ -149,7 +149,7 @@ class Store:
         """Return a store with ``changes``: pairs of rows (int64 [n], no duplicates) and values.
 
         Values are [n, dim], or the parts in which the base stores them. Values that have the base's
-        dtype are not copied.
+        dtype are copied only when pieces are merged.
         """
         new = Store(self._base, self._dtype, merges=self._merges)
         if self._slots is None:

@@ -81,7 +81,7 @@ class Model:
         return self._encoder().encode(rows)
 
     def encode_json(self, text: bytes) -> Encoded | None:
-        """Encode a JSON list of objects; return None if only Python's parser can read it."""
+        """Encode a JSON list of objects in compiled loops; return None if this is not possible."""
         return self._encoder().encode_json(text)
 
     def encode_columns(self, columns: Mapping[str, Any]) -> Encoded:
@@ -170,8 +170,8 @@ class Model:
         ``tables`` maps table names to (rows int64 [n], values [n, dim]); the values of 8-bit rows
         may be (int8, scale, low). ``dense`` maps weight names to complete new values.
         ``vocabulary`` maps names to (keys, ids) or (keys, ids, checks). This model does not change,
-        and the new model shares all unchanged values with it. The given values are not copied, so
-        they must not be modified later.
+        and the new model shares all unchanged values with it. The given values may be used
+        without a copy, so they must not be modified later.
         """
         stores = list(self.stores)
         changed: dict[int, list[tuple[Tensor, Tensor | tuple[Tensor, ...]]]] = {}
@@ -206,12 +206,12 @@ class Model:
     def _known(self, kind: str, name: str, values: Mapping[str, Any]) -> Any:
         if name not in values:
             known = ", ".join(list(values)[:8])
-            raise BundleError(f"{kind}: {name!r} is not in the bundle, which has {known}")
+            raise BundleError(f"{kind}: {name!r} is not in the bundle; use, for example, {known}")
         return values[name]
 
     def check(self) -> None:
         """Raise BundleError if the score of a sample row differs from the score stored in the
-        bundle.
+        bundle by more than the stored tolerance.
         """
         if "rows" in self.sample:
             scores = self.score(self.sample["rows"])
@@ -340,7 +340,9 @@ def _loops() -> ModuleType | None:
 def _compiled_part(
     file: Path, content: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Tensor]], Dense] | None:
-    """Return the compiled dense part; if this machine cannot run it, warn and return None."""
+    """Return the compiled dense part; if this CPU or torch version cannot run it, warn and return
+    None.
+    """
     if not file.exists():
         raise BundleError(f"{file} does not exist; export the run with --compile")
     made = content["compiled"]

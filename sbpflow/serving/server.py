@@ -60,7 +60,7 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
         for name, follower in followers.items():
             sys.stdout.write(f"{name}: version {follower.version.text}\n")
         shown = f"[{host}]" if ":" in host else host
-        sys.stdout.write(f"serving on http://{shown}:{port} with {settings.workers} workers\n")
+        sys.stdout.write(f"serving on http://{shown}:{port}, workers: {settings.workers}\n")
         sys.stdout.flush()
         gc.collect()
         # Without freeze, garbage collection in a worker would copy the pages of all these objects.
@@ -97,7 +97,9 @@ def _load(
 
 
 def _compile(model: Model) -> None:
-    """Score a text row of missing values, so that no request has to wait for compilation."""
+    """Score a text row of missing values, so that requests do not wait for compilation. (The first
+    JSON request compiles the loop of ``json_loops``.)
+    """
     content, names = model.content["input"], [column.name for column in model.columns]
     lines = [names] * content["header"] + [[""] * len(names)]
     if len(names) > 1:  # a blank line is not a row
@@ -114,8 +116,8 @@ def _listen(host: str, port: int) -> socket.socket:
         return listener
     except OSError as error:
         raise ConfigError(
-            f"--host {host} --port {port}: {error.strerror or error}; use another port, or 0 for "
-            "any free port"
+            f"--host {host} --port {port}: {error.strerror or error}; use an address of this "
+            "machine, and a free port (0 chooses one)"
         ) from error
 
 

@@ -16,7 +16,8 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SOON_S = 2.0  # If a worker fails this soon after its start, its replacement would fail too.
+# If a worker exits this soon after its start, its replacement would probably exit too.
+_SOON_S = 2.0
 _PAUSE_S = 0.05
 
 
@@ -35,7 +36,7 @@ class Supervisor:
         """Run until SIGTERM or SIGINT; return the exit code of the command.
 
         At the end, workers receive SIGTERM and finish the requests in flight; a worker that takes
-        longer than ``grace_s`` is killed. If a worker fails right after its start, the server stops
+        longer than ``grace_s`` is killed. If a worker exits right after its start, the server stops
         and the exit code is 1.
         """
         # The command's signal watcher would interrupt a shutdown that takes more than two seconds.
@@ -67,7 +68,7 @@ class Supervisor:
     def _replace_dead(self) -> bool:
         """Reap workers that have ended and, unless the server is stopping, replace them.
 
-        Returns whether a worker failed right after its start.
+        Returns whether a worker exited right after its start.
         """
         for pid in list(self._workers):
             ended, status = os.waitpid(pid, os.WNOHANG)

@@ -267,7 +267,7 @@ def test_a_class_of_a_cell_trains_here_and_is_refused_elsewhere(run, tmp_path, m
     own = fit(tmp_path / "run", model=model)
     assert own.result["auc"] == run.result["auc"]
     assert own.predict(rows(20))["score"].tolist() == run.predict(rows(20))["score"].tolist()
-    with pytest.raises(ConfigError, match="add --model __main__:OfCell"):
+    with pytest.raises(ConfigError, match="use --model __main__:OfCell"):
         sbpflow.load(own.dir).predict(rows(20))
     loaded = sbpflow.load(own.dir, model="__main__:OfCell")
     assert loaded.evaluate(rows(20)) == own.evaluate(rows(20))

@@ -44,7 +44,7 @@ class Stage:
     stop: int
 
 
-# Every stage resumes from the last delta of the previous stage.
+# Every stage except the first resumes from the last checkpoint of the previous stage.
 CHAINS = {
     "rows": (
         GrowingCase(growth=LRU, optimizer=sparse_optimizer("lazy_adam", lr=0.05), ahead=3),

@@ -179,8 +179,8 @@ def look(world: World, folders: list[Path]):
 
 
 def look_from_another_machine(world: World, folder: Path):
-    """Mount a separate disk at ``folder`` for rank 1; return "refused" if the system does not allow
-    it.
+    """Call ``look`` with a separate disk at ``folder`` for rank 1, and return the message; return
+    "refused: ..." on rank 1 if the system does not allow the mount.
     """
     if world.rank != 1:
         return look(world, [folder] * world.size)

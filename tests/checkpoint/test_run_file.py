@@ -16,7 +16,9 @@ FIRST = '{"run": "0123456789ab", "facts": {"run.seed": "7"}, "status": "training
 
 
 def damaged(raw):
-    """Yield copies of the file: truncated, or with a byte flipped, swapped, missing or doubled."""
+    """Yield copies of the file: truncated, extended, or with a byte changed, swapped, missing or
+    doubled.
+    """
     for at in range(len(raw)):
         yield raw[:at]
         yield raw[:at] + raw[at + 1 :]

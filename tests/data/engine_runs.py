@@ -23,7 +23,7 @@ PHASES = (
 
 
 def write_tables(folder: Path) -> Path:
-    """Write five files of unequal lengths with every kind of column, and their schema."""
+    """Write five files with every kind of column, of which the last is longer, and their schema."""
     rows = table(FILES * ROWS + 40, seed=3)
     for number in range(FILES):
         stop = (number + 1) * ROWS + 40 * (number == FILES - 1)
@@ -96,6 +96,6 @@ def die() -> None:
 
 
 def deaths(caplog) -> int:
-    """Return how often a lost task was repeated."""
+    """Return the number of warnings about dead workers; each means that a task is repeated."""
     messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     return sum("a worker died" in message for message in messages)

@@ -28,8 +28,8 @@ def genuine_rows() -> Path:
 
 
 def text_rows(num_rows: int, seed: int = 0) -> list[list[str]]:
-    """Return rows of cells: about 30 values per column, a fifth of the cells empty, C1 never
-    empty.
+    """Return rows of cells: 5 values per dense column and up to 30 per sparse column; a fifth of
+    the cells are empty, but never the label or C1.
     """
     rng = random.Random(seed)
     rows = []

@@ -30,14 +30,14 @@ def test_the_checksum_of_a_concatenation_follows_from_its_parts(num_parts):
 
 
 def test_sizes_beyond_the_period_of_the_polynomial():
-    """Appending all zeros at once equals appending them in two halves, and lengths wrap at the
-    CRC's period.
+    """A part with the CRC32 0 can be appended at once or in two halves, and sizes wrap at the
+    period of the CRC.
     """
     long, half = 3 * (2**32 - 1) + 8, 2**33 + 3
     crc32s = np.array([zlib.crc32(b"rows"), 0, 0], dtype=np.uint32)
     whole = joined_crc32(crc32s[:2], np.array([4, 2 * half]))
     assert joined_crc32(crc32s, np.array([4, half, half])) == whole
-    eight = joined_crc32(crc32s[:2], np.array([4, 8]))  # a CRC32 repeats after 2^32 - 1 bits
+    eight = joined_crc32(crc32s[:2], np.array([4, 8]))  # the period is 2^32 - 1 bytes
     assert joined_crc32(crc32s[:2], np.array([4, long])) == eight != whole
 
 

@@ -115,7 +115,7 @@ SMALL_SCHEMA = "dense: {I1: {kind: integer}}\nsparse: {C1: string, C2: integer}\
 
 
 def small_parquet(tmp_path, label, dense, first, second):
-    """Write a piece of Parquet rows with the given columns."""
+    """Write Parquet rows with the given columns; return them as prepare reads them."""
     from sbpflow.data.prepare.schema_file import read_schema
 
     (tmp_path / "schema.yaml").write_text(SMALL_SCHEMA)

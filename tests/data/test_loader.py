@@ -96,7 +96,7 @@ def test_batches_do_not_depend_on_how_many_are_read_at_once(
             assert left.cursor == right.cursor
             for name in ("labels", "dense", "ids"):
                 assert torch.equal(getattr(left, name), getattr(right, name))
-    if shuffle != "none":  # without shuffling, each batch is a view of its own buffer
+    if shuffle != "none":  # without shuffling, batches need not share memory
         assert _num_memories(reads[1]) < _num_memories(single) / 2
         assert _num_memories(reads[2]) == 1
 

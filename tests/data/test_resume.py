@@ -43,7 +43,7 @@ def stopped_at(monkeypatch, step, output, source):
     def half(staged, encoding, engine, advance):
         encode_all(staged, encoding, engine, advance)
         for record in sorted((encoding.work / "encoded").iterdir())[1::2]:
-            record.unlink()  # remove staged files to simulate pieces that are not encoded yet
+            record.unlink()  # without their records, these pieces count as not encoded
         raise Stopped
 
     def all_encoded(*arguments):
@@ -65,7 +65,7 @@ def stopped_at(monkeypatch, step, output, source):
 
 
 def counted(monkeypatch):
-    """Return a list that grows by one for each piece that is read again."""
+    """Return a list that grows by one for each piece that is read from now on."""
     calls = []
     read = stage._read
     monkeypatch.setattr(stage, "_read", lambda *args: calls.append(1) or read(*args))
@@ -128,7 +128,7 @@ def test_a_damaged_part_is_made_again(tmp_path, monkeypatch, capsys, source, cle
 
 
 def edits(record):
-    """Yield copies of a record, each with one changed number or name."""
+    """Yield copies of a record, each with one changed value or one added key or item."""
     for key, value in record.items():
         if isinstance(value, dict):
             yield from ({**record, key: inner} for inner in edits(value))

@@ -41,7 +41,7 @@ def shards_of(folder):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Return the set made from plain text in pieces of 32 kB."""
+    """Return the files of the set made from plain text in pieces of 32 KiB."""
     folder = tmp_path_factory.mktemp("plain")
     run_prepare(folder / "set", write_rows(folder / "rows.tsv", ROWS))
     return shards_of(folder / "set")

@@ -205,7 +205,7 @@ def test_a_first_record_may_have_line_ends(tmp_path, capsys):
 
 
 def shops(first, count):
-    """Return rows with shops numbered from ``first``, three rows of each shop."""
+    """Return 60 rows that use ``count`` shops in turn, numbered from ``first``."""
     base = table(60, seed=5)
     return [{**row, "price": 1.0, "shop": first + n % count} for n, row in enumerate(base)]
 
@@ -350,7 +350,7 @@ def _stop(*_, **__):
 def _half(*arguments):
     encode_all(*arguments)
     for record in sorted((arguments[1].work / "encoded").iterdir())[1::2]:
-        record.unlink()  # remove staged files to simulate pieces that are not encoded yet
+        record.unlink()  # without their records, these pieces count as not encoded
     raise Stopped
 
 
@@ -371,7 +371,7 @@ STAGED, READY = ["*.list", "*.arrow"], ["fitted.json", "*.ids.npy", "*.starts.np
     ),
 )  # fmt: skip
 def test_a_stopped_run_resumes_and_produces_the_same_bytes(tmp_path, monkeypatch, place, kinds):
-    """When the run stops, also damage one file of each kind."""
+    """Resume the stopped run as it is, and also with one damaged file of each kind."""
     source = write_csv(tmp_path / "t.csv", table(200))
     (tmp_path / "schema.yaml").write_text(SCHEMA)
     settings = {"schema": read_schema(tmp_path / "schema.yaml"), "crosses": (),

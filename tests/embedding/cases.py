@@ -26,7 +26,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Spec:
-    """The layout of one table as text: sbp, exchange, and optional ranks and sizes."""
+    """The layout of one table: sbp and exchange as text, and optional ranks and sizes."""
 
     sbp: str
     exchange: str
@@ -112,8 +112,8 @@ class Case:
 
 
 def train(world: World, case: Case) -> dict[str, Any]:
-    """Run the case on this rank; return this rank's outputs, pieces, and log, which the parent
-    joins with those of other ranks.
+    """Run the case on this rank; return this rank's outputs, pieces, and log. The parent joins the
+    outputs and pieces of all ranks.
     """
     boxing = Boxing(world)
     plan = case.plan(world.size, world.backend, world.device.type)

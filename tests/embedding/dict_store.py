@@ -30,9 +30,9 @@ class DictStores:
 class DictStore:
     """Stores rows in a dict; rows of announced, unreleased batches never leave their slots.
 
-    Among the other rows, the most recently used one is evicted first: a deliberately bad policy, so
-    that only leases protect rows. ``_lock`` guards the dict and the assignment of slots, so that a
-    ``read`` by the writer thread finds each row in the dict or in a slot.
+    Among the other rows, the one that was brought into a slot last is evicted first: a deliberately
+    bad policy, so that only leases protect rows. ``_lock`` guards the dict and the assignment of
+    slots, so that a ``read`` by the writer thread finds each row in the dict or in a slot.
     """
 
     is_in_place = False
@@ -49,7 +49,7 @@ class DictStore:
             for name, tensor in self._block.items()
         }
         self._rows: dict[int, Row] = {}
-        self._slot_of: dict[int, int] = {}  # in order of use; the last row is the most recent
+        self._slot_of: dict[int, int] = {}  # in the order in which rows were brought
         # Assign slots from the end of the block, so that few row numbers equal their slots.
         self._free = list(range(slots))
         self._leases: Counter[int] = Counter()

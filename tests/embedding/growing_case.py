@@ -108,8 +108,8 @@ def size_of(batch: int) -> int:
 
 
 def time_of(batch: int, mine: slice) -> int | None:
-    """Return the latest event time of a rank's samples; only one rank has the latest time
-    overall.
+    """Return the latest event time of a rank's samples, or None without samples; ranks usually have
+    different times.
     """
     times = 1000 + 5 * batch + np.random.default_rng(batch).integers(0, 40, size_of(batch))[mine]
     return int(times.max()) if times.size else None
@@ -217,7 +217,7 @@ class Run:
 
 
 def run_case(world: World, case: GrowingCase, folder: Path | None = None) -> dict[str, Any]:
-    """Train on all batches, evaluate in between, and save at the end."""
+    """Train on all batches, evaluate every six batches, and save at the end to ``folder``."""
     run = Run(world, case)
     evaluated = []
     for until in range(0, case.batches + 1, 6):
@@ -250,7 +250,9 @@ def saved_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def check_equal(one: Path, other: Path, *, atol: float = 1e-9) -> None:
-    """Check that two checkpoints have bit-equal vocabularies, and rows within ``atol``."""
+    """Check that two checkpoints have rows within ``atol`` and bit-equal vocabularies. Totals may
+    be distributed over the ranks in any way.
+    """
     first, second = saved_tensors(one), saved_tensors(other)
     assert first.keys() == second.keys()
     for name, values in first.items():

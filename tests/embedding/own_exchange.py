@@ -18,7 +18,7 @@ HOST = 2  # ranks
 
 
 class TwoHops(Exchange):
-    """Supports S(0) over all ranks, in order, on two or more hosts."""
+    """Supports S(0) over all ranks, in order, if each host has all of its ranks."""
 
     name = "two_hops"
     runs = "tests.embedding.own_exchange_group:TwoHopGroup"

@@ -14,8 +14,9 @@ from tests.embedding.own_exchange import HOST
 
 @dataclass(slots=True)
 class Hop:
-    """The distinct requested rows (``keys``), sorted by group rank, and each request's position in
-    ``keys`` (``at``).
+    """The distinct requested rows (``keys``), sorted by destination rank; their numbers of lookups
+    (``counts``), each request's position in ``keys`` (``at``), the number of keys per destination
+    (``named``), and the numbers of rows sent and received per rank (``out``, ``into``).
     """
 
     keys: torch.Tensor
@@ -129,7 +130,7 @@ class TwoHopGroup(Group[TwoHopInFlight]):
     def send_grads(self, batch, grad):
         near, _ = batch.hops
         _, sums = batch.wanted.row_gradients(grad.reshape(-1, self._stack.dim))
-        # Reorder the vectors from row order to request order.
+        # Reorder the sums of gradients from row order to request order.
         order = torch.argsort(self._owner(batch.wanted.rows()) % HOST, stable=True)
         sums = sums[order].to(self.plan.grad_comm_dtype)
         step = self.step(batch, "gradients", 0)

@@ -12,7 +12,7 @@ Bag = tuple[list[int], list[float]]  # ids and their weights
 
 @dataclass
 class ReferenceTable:
-    """The values, the lookups, and the optimizer state of one table."""
+    """The weights, the pooling, and the optimizer state of one table."""
 
     weights: np.ndarray
     pooling: str

@@ -50,7 +50,7 @@ def test_curve_matches_the_exact_sum(rows, exponent):
 
 
 def _bins(counts):
-    """Return (rows, lookups) of rows with 0, 1, 2-3, 4-7, ... lookups, as in data statistics."""
+    """Return (rows, lookups) of the rows with 0, 1, 2-3, 4-7, ... lookups."""
     edges = [0, 1, *(2**n for n in range(1, 16)), 1 << 40]
     here = [(counts >= low) & (counts < high) for low, high in pairwise(edges)]
     return tuple((int(mask.sum()), int(counts[mask].sum())) for mask in here)
@@ -141,7 +141,7 @@ def test_the_price_is_that_of_the_largest_shard(exchange):
 
 
 def test_equal_rules_keep_their_names_and_are_planned_only_once():
-    """A table with fewer columns than ranks cannot be S(1) and stays whole."""
+    """Candidates with equal rules share one plan."""
     case = make_case(**{name: Spec("B", "local") for name in "abcd"})
     rule = TableRule(sbp="B", exchange="local")
     asked = []

@@ -29,7 +29,7 @@ CONVERSIONS = [
 
 
 def _between_hosts(world: World, fn, *args):
-    """Run ``fn`` as if every rank had its own host; return its result and the number of
+    """Run ``fn`` as if every rank had its own host; return its result and the number of batches of
     messages.
     """
     count = mock.Mock(side_effect=dist.batch_isend_irecv)

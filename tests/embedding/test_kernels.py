@@ -95,8 +95,8 @@ def test_kernels_match_torch(kernel, rule):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", ALL_RULES, ids=str)
 def test_compiled_updates_match_torch(rule, dtype, width):
-    """Updates are bit-equal except for roots and weighted sums in float64, where torch may be off
-    by one unit in the last place.
+    """Updates are bit-equal, except that torch may be off by one unit in the last place in roots,
+    and in weighted sums in float64.
     """
     pytest.importorskip("numba")
     torch.manual_seed(0)

@@ -246,8 +246,8 @@ def test_overlap_and_table_order_do_not_change_results(ranks, exchange, kernel):
     others = [
         replace(mix, overlap=False),
         replace(mix, outputs=(replace(output, tables=output.tables[::-1]),)),
-        # Tables that share a feature stay together, because the smaller table limits the sampled
-        # ids.
+        # The first table is never alone: the second table, which shares a feature with it, has
+        # fewer rows, which limit the sampled ids.
         *(
             replace(mix, outputs=(replace(output, tables=tables),))
             for tables in (output.tables[:2], output.tables[1:2], output.tables[2:])

@@ -125,7 +125,7 @@ def test_own_exchange_is_priced_and_planned():
         priced = plan_totals(engine, task.batch_size, {})
         assert priced[0, INDEX["num_row_transfers"]] == 2
         assert price_plan(engine, task.batch_size).ms > 0
-        # A search without restrictions tries the exchange, and chooses it where it is cheapest.
+        # A search without restrictions tries the exchange.
         free = problem_of(cost)
         assert all(hops in {option.shape for option in options} for options in free.options)
 
@@ -141,7 +141,7 @@ def test_own_exchange_rejects_unsupported_layouts():
 
 
 def comparisons(tree):
-    """Yield lines that compare an exchange name with a string, or test its membership."""
+    """Yield the numbers of the lines that compare an exchange name with strings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]

@@ -182,7 +182,7 @@ _EDGES = st.lists(st.integers(0, 6), min_size=2, max_size=2, unique=True).map(so
 
 @given(st.lists(st.tuples(_EDGES, _EDGES), min_size=1, max_size=6))
 def test_overlap_is_found_if_and_only_if_shards_share_an_element(extents):
-    """The shards have as many elements as the table; only their overlap is wrong."""
+    """The shards have as many elements as the table, so only an overlap can be wrong."""
     elements = [
         {(row, col) for row in range(*rows) for col in range(*cols)} for rows, cols in extents
     ]

@@ -104,7 +104,7 @@ def test_numba_and_numpy_make_the_same_decisions(seed):
 
 
 def belady(batches, num_slots):
-    """Return the rows that MIN fetches; MIN keeps a batch's rows, and evicts the other rows whose
+    """Return how many rows MIN fetches; MIN keeps a batch's rows, and evicts the other rows whose
     next use is furthest away.
     """
     cached, fetched = set(), 0

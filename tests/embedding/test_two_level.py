@@ -80,7 +80,7 @@ def size_of(grid):
 
 
 def on_hosts(world, hosts, fn, *args):
-    """Run ``fn`` as if the ranks were on these hosts, which do not share memory."""
+    """Run ``fn`` as if the ranks were on these hosts, without shared memory."""
     usual, world.topology = world.topology, Topology(hosts=hosts)
     shared, world._shared = world._shared, None
     links, world._links = world._links, {}
@@ -164,7 +164,7 @@ _GRADS = (257.0, 1.0, 1.0, 1.0)  # by rank; the hosts are (0, 1) and (2, 3)
 
 
 def _rounded(world, comm_dtype):
-    """Train one row with one gradient per rank; return the row's change."""
+    """Train one row, which starts at 0, with one gradient per rank; return the row."""
     table = TableConfig(name="t", features=("f",), num_rows=1, dim=4, initial_range=0.0)
     plan = plan_embeddings(
         [OutputConfig(name="out", tables=(table,))],

@@ -12,7 +12,7 @@ from sbpflow.runtime.ranks.world import World
 
 @pytest.fixture
 def stuck(monkeypatch):
-    """Open groups whose destruction takes 3 s, with a limit of 0.2 s."""
+    """Simulate open groups whose destruction takes 3 s, with a limit of 0.2 s."""
     ended = threading.Event()
     monkeypatch.setattr(closing, "_CLOSE_S", 0.2)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -48,7 +48,7 @@ class Run:
         return [int(file.read_text()) for file in files]
 
     def output(self, limit_s: float) -> str:
-        """Return the output of all ranks, without torchrun's own summary."""
+        """Return the output of torchrun and all ranks."""
         return output_of(self.process, limit_s)
 
     def close(self) -> None:

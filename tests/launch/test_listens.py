@@ -134,8 +134,8 @@ def resolve(monkeypatch, *addresses: str) -> None:
 def test_a_store_that_listens_on_all_interfaces_warns_with_the_reason(
     monkeypatch, caplog, name, addresses, why
 ):
-    """If a name may have several addresses, rank 0 listens on all interfaces, and ranks connect by
-    name.
+    """If a name may have several addresses, or none of this machine, rank 0 listens on all
+    interfaces, and ranks connect by name.
     """
     resolve(monkeypatch, *addresses)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

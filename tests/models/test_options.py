@@ -200,7 +200,7 @@ def test_a_compiled_part_is_not_split():
 
 
 def plain_form(name):
-    """Return the module with the twin's values after training."""
+    """Return the module with the trained twin's values, its inputs, and the twin's logits."""
     from tests.models.twins import named
 
     config = config_of(name, "1")
@@ -304,8 +304,8 @@ def test_on_a_rehearsed_device_no_step_waits(rehearsed_ranks, ranks, name):
     assert waits == []
     assert allowed
     (same,) = ranks(1, train, config_with(name, "1", autocast="bf16"), 4)
-    # For concatenated inputs, the twin computes one product, and the model a sum of two products,
-    # each rounded to 8 bits.
+    # On CUDA, a layer computes one product of its concatenated inputs; on CPU, it computes a sum of
+    # products, each rounded to 8 bits.
     np.testing.assert_allclose(losses[:3], same["losses"][:3], rtol=5e-3)
 
 

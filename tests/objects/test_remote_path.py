@@ -31,7 +31,7 @@ def quick(monkeypatch):
 
 
 def failing(s3, fault, times):
-    """Read a file while its first ``times`` requests fail; return its requests."""
+    """Make the first ``times`` requests fail; return the list of all requests from now on."""
     seen = []
 
     def decide(request):

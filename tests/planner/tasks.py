@@ -41,7 +41,7 @@ def laws_of(task):
 
 
 def every_shape() -> list[Choice]:
-    """Return one choice of each kind, on four ranks."""
+    """Return choices of every kind, on four ranks."""
     return [
         Choice(Shape("B", "local"), WORLD),
         Choice(Shape("B", "local"), WORLD),

@@ -97,7 +97,7 @@ def test_entries_after_an_incomplete_line_are_read(tmp_path, caplog):
     sample = draw_sample(5, 2, "cpu", "sgd")
     ((name, plan),) = draw_plans(sample, 5, 1)
     Journal(path, FACTS).add(sample, 5, name, plan, [2.0, 3.0])
-    assert "1 lines are damaged or incomplete" in caplog.text
+    assert "damaged or incomplete lines: 1" in caplog.text
     (record,) = Journal(path, FACTS).records.values()
     assert record.step_ms == 2.5
     np.testing.assert_allclose(record.totals, count_work(sample.task, plan), rtol=1e-5)

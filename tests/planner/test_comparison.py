@@ -40,7 +40,7 @@ def test_rounds_that_choose_a_plan_are_not_reported():
     assert row["plans"]["size"]["slower_than_auto"] == 0.0  # the two plans are the same
     assert row["plans"]["greedies, best of 4"]["ms"] == 2.0
     assert row["fastest"] == "auto"
-    assert row["plans"]["auto 2"]["ms"] == pytest.approx(2.0)  # the mean over all ten rounds
+    assert row["plans"]["auto 2"]["ms"] == pytest.approx(2.0)  # from all ten rounds
     assert row["spearman_predicted"] == pytest.approx(1.0)
 
 

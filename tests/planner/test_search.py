@@ -218,8 +218,8 @@ def with_heavy_table(problem, times):
 
 
 def test_the_bound_counts_a_table_larger_than_the_share_of_a_rank():
-    """One of 12 tables causes as much work as all other tables together; on 4 ranks, the mean load
-    is half of this table's work.
+    """One of 12 tables causes as much work as the original 12 tables together; on 4 ranks, the mean
+    load is about half of this table's work.
     """
     problem = with_heavy_table(make_problem(12, 4, seed=8, splits=False, slack=9.0), 1.0)
     result = search(problem, insertions=SMALL)

@@ -42,7 +42,7 @@ _COPIES = READS_NOTHING | frozenset(
 
 
 def check(func: Any, name: str, args: Any, kwargs: Any, on_device: type[Tensor]) -> None:
-    """Raise RefusedError for ops without a CUDA kernel or with mixed devices."""
+    """Raise RefusedError for devices and dtypes that CUDA rejects; note uploads and odd dtypes."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if name not in ("copy_", "_to_copy", "_copy_from"):
         for tensor in tensors:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.rehearsal.journal import where
 from tests.rehearsal.memory import RefusedError, overlap
 
-Seen = dict[int, int]  # maps each stream number to the amount of completed work
+Seen = dict[int, int]  # maps stream numbers to numbers of ops
 
 
 class Clock:

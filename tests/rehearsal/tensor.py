@@ -139,7 +139,7 @@ def _parse_to(
 
 
 class Mode(TorchDispatchMode):
-    """Passes tensor factories without a device argument to ``run``."""
+    """Passes every op to ``run``, including factories, which have no ``Rehearsed`` argument."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
         return run(func, args, kwargs or {})

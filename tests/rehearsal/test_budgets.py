@@ -217,9 +217,9 @@ def test_lists_of_ids_need_one_read_together_with_the_counts(rehearsed_ranks, ra
 
 
 def ops_by_repetition(world, config):
-    """Return the ops and collectives of two steps. The ids of the first step are the first and last
-    row of each table, so that every rank owns one of these rows; the second step uses as many rows
-    as possible.
+    """Return the ops and collectives of the second step of two jobs. The ids of the first job are
+    the first and last row of each table, so that each of two ranks owns one of these rows; the
+    second job uses as many rows as possible.
     """
     from tests.rehearsal.journal import journal
 

@@ -33,8 +33,8 @@ def step(job, number):
 
 
 def save_both_ways(world, config, folder):
-    """Save a run in the foreground and in the background. Return the host waits during both saves
-    and in a step after the save, the maximum size of the undo log, and the number of stores.
+    """Save a run in the foreground and in the background. Return the host waits of each step during
+    the background save and of a step after it, the size of the undo log, and the number of stores.
     """
     _, saver = begun(world, config, folder / "a")
     saver.save(SAVED_AT, {})
@@ -68,8 +68,9 @@ def test_background_save_equals_a_blocking_save(rehearsed_ranks, memory):
     ((waits, after, kept_bytes, num_storages),) = rehearsed_ranks(1, save_both_ways, config, memory)
     assert after == 0
     assert kept_bytes > 0
-    # The undo log is in host memory: for each tensor, addresses are copied to the host and back,
-    # and then the rows are copied. The tensors are the weights and the two states of lazy Adam.
+    # The undo log is in host memory. For each store, the addresses are copied to the host; for each
+    # tensor (the weights and the two states of lazy Adam), addresses are copied back, and then rows
+    # are copied to the host.
     assert max(waits) <= num_storages * (1 + 2 * 3)
     one, two = (open_checkpoint(memory / name / f"step-{SAVED_AT}") for name in "ab")
     for name in one.tensors:

@@ -68,8 +68,8 @@ def test_accumulated_steps_without_overlap_equal_the_reference(rehearsed_ranks, 
     ("exchange", "dtype"), diagonal(list(mixes.EXCHANGES), [torch.bfloat16, torch.float16])
 )
 def test_rows_and_vectors_in_half_precision(rehearsed_ranks, exchange, dtype):
-    # Four steps move a value by at most 0.1 x 4; vectors, gradients, and rows
-    # have at least 8 significant bits.
+    # In each of the four steps, a value moves by at most 0.1 x 4; vectors, gradients, and rows have
+    # at least 8 significant bits.
     mix = mixes.mix_of(
         exchange,
         8,

@@ -13,8 +13,8 @@ from tests.training.wdl_case import FIELDS, make_config
 
 
 def measured(world, folder, kernels):
-    """Choose kernels with only these available; return the kernels, the reasons, and the measured
-    shapes.
+    """Choose kernels with only these available; return the kernels and the reasons, and the device
+    and the kernels of each measurement.
     """
     shapes, real = [], measure.measure
 

@@ -21,7 +21,7 @@ from tests.training.wdl_case import (
     to_device,
 )
 
-# the batches include short batches with one row and with fewer rows than ranks
+# the batches include a short batch, a batch that uses only row 0, and a batch of two samples
 STEPS = 8
 UNIQUE_COLUMNS = {"deep.*": TableRule(sbp="S(1)", exchange="unique")}
 LOCAL = {"*": TableRule(sbp="B", exchange="local")}

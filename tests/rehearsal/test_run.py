@@ -11,7 +11,7 @@ from tests.training.test_run import CONFIG
 
 
 def run_of_one_rank(world, arguments):
-    """Return the exit code, and the number of host waits in the last training steps, by line."""
+    """Return the exit code, and the places of the host waits in each training step."""
     from sbpflow.commands import train
     from sbpflow.training.trainer import Trainer
     from tests.rehearsal.journal import journal

@@ -17,9 +17,7 @@ OURS = [path for path in PYTHON if name(path).split("/")[0] in PACKAGES]
 
 
 def _texts(node: ast.expr) -> set[str] | None:
-    """Return the strings in an expression, or an empty set if it has anything but constant
-    strings.
-    """
+    """Return the strings in an expression, or None if it has anything but constant strings."""
     values = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
     texts = {value.value for value in values if isinstance(value, ast.Constant)}
     return texts if len(texts) == len(values) and all(isinstance(t, str) for t in texts) else None

@@ -28,7 +28,7 @@ def records(name: str, **wanted: object) -> list[dict]:
 
 
 def cells(title: str) -> list[str]:
-    """Return the cells of the table row with this title."""
+    """Return the cells of each table row with this title."""
     return [
         [cell.strip() for cell in row.split("|")]
         for row in re.findall(rf"^\| {re.escape(title)} \| (.+) \|$", TEXT, re.M)

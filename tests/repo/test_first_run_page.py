@@ -42,8 +42,7 @@ def test_the_shown_scores_are_the_recorded_ones():
 
 @pytest.mark.slow
 def test_the_commands_run_and_print_what_the_page_shows(tmp_path):
-    """The test uses fewer rows, so numbers differ; lines about the chosen kernel are not
-    compared."""
+    """The test uses fewer rows, so numbers are not compared."""
     PAGE.save_files(tmp_path)
     losses = []
     for command, shown in PAGE.steps:

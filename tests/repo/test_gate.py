@@ -73,8 +73,8 @@ def test_different_work_is_reported(head, text):
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Make a repository with two packages that differ between the last commit and the working
-    tree.
+    """Make a repository with two packages, one of which differs between the last commit and the
+    working tree.
     """
     folder = tmp_path / "repository"
     for package in ("sbpflow", "benchmarks"):

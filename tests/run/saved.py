@@ -14,7 +14,7 @@ from sbpflow.run.planning.plan_file import plan_to_json
 
 
 def save_job(folder: Path, job: Job, config: Config, step: int) -> Path:
-    """Write ``folder/checkpoints/step-N`` and ``folder/checkpoints/data`` on every rank."""
+    """Write ``checkpoints/step-N`` and ``checkpoints/data`` in ``folder``; called on every rank."""
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     if config.data.path is not None and job.boxing.world.rank == 0:

@@ -224,7 +224,7 @@ def test_the_best_checkpoint_is_kept_until_a_better_one_is_complete(data, tmp_pa
     monkeypatch.setattr(checkpoints, "keep_only", keep)
     more = ("checkpoint.every=2", "checkpoint.keep=1", "train.max_steps=8", "train.eval_every=3")
     assert run(data, tmp_path, STOP, *more) == 0
-    assert [step for step, _ in kept][:3] == [2, 3, 4]  # step 3 is saved because it is the best
+    assert [step for step, _ in kept][:3] == [2, 3, 4]  # step 3 is the best so far
     assert kept[1] == (3, 3)
     best = events(tmp_path, "final")[0]["best_step"]
     names = {path.name for path in list_checkpoints(tmp_path / "checkpoints")}

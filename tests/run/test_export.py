@@ -118,8 +118,8 @@ def write(folder, job: Job, model: PlainModel, spec, fields: Fields, row_format=
 
 def _criteo_like(world: World, folder):
     """Return four results, all but the third by batch: how far the plain model's logits are from
-    the job's, whether they are equal in a process with only torch, the job's values, and whether
-    the bundle's logits are close to the job's.
+    the job's, whether the exported model gives equal logits in a process with only torch, the job's
+    values, and whether the bundle's logits are close to the job's.
     """
     config = make_config("1", "adagrad", dtype="float32")
     batches = make_batches(7, 30)

@@ -121,7 +121,7 @@ def test_each_difference_names_the_machine():
 
 
 def _with_a_cpu_limit(world):
-    """Return the compute speeds if rank 1 is stopped for 50 ms after every fourth product."""
+    """Return the findings if rank 1 is stopped for 50 ms before every fourth product."""
     product, calls = torch.mm, itertools.count()
 
     def limited(*matrices):
@@ -154,7 +154,7 @@ def test_names_that_lead_to_another_address_are_named():
 
 
 def _two_hosts(world):
-    """Measure the ranks of one machine as if they were two hosts."""
+    """Measure the ranks of one machine as if they were on two hosts."""
     real = world.topology
     world.topology = replace(real, hosts=((0, 1), (2, 3)))
     try:

@@ -104,7 +104,8 @@ def test_a_prediction_equals_the_evaluation_bit_for_bit(run, folder, tmp_path):
     assert frame.columns == ["id", "score", "label"]
     assert frame["score"].to_numpy().tolist() == np.load(run / "scores.npy").tolist()
     assert frame["label"].to_numpy().tolist() == np.load(run / "labels.npy").tolist()
-    # The test split is the last 5 days of the table; rows with an infinite price are bad.
+    # The test split begins 24 days after the start of the table; rows with an infinite price are
+    # bad.
     numbers = [int(key.removeprefix("row-")) for key in frame["id"]]
     assert numbers == sorted(numbers)
     assert numbers[0] >= 24 * 24
@@ -302,7 +303,7 @@ def test_a_model_of_a_module_is_imported_only_if_the_command_names_it(run, folde
     tree = {**checkpoint.documents["config"], "model": {"name": "os_evil:Model"}}
     odd = replace(checkpoint.index, documents={"config": tree})
     checkpoint.index = odd
-    with pytest.raises(ConfigError, match="add --model os_evil:Model"):
+    with pytest.raises(ConfigError, match="use --model os_evil:Model"):
         saved_config(checkpoint, [], models=MODELS, own_model=None)
     with pytest.raises(ConfigError, match="module os_evil does not exist"):
         saved_config(checkpoint, [], models=MODELS, own_model="os_evil:Model")

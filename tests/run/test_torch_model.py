@@ -147,7 +147,7 @@ class Rows:
 
 
 def batches() -> list[Rows]:
-    """Return short batches, one of which has fewer than four rows."""
+    """Return batches; the fifth is short, and the last has only two rows."""
     rng = torch.Generator().manual_seed(3)
     made = []
     for step in range(STEPS):

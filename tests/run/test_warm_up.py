@@ -70,7 +70,7 @@ def check(found, size):
 def test_all_groups_of_a_step_are_created_and_used_before_it(ranks, case):
     results = ranks(2, groups_by_time, CONFIGS[case])
     check(results, 2)
-    assert results[0]["built"] == set()  # gloo groups are not created by a warm-up, but by a step
+    assert results[0]["built"] == set()  # on gloo, building a job does not create groups
     channels = {channel for _, channel in results[0]["planned"]}
     assert {"ids", "vectors", "dense"} - channels <= ({"vectors"} if case == "dp" else set())
     assert ("main" in channels) == (case == "mixed")

@@ -84,8 +84,8 @@ def test_staging_buffers_are_reused_and_released(monkeypatch):
 
 @contextlib.contextmanager
 def _own_terms(apart):
-    """Convert once with each rank's own terms left out of the exchange, and once with the usual
-    threshold.
+    """Leave each rank's own terms out of the exchange if ``apart`` is true; otherwise, keep the
+    usual threshold.
     """
     usual = boxing_program.APART_BYTES
     boxing_program.APART_BYTES = 0 if apart else usual

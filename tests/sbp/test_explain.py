@@ -29,8 +29,8 @@ LOSS = 4  # the loss, reduced with the gradients
 
 
 def derived(scheme, p):
-    """Return the bytes per iteration for ids, for wide and deep vectors in both directions, and for
-    dense gradients.
+    """Return the sum of the bytes per iteration for ids, for wide and deep vectors in both
+    directions, and for dense gradients.
     """
     ids = B * (F + CROSSES) * 4 * (p - 1)
     wide, dense = 2 * WIDE * (p - 1), 2 * (p - 1) * (MLP + LOSS)

@@ -65,7 +65,7 @@ def test_a_replicated_maximum_counts_only_once_on_every_grid(ranks, ranks_of):
 
 
 def _terms(world, ranks, op):
-    """Convert leaves that are already P(max), with ties; the first of equal terms gets the whole
+    """Convert leaves that are already P(op), with ties; the first of equal terms gets the whole
     gradient.
     """
     boxing = Boxing(world)

@@ -76,8 +76,7 @@ def _both(grid, values):
     return [(grid, nd) for nd in values if len(nd) == ndim]
 
 
-# Even shapes would add no cases, so only an uneven shape is tested: by default, a twelfth of its
-# cases.
+# By default, only a twelfth of the cases of an uneven shape is tested.
 @pytest.mark.parametrize(
     ("shape", "share"),
     [

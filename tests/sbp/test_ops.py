@@ -365,9 +365,7 @@ def test_no_legal_signature_is_cheaper(name, size):
 
 
 def test_every_op_is_compared_with_plain_torch():
-    """Every op must be compared with torch in this file or in those for masks, extrema and
-    dtypes.
-    """
+    """Every op must be compared with torch in ``OPS`` or by a test named in ``elsewhere``."""
     public = {
         name
         for name, value in vars(ops).items()
@@ -387,9 +385,7 @@ def test_every_op_is_compared_with_plain_torch():
 
 
 def test_deduction_is_repeatable():
-    """A fresh process must make the same choice, so that the choice does not depend on set or cache
-    order.
-    """
+    """With an empty cache, as in a fresh process, the choices must be the same."""
     placement = Placement.of("cpu", [[0, 1], [2, 3]])
     choices = []
     for _ in range(2):

@@ -38,7 +38,7 @@ STEPS, BATCH = 5, 64
 
 
 class Own(nn.Module):
-    """A user's module with branches on shapes, a buffer, and several kinds of layers."""
+    """A user's module with a buffer and several kinds of layers and functions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

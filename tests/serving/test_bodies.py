@@ -69,7 +69,7 @@ def test_every_bit_of_a_score_is_written():
         (b'{"row": []}', r"the body has the keys \['row'\]; use"),
         (b'{"rows": [], "columns": {}}', "the body has the keys"),
         (b'{"rows": {"C1": "a"}}', r"rows is an object; use \[{"),
-        (b'[{"C1": "a"}, 7]', "row 1: is a number, not an object; use"),
+        (b'[{"C1": "a"}, 7]', "row 1 is a number, not an object; use"),
         (b'{"columns": {"C1": "a"}}', "columns: C1 is a string, not a list"),
     ],
 )

@@ -103,7 +103,9 @@ RULES = {
 
 
 def cases() -> list[tuple[int, Case]]:
-    """Return a random sample of schemes, kernels, optimizers, row dtypes, and lookaheads."""
+    """Return a case for each scheme and number of ranks, with a random kernel, optimizer, row
+    dtype, and lookahead, and some fixed cases.
+    """
     draw = random.Random(30)
     chosen = []
     for size in (1, 2, 4):

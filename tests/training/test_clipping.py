@@ -1,7 +1,7 @@
 """Tests that clipping by the global norm does not depend on the layouts.
 
 The oracle uses numpy: in a step of SGD, a parameter's change divided by the learning rate is its
-gradient. The norm is computed over the changes of all full tensors.
+negative gradient. The norm is computed over the changes of all full tensors.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ RATE = 0.1  # learning rate of both optimizers in `make_config`
 
 
 def one_step(world: World, config: Config, together: int = 1) -> dict[str, Any]:
-    """Train a step; return the change of every full tensor by name, and the trainer's norm."""
+    """Train a step; return the changes of this rank's parts by name, and the trainer's norm."""
     job = make_job(world, config)
     before = {name: whole(world, tensor) for name, tensor in job.state().items()}
     batches = [b.part(world.rank, world.size) for b in make_batches(3, 30)[:together]]

@@ -105,7 +105,9 @@ def test_no_bit_changes_with_clipping_and_half_precision(ranks):
 
 
 def switching(world: World, config: Config, lookaheads: list[int], serial: bool) -> Any:
-    """Train with a different lookahead and schedule in every step, and drain the window twice."""
+    """Change the lookahead from step to step, use the serial schedule in every third step if
+    ``serial`` is true, and drain the window twice.
+    """
     job = make_job(world, config)
     early, losses, batches = job.trainer.schedule, list[float](), parts(world)
     for number, batch in enumerate(batches):

@@ -118,7 +118,7 @@ def test_schemes_train_like_one_process_in_float64(ranks, world_size, scheme, sp
     check_float64(ranks, world_size, make_config(scheme, sparse), sparse, "sgd", steps)
 
 
-# Nothing divides evenly among three ranks.
+# Most sizes do not divide evenly among three ranks.
 @pytest.mark.parametrize("steps", LENGTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_ranks_without_a_column_train_like_one_process(ranks, sparse):
 
 @pytest.mark.parametrize("sparse", quick(SPARSE, lambda n: n > 1))
 def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
-    # FBGEMM supports d = 8; a different order of sums changes results by 1e-7 per step.
+    # A different order of sums changes results by 1e-7 per step.
     rules = columns_on_some_ranks(8)
     config = make_config("1", sparse, dtype="float32", dim=8, tables=rules)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
@@ -200,8 +200,7 @@ def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
 
 @pytest.mark.parametrize(("sparse", "scheme"), diagonal(list(SPARSE), list(SCHEMES)))
 def test_schemes_agree_in_float32_over_ten_steps(ranks, scheme, sparse):
-    # With d = 8, FBGEMM runs the rules that it supports; a different order of sums changes results
-    # by 1e-7 per step.
+    # A different order of sums changes results by 1e-7 per step.
     config = make_config(scheme, sparse, dtype="float32", dim=8)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
     (single,) = ranks(1, train, alone, 10)

@@ -29,7 +29,7 @@ STEPS, BATCH_SIZE = 8, 64
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Write a data set column by column."""
+    """Write a data set column by column, and return its folder."""
     path = tmp_path_factory.mktemp("full") / "set"
     make_full_set(path)
     return path
@@ -149,7 +149,9 @@ def test_weights_count_as_repeated_rows(ranks, scheme, size):
 
 
 def _batches_at_once(world: World, together: bool):
-    """Train on two weighted batches as one step, and on their rows as one batch."""
+    """Train two steps on two weighted batches or, if ``together`` is true, on their rows as one
+    batch; return the losses.
+    """
     job = make_job(world, make_config("2", "adagrad"))
     first, second = make_batches(6, 30)[:2]
     weights = torch.linspace(0, 2, 60)

@@ -1,6 +1,6 @@
 """Tests the schemes on CUDA, with one rank and with several ranks over NCCL.
 
-On a machine with one GPU, the ranks share the GPU, each with its own host name (NCCL_HOSTID).
+On a machine with one GPU, the ranks share the GPU, each with its own host ID (NCCL_HOSTID).
 """
 
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_kernels_agree_on_the_gpu(nccl_ranks, sparse):
 
 
 def captured(dense, batch_size=30, hidden=(7, 6)):
-    """Return a configuration that captures the dense part, with dropout, in one CUDA graph."""
+    """Return a configuration with dropout and ``parallel.cuda_graph``."""
     config = make_config("1", "adagrad", dtype="float32", dense=dense, dim=8, batch_size=batch_size)
     return replace(
         config,

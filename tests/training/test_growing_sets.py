@@ -296,7 +296,7 @@ train: {log_every: 100, eval_every: 0}
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_keys_leave_by_the_event_time_of_the_rows(tmp_path, timed):
-    """Row i has time i and user i / 3: no user returns, and keys are evicted only for being
+    """Row i has time i and user i // 3: no user returns, and keys are evicted only for being
     idle.
     """
     rows = "\n".join(f"{row % 2},{row}.5,u{row // 3},{row}" for row in range(2700))

@@ -37,7 +37,7 @@ PLACES = [*product(["dp", "1", "2", "3"], [2, 3]), ("mixed", 3)]
     ),
 )
 def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
-    """The order of float64 sums changes no rounding, so tables are bit-equal."""
+    """The order of float64 sums hardly ever changes a rounding of a row."""
     one = ranks(1, train, half("dp", "float64", row_dtype=row_dtype), STEPS)[0]["losses"]
     tables = MIXED if scheme == "mixed" else None
     config = half("dp" if tables else scheme, "float64", tables, row_dtype)
@@ -51,8 +51,8 @@ def test_losses_are_those_of_one_rank(ranks, scheme, size, row_dtype):
     ("scheme", "size"), quick([("1", 2), ("2", 3), ("3", 3), ("dp", 2)], lambda n: n == 2)
 )
 def test_float32_losses_stay_within_rounding(ranks, scheme, size):
-    """Sums in a different order differ by 1e-7, which changes one rounding in 30,000, by about
-    4e-3.
+    """Sums in a different order differ by a relative 1e-7, which changes one rounding in 30,000, by
+    a relative 4e-3.
     """
     one = ranks(1, train, half("dp", "float32"), STEPS)[0]["losses"]
     for result in ranks(size, train, half(scheme, "float32"), STEPS):

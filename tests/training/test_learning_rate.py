@@ -67,7 +67,7 @@ def test_ftrl_has_no_schedule():
 
 
 def run(world: World, config: Any, together: int, announce: bool) -> dict[str, Any]:
-    """Train on 12 batches of 30 rows, or on the same rows in larger batches."""
+    """Train on 12 batches of at most 30 rows, ``together`` batches per step."""
     job = make_job(world, config)
     batches = [b.part(world.rank, world.size) for b in make_batches(12, 30)]
     losses = []

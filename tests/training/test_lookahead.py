@@ -90,7 +90,7 @@ def test_no_lookahead_changes_a_bit_or_the_order_of_a_channel(ranks, scheme):
 
 
 def switching(world: World, config: Any, lookaheads: list[int]) -> Any:
-    """Change the lookahead and the schedule from step to step."""
+    """Change the lookahead from step to step, and use the serial schedule in every third step."""
     job = make_job(world, config)
     batches = parts(world)
     for batch in batches:
@@ -138,8 +138,8 @@ def test_drained_batches_have_no_effect(ranks, world_size):
 
 
 def bad_on_each_rank(world: World, config: Any, lookahead: int) -> tuple[int, str]:
-    """Return the number of steps that each rank trained before an id in the sixth batch caused an
-    error.
+    """Return the number of steps that this rank trained before an id in the sixth batch caused an
+    error, and the error.
     """
     job = make_job(world, config)
     job.trainer.lookahead = lookahead

@@ -48,7 +48,7 @@ SMALL = ["model.hidden=[16]", "data.batch_size=1000", "parallel.scheme=null"]
 
 
 def profile(step_row=1e-3, vector_byte=1e-6):
-    """Return a machine on which only row updates and vector bytes have a cost."""
+    """Return the profile of a machine with these prices of row updates and vector bytes."""
     work_ms = {"step_rows": step_row, "step_elements": 1e-6, "read_rows": 1e-5, "always": 1.0}
     link = Link(within_gb_per_s=1e-6 / vector_byte, within_call_ms=0.1)
     return Profile(work_ms=work_ms, link=link, world_size=2, backend="gloo")
@@ -155,7 +155,7 @@ def test_runs_end_without_a_writable_cache(synth_set, tmp_path, calibrated, caps
 def test_planned_runs_resume_without_planner_or_plan_file(
     synth_set, tmp_path, calibrated, monkeypatch
 ):
-    """``predict`` uses the run's layouts, even if the plan file changes later."""
+    """``predict`` and ``export`` need neither the calibration nor the plan file."""
     folder, file = tmp_path / "run", tmp_path / "plan.yaml"
     words = [*SMALL, f"data.path={synth_set}", f"run.dir={folder}", "checkpoint.every=2"]
     scores: list[list[float]] = []

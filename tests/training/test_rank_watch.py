@@ -34,7 +34,7 @@ def times(step, waits, data=(0.0, 0.0, 0.0, 0.0), total=10.0):
 def test_the_slow_rank_is_the_one_that_waits_least():
     assert times(1, [5.0, 5.0, 0.5, 5.0]).slow_rank == 2
     assert times(1, [5.0, 5.2, 4.8, 5.0]).slow_rank is None
-    # 30 % longer than the others, but only 3 % of a step
+    # Rank 2 works 30 % longer than the others, but this is only 3 % of a step.
     assert times(1, [9.0, 9.0, 8.7, 9.0]).slow_rank is None
 
 

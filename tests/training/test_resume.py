@@ -237,7 +237,7 @@ def test_the_best_checkpoint_survives_an_interruption(synth_set, tmp_path, monke
 
 def test_never_and_finished_runs_move_checkpoints_aside(synth_set, tmp_path, monkeypatch):
     interrupted(synth_set, tmp_path, monkeypatch, 6)
-    # a killed save left this file
+    # a killed save would leave this folder
     (tmp_path / "checkpoints" / ".step-6.partial-0123456789").mkdir()
     assert run(synth_set, tmp_path, "checkpoint.resume=never", "train.max_steps=5") == 0
     assert (tmp_path / "previous-1" / "checkpoints" / "step-4" / "index.json").is_file()

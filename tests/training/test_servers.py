@@ -56,7 +56,7 @@ def train_both_ways(
     world: World, case: Case, addresses: list[str], secret: Path, folder: Path
 ) -> list[dict[str, Any]]:
     """Train and save with rows on the device and with rows on servers; resume each from the other's
-    checkpoint, with one server fewer.
+    checkpoint, without the first server if there are several.
     """
     found: list[dict[str, Any]] = []
     places = {"device": [], "servers": addresses}

@@ -27,8 +27,8 @@ from tests.training.wdl_case import (
     pieces_of,
 )
 
-# This schedule sorts the next ids before anything else, and waits for gradients right after sending
-# them.
+# This schedule starts the exchange of the next ids first, and waits for gradients right after
+# sending them.
 ANOTHER = StepSchedule(
     each_batch=(
         moves.START_ID_EXCHANGE,

@@ -238,7 +238,9 @@ def test_runs_fail_if_a_conversion_is_missing(ranks, scheme, step_id):
 
 
 def train_and_compare(world: World, config: Config) -> list[tuple[str, int, int]]:
-    """Return (table, rows with changed values or state, rows in a batch) for this rank's shards."""
+    """Check that a step changes only rows of its batch; return (table, number of changed rows,
+    number of rows in the batch) for this rank's shards.
+    """
     job = make_job(world, config)
     batch = make_batches(3, config.data.batch_size)[0]
     job.trainer.step(batch.part(world.rank, world.size))

@@ -135,7 +135,7 @@ class Quiet:
 
 
 def run(world: World, config: Config, train: TrainConfig) -> dict[str, Any]:
-    """Train on batches with random labels, so that val soon gets worse."""
+    """Train on 40 batches, with four other batches as val; return the results and reports."""
     job = make_job(world, config)
     batches = make_batches(40, 30)
     reporter = Quiet()

@@ -25,7 +25,7 @@ from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.sbp import balanced_sizes
 from sbpflow.training.health import check_replicas
 
-# No size is divisible by 2, 3 or 4, and C4 has fewer rows than there are ranks (up to 4).
+# Except for C4, no size is divisible by 2, 3 or 4; C4 has fewer rows than four ranks.
 FIELDS = Fields.of(
     ("I1", "I2", "I3"),
     {"C1": 37, "C2": 11, "C3": 53, "C4": 3},
@@ -93,8 +93,8 @@ class Rows:
 
 
 def make_batches(count: int, batch_size: int, seed: int = 3) -> list[Rows]:
-    """Return skewed ids with duplicates; every fifth batch is short, every seventh uses only
-    row 0.
+    """Return skewed ids with duplicates; every fifth batch is short, every seventh uses only row 0,
+    and the last has two samples.
     """
     generator = torch.Generator().manual_seed(seed)
     sizes = list(NUM_ROWS.values())
