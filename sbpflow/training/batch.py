@@ -42,7 +42,7 @@ class Batch(Protocol):
 
 
 def event_time(batch: Batch) -> int | None:
-    """Return the latest event time among this rank's rows, or None if the batch has no times."""
+    """Return the latest event time among this rank's rows, or None without times or rows."""
     times = getattr(batch, "columns", {}).get("time")
     return None if times is None or not times.numel() else int(times.max())
 

@@ -19,7 +19,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.runtime.random.draws import KeptDraws
 from sbpflow.runtime.ranks.world import World
 
-WARM_UP_STEPS = 3  # must cover the steps in which a TorchModel checks its module's buffers
+WARM_UP_STEPS = 3  # must cover the batches whose buffer values a TorchModel compares
 
 
 class Inputs(Protocol):
@@ -34,7 +34,7 @@ class Inputs(Protocol):
         ...
 
     def take_gradients(self, source: Self) -> None:
-        """Copy the gradients that the region computed for ``source`` into these inputs."""
+        """Set the gradients of these inputs to those that the region computed for ``source``."""
         ...
 
 
@@ -155,7 +155,7 @@ class Graphs(Generic[InputsT]):
                 results = self._work(inputs, seed)
         except RuntimeError as error:
             raise ConfigError(
-                "parallel.cuda_graph: true is not possible, because the dense part cannot be "
+                "parallel.cuda_graph: true is not possible, because the step cannot be "
                 f"captured ({_first_line(error)}); a captured model must not synchronize with the "
                 "device (item(), a mask as an index, print) or copy tensors from the host; "
                 "change the model, or use parallel.cuda_graph=false"

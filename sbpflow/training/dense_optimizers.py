@@ -37,7 +37,8 @@ def make_dense_optimizer(
     if not listed:
         return None
     make = _CLASSES[type(config)]
-    # The remaining fields of the configuration class are arguments of the torch class.
+    # Except ``name``, fields of the configuration class are arguments of the torch class; only the
+    # accumulator of Adagrad has another name there.
     options = dataclasses.asdict(config)
     del options["name"]
     if isinstance(config, DenseAdagrad):

@@ -35,8 +35,8 @@ class DensePart(Protocol):
     ) -> GlobalTensor:
         """Return logits [batch, 1] from the embedding outputs by name and the dense fields.
 
-        ``seed`` differs for every batch of every step. Random numbers must depend only on the seed,
-        a name, and the position in the tensor.
+        In training, ``seed`` differs for every batch of every step. Random numbers must depend only
+        on the seed, a name, and the position in the tensor.
         """
         ...
 

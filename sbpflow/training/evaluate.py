@@ -1,4 +1,4 @@
-"""Evaluates a whole split: every rank predicts its rows, and rank 0 computes the metrics.
+"""Evaluates a whole split: every rank predicts its rows, and rank 0 gets the metrics.
 
 If the split has at most ``exact_rows`` rows, rank 0 gathers all predictions first, so the metrics
 do not depend on the number of ranks. For larger splits, the ranks' histograms and sums are added
@@ -127,7 +127,7 @@ class _Rows:
 def slice_columns(names: Sequence[str], plan: EmbeddingPlan) -> dict[str, int]:
     """Return the id column of each field in ``names``, which ``train.slices`` lists.
 
-    Raises ConfigError, listing the valid fields, if a name is not a field with one id per row.
+    Raises ConfigError if a name is listed twice, or is not a field with one id per row.
     """
     if not names:
         return {}

@@ -2,7 +2,8 @@
 
 On one rank, all work after sorting the ids uses fixed sizes and stays on the device: reading rows,
 forward, backward, clipping, table updates, and the dense optimizer's step if torch can capture it.
-If vectors are exchanged, or a table has id lists, only the dense part is captured.
+If ranks exchange vectors, or a table cannot be captured (``embedding/captured.py``), only the dense
+part is captured.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ from sbpflow.embedding.plan.growth import GrowthCounts
 
 logger = logging.getLogger(__name__)
 
-_FULL = 0.9  # with few rows per bucket, the share of rows that have keys stays near this value
+_FULL = 0.9  # a table counts as full if more than this share of its rows have keys
 _REFUSED = 0.01
 """If more than this share of an interval's lookups are for refused keys, ``evict.max_rows`` is too
 low.
@@ -17,8 +17,8 @@ low.
 _CHURN = 0.2
 """Evictions are compared with lookups once their number exceeds this share of the rows."""
 _PER_LOOKUP = 0.1
-"""With more evictions per lookup than this, most rows are replaced before they have learned
-much.
+"""With more evictions per lookup than this, a key is evicted after fewer than 10 lookups, on
+average.
 """
 
 
@@ -82,7 +82,7 @@ class GrowthWatch:
                 field,
                 "churn",
                 f"{key}: {evicted:,} keys were evicted from the {now.max_rows:,} rows during "
-                f"{lookups:,} lookups, so most keys are evicted before their rows are trained; "
+                f"{lookups:,} lookups, so keys are evicted after few lookups; "
                 f"raise {key}.evict.max_rows, admit fewer keys with a higher admit_count, or fix "
                 "the data if its format has changed, which makes old values look new",
             )
@@ -90,8 +90,8 @@ class GrowthWatch:
             self._once(
                 field,
                 "full",
-                f"{key}: {now.live:,} of {now.max_rows:,} rows have keys, so new keys now replace "
-                f"others; if these keys still matter, raise {key}.evict.max_rows",
+                f"{key}: {now.live:,} of {now.max_rows:,} rows have keys, so new keys often "
+                f"replace others; if these keys still matter, raise {key}.evict.max_rows",
             )
 
     def _once(self, field: str, kind: str, text: str) -> None:

@@ -24,10 +24,11 @@ _ROWS_READ = 1 << 16  # number of rows to read from a store at once
 
 
 class LossWatch:
-    """Stops the run if the loss is NaN or infinite, naming the step and the faulty fields.
+    """Stops the run if the loss or the gradient norm is NaN or infinite, or (on CPU) if a label or
+    a dense value of a batch is invalid.
 
     On CPU, the loss is checked immediately. On CUDA, the loss is copied to the host during the next
-    step and checked after that step, so the check never waits for the device.
+    step and checked after that step or by ``flush``, so only ``flush`` waits for the device.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class LossWatch:
     ) -> None:
         """Check the loss of ``step`` now on CPU, or one step later on CUDA.
 
-        The error message names the gradient norm, if given, or the fields of ``batches`` with NaN
-        or infinite values.
+        Raises TrainingError for a loss that is NaN or infinite, naming the fields of ``batches``
+        with such values, and for such a gradient norm.
         """
         values = [loss] if norm is None else [loss, norm]
         if not loss.is_cuda:
@@ -64,7 +65,8 @@ class LossWatch:
         self._pending = (step, AsyncScalarRead(values), batches)
 
     def _check_values(self, step: int, batches: Sequence[Batch]) -> None:
-        """Raise TrainingError if a label or a dense value is outside the range in the manifest.
+        """Raise TrainingError if a label is not 0 or 1, or if a dense value is outside its range in
+        the manifest.
 
         Such a value means that a file has changed since the data was prepared, which the loss may
         not reveal. The check runs only on CPU.

@@ -158,8 +158,8 @@ def is_logged(step: int, log_every: int) -> bool:
     """Return whether ``step`` ends a log interval of ``log_every`` steps.
 
     Within the first ``log_every`` steps, the result is also True for steps 2, 5, 10, 20, 50 and so
-    on, so that even short runs show whether the model learns. Step 1 is excluded because it is not
-    timed.
+    on, so that even short runs show whether the model learns. Step 1 is not among these, because it
+    is not timed.
     """
     if step >= log_every:
         return step % log_every == 0
@@ -193,7 +193,8 @@ def fit(
 
     ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
     saved, and whether it ends with the weights of the best or of the last step. Raises
-    TrainingError if the loss is not finite, and ConfigError if ``val`` is watched but empty.
+    TrainingError if the loss is not finite, and ConfigError if ``val`` is watched but empty or the
+    run ends before the steps to trace.
     """
     checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)

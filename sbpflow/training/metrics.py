@@ -1,6 +1,6 @@
 """Computes exact metrics that do not depend on the order of rows or the number of ranks.
 
-Callers must first gather the scores of all ranks. All functions accept numpy arrays or torch
+Callers must first gather the scores of all ranks. Scores and labels can be numpy arrays or torch
 tensors. docs/metrics.md lists the definitions and their sources.
 """
 
@@ -34,7 +34,7 @@ class CalibrationBin:
 class Evaluation:
     """The metrics of one split. If ``auc`` is None, ``no_auc`` gives the reason.
 
-    * ``gauc``: the mean AUC within groups of rows, or None if no group has both classes.
+    * ``gauc``: the mean AUC within groups of rows, or None without groups that have both classes.
     * ``predicted``, ``positives``: the sum of the predictions p, and the number of rows with label
       1.
     * ``auc_error``: an upper bound on the error of an AUC from a histogram, or None for an exact
@@ -145,7 +145,8 @@ def slice_of(column: str, value: int, logits: Values, labels: Values) -> Slice:
 def calibration_groups(
     rows: Sequence[int], predicted: Sequence[float], positives: Sequence[int]
 ) -> tuple[CalibrationBin, ...]:
-    """Merge adjacent bins of ascending p into ``NUM_CALIBRATION_BINS`` bins of about equal size.
+    """Merge adjacent bins of ascending p into at most ``NUM_CALIBRATION_BINS`` bins of about equal
+    size.
 
     For each bin, ``rows`` is the number of rows, ``predicted`` the sum of p, and ``positives`` the
     number of rows with label 1.
@@ -166,7 +167,7 @@ def calibration_groups(
 def _calibration(
     p: NDArray[np.float64], is_positive: NDArray[np.bool_]
 ) -> tuple[CalibrationBin, ...]:
-    """Sort rows by p into ``NUM_CALIBRATION_BINS`` bins of equal size.
+    """Sort rows by p into ``NUM_CALIBRATION_BINS`` bins of about equal size.
 
     Rows with equal p may end up in different bins.
     """
@@ -182,9 +183,9 @@ def _calibration(
 def auc(scores: Values, labels: Values) -> float:
     """Return the share of (positive, negative) pairs that ``scores`` orders correctly.
 
-    A tie counts half. ``scores [n]`` are a monotone function of the logits; ``labels [n]`` are 0 or
-    1. Pairs are counted in integers, so only the final division is rounded. Raises MetricError for
-    NaN, or if there is only one class.
+    A tie counts half. ``scores [n]`` are an increasing function of the logits; ``labels [n]`` are 0
+    or 1. Pairs are counted in integers, so only the final division is rounded. Raises MetricError
+    for NaN, or if there is only one class.
     """
     values, is_positive = _scores(scores, labels), _labels(labels)
     reason = one_class(int(is_positive.sum()), len(is_positive))

@@ -53,8 +53,8 @@ class Progress:
             self._bar.update(1)
 
     def eta_s(self, step: int) -> float | None:
-        """Return the estimated seconds until the end, including evaluations, or None before step
-        2.
+        """Return the estimated seconds until the end, including evaluations, or None before the
+        second step of this process.
         """
         if self._start is None or step <= self._start[0]:
             return None

@@ -127,7 +127,7 @@ class RankWatch:
             "rank %d on %s is slow: its own work takes %.1f ms per step (other ranks: %.1f ms), "
             "and other ranks wait up to %.1f ms for it; %s",
             *(slow, times.hosts[slow], own[slow], others, max(times.wait_ms)),
-            f"{times.data_ms[slow]:.1f} ms of this is reading data, so check its disk"
+            f"{times.data_ms[slow]:.1f} ms of its own work is reading data, so check its disk"
             if reads
             else "check other processes, the temperature, and the number of cores of that machine",
         )

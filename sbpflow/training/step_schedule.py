@@ -3,7 +3,7 @@ computation.
 
 A step trains on one batch, or on several accumulated batches, and updates the parameters once.
 Every batch goes through the same moves, from its ids to its row gradients; a schedule orders these
-moves. Moves that depend only on ids run K batches ahead, where K is the lookahead of the run;
+moves. Moves that depend only on ids run up to K batches ahead, where K is the lookahead of the run;
 ``StepSchedule.distance`` returns how far ahead a move runs. ``print(OVERLAPPED)`` shows the
 transfers in flight during each move.
 """
@@ -195,7 +195,8 @@ class StepSchedule:
 
     def moves(self, lookahead: int) -> tuple[Move, ...]:
         """Return the moves of ``each_batch`` in the order of a step. Without lookahead, moves of
-        ``OF_IDS`` come first. With a lookahead below 2, moves of early rows are left out.
+        ``OF_IDS`` come first. With a lookahead below 2, moves of early rows and late
+        gradients are left out.
         """
         moves = self.each_batch
         if lookahead < EARLY_LOOKAHEAD:

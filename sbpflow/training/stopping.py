@@ -76,8 +76,9 @@ class Stopper(Best):
     def why(self, step: int) -> str:
         """Return the reason for stopping as one line."""
         delta = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        plural = "s" * (self.waited > 1)
         return (
-            f"at step {step}, after {self.waited} consecutive evaluations of val in which "
+            f"at step {step}, after {self.waited} consecutive evaluation{plural} of val in which "
             f"{self.metric} did not improve on {self.value:.6g} (step {self.step}){delta}"
         )
 
@@ -180,7 +181,9 @@ class Watchers:
         return {name: watcher.state() for name, watcher in self._all.items()}
 
     def load(self, state: Mapping[str, State]) -> None:
-        """Restore a saved state. A watcher whose metric is missing from the state starts over."""
+        """Restore a saved state. A watcher that the state lacks, or has with another metric, starts
+        over.
+        """
         for name, watcher in self._all.items():
             if name in state and state[name].get("metric", watcher.metric) == watcher.metric:
                 watcher.load(state[name])

@@ -212,7 +212,7 @@ def test_an_interval_reports_counts_and_shares_of_each_field():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"live": 96_000}, "96,000 of 100,000 rows have keys, so new keys now replace others"),
+        ({"live": 96_000}, "96,000 of 100,000 rows have keys, so new keys often replace others"),
         (
             {"live": 96_000, "evicted": 30_000},
             "30,000 keys were evicted from the 100,000 rows during 1,000 lookups",

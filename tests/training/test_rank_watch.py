@@ -72,7 +72,7 @@ def test_a_persistently_slow_rank_is_reported_once_with_its_host(ranks):
     assert messages[0].startswith(f"rank 1 on {socket.gethostname()} is slow: its own work takes 9")
     assert "(other ranks: 4.0 ms), and other ranks wait up to 6.0 ms for it" in messages[0]
     assert messages[1] == "step 180: rank 1 is no longer slow"
-    assert "5.0 ms of this is reading data" in messages[2]
+    assert "5.0 ms of its own work is reading data" in messages[2]
     times_gathered = [record for record in records if record.startswith("ranks/")]
     assert len(times_gathered) == 12, "one transfer per interval"
 

@@ -53,8 +53,9 @@ class Job:
         """Return all state that training changes, by logical name.
 
         The names are ``tables/T``, ``tables/T/STATE``, ``dense/P`` and ``dense/P/STATE``, where P
-        is a parameter or a buffer, such as the running mean of a batch norm. Each value describes
-        the full shape and this rank's rectangles.
+        is a parameter or a buffer, such as the running mean of a batch norm; names of the state of
+        growing fields begin with ``vocabularies/``. Each value describes the full shape and this
+        rank's rectangles.
         """
         model = self.model
         dense = dense_state(model.parameters, model.buffers, self.trainer.optimizer)
@@ -173,14 +174,14 @@ def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingColl
 
 
 def _check_no_transfers(plan: RunPlan) -> None:
-    """Raise ConfigError if the dense part communicates, because CUDA graphs cannot capture
-    communication."""
+    """Raise ConfigError if the dense part communicates, because sbpflow's graphs do not
+    contain communication."""
     steps = [*plan.dense_forward, *plan.dense_backward]
     if steps:
         raise ConfigError(
             "parallel.cuda_graph: true is not supported, because the dense part communicates "
             f"between ranks ({steps[0].id}) for a batch norm or for parallel.dense; use "
-            "model.norm: layer or none and no parallel.dense, or use parallel.cuda_graph=false"
+            "neither batch norms nor parallel.dense, or use parallel.cuda_graph=false"
         )
 
 

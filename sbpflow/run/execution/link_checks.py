@@ -25,7 +25,7 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)  # Numbers of float32 values: 4 KiB
 # If a message takes longer than this, larger sizes are not measured on that link.
 _ENOUGH_S = 0.02
 _REPEATS = 3
-_SLOW = 0.5  # Share of the median rate below which a link or host is slow.
+_SLOW = 0.5  # Share of the usual rate below which a link or host is slow.
 # A host's latency is high if it exceeds ``_LATE`` times the usual latency, and also the usual
 # latency plus ``_LATE_S``.
 _LATE, _LATE_S = 3.0, 1e-3
@@ -129,7 +129,7 @@ def _seconds(boxing: Boxing, pairs: Sequence[Pair], size: int) -> dict[Pair, flo
 def link_findings(
     boxing: Boxing, names: Sequence[str], *, sizes: Sequence[int] = SIZES
 ) -> list[Finding]:
-    """Measure the links between all ranks.
+    """Measure the links within and between hosts; return the findings.
 
     Every rank must call this function. ``names`` contains the name of each rank's machine.
     """
@@ -181,7 +181,8 @@ def _best_rates(links: Mapping[tuple[str, str], Measured]) -> dict[tuple[str, in
 
 
 def slow_findings(links: Mapping[tuple[str, str], Measured]) -> list[Finding]:
-    """Return a finding for each slow host, and for each slow link that no slow host explains.
+    """Return a finding for each slow host, each host with a high latency, and each slow link that
+    no slow host explains.
 
     A host is slow as a sender or a receiver if its fastest link in this direction is slow; this
     test needs at least three hosts. With two hosts, only the two directions can be compared.

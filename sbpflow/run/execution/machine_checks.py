@@ -1,7 +1,8 @@
 """Runs the checks of ``doctor`` that need all ranks: machines, links, and the disk for run folders.
 
-Under torchrun every rank takes part and rank 0 reports. The rates of links and of the disk are the
-best of a few repeats, so they show peak performance; the compute speed is a mean.
+Under torchrun every rank takes part and rank 0 reports. The rates of links are the best of a
+few repeats, so they show peak performance; the disk is measured once, and the compute speed is a
+mean.
 """
 
 import shutil
@@ -71,7 +72,7 @@ def checkpoint(folder: Path, boxing: Boxing) -> Finding:
     for rank, facts in enumerate(by_rank):
         if facts["error"]:
             text = f"rank {rank} on {facts['host']}: {facts['error']}"
-            hint = "use --dir DIR on a disk that all ranks share"
+            hint = "use --dir with a writable folder on a disk that all ranks share"
             return Finding("checkpoint", "broken", f"{text}; {hint}")
     rates = [_SAVED_BYTES / seconds / 1e9 for seconds in (write_s or read_s, read_s)]
     size = f"{_SAVED_BYTES >> 20} MiB"
@@ -101,7 +102,7 @@ def _read_back(path: Path, values: torch.Tensor) -> str:
 
 
 def checks(folder: Path) -> Sequence[Finding]:
-    """Run all checks; every rank must call this function and gets the same list."""
+    """Run all checks and return their findings; every rank must call this function."""
     from sbpflow.runtime.ranks.world import World
 
     with World.start("cpu" if not torch.cuda.is_available() else "auto") as world:

@@ -93,8 +93,8 @@ def names_finding(by_rank: Sequence[Facts], main: str) -> Finding:
             problems.append(
                 f"{facts['host']} resolves its own name {facts['own name']} to "
                 f"{own[0] if own else 'nothing'}, so sbpflow uses the interface "
-                f"{facts['interface'] or '(none)'}; other programs may publish this address: "
-                "correct /etc/hosts"
+                f"{facts['interface'] or '(none)'}; other programs may not use it: correct "
+                "/etc/hosts"
             )
     addresses = {
         host: [text for text in facts["main addresses"].split() if not is_loopback(text)]
@@ -103,8 +103,14 @@ def names_finding(by_rank: Sequence[Facts], main: str) -> Finding:
     known = {host: texts for host, texts in addresses.items() if texts}
     if len({tuple(sorted(texts)) for texts in known.values()}) > 1:
         seen = ", ".join(f"{' '.join(texts)} on {host}" for host, texts in known.items())
-        problems.append(f"MASTER_ADDR {main} is {seen}; use an address that all machines share")
-    text = f"MASTER_ADDR {main}, and every machine's own name, resolve to reachable addresses"
+        problems.append(
+            f"MASTER_ADDR {main} is {seen}; use a name or an address that leads all machines to "
+            "rank 0's machine"
+        )
+    text = (
+        "every machine's own name resolves to a non-loopback address, and "
+        f"MASTER_ADDR {main} resolves consistently"
+    )
     return Finding("names", "odd" if problems else "ok", "; ".join(problems) or text)
 
 
@@ -123,7 +129,7 @@ def mtu_finding(by_rank: Sequence[Facts]) -> Finding:
 
 
 def clocks_finding(by_rank: Sequence[Facts], offsets_s: Sequence[float]) -> Finding:
-    """Compare the machines' clocks, which affect only the times in logs."""
+    """Compare the machines' clocks, which affect only recorded times."""
     by_host = {facts["host"]: s for facts, s in zip(by_rank, offsets_s, strict=True)}
     middle = statistics.median_low(by_host.values())
     odd = {host: s - middle for host, s in by_host.items() if abs(s - middle) > _MAX_CLOCK_S}

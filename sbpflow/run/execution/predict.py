@@ -74,9 +74,10 @@ def predict_ranges(
 ) -> Iterator[tuple[int, Floats, Floats]]:
     """Score each range of rows on one rank; yield this rank's (index, probabilities, labels).
 
-    Every rank must iterate and pass the same ``todo``. Each step scores ``batch_size`` rows, or
-    ``num_rows`` if the split is smaller, divided equally among the ranks. If a rank's part would
-    extend beyond the end of its range, the part is shifted back, and the repeated rows are dropped.
+    Every rank must iterate and pass the same ``todo``. In each step, each rank scores an
+    equal part of ``batch_size`` rows, but at most ``num_rows`` (the rows of the split). If a rank's
+    part would extend beyond the end of its range, the part is shifted back, and the repeated rows
+    are dropped.
     Matrix shapes, and therefore the exact bits of the scores, do not depend on which ranges remain.
     """
     size, rank = boxing.world.size, boxing.world.rank
@@ -144,8 +145,8 @@ def together(boxing: Boxing, work: Callable[[], Result], *, ask_s: float = 2.0) 
     """Run ``work`` on every rank and return its result.
 
     Every rank must call this function. The ranks exchange a message every ``ask_s`` seconds, so
-    that collectives do not time out during long work. If ``work`` fails because of a user error,
-    all ranks raise that error.
+    that collectives do not time out during long work. If ``work`` fails on a rank because of a user
+    error, the other ranks raise a ConfigError with its message.
     """
     if boxing.world.size == 1:
         return work()

@@ -39,7 +39,7 @@ class GroupUse:
 def groups_of(plan: RunPlan) -> tuple[GroupUse, ...]:
     """Return the groups that a step uses, in the order in which all ranks create them.
 
-    Groups are sorted by channel and then by first use in the plan, so the order is the same on all
+    Groups are ordered by channel and then by first use in the plan, so the order is the same on all
     ranks.
     """
     tables, rows = plan.embeddings, plan.batch_size

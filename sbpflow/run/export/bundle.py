@@ -1,9 +1,9 @@
 """Writes a trained model as a bundle: a folder that scores raw rows without sbpflow.
 
-A bundle contains ``model.json``, ``model.safetensors``, ``vocabulary.safetensors``,
-``sample.json``, and ``scorer.py`` (``sbpflow.serving``), which reads them. docs/decisions/export.md
-explains the format. Tables are copied from the checkpoint in blocks, so memory use does not depend
-on their size.
+A bundle contains ``model.json``, ``model.safetensors``, ``sample.json``, for raw rows
+``vocabulary.safetensors``, and ``scorer.py`` (``sbpflow.serving``), which reads them.
+docs/decisions/export.md explains the format. Tables are copied from the checkpoint in blocks, so
+memory use does not depend on their size.
 """
 
 import json

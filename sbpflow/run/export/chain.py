@@ -1,8 +1,9 @@
 """Exports the checkpoints of a run as bundles and deltas (``sbpflow.serving.deltas``).
 
 A delta contains the rows that have changed since the last export, according to the run's delta
-checkpoints. Without delta checkpoints, or after ``num_deltas`` deltas, a new bundle is exported
-instead. The old bundle is removed when the new one is complete.
+checkpoints. Without delta checkpoints, after ``num_deltas`` deltas, or if the bundle cannot apply
+the changes to a growing field, a new bundle is exported instead. The old bundle is removed when the
+new one is complete.
 """
 
 import logging

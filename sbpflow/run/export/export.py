@@ -68,9 +68,7 @@ def write_export(
         try:
             load(work)
         except BundleError as error:
-            raise ConfigError(
-                f"the bundle's scores differ from the run's scores: {error}"
-            ) from error
+            raise ConfigError(f"the new bundle fails its check and was removed: {error}") from error
         finish(work)
         work.replace(folder)
     except BaseException:
@@ -195,11 +193,11 @@ def parse_rows(text: str) -> RowFormat:
 
 
 def check_unscored(rows: RowFormat, path: Path | None) -> None:
-    """Raise ConfigError if ``rows`` loses precision and no set is given to measure the loss."""
+    """Raise ConfigError if ``rows`` loses precision, as ``path`` is not a set to measure it on."""
     if rows != "as_trained":
         raise ConfigError(
-            f"--score: {rows} rows reduce the AUC slightly, and {path} is not a set on which the "
-            "difference can be measured; use --score with a labeled set"
+            f"--score: {rows} rows can reduce the AUC, and there is no set on which to measure the "
+            f"difference (got {path}); use --score with a labeled set"
         )
 
 

@@ -1,7 +1,7 @@
 """Converts the dense part of a model to the list of torch operations in a bundle's model.json.
 
-The list is obtained by tracing the module with ``torch.export``. A bundle runs the same operations
-as the module, so the results are bit-for-bit equal.
+The list is obtained by tracing the module with ``torch.export``. A bundle runs the listed
+operations in the same order.
 """
 
 from collections.abc import Mapping, Sequence

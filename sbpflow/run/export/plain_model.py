@@ -207,7 +207,7 @@ def plain_model(
     ``read`` returns the whole tensor with a logical name, ``tables/T`` or ``dense/P``; tables are
     [rows, dim]. ``saved`` contains all names; buffers of the dense part that ``saved`` does not
     contain keep their values. Each table is read once, converted to ``row_format``, and released.
-    Raises ConfigError if the model has no ``plain`` method.
+    Raises ConfigError if the model has no ``plain`` method, or one that does not match its spec.
     """
     dense = dense_part(spec, plan, read, saved, seed)
     tables = {

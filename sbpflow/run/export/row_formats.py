@@ -133,7 +133,7 @@ def rows_of(stored: Mapping[str, Tensor], dtype: torch.dtype) -> Rows:
 
 def to_stored(name: str, block: Tensor, start: int, row_format: RowFormat) -> dict[str, Tensor]:
     """Convert rows [n, dim] of table ``name``, the first of which is row ``start``. The result has
-    the same keys as ``stored``.
+    the same keys as the result of ``stored``.
 
     ``int8`` needs dim + 8 bytes per row. A table so narrow that float16 needs no more space is
     stored as float16.

@@ -46,8 +46,9 @@ class GlobalBatchNorm(nn.Module):
         """Use the row layout of ``batch``, which is S(0), for the next forward pass."""
         self._batch = batch
         if self._bound_to != id(self):  # Not yet bound, or a copy of a bound module.
-            # Compiled graphs cannot contain transfers, so the compiler must skip this forward. The
-            # instance is decorated, because decorating the class would load the compiler on import.
+            # The transfers of ``ops.batch_norm`` cannot be compiled, so the compiler must skip this
+            # forward. The instance is decorated, because decorating the class would load the
+            # compiler on import.
             forward = partial(type(self).forward, self)
             self.__dict__["forward"] = torch.compiler.disable(forward)
             self._bound_to = id(self)
@@ -68,8 +69,8 @@ class GlobalBatchNorm(nn.Module):
             rows = "the rows of a batch" if batch is None else f"{batch.part.shape[0]} rows"
             raise SbpError(
                 f"module {self.name}: BatchNorm1d got an input of shape {list(x.shape)} for "
-                f"{rows}; its input must be [rows, features] and must have, over all ranks, one "
-                "row for each row of the batch; otherwise, use LayerNorm"
+                f"{rows}; its input must be [rows, features], with one row for each row of the "
+                "batch; for other inputs, use LayerNorm"
             )
         weight = torch.ones_like(self.running_mean) if self.weight is None else self.weight
         bias = torch.zeros_like(self.running_mean) if self.bias is None else self.bias
@@ -108,7 +109,7 @@ def check_norms(module: nn.Module) -> None:
         kind, where = type(part).__name__, name or type(part).__name__
         fault = ""
         if type(part) is not nn.BatchNorm1d:
-            fault = "computes mean and variance over this rank's rows"
+            fault = "is not supported"
         elif not part.track_running_stats:
             fault = "has no running statistics (track_running_stats=False)"
         elif part.momentum is None:
@@ -121,7 +122,7 @@ def check_norms(module: nn.Module) -> None:
 
 
 def replace_norms(module: nn.Module) -> nn.Module:
-    """Replace each ``BatchNorm1d`` in ``module`` with a ``GlobalBatchNorm``; return the module."""
+    """Replace each ``BatchNorm1d`` in ``module`` with a ``GlobalBatchNorm``; return the result."""
     for name, part in list(module.named_modules()):
         if not isinstance(part, nn.BatchNorm1d):
             continue
@@ -160,8 +161,8 @@ def calls_of_norms(
 ) -> list[tuple[str, int]]:
     """Return (name, features) of each batch norm in call order.
 
-    Runs a forward pass over two rows of zeros on the CPU, without gradients, and leaves ``module``
-    in evaluation mode.
+    If there are any, runs a forward pass over two rows of zeros on the CPU, without gradients, and
+    leaves ``module`` in evaluation mode.
     """
     calls: list[tuple[str, int]] = []
 

@@ -116,7 +116,8 @@ class HashedColumn:
 class ParameterSpec:
     """Describes a dense parameter by its shape and initial values: U(-bound, bound) or ``value``.
 
-    Raises ConfigError if both are given, or if ``bound`` is given for more than 2 dims.
+    Raises ConfigError if both are given, or if ``bound`` is given for a shape that does not have 1
+    or 2 dims.
     """
 
     shape: tuple[int, ...]
@@ -214,12 +215,13 @@ def embedding_output(
     rules: TableRules | None = None,
     fixed_dim: str = "",
 ) -> OutputConfig:
-    """Return an output with one table per field. A table is named ``<name>.<field>`` and has
-    ``dim`` columns.
+    """Return an output that, without ``rules``, has one table per field, named ``<name>.<field>``,
+    with ``dim`` columns.
 
     ``rules`` is a model configuration whose ``fields`` and ``tables`` may change tables by pattern;
-    fields with keys need such rules. ``fixed_dim`` is the reason why rules must not set the dim, or
-    "". Raises ConfigError for rules that set a fixed dim, and for fields that cannot share a table.
+    fields with keys need such rules. ``fixed_dim`` is the reason why rules must not change the dim,
+    or "". Raises ConfigError for rules that change a fixed dim, and for fields that cannot share a
+    table.
     """
     tables: list[TableConfig] = []
     for suffix, members in _tables_of(fields, rules).items():

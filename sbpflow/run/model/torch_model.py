@@ -51,11 +51,11 @@ def bce_rows(logits: Tensor, labels: Tensor) -> Tensor:
 class TorchModel:
     """A ``ModelSpec`` around a module, for the ``spec`` method of a model's configuration.
 
-    ``make`` must build a new module at each call: it is called once for the shapes, and once on
-    every rank with the same seed, so that initial values are equal. The module's
+    ``make`` must build a new module at each call: it is called for the shapes, and again on every
+    rank with the same seed, so that initial values are equal. The module's
     ``forward(vectors, dense)`` receives this rank's rows: the ``outputs`` by name ([rows, width]
-    each) and the dense fields ([rows, fields]). A short last batch may have 0 rows. ``forward``
-    returns logits [rows] or [rows, 1], each computed from its own row only.
+    each) and the dense fields ([rows, fields]). In a short last batch, a rank may have 0 rows.
+    ``forward`` returns logits [rows] or [rows, 1], each computed from its own row only.
     ``row_loss(logits, labels)`` takes two tensors [rows] and returns the loss of each row, which
     the trainer averages over the whole batch. The module may be compiled (``torch.compile``); with
     ``autocast``, it runs under ``torch.autocast`` in that dtype. A ``BatchNorm1d`` is computed over
@@ -82,15 +82,16 @@ class TorchModel:
             module = self.make()
         if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SbpError(
-                f"make returned a {type(module).__name__}, not a torch.nn.Module; use, for "
-                "example, make=lambda: nn.Linear(width, 1)"
+                f"make returned a {type(module).__name__}, not a torch.nn.Module; return a new "
+                "module whose forward(vectors, dense) returns one logit per row"
             )
         return module
 
     @cached_property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """Return names and shapes of the trained parameters; the module sets their initial values.
-        Raises SbpError for norms over one rank's rows, lazy modules, and sparse gradients.
+        Raises SbpError for lazy modules, sparse gradients, parameters that are not floating-point,
+        and batch norms that cannot be computed over the rows of all ranks.
         """
         return {
             name: ParameterSpec(shape=tuple(value.shape)) for name, value in _leaves(self._first)
@@ -104,8 +105,10 @@ class TorchModel:
     def build(
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
     ) -> "TorchPart | ShapesOnly":
-        """Build the module on this rank's device, with floating-point tensors in ``dtype``. Raises
-        SbpError if the initial values differ between ranks.
+        """Build the module on this rank's device, with floating-point tensors in ``dtype``; on the
+        meta device, build only the shapes. Raises SbpError if the initial values differ between
+        ranks, if ``make`` returns the same module twice, or if ``autocast`` does not allow
+        ``dtype``.
         """
         device = boxing.world.device
         if self.autocast is not None and dtype != torch.float32:
@@ -199,7 +202,7 @@ class TorchPart:
         if losses.shape != (logits.part.shape[0],):
             raise SbpError(
                 f"row_loss returned {list(losses.shape)} for {logits.part.shape[0]} rows; return "
-                "one loss per row, as with reduction='none', instead of the mean loss"
+                "a tensor [rows] with one loss per row, as with reduction='none'"
             )
         return _over_batch(losses.unsqueeze(1), logits)
 
@@ -224,8 +227,7 @@ class TorchPart:
     def _buffers(self) -> dict[str, tuple[int, int, Tensor | None]]:
         """Return the identity, the version, and (for the first batches) the values of each buffer.
         Values are needed because a write through ``.data`` does not change the version. A module
-        that writes through ``.data`` does so from the start, so checking the first batches
-        suffices.
+        that writes through ``.data`` is assumed to do so from the start.
         """
         self._batches += 1
         compare = self._batches <= LOOKED_AT
@@ -250,7 +252,7 @@ class TorchPart:
             if not same:
                 raise SbpError(
                     f"{type(self.module).__name__}: forward changed the buffer {name} in training, "
-                    "so the copies on different ranks would differ; use parameters as the only "
+                    "so the copies on different ranks could differ; use parameters as the only "
                     "state of the module"
                 )
 
@@ -258,8 +260,8 @@ class TorchPart:
 class ShapesOnly:
     """Stands in for a module in a dry run, where only its batch norms communicate.
 
-    ``calls`` takes the widths of the vectors and the number of dense fields, and returns the batch
-    norms in call order.
+    ``calls`` takes the widths of the vectors and the number of dense fields, and returns (name,
+    features) of each batch norm in call order.
     """
 
     def __init__(

@@ -41,9 +41,10 @@ def candidates(
     *,
     two_level: bool = False,
 ) -> dict[str, Rules]:
-    """Return the table rules of each candidate plan, by name. ``two_level`` adds plans that first
-    exchange rows within hosts. A basic candidate gives all tables the same layout, or balances
-    whole tables over the ranks. The other candidates also copy small tables to every rank.
+    """Return the table rules of each candidate plan, by name. ``two_level`` adds plans that
+    exchange rows in two hops, within and between hosts. A basic candidate gives all tables the same
+    layout where possible, or balances whole tables over the ranks. The other candidates also copy
+    small tables to every rank.
     """
     rows = TableRule(sbp="S(0)", exchange="unique")
     copies = TableRule(sbp="B", exchange="local")
@@ -118,7 +119,9 @@ def rank_candidates(
     topology: Topology,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> list[Candidate]:
-    """Return the candidates that fit in memory, cheapest first; raise PlanError if none fits."""
+    """Return the candidates whose tables fit in the ranks' total memory, cheapest first. Raises
+    PlanError if none fits.
+    """
     limit = math.inf if topology.memory_bytes is None else sum(topology.memory_bytes)
     fitting: list[Candidate] = []
     smallest = math.inf
@@ -134,8 +137,8 @@ def rank_candidates(
             fitting += [Candidate(name, rules[name], price, planned) for name in names]
     if not fitting:
         raise PlanError(
-            f"parallel.scheme: auto: the tables take {smallest / 1e9:.1f} GB with their state, but "
-            f"the ranks have {limit / 1e9:.1f} GB; use fewer rows, a smaller "
+            f"parallel.scheme: auto: the tables take at least {smallest / 1e9:.1f} GB with their "
+            f"state, but the ranks have {limit / 1e9:.1f} GB; use fewer rows, a smaller "
             "model.embedding_dim, parallel.table_dtype: bfloat16, or more machines with a scheme "
             "such as parallel.scheme: row_dedup"
         )

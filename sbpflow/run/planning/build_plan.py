@@ -235,8 +235,8 @@ def _plan_tables(
     planned: Mapping[str, TableRule] | None,
     topology: Topology,
 ) -> tuple[dict[str, TableLayout], EmbeddingPlan, tuple[PricedPlan, ...]]:
-    """Return the layouts and the plan of the tables and, for ``scheme: auto``, all considered plans
-    with their prices.
+    """Return the layouts and the plan of the tables and, for ``scheme: auto``, the names and prices
+    of all plans that fit in memory.
     """
     tables = [table for output in spec.outputs for table in output.tables]
     shapes = {table.name: table.shape for table in tables}

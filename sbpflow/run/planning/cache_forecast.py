@@ -35,12 +35,13 @@ def cached_stacks(plan: RunPlan) -> Iterator[tuple[GroupPlan, TableBatch, RowSto
 
 
 def forecast(plan: RunPlan, batches: Iterable[Tensor | BatchIds]) -> Forecast:
-    """Return the mean numbers of rows per step over the second half of ``batches``, for each stack
-    (named after its first table) and each rank.
+    """Return the mean numbers of rows per step over the second half of the first 100 ``batches``,
+    for each stack (named after its first table) and each rank.
 
     ``batches`` contains the ids of global batches. The counts are ``unique``, ``fetched``,
     ``read``, and ``written``. Stacks with ragged features are omitted. Growing tables start without
-    keys, as in a new run. Raises ConfigError if a cache is too small for the rows of one step.
+    keys, as in a new run. Raises ConfigError if a cache is too small for the rows that it
+    must hold at once.
     """
     matrices: list[Ids] = [
         (ids.matrix if isinstance(ids, BatchIds) else ids).numpy()
@@ -125,8 +126,8 @@ def _dry_run(
     num_slots: int,
     matrices: list[Ids],
 ) -> Mapping[str, float] | _Shortage:
-    """Plan the slots of one rank. Early rows also need slots for the next batch, and late gradients
-    need slots for the previous batch.
+    """Plan the slots of one rank; return the mean counts, or the first shortage. Early rows also
+    need slots for the next batch, and late gradients need slots for the previous batch.
     """
     num_rows = stack.num_rows(rank)
     planner = SlotPlanner(num_rows, num_slots)

@@ -24,7 +24,7 @@ from sbpflow.training.losses import PLAIN, row_losses
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseSteps:
     """The ``forward`` and ``backward`` steps that communicate, in order. ``conversions`` lists the
-    conversions that the forward and the row losses request, each with its adjoint.
+    conversions that the forward pass and the row losses request, each with its adjoint.
     """
 
     forward: tuple[BoxingStep, ...]

@@ -112,7 +112,7 @@ def _choice(
 
 
 def _why_not(config: Config, plan: EmbeddingPlan) -> str:
-    """Return the reason why no group of the run can send early rows, or "" if some can."""
+    """Return the reason why no group of the run can send early rows, or "" if some might."""
     given = config.train.lookahead
     if plan.world.size == 1:
         return "a single rank sends no rows"

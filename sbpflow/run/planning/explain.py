@@ -1,7 +1,7 @@
 """Describes a run without starting a rank: tables, shards, steps, bytes, memory.
 
-The description is made from the plan objects that a run executes, so it cannot differ from the run.
-The output is text or, for programs, a dictionary with the same content.
+The description is made from the plan objects that a run executes.
+The output is text or, for programs, a dictionary.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ def check_world_size(world_size: int) -> None:
 
 
 def describe(plan: RunPlan, forecast: Forecast | None = None) -> dict[str, Any]:
-    """Return the plan as JSON-ready values; ``forecast`` is the result of ``cache_forecast``.
+    """Return the plan as JSON-ready values; ``forecast`` comes from ``cache_forecast.forecast``.
 
-    All byte counts are for an iteration over ``batch_size`` rows that ends with an update; only one
-    in ``accumulate`` iterations does.
+    The byte counts of transfers are for an iteration over ``batch_size`` rows that ends with an
+    update; only one in ``accumulate`` iterations does.
     """
     steps = [_describe_step(phase, step, plan.world_size) for phase, step in plan.steps()]
     location = {
@@ -278,8 +278,8 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def compared_lines(compared: Sequence[Mapping[str, Any]], *, width: int = 400) -> list[str]:
-    """Show the plan that ``scheme: auto`` chose, and as many of the next cheapest as fit on the
-    line.
+    """Show the plan that ``scheme: auto`` chose, and those of the four next cheapest that fit on
+    the line.
     """
     if not compared:
         return []
@@ -376,7 +376,7 @@ def _step_lines(steps: Sequence[Mapping[str, Any]]) -> list[str]:
 def rank_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines with the memory and sent bytes of each rank.
 
-    With many ranks, ranks with equal values are combined.
+    More than eight consecutive ranks with equal values share a line.
     """
     rows: list[tuple[str, ...]] = [
         ("rank", "tables", "their state", "dense", "gradients", "their state", "ids", "sum", "sent")

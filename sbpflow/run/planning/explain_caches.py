@@ -13,7 +13,7 @@ from sbpflow.run.planning.text import columns, format_size
 def describe_caches(plan: RunPlan, forecast: Forecast | None = None) -> list[dict[str, Any]]:
     """Return one JSON-ready dictionary per rank for each stack of cached tables.
 
-    ``forecast`` is the result of ``cache_forecast``, in rows per step.
+    ``forecast`` comes from ``cache_forecast.forecast``, in rows per step.
     """
     found: list[dict[str, Any]] = []
     for _, stack, storage in cached_stacks(plan):

@@ -41,8 +41,8 @@ def with_known_kernels(plan: RunPlan, request: KernelRequest) -> RunPlan:
 def with_measured_kernels(plan: RunPlan, request: KernelRequest, boxing: Boxing) -> RunPlan:
     """Return the plan with the fastest kernel of each stack; every rank must call this function.
 
-    While the other ranks wait, rank 0 measures the times that are missing from its machine's
-    profile, which takes a few hundred milliseconds per kind of stack.
+    While the other ranks wait, rank 0 measures each kind of stack that its machine's profile lacks,
+    which takes a few hundred milliseconds per kind.
     """
     stacks = list(_measurable(plan, request))
     if not stacks:

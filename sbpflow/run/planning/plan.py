@@ -109,7 +109,7 @@ class RunPlan:
     def steps(self) -> tuple[tuple[str, Step], ...]:
         """Return (phase, step) for one iteration of ``batch_size`` rows, in issue order.
 
-        With overlap, ranks exchange a batch's ids during the previous iteration. The early rows
+        With overlap, ranks exchange a batch's ids during earlier iterations. The early rows
         that an iteration sends, and the flags that select them, belong to the next batch; the late
         gradients belong to the previous batch.
         """

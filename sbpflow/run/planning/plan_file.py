@@ -33,14 +33,14 @@ from sbpflow.training.step_schedule import (
 )
 
 FORMAT, WITHOUT_LOOKAHEAD = 3, 2  # Format 2 marks moves of the next batch as "ahead".
-# Fields and classes that occur only in older files.
+# The names of fields and classes in older files, and their present names.
 _RENAMED = {"wire": "comm_dtype", "whole_gradients": "dense_allreduce"}
 _RENAMED_CLASSES = {"Stack": "TableBatch", "Use": "FeatureLookup"}
 
 
 @cache
 def _classes() -> dict[str, type[Any]]:
-    """Return all dataclasses that the field types of ``RunPlan`` mention, recursively."""
+    """Return ``RunPlan`` and the dataclasses that its field types mention, recursively, by name."""
     classes: dict[str, type[Any]] = {}
 
     def add(hint: Any) -> None:  # noqa: ANN401 (an annotation)
@@ -81,7 +81,10 @@ def plan_from_json(text: str) -> RunPlan:
             "run wrote"
         ) from error
     if not isinstance(plan, RunPlan):
-        raise DataError(f"the plan has format {version!r}, but this version reads {FORMAT}")
+        raise DataError(
+            f"the file (format {version!r}) is not a run plan of format {WITHOUT_LOOKAHEAD} or "
+            f"{FORMAT}; use the {PLAN_FILE} that a run of this version wrote"
+        )
     return plan
 
 
@@ -112,14 +115,18 @@ def _encode_rule(rule: SparseOptimizer) -> object:
 
 
 def _decode_rule(content: dict[str, Any]) -> SparseOptimizer:
-    """Decode an optimizer, ignoring constants that older files also store for other optimizers."""
+    """Decode an optimizer. Older files also contain the constants of other optimizers, which are
+    ignored.
+    """
     kind: type[Any] = rule_class(content.get("class", content["name"]))
     names = [field.name for field in dataclasses.fields(kind)]
     return kind(**{key: _decode(content[key]) for key in names})
 
 
 def _decode_older_schedule(content: dict[str, Any]) -> StepSchedule:
-    """Decode a schedule of format 2, which has one order with a clip move and one without."""
+    """Return the present form of a schedule of format 2: serial or overlapped, and with or without
+    a clip move.
+    """
     schedule = SERIAL if content["wait_at_once"] else OVERLAPPED
     moves = {move["says"] for move in content["each_step"]}
     for clip in (CLIP, CLIP_ROWS):

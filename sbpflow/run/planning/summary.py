@@ -1,6 +1,6 @@
-"""Summarizes a plan on one screen for ``explain``, and suggests settings that would lower its cost.
+"""Summarizes a plan for ``explain``, and suggests settings that would lower its cost.
 
-``explain.format_plan`` shows every transfer and the order of a step.
+``explain.format_plan`` also shows every transfer and the moves of a step.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def format_summary(
     plan: RunPlan, helps: list[str], *, shards: bool = False, forecast: Forecast | None = None
 ) -> str:
     """Return one line per table, totals per rank and link, and the largest transfers. ``helps``
-    comes from ``what_helps``, and ``forecast`` from ``cache_forecast``.
+    comes from ``what_helps``, and ``forecast`` from ``cache_forecast.forecast``.
     """
     facts = describe(plan, forecast)
     lines = [
@@ -96,8 +96,8 @@ def what_helps(
     device_type: str,
     planned: Mapping[str, TableRule] | None = None,
 ) -> list[str]:
-    """Try other settings, one at a time, and return a line for each that lowers a cost by at least
-    5 %. ``planned`` contains the rules that produced ``plan``.
+    """Try other settings, one at a time, and return a line for each that lowers a cost by more than
+    5 %, or one line if none does. ``planned`` contains the rules that produced ``plan``.
     """
     before, lines = _costs(plan, fields), list[str]()
     for key, value in _CHANGES.items():
@@ -124,12 +124,12 @@ def what_helps(
             ]
             lines.append(f"would help: parallel.{key}={value}: {', '.join(texts)}")
     tried = ", ".join(f"parallel.{key}={value}" for key, value in _CHANGES.items())
-    return lines or [f"none of the settings {tried} would save 5 % or more"]
+    return lines or [f"none of the settings {tried} would save more than 5 %"]
 
 
 def expected_traffic(plan: RunPlan, fields: Fields) -> dict[str, int]:
-    """Return the expected bytes of ids, rows, and row gradients that a rank sends in a step, by
-    link.
+    """Return the expected bytes of ids, rows, and row gradients that the busiest rank sends in a
+    step, by link.
     """
     price = price_plan(plan.embeddings, plan.batch_size, plan.topology, frequencies_of(fields))
     near = price.sent_bytes - price.network_bytes

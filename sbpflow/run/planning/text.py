@@ -3,14 +3,11 @@
 import re
 from collections.abc import Sequence
 
-MANY = 8  # longer lists of ranks are shown as ranges
+MANY = 8  # longer lists are shortened
 
 
 def short_lists(text: str) -> str:
-    """Shorten lists of more than eight numbers to ranges and repeats: [0..255], [64 x 4].
-
-    Short lists keep the lines of plans for many ranks short.
-    """
+    """Shorten lists of more than eight numbers to ranges and repeats: [0..255], [64 x 4]."""
 
     def shorten(match: "re.Match[str]") -> str:
         numbers = [int(number) for number in match[1].split(", ")]
@@ -20,7 +17,7 @@ def short_lists(text: str) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> list[str]:
-    """Shorten three or more consecutive numbers to ``a..b``, and equal numbers to ``n x a``."""
+    """Shorten three or more consecutive numbers to ``a..b``, and n >= 3 equal ones to ``n x a``."""
     shown: list[str] = []
     start = 0
     while start < len(numbers):

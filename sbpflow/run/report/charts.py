@@ -7,11 +7,11 @@ from html import escape
 from xml.etree import ElementTree
 
 Point = tuple[float, float]
-# The color-blind-safe palette by Okabe and Ito.
+# Six colors of the color-blind-safe palette by Okabe and Ito, and brown.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 36
-_MIN_RANGE = 1e-100  # smaller ranges are drawn as a single point
+_MIN_RANGE = 1e-100  # values in a range of at most this size are drawn as equal
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,8 @@ class Run:
         return (time_of(event) - time_of(self.events[0])).total_seconds() / 60
 
     def curve(self, key: str, *, split: str | None = None, by: str = "step") -> list[Point]:
-        """Return the points (step or minutes, value) for all steps, or for all evaluations of
-        ``split``."""
+        """Return the points (step or minutes, value) of the step events, or of the evaluations of
+        ``split``, that have a value for ``key``."""
         events = self.of("step" if split is None else "eval")
         if by not in ("step", "time"):
             raise ValueError(f"by must be step or time, got {by!r}")
@@ -104,8 +104,8 @@ def read_run(folder: Path, name: str) -> Run:
 def batches_per_s(folder: Path, plan: RunPlan) -> float | None:
     """Return the median batches/s of the run in ``folder``.
 
-    Returns None if no speed was recorded, or if the world size or the batch size differs from the
-    plan's.
+    Returns None if the folder has no run or no recorded speed, or if the world size or the batch
+    size differs from the plan's.
     """
     try:
         run = read_run(folder, folder.name)
@@ -143,7 +143,9 @@ def _events(file: Path) -> tuple[tuple[Event, ...], list[str]]:
         except JsonError:
             notes.append(f"the last line of {METRICS_FILE}, line {len(lines) + 1}, is truncated")
     if not events:
-        raise ConfigError(f"report: {file} has no events yet; wait until step 2 of the run")
+        raise ConfigError(
+            f"report: {file} has no events yet; wait until step 2 of the run, or use another run"
+        )
     if events[-1]["event"] != "final":
         notes.append("the run has not finished")
     return tuple(events), notes

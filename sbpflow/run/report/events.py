@@ -50,7 +50,8 @@ _NAMED: Mapping[str, Callable[[Any], bool]] = {
     "slow_rank": is_count,
     "slow_host": _is_text,
 }
-# The required keys of each event; values of all other keys are numbers or null.
+# The required keys of each event. Values of keys outside ``_NAMED`` are numbers or null, except
+# ``predicted`` of calibration events, which is a list.
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "step": ("step", "loss", "samples_per_s"),
     "ranks": ("step", "rank_step_ms", "rank_data_ms", "rank_wait_ms"),

@@ -205,7 +205,9 @@ class Checkpoints:
 
 
 def _continued(folder: AnyPath, resumed: Resumed) -> Previous | None:
-    """Return the base of the first delta, which is the checkpoint that the run resumed from."""
+    """Return the base of the first delta, which is the checkpoint that the run resumed from, or
+    None for a new run.
+    """
     if not resumed.decision.resumes or not resumed.start.step:
         return None
     checkpoint = checked(step_folder(folder, resumed.start.step))

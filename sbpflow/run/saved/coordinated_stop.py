@@ -28,7 +28,8 @@ class StopSignal(Protocol):
 class CoordinatedStop:
     """Decides the step after which a run ends; each rank calls ``after`` between its steps.
 
-    ``timeout_s`` limits each operation on the key-value store and must allow for slow links.
+    Operations on the key-value store time out after ``timeout_s`` or later, which must allow for
+    slow links.
     """
 
     def __init__(self, stop: StopSignal, world: World, *, timeout_s: float) -> None:

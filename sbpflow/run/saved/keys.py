@@ -47,7 +47,7 @@ def check_grows(checkpoint: Checkpoint, field: str) -> VocabularyPlan:
     for plan in known:
         if field in (plan.name, *plan.features):
             return plan
-    names = ", ".join(plan.name for plan in known) or "a checkpoint with growing tables"
+    names = " or ".join(plan.name for plan in known) or "a checkpoint with growing tables"
     raise ConfigError(f"--field {field} does not grow in {checkpoint.path}; use {names}")
 
 
@@ -87,7 +87,7 @@ def erase(path: AnyPath, field: str, keys: Tensor) -> str:
     if others:
         text += (
             f"\nother checkpoints in {folder} may still contain the keys: {', '.join(others)}; "
-            f"remove them with `sbpflow checkpoint prune {folder} --keep 1`"
+            f"`sbpflow checkpoint prune {folder} --keep 1` removes them, except the best checkpoint"
         )
     return text
 

@@ -80,7 +80,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The position at which a run starts; ``training/loop.py`` defines the fields."""
+    """The position at which a run starts; see ``Checkpoints`` in ``training/saving.py``.
+
+    ``cursor`` is the loader's position. If the run resumes on the same set, ``going_on`` is the
+    step and the length of metrics.jsonl.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -149,7 +153,8 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
             raise ConfigError(
                 f"checkpoint.resume: {resume} is in checkpoint.dir ({folder}), and a new run "
                 "would move the checkpoints there aside; use checkpoint.resume=auto to resume "
-                "that run, or another run.dir to start a new run from its checkpoint"
+                "that run, or another run.dir (or checkpoint.dir) to start a new run from its "
+                "checkpoint"
             )
         _move_aside(config)
         return replace(new_run, newest=newest)
@@ -170,7 +175,7 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
         raise ConfigError(
             f"checkpoint.resume: no checkpoint in {folder} is usable (see the warnings above); use "
             "checkpoint.resume=never to move the checkpoints aside and start from scratch, or "
-            "another run.dir"
+            "another run.dir (or checkpoint.dir)"
         )
     tidy(folder)
     return Decision(folder=folder, run=saved.run, newest=newest.path, resumes=True)
@@ -181,9 +186,10 @@ def _check_no_checkpoints(folder: AnyPath) -> None:
     if checkpoints := list_checkpoints(folder):
         raise ConfigError(
             f"checkpoint.resume is auto, but {folder} contains checkpoints without {RUN_FILE}, "
-            "which identifies their run; restore that file; or use another run.dir with "
-            f"checkpoint.resume={checkpoints[0]} to start from the newest checkpoint; or use "
-            "checkpoint.resume=never to move the checkpoints aside and start from scratch"
+            "which identifies their run; restore that file; or use another run.dir (or "
+            f"checkpoint.dir) with checkpoint.resume={checkpoints[0]} to start from the newest "
+            "checkpoint; or use checkpoint.resume=never to move the checkpoints aside and start "
+            "from scratch"
         )
 
 
@@ -210,7 +216,8 @@ def _check_same(saved: Mapping[str, str], config: Config, data: DataFacts, folde
         raise ConfigError(
             f"checkpoint.resume: the unfinished run in {folder} has different settings: "
             f"{'; '.join(differences)}. Restore these values to resume the run; or, to start from "
-            "scratch, use checkpoint.resume=never, which moves that run aside, or another run.dir"
+            "scratch, use checkpoint.resume=never, which moves that run aside, or another "
+            "run.dir (or checkpoint.dir)"
         )
 
 
@@ -240,9 +247,9 @@ def _move_aside(config: Config) -> None:
 def load(decision: Decision, job: Job, data: DataFacts, boxing: Boxing) -> Start:
     """Restore the job from the newest checkpoint that every rank can read.
 
-    Every rank must call this function. A resumed run skips damaged checkpoints and logs the errors.
-    Raises ConfigError on every rank if no checkpoint is usable, or if a checkpoint does not fit the
-    job or the set.
+    Every rank must call this function. A resumed run skips checkpoints that are damaged or do not
+    fit the job or the set, with a warning. Raises ConfigError on every rank if no checkpoint is
+    usable or, for a new run, if the given one is not.
     """
     newest = decision.newest
     if newest is None:

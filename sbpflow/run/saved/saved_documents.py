@@ -19,7 +19,7 @@ def saved_set(checkpoint: Checkpoint) -> Mapping[str, Any]:
     for key in ("path", "fingerprint"):
         _need(checkpoint, f"data.{key}", data.get(key), _is_text, "text")
     for key in ("content_id", "vocabulary_digest"):  # earlier versions have no ``content_id``
-        _need(checkpoint, f"data.{key}", data.get(key), _is_text_or_none, "text")
+        _need(checkpoint, f"data.{key}", data.get(key), _is_text_or_none, "text or null")
     return data
 
 

@@ -43,8 +43,8 @@ from sbpflow.runtime.files.remote_path import AnyPath
 def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None) -> Checkpoint:
     """Return the checkpoint at ``path``, or the best or newest good checkpoint in the folder
     ``path``. By default, the result is the best checkpoint if the run kept one, else the newest.
-    Damaged checkpoints are skipped with a warning. Raises CheckpointError if every checkpoint is
-    damaged.
+    Damaged checkpoints are skipped with a warning. Raises CheckpointError if no checkpoint is
+    usable, or if the best checkpoint is missing or damaged.
     """
     if (path / INDEX_FILE).exists():
         if which is not None:
@@ -55,7 +55,7 @@ def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None)
     folder = checkpoint_folder(path)
     if not list_checkpoints(folder):
         raise CheckpointError(
-            f"--checkpoint {path} contains no checkpoint; use a run folder, or a folder step-N"
+            f"--checkpoint {path} contains no checkpoint; use a run folder or a step-N folder"
         )
     for newest in good_checkpoints(folder):
         best = best_of(newest)
@@ -63,8 +63,8 @@ def find_checkpoint(path: AnyPath, which: Literal["best", "last"] | None = None)
             return newest
         if best is None:
             raise CheckpointError(
-                f"--best: {path} has no best checkpoint, because its run had neither train.stop "
-                "nor checkpoint.keep_best; use --last"
+                f"--best: {path} has no best checkpoint; only evaluations of a run with "
+                "checkpoint.keep_best or train.stop select one; use --last"
             )
         try:
             return checked(step_folder(folder, best["step"]), run=newest.run)
@@ -116,8 +116,8 @@ def saved_layouts(
 
     The rules replace ``parallel.plan``: the saved layouts on the same number of ranks, S(0) on any
     other number. Therefore neither the planner nor the plan file is needed. Rules of
-    ``parallel.tables`` that name nonexistent ranks become S(0), and the saved ``parallel.topology``
-    is dropped. Keys given as overrides are kept.
+    ``parallel.tables`` that do not fit this number of ranks become S(0), and the saved
+    ``parallel.topology`` is dropped. Keys given as overrides are kept.
     """
     given: Any = plain(config.parallel)
     saved = _group(with_current_keys(_group(checkpoint.documents, "config")), "parallel")
@@ -166,11 +166,11 @@ def _plan_of(checkpoint: Checkpoint) -> RunPlan | None:
 
 
 def saved_plan(checkpoint: Checkpoint, plan: RunPlan, request: KernelRequest) -> RunPlan | None:
-    """Return the saved plan with its kernels if it differs from ``plan`` only in kernels, else
-    None. ``auto`` selects kernels by measured times, which vary between launches, and kernels
-    differ in the last bits of their results. If ``request`` (``parallel.kernel``) is auto, resumed
-    runs and predictions therefore keep the saved kernels. Also returns None if a saved kernel is
-    unavailable.
+    """Return the saved plan with its kernels if it differs from ``plan`` only in kernels, prices,
+    and topology, else None. ``auto`` selects kernels by measured times, which vary between
+    launches, and kernels differ in the last bits of their results. If ``request``
+    (``parallel.kernel``) is auto, resumed runs and predictions therefore keep the saved kernels.
+    Also returns None if a saved kernel is unavailable.
     """
     saved = _plan_of(checkpoint)
     if saved is None:

@@ -1,7 +1,7 @@
 """Reads small device tensors on the host without blocking the device.
 
-A tensor is copied to pinned memory while later work runs, and is read after the copy. On the CPU,
-no copy is needed.
+A tensor is copied to pinned memory without blocking the host, and is read after the copy. On the
+CPU, no copy is needed.
 """
 
 import torch

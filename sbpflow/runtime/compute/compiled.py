@@ -19,13 +19,16 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def compiled(function: FunctionT) -> FunctionT:
     """Compile ``function`` with numba and cache its machine code in the user's cache folder.
 
-    If other users can write to that folder, the code is not cached.
+    If the folder cannot be created, or another user could have written to it, the code is not
+    cached.
     """
     return _compiled(function, fastmath=False)
 
 
 def compiled_fast(function: FunctionT) -> FunctionT:
-    """Compile like ``compiled``, but allow the compiler to reorder the terms of a sum."""
+    """Compile like ``compiled``, but allow the compiler to reorder the terms of a sum, to fuse
+    multiplications with additions, and to ignore the sign of zero.
+    """
     return _compiled(function, fastmath=True)
 
 

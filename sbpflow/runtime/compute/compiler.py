@@ -62,7 +62,7 @@ def keep_compiled_privately() -> None:
 
 def half_time(half: torch.dtype, *, rows: int = 512, width: int = 512, repeats: int = 5) -> float:
     """Return the time of a matrix product in dtype ``half``, including casts, relative to float32.
-    Both times are the best of ``repeats`` runs, and all runs take a few milliseconds in total.
+    Both times are the best of ``1 + repeats`` runs, and all runs take a few milliseconds in total.
     """
     x, weight = torch.ones(rows, width), torch.ones(width, width)
     products = (lambda: x.to(half) @ weight.to(half), lambda: x @ weight)

@@ -1,7 +1,7 @@
 """Checks which parts of this environment work, and reports how to fix the others (``sbpflow
 doctor``).
 
-Each check runs an operator or a collective, because an installed package may still fail to load.
+Some checks run an operator or a collective, because an installed package may still fail to load.
 """
 
 import sys
@@ -128,7 +128,7 @@ def _fbgemm() -> Finding:
         return Finding("fbgemm", "broken", str(error))
     if module is None:
         hint = "to install FBGEMM, run pip install 'sbpflow[cpu]' or 'sbpflow[cuda]'"
-        return Finding("fbgemm", "absent", f"lookups use the plain torch kernel; {hint}")
+        return Finding("fbgemm", "absent", f"lookups use other kernels; {hint}")
     import torch
 
     rows = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([1, 1]))

@@ -1,7 +1,7 @@
 """Checks that the installed torch and FBGEMM are compatible, or says what to install.
 
-This module imports neither torch nor FBGEMM. The compatible pairs follow FBGEMM's releases. On CPU
-with torch 2.13.0 (2026), FBGEMM 1.8.0 worked, and FBGEMM 1.9.0 failed to load.
+Importing this module loads neither torch nor FBGEMM. The compatible pairs follow FBGEMM's
+releases. On CPU with torch 2.13.0 (2026), FBGEMM 1.8.0 worked, and FBGEMM 1.9.0 failed to load.
 """
 
 import importlib
@@ -59,7 +59,7 @@ def check_pair(installed: Installed) -> None:
     if torch is None or fbgemm is None or installed.fbgemm_dist is None:
         return
     if FBGEMM_OF_TORCH.get(minor(torch)) != minor(fbgemm):
-        raise ConfigError(_mismatch(installed, "these versions are incompatible"))
+        raise ConfigError(_mismatch(installed, "FBGEMM's releases do not pair these versions"))
 
 
 def import_fbgemm() -> ModuleType | None:
@@ -79,8 +79,8 @@ def import_fbgemm() -> ModuleType | None:
 
 
 def install_command(torch: str | None, fbgemm_dist: str) -> str:
-    """Return the pip command that installs a matching version of FBGEMM for ``torch``, or the
-    newest versions of both."""
+    """Return the pip command that installs a matching version of FBGEMM for ``torch`` or, for an
+    unknown version of torch, the newest known versions of both."""
     known = minor(torch) if torch is not None and minor(torch) in FBGEMM_OF_TORCH else None
     pair = known or list(FBGEMM_OF_TORCH)[-1]
     torch_pin = (torch or "").split("+")[0] if known else f"{pair}.0"

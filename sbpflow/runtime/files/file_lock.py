@@ -1,6 +1,6 @@
 """Locks folders with lock files, so that only one run at a time writes to a folder. The locks are
-advisory (flock) and are always released when the process ends. A lock file contains the name of its
-last holder.
+advisory (flock) and are always released when the process ends. A lock file names the last
+process that signed it.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 """Reads JSON from disk, and raises JsonError for a file that is invalid or exceeds a limit.
 
-``json.loads`` alone accepts NaN, turns large numbers into infinity, recurses without limit, and
-returns numbers and strings that cause errors only when they are used. Callers must still check the
-structure of the values. ``read_text`` is for files with one JSON value per line.
+``json.loads`` alone accepts NaN and deep nesting, turns large numbers into infinity, and returns
+numbers and strings that cause errors only when they are used. Callers must still check the
+structure of the values. ``read_text`` reads, for example, files with one JSON value per line.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ class JsonError(ValueError):
 
 
 def read_json(path: AnyPath, *, max_bytes: int = MAX_BYTES) -> object:
-    """Return the JSON value in a file. Raises FileNotFoundError, or a JsonError that names the
-    file."""
+    """Return the JSON value in a file. Raises FileNotFoundError, a JsonError that names the file,
+    or StoreError for a URL that cannot be read."""
     return parse_json(read_text(path, max_bytes=max_bytes), str(path))
 
 

@@ -38,8 +38,8 @@ def local_path(given: str | Path) -> Path:
 def plain_path(text: str) -> Path:
     """Convert text to a path even if it looks like a URL, with a leading ``~`` expanded.
 
-    Shells do not expand the ``~`` in ``key=~/x`` and ``--option=~/x``. Raises PathError for text
-    that no file system accepts, and for the home folder of an unknown user.
+    Shells do not expand the ``~`` in ``key=~/x`` and ``--option=~/x``. Raises PathError for
+    invalid or too long text, and for the home folder of an unknown user.
     """
     if fault := _fault(text):
         shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}.."

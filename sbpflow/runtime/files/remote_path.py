@@ -2,8 +2,9 @@
 
 ``RemotePath`` has those methods of ``pathlib.Path`` that are used for both local and remote paths.
 Objects cannot be renamed, so each object is written as a whole, and a folder's index is written
-last to mark the folder as complete. fsspec is imported only when a URL is used. Failed requests are
-retried. Messages contain no credentials, and URLs with credentials are accepted only for inputs.
+last to mark the folder as complete. fsspec is imported only when a URL is used. Temporary failures
+are retried. Messages contain no credentials, and URLs with credentials are accepted only for
+inputs.
 """
 
 import errno
@@ -46,7 +47,7 @@ class RemotePath:
     """The URL of a file or folder; ``facts`` is its entry in a listing, which makes further
     requests unnecessary.
 
-    ``str`` omits the user, password, and query, which may contain credentials.
+    ``str`` replaces a user with a password, and a query, with ``***``: they may be credentials.
     """
 
     __slots__ = ("facts", "url")
@@ -164,7 +165,7 @@ class RemotePath:
         return RemoteStat(self.num_bytes, time_of if isinstance(time_of, float | int) else 0.0)
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """Yield the folder's entries with their facts; a request returns up to 1,000 entries."""
+        """Yield the folder's entries with their facts."""
 
         def listed(system: Any, path: str) -> list[Mapping[str, Any]]:  # noqa: ANN401
             system.invalidate_cache()
@@ -322,7 +323,7 @@ class _Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position and return it, without a request."""
+        """Move to a position and return it."""
         starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._path.num_bytes}
         self._at = starts[whence] + offset
         return self._at
@@ -393,7 +394,7 @@ def _file_path(text: str) -> Path | None:
 
 
 def redacted(text: str) -> str:
-    """Return text with users, passwords, and queries in its URLs replaced with ``***``."""
+    """Return text with passwords, their users, and queries in its URLs replaced with ``***``."""
     return _QUERY.sub(r"\1?***", _USER.sub("://***@", text))
 
 

@@ -32,7 +32,8 @@ RUN_FILES = (
 class RunLock:
     """Locks ``folder`` on rank 0 until ``close`` or the end of the process; does nothing on other
     ranks. The lock is an advisory lock (flock) on the file run.lock, which names the last holder
-    and is never deleted. Raises ConfigError if another run has locked the folder.
+    and is never deleted. Raises ConfigError if another run has locked the folder, or if the
+    file cannot be opened.
     """
 
     def __init__(self, folder: Path, *, rank: int, key: str = "run.dir") -> None:

@@ -1,7 +1,7 @@
 """Finds this process's rank, world size, and machine.
 
-All three come from the launcher's environment, or from torch's default process group if the program
-has already created that group.
+The rank and the world size come from the launcher's environment, or from torch's default process
+group if the program has already created that group.
 """
 
 import os

@@ -3,10 +3,10 @@ errors through their key-value store.
 
 A rank that exits posts its reason, and the first rank to exit wakes the others. The first rank of
 each machine waits briefly for more reasons and prints the message; the others print nothing. A rank
-that posts nothing has died or is stuck; the message names such ranks. In each rank, a thread waits
-for the first exit and saves the posted reasons, because the store may be gone before the main
-thread notices the exit. Process groups are not used, because they may have failed themselves.
-``launch.py`` decides when to exit.
+that posts nothing has died or is stuck; the message names such ranks unless a posted reason
+explains the exit. In each rank, a thread waits for the first exit and saves the posted reasons,
+because the store may be gone before the main thread notices the exit. Process groups are not used,
+because they may have failed themselves. ``launch.py`` decides when to exit.
 """
 
 import contextlib

@@ -68,7 +68,7 @@ class GracefulShutdown:
             self.leave()
 
     def _watch(self, reader: int) -> None:
-        """Pass the signal to the previous handler after a second signal or the grace period.
+        """Pass the signal to the previous wake-up pipe after a second signal or the grace period.
 
         Python handlers do not run while the main thread is in C++ code. Therefore a thread watches
         the wake-up pipe, to which the C handler writes immediately.
@@ -117,7 +117,9 @@ class GracefulInterrupt:
 
 
 def watch_signals() -> GracefulShutdown | GracefulInterrupt | None:
-    """Start watching for signals; return None if a Ctrl-C does not reach this thread."""
+    """Start watching for signals; return None if a Ctrl-C does not reach this thread, or if the
+    program handles it.
+    """
     if threading.current_thread() is not threading.main_thread():
         return None
     if callable(signal.getsignal(signal.SIGTERM)):  # set by ``run_main``

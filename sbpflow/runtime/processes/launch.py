@@ -38,8 +38,8 @@ EXIT_PIPE = 141  # exit code of a program killed by SIGPIPE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MAKE_ROOM = (
-    "free some space where this run writes (run.dir, checkpoint.dir, --output); earlier "
-    "checkpoints are unchanged"
+    "free some space where this run writes (run.dir, checkpoint.dir, --output), or use a writable "
+    "folder on another disk; earlier checkpoints are unchanged"
 )
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
 _NEED_LESS = (
@@ -92,7 +92,7 @@ def until_nobody_reads(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not _stdout_is_closed():
             raise
-        # Otherwise, flushing the rest of the buffer at interpreter exit would fail again.
+        # Redirect stdout, because flushing its buffer at interpreter exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     return code
@@ -110,8 +110,9 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 
     The exit code is 0 or the result of ``main``. After a user error the code is 2, and the ranks
     print one joint message. After the loss or absence of a peer the code is 3, also with one
-    message. After Ctrl-C or SIGTERM the code is 130. Any other failure exits with 1 and one rank's
-    traceback. After a failure, all ranks exit within seconds, even if their threads are blocked.
+    message. After Ctrl-C or SIGTERM the code is 130. ``sys.exit`` keeps its code. Any other failure
+    exits with 1 and one rank's traceback. After a failure, all ranks exit within seconds, even if
+    their threads are blocked.
     """
     exits = _Exits()
     exits.watch_signals()
@@ -138,7 +139,7 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
 def classify(error: BaseException) -> tuple[Reason, int]:
     """Return the reason to report for an error, and its exit code.
 
-    Errors are classified by type, because a user program's messages may contain any text. torch's
+    Errors are classified by type where possible, because messages may contain any text. torch's
     own error types occur in calls that bypass ``boxing``.
     """
     if isinstance(error, MESSAGE_ERRORS):

@@ -23,7 +23,8 @@ def start_ranks(
     module: str = "sbpflow",
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Run ``python -m MODULE WORDS`` on each rank; return 0, or a failed rank's exit code.
+    """Run ``python -m MODULE WORDS`` on each rank; return 0, a failed rank's exit code, or 130
+    after a stop signal.
 
     The ranks print their own errors, so the launcher's report is disabled. ``environment`` contains
     additional environment variables. Raises ConfigError, naming ``option``, if ``ranks`` is not

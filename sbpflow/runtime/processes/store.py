@@ -1,7 +1,7 @@
 """The key-value store through which ranks find each other, with a time limit for each operation.
 
 torch's store listens on all interfaces without authentication. If ranks are started by hand, rank 0
-serves the store on the interface of MASTER_ADDR only.
+serves the store on the interface of MASTER_ADDR only, where possible.
 
 torch's client has no timeout for sends and receives, so it blocks forever if the store's host drops
 off the network. Therefore each operation runs in its own thread, which is abandoned at the time
@@ -249,8 +249,8 @@ def _misled(host: str, port: int) -> str:
 def _listener(host: str, address: str, port: int) -> socket.socket | None:
     """Return a socket that listens only at ``address``, or None to let torch create a socket.
 
-    If it returns None, it logs a warning, because torch's socket listens on all interfaces. If the
-    port is in use, torch either reuses its own socket in this process or raises an error that names
+    torch's socket listens on all interfaces, so returning None logs a warning, unless the port is
+    in use: torch then either reuses its own socket in this process or raises an error that names
     the port.
     """
     why = "the name may have different addresses on different machines"

@@ -121,7 +121,9 @@ def _leader(secret: str, rank: int, size: int, end: float) -> Generator[tuple[in
 
 
 def _ask(name: str, token: str, end: float) -> int | None:
-    """Return the rank that has bound ``name`` in this namespace, or None if the name is free."""
+    """Return the rank that has bound ``name`` in this namespace, or None if no rank of this launch
+    answers.
+    """
     if not sys.platform.startswith("linux"):
         raise OSError(errno.EAFNOSUPPORT, f"{sys.platform} has no abstract Unix sockets")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:

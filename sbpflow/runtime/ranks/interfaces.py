@@ -2,7 +2,7 @@
 
 gloo publishes the address to which this machine's own name resolves. On many machines, such as
 those with Debian's /etc/hosts, this is a loopback address, so ranks on other machines would connect
-to themselves. Therefore each rank of a run on several hosts uses the interface that leads to
+to themselves. In this case, each rank of a run on several hosts uses the interface that leads to
 another host.
 """
 
@@ -30,11 +30,11 @@ _ANY_PORT = 9  # Any port: connecting a UDP socket sends nothing.
 def choose_interface(
     store: TimedStore | None, rank: int, topology: Topology, timeout_s: float
 ) -> None:
-    """Set GLOO_SOCKET_IFNAME for this process, unless it is already set. All ranks must call this
-    function.
+    """Set GLOO_SOCKET_IFNAME for this process if it is needed and not yet set. All ranks must call
+    this function.
 
-    Raises ConfigError if this machine's name resolves to a loopback address and no interface leads
-    to the other hosts.
+    Raises ConfigError if this machine's name resolves to no address or to a loopback address, and
+    no interface leads to the other hosts.
     """
     main = os.environ.get("MASTER_ADDR", "")
     if store is None or not main:

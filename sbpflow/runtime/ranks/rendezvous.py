@@ -14,7 +14,8 @@ from sbpflow.runtime.processes.environment import env_int, existing_group, rank_
 class Rendezvous:
     """How the ranks find each other, as arguments of torch's ``init_process_group``.
 
-    ``init_method=None`` stands for a world of one rank, which does not need an address.
+    ``init_method`` is None if no address is needed: for a world of one rank, and for an existing
+    process group.
     """
 
     init_method: str | None

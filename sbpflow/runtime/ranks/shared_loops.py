@@ -59,8 +59,9 @@ def publish(sent: int, waiting: int, value: int) -> None:
 
 @compiled
 def wait_until(sent: int, waiting: int, value: int, limit: Array) -> bool:
-    """Wait until the int32 count at address ``sent`` reaches ``value``; return False after a time
-    limit. ``limit`` (int64 [2]) is in seconds and nanoseconds. The count may wrap around.
+    """Wait for the int32 count at address ``sent`` to reach ``value``; return whether it has. The
+    wait ends after ``limit`` (int64 [2], seconds and nanoseconds) or earlier. The count may wrap
+    around.
     """
     for _ in range(_SPINS):
         if np.int32(_load(sent) - np.int32(value)) >= 0:

@@ -18,7 +18,7 @@ IN_FLIGHT = 1024  # Maximum number of messages in flight per pair and channel.
 MAX_CHANNELS = 512
 _LINE = 16  # Number of int32 words per cache line.
 # Number of int64 words per descriptor: the message's offset, size in bytes, and number, and the
-# number again once the message has been copied.
+# number plus 1 once the message has been copied.
 _ENTRY = 4
 _RING_BYTES = 4 * 2 * _LINE + 8 * _ENTRY * IN_FLIGHT
 _SMALLEST = 256
@@ -39,7 +39,7 @@ class Arena:
 
     memory: Tensor  # Shape [ARENA_BYTES], uint8.
     size: int  # Number of ranks.
-    connection: int = -1  # Socket to the peer that owns the arena.
+    connection: int = -1  # File descriptor of the socket to the peer that owns the arena.
     free: dict[int, list[int]] = field(default_factory=dict)  # Offsets by size.
     end: int = 0
 
@@ -107,7 +107,7 @@ class Receiving:
     def __init__(self, arena: Arena, ring: Ring, peer: int) -> None:
         self._arena, self._ring, self._peer = arena, ring, peer
         self._number = 0
-        self._abandoned: list[int] = []  # abandoned messages
+        self._abandoned: list[int] = []  # numbers of messages
 
     def next_message(self, target: Tensor, shared: "SharedMemory") -> "Arriving":
         """Return the next message, which ``Arriving.wait`` copies into ``target``."""

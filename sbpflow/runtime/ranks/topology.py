@@ -19,7 +19,7 @@ HostsSource = Literal["handshake", "given", "assumed"]
 class Link:
     """A link: the send rate of one rank in GB/s, and the latency of a call in ms. With the
     defaults, the order of plans by predicted time is the same as their order in measurements on
-    loopback (``embedding/plan/price.py``).
+    loopback (``costs/prices.py``).
     """
 
     gb_per_s: float = 2.0
@@ -32,7 +32,8 @@ class Topology:
     """The hosts of a run, as tuples of ascending ranks, ordered by first rank. ``memory_bytes`` and
     ``speeds`` have one value per rank; ``None`` means unknown memory or equal speeds. Speeds are
     relative: a rank with speed 2 computes twice as fast as one with speed 1. Raises ConfigError
-    unless each rank 0..size-1 is on exactly one host and all values are above 0.
+    unless each rank 0..size-1 is on exactly one host and all values are above 0 (latencies may be
+    0).
     """
 
     hosts: tuple[tuple[int, ...], ...]

@@ -41,7 +41,7 @@ _SLACK_S = 5.0  # lets torch's own timeout, whose message is more specific, expi
 
 Made = TypeVar("Made")
 
-# torch 2.13 renamed these variables and warns about the old names, but 2.11 has only the old names.
+# torch 2.13 renamed these functions and warns about the old names, but 2.11 has only the old names.
 _names = vars(dist)
 all_gather_single: Callable[..., dist.Work | None] = (
     _names.get("all_gather_single") or _names["all_gather_into_tensor"]
@@ -335,9 +335,9 @@ class World:
 
 def broken(error: RuntimeError, step_id: str, collective: str) -> RuntimeError:
     """Convert an error from a collective in flight; the message begins with the step. The result is
-    a PeerLostError, because the arguments were valid when the collective was issued. The result is
-    a RuntimeError only for device failures and for sizes that differ between ranks (which only gloo
-    detects, as "enforce fail").
+    a PeerLostError, because the arguments were valid when the collective was issued. Only for
+    device failures, and for sizes that differ between ranks (which only gloo detects, as "enforce
+    fail"), the result is a plain RuntimeError.
     """
     words = re.sub(r"^\[/\S+\]\s*", "", str(error))
     device_failed = isinstance(error, vars(torch).get("AcceleratorError", ()))
@@ -380,7 +380,7 @@ def _store_of_start(met: Meeting | None, timeout_s: float) -> dist.Store | None:
     use (pytorch/pytorch#135712).
 
     The returned store therefore uses a separate prefix for this launch. A store that rank 0 serves
-    listens only at MASTER_ADDR, unlike one that torch creates.
+    listens only at MASTER_ADDR where possible, unlike one that torch creates.
     """
     if met is None or met.store is None:
         return None
