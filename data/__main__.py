@@ -28,7 +28,7 @@ from sbpflow.runtime.files.remote_path import AnyPath, RemotePath, any_path
 from sbpflow.runtime.processes.launch import ArgumentParser, until_nobody_reads
 
 _LOG = logging.getLogger(__name__)
-_DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5}
+_DISK_FACTOR = {".gz": 4.5, ".parquet": 4.5, ".zst": 6.0, ".bz2": 6.0, ".xz": 8.0}
 """Peak disk use in bytes per byte of input, by file suffix; 1.4 for all other suffixes"""
 
 _SHARED = (

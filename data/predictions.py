@@ -222,7 +222,7 @@ def check_ids(manifest: Manifest, like: Manifest) -> None:
         return
     raise ConfigError(
         f"--input: the ids in {manifest.path} are not from the model's vocabulary; use the raw "
-        f"rows as input, or encode them with `sbpflow encode --like {like.path}`"
+        f"rows as input, or encode them with `sbpflow encode --like {like.origin}`"
     )
 
 

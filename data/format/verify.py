@@ -108,13 +108,25 @@ def check_lists(manifest: Manifest, shard: Shard) -> None:
     bad = ((values < 0) | (values >= limits[owner])) & ~keyed[owner]
     if bad.any():
         index = int(bad.argmax())
-        row = int(np.searchsorted(ends, index, side="right")) - 1
-        field = manifest.lists[owner[index]]
+        row, field = _row_of(index, ends), manifest.lists[owner[index]]
         raise DataError(
             f"{folder / shard.parts['values'].file}: row {row} has {field.name} id "
             f"{values[index]}, but its table has rows 0..{field.rows - 1}; prepare the set again"
         )
     if "value_weights" in types:
         weights = whole("value_weights")
-        path = folder / shard.parts["value_weights"].file
-        _refuse(path, "weight", weights, ~np.isfinite(weights), "finite")
+        bad = ~np.isfinite(weights)
+        if bad.any():
+            index = int(bad.argmax())
+            raise DataError(
+                f"{folder / shard.parts['value_weights'].file}: row {_row_of(index, ends)} has "
+                f"{manifest.lists[owner[index]].name} weight {weights[index]}, but it must be "
+                "finite; prepare the set again"
+            )
+
+
+def _row_of(index: int, ends: "NDArray[np.int64]") -> int:
+    """Return the row that contains the list value at ``index``; ``ends`` are the first values of
+    the rows.
+    """
+    return int(np.searchsorted(ends, index, side="right")) - 1

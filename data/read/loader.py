@@ -304,7 +304,6 @@ def choose_backend(wanted: Backend | Literal["auto"]) -> Backend:
         "data.loader: auto selects %s%s", chosen, "" if has_dali else " (DALI is not installed)"
     )
     return chosen
-    return chosen
 
 
 def open_loader(

@@ -3,6 +3,7 @@ event loop, which parses, encodes, and scores rows, and a thread that watches th
 """
 
 import gc
+import json
 import logging
 import os
 import signal
@@ -97,10 +98,11 @@ def _load(
 
 
 def _compile(model: Model) -> None:
-    """Score a text row of missing values, so that requests do not wait for compilation. (The first
-    JSON request compiles the loop of ``json_loops``.)
+    """Encode a row of missing values as text and as JSON, so that requests do not wait for
+    compilation.
     """
     content, names = model.content["input"], [column.name for column in model.columns]
+    model.encode_json(json.dumps([dict.fromkeys(names)]).encode())
     lines = [names] * content["header"] + [[""] * len(names)]
     if len(names) > 1:  # a blank line is not a row
         model.score("\n".join(content["separator"].join(line) for line in lines))

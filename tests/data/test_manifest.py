@@ -11,10 +11,12 @@ from sbpflow.config.schema import Config, DataConfig
 from sbpflow.data import load_manifest, open_loader
 from sbpflow.data.__main__ import main
 from sbpflow.data.format.manifest import MANIFEST, Manifest, fingerprint_of
+from sbpflow.data.format.verify import check_lists
 from sbpflow.data.stats import compute_stats, stats_json
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.models.wdl import WdlConfig
 from tests.data.conftest import make_set
+from tests.data.full_set import make_full_set
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,26 @@ def test_a_single_wrong_statistic_is_refused(copy, capsys, key, value):
     forge(copy.path, stats=stats)
     assert main(["stats", str(copy.path)]) == 2
     assert "sbpflow stats --recount" in capsys.readouterr().err
+
+
+def test_a_list_weight_that_is_not_finite_is_reported_with_its_row(tmp_path):
+    manifest, rows = make_full_set(tmp_path / "set")
+    row = next(n for n in range(50, len(rows)) if rows[n].lists[2])
+    before = sum(len(ids) for earlier in rows[:row] for ids in earlier.lists)
+    first = before + sum(map(len, rows[row].lists[:2]))  # the first value of L2 in this row
+    shard = manifest.shards("train")[0]
+    weights = np.load(manifest.path / shard.parts["value_weights"].file, mmap_mode="r+")
+    weights[first] = np.inf
+    weights.flush()
+    with pytest.raises(DataError, match=f"row {row} has L2 weight inf, but it must be finite"):
+        check_lists(manifest, shard)
+
+
+def test_advice_on_crosses_is_for_names_of_two_columns(copy):
+    with pytest.raises(DataError, match=r"has no cross 'C1xC2'.*--crosses .*C1xC2"):
+        copy.field("C1xC2")
+    with pytest.raises(DataError, match="has no field 'taxi'; it has C1"):
+        copy.field("taxi")
 
 
 @pytest.mark.parametrize("bad", [-1, 500, -(2**31)])
