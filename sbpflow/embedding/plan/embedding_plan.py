@@ -143,8 +143,8 @@ class EmbeddingPlan:
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return the transfers of a lookup, except id transfers, in the order in which they start.
 
-        The flags and early vectors belong to the next batch, and the late gradients to the previous
-        batch.
+        The ``flags`` and early vectors belong to the next batch, and the late gradients to the
+        previous batch.
         """
         purposes: tuple[Purpose, ...]
         purposes = ("vectors", "flags", "late flags", "late gradients", "early vectors")

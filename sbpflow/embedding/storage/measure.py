@@ -54,8 +54,9 @@ class StackShape:
     """The properties of a stack that determine how long its work takes on a rank.
 
     ``ids`` is the number of ids looked up, in bags of ``per_bag``. If unique rows are exchanged,
-    requests come from ``lists`` ranks, and each rank first deduplicates ``home_ids`` ids;
-    otherwise, ``lists`` and ``home_ids`` are 0. ``skew`` describes how ids repeat (``costs.ids``).
+    each of ``lists`` ranks instead requests the distinct rows of ``ids / lists**2`` ids, and each
+    rank first deduplicates ``home_ids`` ids; otherwise, ``lists`` and ``home_ids`` are 0. ``skew``
+    describes how ids repeat (``costs.ids``).
     """
 
     rows: int

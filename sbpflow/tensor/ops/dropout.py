@@ -1,5 +1,5 @@
-"""Applies dropout to global tensors, with masks that depend only on a seed, a name, and the
-position.
+"""Applies dropout to global tensors, with masks that do not depend on the layout or the number of
+ranks.
 
 On CPU, torch's generator samples the mask block by block, which is the fastest method on a CPU. On
 CUDA, the mask of an element is computed from its position (53 bits of SplitMix64), so that one
