@@ -38,8 +38,8 @@ def gather_facts(boxing: Boxing, facts: Mapping[str, str]) -> list[dict[str, str
 
 
 def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
-    """Return the result of ``attempt``; if ``attempt`` raises ConfigError on any rank, raise that
-    error on all ranks.
+    """Return the result of ``attempt``; if ``attempt`` raises ConfigError on some ranks, raise the
+    error of the first of these ranks on all ranks.
 
     Every rank must call this function. If an error were raised on a single rank only, the others
     would wait for that rank in their next collective.
@@ -57,7 +57,7 @@ def run_on_all_ranks(boxing: Boxing, attempt: Callable[[], Result]) -> Result:
 
 
 def combine_parts(boxing: Boxing, part: Tensor, src: Sbp, id: str) -> Tensor:
-    """Return the equally shaped parts of all ranks, concatenated if ``src`` is Split, and combined
+    """Return the equally shaped parts of all ranks, concatenated if ``src`` is Split, and reduced
     if it is Partial; every rank gets the result.
     """
     world = boxing.world

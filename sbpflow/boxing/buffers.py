@@ -71,15 +71,15 @@ class Loan:
         return buffer[:num_bytes].view(like.dtype).view(shape)
 
     def copy(self, view: Tensor) -> Tensor:
-        """Return ``view`` itself if it is contiguous, else a contiguous copy of it in a borrowed
-        buffer.
+        """Return ``view`` itself if it is contiguous, else a contiguous copy of it, which is in a
+        borrowed buffer if it is large and on CPU.
         """
         if view.numel() * view.itemsize < MIN_BYTES or view.is_contiguous():
             return view.contiguous()
         return self.take(view.shape, view).copy_(view)
 
     def give_back(self) -> None:
-        """Give back all buffers that ``take`` returned."""
+        """Give back all borrowed buffers."""
         if self._lent:
             self._staging.push(self._lent)
             self._lent = []

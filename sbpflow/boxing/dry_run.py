@@ -15,10 +15,10 @@ from sbpflow.sbp.layout import Layout
 
 
 class DryBoxing(Boxing):
-    """Records requested steps in ``trace`` and requested conversions in ``conversions``.
+    """Records executed steps in ``trace`` and requested conversions in ``conversions``.
 
     ``trace`` lists all steps in order, including steps without communication. ``conversions`` lists
-    the conversions that these steps belong to.
+    the conversions that were passed to ``steps_of``.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:

@@ -237,7 +237,7 @@ class Boxing:
     def _accept(
         self, step: BoxingStep, part_shape: tuple[int, ...] | None, part: Tensor | None
     ) -> Tensor:
-        """Return the part on the destination's device.
+        """Return the part on the destination's device, or an empty part outside the source.
 
         Raise SbpError if the part's shape or dtype is wrong.
         """
@@ -279,8 +279,8 @@ def _between(index: int, part: Tensor | None) -> Tensor | None:
 def _describe(key: ConversionKey | None) -> str:
     if key is None:
         return "nothing more"
-    id, src, dst, shape, _ = key
-    return f"{id} ({src} -> {dst} of {list(shape)})"
+    id, src, dst, shape, dtype = key
+    return f"{id} ({src} -> {dst} of {dtype}{list(shape)})"
 
 
 def _as_sent(program: Program, buffer: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ numbers of axes:
 
 * Source ranks that differ only along B axes store the same data: one of them sends it.
 * Source ranks that differ only along P axes store different terms: all are sent, and the receiver
-  adds them up.
+  combines them.
 * Destination ranks that differ only along P axes store terms of the result: exactly one of them
   receives each source term, and the others fill in the neutral element. All copies along B axes
   make the same choice.
 * If source and destination reduce differently, as in P -> P(max), one rank must receive all terms
-  of a box in order to add them up. A single step cannot do both reductions, so ``plan`` uses
+  of a box in order to combine them. A single step cannot do both reductions, so ``plan`` uses
   several steps; the transfers computed here only show whether anything must be sent.
 
 Data that is already in place counts as a transfer from a rank to itself, at no cost. All functions
@@ -48,10 +48,11 @@ class BoxTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The ranks that store the same box, grouped into ``rows`` of equal copies.
+    """The ranks that store the same box (in a source, also the same term), grouped into ``rows`` of
+    equal copies.
 
     A source cell has one row, and any of its ranks may send. A destination cell has one row per
-    coordinate along the P axes; only one of these rows receives data.
+    coordinate along the P axes; each source term goes to only one of these rows.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -94,9 +95,9 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTra
     together = not one_step_legal(src, dst)
     moves: list[BoxTransfer] = []
     for target in _cells(dst, shape, _Role.TARGET):
-        # All source cells in a bundle send to the same row of the target cell. If terms must be
-        # combined, a bundle contains all cells that overlap the target cell in the same box;
-        # otherwise, it contains a single cell.
+        # All source cells in a bundle send to the same row of the target cell. If source and
+        # destination reduce differently, a bundle contains all cells that overlap the target cell
+        # in the same box; otherwise, it contains a single cell.
         bundles: dict[object, tuple[Box, list[_Cell]]] = {}
         for number, source in enumerate(sources.near(target.box)):
             box = intersect(source.box, target.box)
@@ -120,7 +121,7 @@ def find_moves(src: Layout, dst: Layout, shape: tuple[int, ...]) -> tuple[BoxTra
 def one_step_legal(src: Layout, dst: Layout) -> bool:
     """Return True if a single step can do the conversion.
 
-    A step does at most one kind of reduction, so P(max) -> P needs two steps.
+    A step does at most one kind of reduction, so P(max) -> P needs several steps.
     """
     ops = {sbp.op for sbp in (*src.nd_sbp, *dst.nd_sbp) if isinstance(sbp, Partial)}
     return len(ops) <= 1
@@ -129,10 +130,10 @@ def one_step_legal(src: Layout, dst: Layout) -> bool:
 def elements_sent(src: Layout, dst: Layout, shape: tuple[int, ...]) -> dict[int, int]:
     """Return how many elements each rank sends to others; ranks that send nothing may be missing.
 
-    The counts match the transfers of ``find_moves``. With one axis, the counts are computed without
-    listing the transfers, whose number is quadratic in the number of ranks. Instead, each rank
-    sends all of its data once (or once to every rank if the destination is B), except the data that
-    it keeps for its own part.
+    The counts match the transfers of ``find_moves``. On a single placement with one axis, they are
+    computed without listing the transfers, whose number is quadratic in the number of ranks: unless
+    every rank already stores its part, each rank sends all of its data once (or once to every rank
+    if the destination is B), except the data that it keeps for its own part.
     """
     if src.placement != dst.placement or src.placement.ndim != 1:
         sent: dict[int, int] = {}
@@ -193,8 +194,8 @@ class _Role(Enum):
 
 def _cells(layout: Layout, shape: tuple[int, ...], role: _Role) -> list[_Cell]:
     """Group the ranks by box; in a source layout, also by term."""
-    # All terms of a source are sent, so each needs a cell. In a destination, only one of the
-    # coordinates along the P axes receives data, so these coordinates share a cell.
+    # All terms of a source are sent, so each needs a cell. In a destination, a term goes to only
+    # one of the coordinates along the P axes, so these coordinates share a cell.
     together = Broadcast if role is _Role.SOURCE else (Broadcast, Partial)
     cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
     for rank in layout.placement.ranks:
@@ -230,7 +231,9 @@ def _meet(
 
 
 def _effort(pairs: list[tuple[int, int]], origin: Placement, target: Placement) -> tuple[int, int]:
-    """Return the number of transfers between different ranks, and the number of axes they cross."""
+    """Return the number of transfers between different ranks, and, within a placement, the number
+    of axes they cross (else 0).
+    """
     far = sum(_axes_between(origin, *pair) for pair in pairs) if origin == target else 0
     return sum(sender != receiver for sender, receiver in pairs), far
 

@@ -1,13 +1,13 @@
 """Sends messages between pairs of ranks, and implements all-to-all with these messages.
 
-Messages between ranks of a host use shared memory where the host supports it; all other messages
-use gloo.
+Messages of up to 256 MiB between ranks of a host use shared memory where the host supports it; all
+other messages use gloo.
 
 gloo's own all-to-all posts its sends before its receives. A rank's ready-to-receive notice travels
 in the same stream as its data. The slower of two ranks therefore sends its notice only after all
 its data, and the link carries data in only one direction at a time. Posting the receives first
-halves the time (measurements are in ``docs/decisions/engine.md``). Within a single host, separate
-messages are not faster, and a collective needs fewer calls.
+halves the time (measurements are in ``docs/decisions/engine.md``). Within a single host that does
+not share memory, separate messages are not faster, and a collective needs fewer calls.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,8 @@
 bytes it sends.
 
 The functions are pure and need no tensors or running ranks, so ``explain`` and the planner can call
-them for any world. The executor runs exactly these steps. n-D layouts and partial sums that change
-placement may need several steps, which ``search`` finds.
+them for any world. The executor runs exactly these steps. Conversions on n-D placements, between
+placements, or between different reductions may need several steps, which ``search`` finds.
 """
 
 from collections.abc import Sequence
@@ -53,8 +53,9 @@ def plan_boxing(
     """Return the cheapest steps that convert ``src`` to ``dst`` without changing the full value.
 
     Equal layouts need no steps. If there are several steps, their ids are "<id>.0", "<id>.1", and
-    so on. ``backend`` is "gloo" or "nccl". Raise SbpError if a split does not fit ``shape``, or if
-    P is used with a dtype that does not support addition.
+    so on. ``backend`` is "gloo" or "nccl". Raise SbpError for any other backend, if a split does
+    not fit ``shape``, if P is used with a dtype that does not support addition, or if elements of
+    more than 8 bytes must be sent.
     """
     if backend not in ("gloo", "nccl"):
         raise SbpError(f"backend {backend!r} is unknown; use gloo or nccl")

@@ -55,13 +55,13 @@ class Program:
     * ``keeps_received`` means that the receive buffer becomes the result, so it must be a new
       tensor instead of a borrowed buffer.
     * ``sizes`` are the numbers of elements that an all-to-all receives from and sends to each rank
-      of the group, or None if all numbers are equal.
+      of the group, or None if the collective does not need them.
     * ``comm_dtype`` is the dtype in which buffers are sent, or None to keep their dtype.
-    * ``stays`` and ``add_own`` are set if the exchange leaves out the piece that this rank would
-      send to itself. ``stays`` then copies that piece. If the piece is a term of a sum, ``add_own``
-      replaces ``unpack``; its arguments are the part and the received data.
-    * ``in_pairs`` is this rank's number if all-to-alls are sent as messages between pairs of ranks,
-      else None.
+    * ``stays`` or ``add_own`` is set if the exchange leaves out the piece that this rank would send
+      to itself. ``stays`` copies that piece. ``add_own`` is used if the piece is one of several
+      terms; it replaces ``unpack``, and its arguments are the part and the received data.
+    * ``in_pairs`` is this rank if all-to-alls are sent as messages between pairs of ranks, else
+      None.
     """
 
     step: BoxingStep
@@ -195,7 +195,9 @@ def _all_gather(base: Program, rank: int, group: tuple[int, ...]) -> Program:
 
 
 def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
-    """Send each rank of the group the box that it needs; combine received terms in rank order."""
+    """Send each rank of the group the box that it needs; combine received terms in the order of
+    ``step.moves``.
+    """
     step = base.step
     leaving = {move.dst: move for move in step.moves if move.src == rank}
     coming = {move.src: move for move in step.moves if move.dst == rank}
@@ -247,8 +249,9 @@ def _leave_out_own(
 ) -> Program | None:
     """Return ``base`` without the piece that this rank sends to itself.
 
-    Return None if leaving out the piece would cost an extra copy. No extra copy is needed if the
-    other pieces still form one range of the part, or if they must be packed anyway.
+    Return None if there is no such piece, if it is the only one, or if leaving it out would cost an
+    extra copy. No extra copy is needed if the other pieces still form one range of the part, or if
+    they must be packed anyway.
     """
     if rank not in sent or base.sizes is None or len(sent) < 2:
         return None
@@ -275,8 +278,9 @@ def _staying_apart(
 ) -> Program | None:
     """Return ``base`` with this rank's own piece copied during the exchange.
 
-    Return None if the other pieces would then need an extra copy. The other pieces need no extra
-    copy if they are received into one range of the result, or if they must be copied anyway.
+    Return None if there are no other pieces, or if they would then need an extra copy. The other
+    pieces need no extra copy if they are received into one range of the result, or if they must be
+    copied anyway.
     """
     coming = [piece for peer, piece in received.items() if peer != rank]
     run = run_of(coming, shape)

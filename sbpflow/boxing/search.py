@@ -1,6 +1,7 @@
 """Finds the cheapest route between two layouts: a shortest path whose edges are steps.
 
-A step either changes one axis or goes directly to the destination. A step costs the bytes of its
+A step changes one axis, goes directly to the destination, or arrives on another placement with S
+instead of B on some axes. It costs the bytes of its
 collective plus a constant, so small tensors take routes with fewer steps. The search is a pure
 function.
 """

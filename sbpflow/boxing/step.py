@@ -23,7 +23,7 @@ Groups = tuple[tuple[int, ...], ...]
 MAX_PADDING = 0.25
 
 # Dtypes that gloo and NCCL can reduce (torch 2.13). Terms of other dtypes are exchanged as bits and
-# added locally.
+# combined locally.
 WIRE_DTYPES = frozenset(
     {
         torch.float64,
@@ -38,7 +38,7 @@ WIRE_DTYPES = frozenset(
 )
 # P needs one of these dtypes, which torch can add and compare on all devices.
 TERM_DTYPES = WIRE_DTYPES | {torch.int16}
-# For each dtype that cannot be added, a dtype that can be added and represents all its values.
+# For some dtypes that P does not support, a supported dtype that represents all their values.
 _WIDER = {torch.bool: torch.int8, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
@@ -46,9 +46,9 @@ _WIDER = {torch.bool: torch.int8, torch.uint16: torch.int32, torch.uint32: torch
 class BoxingStep:
     """One step of a conversion; ``shape`` and ``dtype`` are those of the full tensor.
 
-    ``groups`` are disjoint and in rank order; ranks communicate only within their group.
-    ``collective`` is the collective that the backend runs. ``id`` has the form
-    "<owner>/<fwd|bwd>/<n>".
+    ``groups`` are disjoint, and each is in rank order; ranks communicate only within their group.
+    ``collective`` is the collective that the backend runs. ``id`` names the conversion to which the
+    step belongs, as in "linear.0/fwd", followed by the step's number if there are several steps.
     """
 
     id: str
@@ -153,8 +153,8 @@ def _groups_of(
     """Return the groups, and the (src, dst) sbps of the axes along which each group extends.
 
     Within a placement, the groups are the lines (or planes) along the axes that change, or the
-    whole placement if some transfer would leave its line. Between two placements, the
-    only group contains the ranks of both, and the axes are empty. Where possible, the groups do not
+    whole placement if some transfer would leave its line. Between two placements, the only group
+    contains the ranks of both, and the set of sbps is empty. Where possible, the groups do not
     depend on sizes, so that a short batch needs no new process groups.
     """
     if src.placement != dst.placement:

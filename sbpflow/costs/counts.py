@@ -87,7 +87,7 @@ Cut = tuple[float, int]  # (row parts, column parts)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """The facts about a table and a step from which an exchange computes counts. Only the cut (the
-    numbers of row and column parts) is passed separately.
+    numbers of row and column parts) and the size of a shard are passed separately.
 
     The global batch has ``lookups`` ids, of which ``touched`` are distinct. A single rank needs
     ``wanted`` distinct ids, and all ranks of a host together need ``host_wanted`` (the same as

@@ -32,7 +32,8 @@ class IdCurve:
     """The number of distinct rows as a function of the number of lookups. According to the curve,
     ``draws[i]`` lookups touch ``unique[i]`` rows. Both sequences are ascending.
 
-    ``distinct`` is the number of rows that are ever looked up. Impossible curves raise ConfigError.
+    ``distinct`` is the number of rows that are ever looked up. Raise ConfigError if the sequences
+    are empty or differ in length, or if their values are not positive and ascending.
     """
 
     draws: tuple[float, ...]
@@ -43,7 +44,8 @@ class IdCurve:
         if len(self.draws) != len(self.unique) or not self.draws:
             raise ConfigError(
                 f"ids: got {len(self.draws)} draws and {len(self.unique)} unique counts; the "
-                "lists must have the same length (for example, draws [1000] and unique [400])"
+                "lists must have the same length, 1 or more (for example, draws [1000] and unique "
+                "[400])"
             )
         for name, values in (("draws", self.draws), ("unique", self.unique)):
             if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
@@ -53,7 +55,9 @@ class IdCurve:
                 )
 
     def touched(self, draws: float) -> float:
-        """Return the mean number of distinct rows in ``draws`` lookups (log-log interpolation)."""
+        """Return the mean number of distinct rows in ``draws`` lookups (log-log interpolation, or
+        extrapolation beyond the last point).
+        """
         if draws <= 0:
             return 0.0
         x = math.log(draws)
@@ -145,8 +149,8 @@ def _curve_of_bins(bins: tuple[tuple[int, int], ...]) -> IdCurve:
 
 
 def exponent_of(curve: IdCurve, num_rows: int, draws: float) -> float:
-    """Return the exponent, to the nearest 0.5, for which ``click_curve`` touches as many rows in
-    ``draws`` lookups as ``curve`` does.
+    """Return the exponent between 1 and 16, to the nearest 0.5, for which ``click_curve`` touches
+    as many rows in ``draws`` lookups as ``curve`` does.
     """
     wanted = curve.touched(draws)
     low, high = 1.0, _MOST

@@ -2,9 +2,10 @@
 
 Prices are in nanoseconds on one core, or in milliseconds per call. The prices of indexing, reading,
 summing, and stepping are rounded measurements: compiled kernels, rowwise Adagrad, 60,000 ids on 1M
-rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. All other prices were chosen to reproduce the
-measured ranking of plans for eight tasks on loopback (``benchmarks.schemes``). The ranking depends
-only on the ratios of the prices to each other and to the link's speed.
+rows of 8 to 64 columns, Intel Xeon (AMX), 2026-11. All other prices except ``HOP_NS_PER_BYTE`` were
+chosen to reproduce the measured ranking of plans for eight tasks on loopback
+(``benchmarks.schemes``). The ranking depends only on the ratios of the prices to each other and to
+the link's speed.
 """
 
 from dataclasses import dataclass

@@ -103,7 +103,7 @@ class EmbeddingCollection:
         self._lr_factor = 1.0
 
     def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rates of batches looked up from now on by ``factor``."""
+        """Set the factor of the learning rates for batches that are looked up from now on."""
         self._lr_factor = factor
 
     def start_id_exchange(
@@ -113,10 +113,11 @@ class EmbeddingCollection:
         """Check the ids of this rank's samples and start their exchange.
 
         ``ids`` may have any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
-        DataError for malformed ids. Out-of-range ids of a training batch raise DataError later,
-        before any row changes: in ``lookup`` or, on CUDA, in the next ``update``. For growing
-        tables, ``begins_step`` is False for a batch accumulated with the previous one (keys in
-        either batch keep their rows), and ``event_time`` is the latest time of this rank's samples.
+        DataError for malformed ids. With the policy ``error``, out-of-range ids of a training batch
+        raise DataError later, before an update: in ``lookup`` or, for a matrix on CUDA, in the next
+        ``update``. For growing tables, ``begins_step`` is False for a batch accumulated with the
+        previous one (keys in either batch keep their rows), and ``event_time`` is the latest time
+        of this rank's samples.
         """
         check = IdCheck() if training else None
         with self._stream.section(ids):
@@ -264,7 +265,9 @@ class EmbeddingCollection:
             )
 
     def lookup(self, batch: EmbeddingsInFlight) -> None:
-        """Read the rows and start sending vectors. Raise DataError for an out-of-range id."""
+        """Read the rows and start sending vectors. Raise DataError for an out-of-range id (for a
+        matrix on CUDA, ``update`` raises it).
+        """
         self.arrive(batch)
         self.read(batch)
 
@@ -344,7 +347,7 @@ class EmbeddingCollection:
             self._reader.raise_flagged(check)
 
     def apply(self, step: int) -> None:
-        """Run ``update`` without its checks, using only device operations."""
+        """Run ``update`` without its checks, which wait for the device."""
         for group in self._groups:
             group.send_late()
         for group in self._groups:
@@ -444,7 +447,7 @@ class EmbeddingCollection:
     def state(self) -> dict[str, LogicalTensor]:
         """Return rows and optimizer state by logical name, with the same names on all ranks.
 
-        Names are ``tables/T`` and ``tables/T/STATE``.
+        Names are ``tables/T``, ``tables/T/STATE``, and, for growing fields, ``vocabularies/F/..``.
         """
         fields = () if self.growing is None else self.growing.fields
         return logical_state(self.plan, list(self.stored()), fields)

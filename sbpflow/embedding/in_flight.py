@@ -28,7 +28,7 @@ class EmbeddingsInFlight:
         self.groups = groups
         self.counts = counts
         self.check = check
-        self.changes = changes  # rows of growing fields that are assigned to new keys in this batch
+        self.changes = changes  # the row changes of this batch in growing fields
         self.ids_exchanged = self.received = False
         self.most_requested: AsyncScalarRead | None = None  # result of ``PaddedGroups.ask``
         self.outputs: dict[str, Tensor] = {}

@@ -91,7 +91,7 @@ Values = Tensor | StoredRows
 # The tensors of a growing field. ``clock`` contains the number of completed batches and, for each
 # recent batch, the total number of samples up to its end. ``times`` contains the latest event
 # times. Only the first owner has ``clock`` and ``times``. ``totals`` contains a row of
-# ``vocabulary.Totals`` for each owner.
+# ``growth.Totals`` for each owner.
 KEY_TENSORS = {
     "keys": torch.int64,
     "last_uses": torch.int32,
@@ -268,9 +268,7 @@ def _trained_rows(
 
 
 def _keys_of(field: "FieldKeys") -> list[LogicalTensor]:
-    """Return the tensors of a growing field's vocabulary: keys, last uses, counts, and the
-    clock.
-    """
+    """Return the tensors of a growing field's vocabulary (see ``KEY_TENSORS``)."""
     part, names = field.part, [f"vocabularies/{field.plan.name}/{name}" for name in KEY_TENSORS]
     if part is None:
         return [LogicalTensor(name=name, shape=(0,), rectangles=(), field=field) for name in names]

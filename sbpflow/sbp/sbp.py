@@ -32,7 +32,8 @@ class Split:
         dim = whole(self.dim)
         if dim is None or dim < 0:
             raise SbpError(
-                f"S({self.dim}): the dim must be 0 or more, as in S(0); count dims from the front"
+                f"S({self.dim}): the dim must be a whole number of 0 or more, as in S(0); count "
+                "dims from the front"
             )
         object.__setattr__(self, "dim", dim)
         if self.sizes is None:

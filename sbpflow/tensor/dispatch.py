@@ -170,13 +170,14 @@ def checked_dims(x: GlobalTensor, dims: int | Sequence[int] | None, op: str) -> 
 
 
 def whole_numbers(op: str, name: str, value: object) -> tuple[int, ...]:
-    """Return one or more integers as a tuple. Raise SbpError for any other value."""
+    """Return an integer, or a sequence of integers, as a tuple. Raise SbpError for other values."""
     try:
         numbers = [value] if isinstance(value, int) else cast("Iterable[SupportsIndex]", value)
         return tuple(map(index, numbers))
     except TypeError as error:
         raise SbpError(
-            f"{op}: {name} must be one or more integers, such as 0 or (0, 1), got {value!r}"
+            f"{op}: {name} must be an integer or a sequence of integers, such as 0 or (0, 1), got "
+            f"{value!r}"
         ) from error
 
 

@@ -39,14 +39,15 @@ def from_mesh(mesh: DeviceMesh) -> Placement:
 def to_dtensor(x: GlobalTensor, mesh: DeviceMesh | None = None) -> DTensor:
     """Return ``x``, detached, as a DTensor on ``mesh`` (by default, on a new mesh).
 
-    Data is sent only if torch's chunks differ from the parts of ``x``. Raise SbpError if two axes
-    split the same dim and DTensor would split it unequally.
+    Data is sent only if torch's chunks differ from the parts of ``x``. Raise SbpError if ``mesh``
+    is not on the placement of ``x``, or if two axes split the same dim and DTensor would split it
+    unequally.
     """
     mesh = mesh or to_mesh(x.layout.placement)
     if from_mesh(mesh) != x.layout.placement:
         raise SbpError(
-            f"the grid {mesh.mesh.tolist()} of the mesh differs from the grid of {x!r}; convert "
-            "the tensor with x.to(layout)"
+            f"the mesh {mesh.mesh.tolist()} on {mesh.device_type} is not the placement of {x!r} on "
+            f"{x.layout.placement.device_type}; convert the tensor with x.to(layout)"
         )
     chunked = x.detach().to(chunk_layout(x.layout, x.shape), id="to_dtensor")
     return DTensor.from_local(

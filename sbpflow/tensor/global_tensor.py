@@ -65,7 +65,8 @@ class GlobalTensor:
         """Make a global tensor of ``shape`` from local parts.
 
         Outside the placement, ``part`` may be None; ``dtype`` and ``requires_grad`` must then match
-        the parts of the other ranks, because this rank would otherwise not join the backward pass.
+        the parts of the other ranks. With another ``requires_grad``, this rank would not join the
+        backward pass.
         Along B axes, ``replicas="equal"`` trusts that the copies are equal and sends nothing, and
         ``replicas="first"`` overwrites the other copies with the copy of the first coordinate. The
         gradient of ``part`` has the dual layout: for P, each rank gets the full gradient; for B,
@@ -76,7 +77,7 @@ class GlobalTensor:
             part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
         elif requires_grad and not part.requires_grad:
             raise SbpError(
-                "from_local: requires_grad=True is allowed only if part is None, but rank "
+                "from_local: requires_grad=True applies only where part is None, but rank "
                 f"{boxing.world.rank} passed a part that does not require grad; omit "
                 "requires_grad and call requires_grad_() on the result"
             )
@@ -144,7 +145,7 @@ class GlobalTensor:
         ``grad_sbp`` if you know that this gradient has another layout (for example, B for a B
         tensor that all ranks use in the same way). The steps are named "<id>/fwd" and "<id>/bwd".
         If a gradient is needed, a conversion to P(max) or P(min) that communicates goes through S
-        or B, in steps named "<id>/linear".
+        or B, in steps named "<id>/linear/fwd" and "<id>/linear/bwd".
         """
         dst = where if isinstance(where, Layout) else Layout(self.layout.placement, where)
         if dst == self.layout and grad_sbp is None:
@@ -188,9 +189,7 @@ class GlobalTensor:
         return whole.clone() if whole.data_ptr() == self.part.data_ptr() else whole
 
     def item(self) -> int | float:
-        """Return the value of a one-element tensor on every rank, as an int for integer dtypes and
-        otherwise as a float.
-        """
+        """Return the value of a one-element tensor as a Python number, on every rank."""
         if math.prod(self.shape) != 1:
             raise SbpError(
                 f"item() needs a tensor with one element, got {self!r}; reduce it with "
@@ -227,8 +226,8 @@ class GlobalTensor:
 
 
 def _check_device(part: Tensor, layout: Layout, rank: int) -> None:
-    """Raise SbpError unless the part is on the device type of ``layout`` or, in a dry run, on
-    meta.
+    """Raise SbpError if a rank of the placement has its part on another device type; in a dry run,
+    parts are on meta.
     """
     actual, expected = part.device.type, layout.placement.device_type
     if actual not in (expected, "meta") and rank in layout.placement:
@@ -273,8 +272,8 @@ def check_user(layout: Layout, shape: tuple[int, ...]) -> None:
 
 
 def _grad_layout(dst: Layout, grad_sbp: NdSbp | Sbp | str) -> Layout:
-    """Return the gradient layout that ``grad_sbp`` promises. Raise SbpError if its parts would
-    differ in shape from the parts of ``dst``.
+    """Return the gradient layout that ``grad_sbp`` promises. Raise SbpError if it or ``dst`` has
+    P(max) or P(min), or if its parts would differ in shape from the parts of ``dst``.
     """
     layout = Layout(dst.placement, grad_sbp)
     text, result = format_nd_sbp(layout.nd_sbp), format_nd_sbp(dst.nd_sbp)

@@ -1,8 +1,8 @@
 """Converts the gradients of leaves from the dual layouts to the leaves' layouts, in buckets.
 
 The gradient of a B parameter is P, so converting it is the all-reduce of data parallelism. The
-gradient of an S parameter needs no conversion. Parameters that need the same conversion share a
-flat bucket and thus a collective.
+gradient of an S parameter needs no conversion. Parameters that need the same conversion share flat
+buckets of limited size, and thus collectives.
 """
 
 import math
@@ -108,7 +108,8 @@ class GradientSync:
     backward pass and before the optimizer step, to convert each ``part.grad`` to the layout of its
     parameter. Clear ``part.grad`` before the next backward pass. Raise SbpError if a tensor cannot
     have a gradient of its own (the result of an op, or a frozen or integer tensor), if a tensor is
-    listed twice, or if the plan is for a different number of parameters.
+    listed twice, if the plan is for a different number of parameters, or if ``parameters`` is empty
+    and ``boxing`` is None.
     """
 
     def __init__(
@@ -199,8 +200,8 @@ class PendingSync:
         self._num_leaves = num_leaves
 
     def wait(self) -> Tensor | None:
-        """Wait for all buckets and set ``part.grad`` of every parameter. Return the sum [1] if the
-        plan contains a ``Total``.
+        """Wait for all buckets, and set ``part.grad`` of the parameters in them. Return the sum [1]
+        if the plan contains a ``Total``.
         """
         total: Tensor | None = None
         for bucket, pending, parameters in self._buckets:
@@ -245,10 +246,11 @@ def _check_leaves(parameters: Sequence[GlobalTensor]) -> None:
 
 
 def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list[int]]:
-    """Group parameters with equal ``_pattern`` into buckets of at most ``bucket_bytes``.
+    """Group the parameters that have a B or P axis and equal ``_pattern`` into buckets.
 
-    Return lists of positions. The last parameters come first, because the backward pass computes
-    their gradients first.
+    A bucket has at most ``bucket_bytes`` (of full tensors), or contains one larger parameter.
+    Return lists of positions. In these lists, the last parameters come first, because the backward
+    pass computes their gradients first.
     """
     full: list[list[int]] = []
     open_: dict[object, list[int]] = {}
@@ -270,8 +272,8 @@ def _fill_buckets(parameters: Sequence[LaidOut], bucket_bytes: int) -> list[list
 def _pattern(parameter: LaidOut) -> object:
     """Return a value that is equal for parameters that may share a bucket.
 
-    A parameter with P or several splits gets a unique value, because no layout describes its flat
-    part concatenated with others.
+    A parameter with P or several splits gets a unique value and thus its own bucket: with several
+    splits, no layout describes a flat part concatenated with others.
     """
     layout = parameter.layout
     num_splits = sum(isinstance(sbp, Split) for sbp in layout.nd_sbp)

@@ -25,7 +25,9 @@ Dims = tuple[str, ...]  # one letter per dim; "" for a dim of size 1 that broadc
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Assigns a letter, "B" or "P" to each operand and to the output on one placement axis."""
+    """Assigns a letter, "B", or "P" to each operand on one placement axis, and one of these,
+    "P(max)", or "P(min)" to the output.
+    """
 
     inputs: tuple[str, ...]
     output: str

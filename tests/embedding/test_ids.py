@@ -94,7 +94,7 @@ CHANGES = {
         "c": Bags(torch.tensor([7, 8, 9, 1]), torch.tensor([0, 0, 4]))
     },
     "feature c: sample 0 has -1 ids": {"c": Bags(torch.tensor([7]), torch.tensor([0, -1, 1]))},
-    "feature d: there must be one weight for each of 3 ids, got none": {
+    r"feature d: weights must have shape \[3\], one per id, got none": {
         "d": Bags(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]))
     },
     r"feature c: offsets must have shape \[samples \+ 1\], got \[0\]": {
@@ -251,7 +251,7 @@ def test_invalid_plans_are_rejected():
             "(S(1), S(0))",
             ((0, 1), (2, 3)),
             "reduce",
-            "use B, S(0), S(1), (S(0), S(1)), or, on all ranks, (S(0), S(0))",
+            "use S(0), S(1), (S(0), S(1)), or, on all ranks, B or (S(0), S(0))",
         ),
     ],
 )

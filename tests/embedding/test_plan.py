@@ -251,7 +251,7 @@ def test_torch_is_chosen_if_no_other_kernel_is_installed(monkeypatch):
     plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
     assert {c.reason for c in choose_kernels(plan, "auto").values()} == {"FBGEMM is not installed"}
     for name, product in (("fbgemm", "FBGEMM"), ("numba", "numba"), ("triton", "Triton")):
-        message = rf"parallel\.kernel: {name} is not available, because {product} is not installed"
+        message = rf"kernels: {name} is not available, because {product} is not installed"
         with pytest.raises(ConfigError, match=message):
             choose_kernels(plan, name)
 

@@ -242,7 +242,7 @@ def test_placement_groups():
         (lambda: Split(0, (2, -1)), r"sizes must be non-negative integers, .* got \(2, -1\)"),
         (lambda: Split(0, [2.0, 1]), r"sizes must be non-negative integers, .* got \[2.0, 1\]"),
         (lambda: Split(0, 3), r"sizes must be non-negative integers, .* such as \(3, 5\), got 3"),
-        (lambda: Split("0"), "the dim must be 0 or more"),
+        (lambda: Split("0"), "the dim must be a whole number of 0 or more"),
         (lambda: Partial("mean"), r"P\(mean\): .* one of sum, max, min"),
         (lambda: Placement("gpu", (0,), (1,)), "device type 'gpu' is unknown; use cpu or cuda"),
         (

@@ -61,16 +61,12 @@ LAY_OUT = "make a global tensor first: GlobalTensor.from_full(x, layout, boxing)
             "concat: dim must be an integer, such as 0 or -1, got None",
             lambda: ops.concat([dry(5, 7)], None),
         ),
+        wrong("reduce_sum: dims must be an integer or a", lambda: ops.reduce_sum(dry(5, 7), 0.5)),
         wrong(
-            "reduce_sum: dims must be one or more integers", lambda: ops.reduce_sum(dry(5, 7), 0.5)
-        ),
-        wrong(
-            "reduce_max: dims must be one or more integers",
+            "reduce_max: dims must be an integer or a",
             lambda: ops.reduce_max(dry(5, 7), ["a"]),
         ),
-        wrong(
-            "reshape: shape must be one or more integers", lambda: ops.reshape(dry(5, 7), (5, 7.0))
-        ),
+        wrong("reshape: shape must be an integer or a", lambda: ops.reshape(dry(5, 7), (5, 7.0))),
         wrong("flatten: dim must be an integer", lambda: ops.flatten(dry(5, 7), (0, 1))),
     ],
 )

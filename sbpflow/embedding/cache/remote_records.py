@@ -2,10 +2,10 @@
 
 With n servers, row r of a store is on server r % n, at place r // n. Every server thus has an equal
 share of every table, even if a table assigns row numbers in the order of first use. Reads wait for
-the answers of all servers. Writes are copied, and then sent by one thread per server. Until all
-servers have confirmed a write, reads take its rows from the copy. Reads and writes can therefore
-use separate connections and both directions of a link, yet a read never misses an earlier write to
-the same row.
+the answers of all servers that have the rows. Writes are copied, and then sent by one thread per
+server. Until all servers have confirmed a write, reads take its rows from the copy. Reads and
+writes can therefore use separate connections and both directions of a link, yet a read never misses
+an earlier write to the same row.
 """
 
 import contextlib
@@ -45,7 +45,8 @@ from sbpflow.errors import ConfigError, ServerLostError
 from sbpflow.runtime.processes.store import first_line
 
 # Maximum number of read requests in flight per server. While a server sends an answer, it does not
-# read requests, so the requests must fit into the socket buffers: 3 requests take at most 48 KiB.
+# read requests, so the requests must fit into the socket buffers: 3 requests take up to about 48
+# KiB.
 READS_IN_FLIGHT = 3
 WRITES_IN_FLIGHT = 4  # Maximum number of unconfirmed writes per store.
 _PAUSE_S = 0.2  # Pause between attempts to connect.
@@ -82,7 +83,8 @@ class Servers:
     ) -> socket.socket:
         """Connect to a server; wait up to ``limit_s`` for it to listen.
 
-        Raise ConfigError for a wrong secret or version, and ServerLostError for any other failure.
+        Raise ConfigError for an unknown host and for a wrong secret or version, and ServerLostError
+        for any other failure.
         """
         end, name = time.monotonic() + self.limit_s, self.name(index)
         next_message = time.monotonic() + 5.0
@@ -129,7 +131,7 @@ class Servers:
             except ProtocolError as error:
                 raise ConfigError(
                     f"{self.key}.addresses: {name} is not an embedding server of this version "
-                    f"({error}); use the same version of sbpflow everywhere"
+                    f"({error}); check the address, and use the same version of sbpflow everywhere"
                 ) from error
             except (EOFError, OSError) as error:
                 raise self.lost(index, error) from error
@@ -183,7 +185,7 @@ class Servers:
         place = f"{index}/{len(self.addresses)}"
         return (
             f"start it with `sbpflow embedding-server --config FILE --index {place}`, and repeat "
-            "the command that started the ranks; they resume from the last checkpoint"
+            "the command that started the ranks; they resume from the last checkpoint, if any"
         )
 
 

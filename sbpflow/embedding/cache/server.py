@@ -141,7 +141,8 @@ class EmbeddingServer:
                 for session in self._sessions.values():
                     session.blocks.clear()
                 self._sessions = {purpose.session: _Session(purpose.name)}
-                logger.info("a run begins (%s); all rows of earlier runs are dropped", purpose.name)
+                name = purpose.name
+                logger.info("a launch begins (%s); rows of earlier launches are dropped", name)
         return ""
 
     def _open(self, purpose: Purpose) -> str:

@@ -76,8 +76,9 @@ def read_secret(path: Path, key: str) -> bytes:
     except OSError as error:
         reason = (error.strerror or "cannot be read").lower()
         raise ConfigError(
-            f"{key}.secret_file: {path} cannot be read ({reason}); create it with `(umask 077; "
-            f"head -c 32 /dev/urandom | base64 > {path})` and copy it to all machines"
+            f"{key}.secret_file: {path} cannot be read ({reason}); make it readable, or create it "
+            f"with `(umask 077; head -c 32 /dev/urandom | base64 > {path})` and copy it to all "
+            "machines"
         ) from error
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(

@@ -39,7 +39,7 @@ def planning_bytes(num_rows: int, num_slots: int) -> int:
 
 
 def cache_for(num_slots: int, num_rows: int) -> str:
-    """Return a value for ``cache`` that results in 1.25 times ``num_slots`` slots."""
+    """Return a value for ``cache`` that gives 1.25 times ``num_slots`` slots, at most 100%."""
     return f"{min(100.0, math.ceil(1250 * num_slots / num_rows) / 10):g}%"
 
 

@@ -272,7 +272,7 @@ class Group(ABC, Generic[BatchT]):
         return taken
 
     def _release(self, batches: Sequence[GroupInFlight]) -> None:
-        """Release the slots of updated batches, so that stores can reuse them."""
+        """Release the slots of ``batches``, so that stores can reuse them."""
         for batch in batches:
             if batch.number is not None:
                 for _, store in self.stores():

@@ -135,11 +135,11 @@ class AddressedGroup(Group[GroupInFlight]):
 
 
 class LocalGroup(AddressedGroup):
-    """Updates B tables, or all tables if there is only one rank, by an all-reduce of dense
-    gradients.
+    """Runs the exchange of B tables whose dense gradients are all-reduced, and the exchange of a
+    single rank, which sends nothing.
 
-    The number of uses of each row is summed along with its gradient, because the optimizer must
-    update only touched rows. For example, weight decay must not shrink an untouched row.
+    The all-reduce also counts the ranks that touched each row, because the optimizer must update
+    only touched rows. For example, weight decay must not shrink an untouched row.
     """
 
     @cached_property
@@ -184,8 +184,9 @@ class LocalGroup(AddressedGroup):
 def _touched(table: Tensor, absent: int | None) -> tuple[Tensor, Tensor]:
     """Return the addresses and the gradients of the rows that any rank touched.
 
-    ``table`` is [rows, width + 1]; its last column is the number of uses. If the kernel has an
-    ``absent`` address, return all rows, with this address in place of untouched rows.
+    ``table`` is [rows, width + 1]; its last column is the number of ranks that touched a row. If
+    the kernel has an ``absent`` address, return all rows, with this address in place of untouched
+    rows.
     """
     counts, sums = table[:, -1], table[:, :-1]
     if absent is not None:

@@ -1,6 +1,6 @@
 """Sends ids to the ranks that look them up for the global batch.
 
-``start_id_exchange`` sends the id matrix and the lengths of the id lists. ``exchange_ids`` sends
+A new ``IdsUnderWay`` sends the id matrix and the lengths of the id lists. ``exchange_ids`` sends
 the contents of the lists, whose total sizes follow from the lengths. ``finish`` waits for the
 transfers. The host reads the sizes together with the other counts of the batch (see ``counts``).
 """
@@ -21,7 +21,7 @@ IDS = "ids"
 
 
 class IdTransfer:
-    """Runs the id transfers of a plan for all batches."""
+    """The steps and indices of a plan's id transfers, which all batches share."""
 
     def __init__(self, plan: EmbeddingPlan, boxing: Boxing) -> None:
         self.plan, self.world, self.boxing = plan, boxing.world, boxing
@@ -66,7 +66,7 @@ class IdsUnderWay:
         """Return how many list ids are sent to, and received from, each rank (int64 [2 x ranks]).
 
         Return ``None`` if no lists are sent. Call this method only once, because it receives the
-        lengths that ``start_id_exchange`` sent.
+        lengths that ``__init__`` started to send.
         """
         transfer, lists = self._transfer, self._ids.lists
         if self._lengths is None:

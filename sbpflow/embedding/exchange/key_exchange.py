@@ -119,8 +119,8 @@ class KeyExchange:
                 field.part.roll_back()
 
     def totals(self) -> Array:
-        """Return the counts ([fields, ranks, ``TOTALS``]), summed over all completed batches; every
-        rank must call this method.
+        """Return the ``Totals`` of each field on each rank ([fields, ranks, totals]); every rank
+        must call this method.
         """
         own = np.zeros((len(self.fields), len(TOTALS)), np.int64)
         for index, field in enumerate(self.fields):

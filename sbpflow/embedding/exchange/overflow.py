@@ -90,7 +90,7 @@ class PaddedGroups:
         return again
 
     def _warn(self, index: int, part: RowsInFlight, most: int, room: int) -> None:
-        """Log a warning if at least twice as many rows are needed as in the last warning."""
+        """On rank 0, log a warning if at least twice as many rows are needed as in the last one."""
         group = self._groups[index]
         if group.capacity is None or group.world.rank != 0 or most < 2 * self._warned.get(index, 0):
             return

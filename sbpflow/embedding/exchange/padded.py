@@ -75,13 +75,13 @@ class BufferLayout:
 
     def __init__(self, bases: Tensor, lasts: Tensor) -> None:
         self._bases, self._lasts, self._before = bases, lasts, bases - 1
-        self._absent = lasts + 1 - bases  # first address after each part's rows
+        self._absent = lasts + 1 - bases  # the address after each part's rows, relative to its base
 
     def lay_out(self, wanted: Lookup, room: int) -> tuple[Slots, Tensor]:
         """Return the ``Slots`` of the rows, and the buffers to send ([parts, 1 + room]).
 
         The first element of a buffer is the largest number of rows in any part. The row addresses
-        follow, relative to the base of the part. Rows that do not fit are left out.
+        follow, relative to the base of the part. Rows that do not fit share the last position.
         """
         parts, count = self._absent.numel(), wanted.addresses.numel()
         send = self._absent.unsqueeze(1).repeat(1, room + 1)

@@ -25,7 +25,7 @@ class SharedState:
         """Return a function that sums a stack's squared gradients over the ranks that share its
         rows.
 
-        Return ``None`` if no ranks share rows.
+        Return ``None`` if ranks do not share the row state of this stack.
         """
         if index not in self._plan.shared_state:
             return None

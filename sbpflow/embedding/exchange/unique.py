@@ -76,7 +76,9 @@ class UniqueGroup(RowGroup):
     def _send_flags(
         self, batch: RowsInFlight, purpose: Purpose, flags: Tensor
     ) -> tuple[RowSplit, Pending]:
-        """Send each rank the ``flags`` of the rows that it requested; return the chosen rows."""
+        """Send each rank the ``flags`` of the rows that it requested; return the split by flags,
+        and the transfer.
+        """
         pending = self._ids.start(
             self.step(batch, purpose),
             pack(flags, batch.incoming),
@@ -86,7 +88,7 @@ class UniqueGroup(RowGroup):
         return RowSplit.of(flags, batch.incoming), pending
 
     def _receive_flags(self, batch: RowsInFlight, purpose: Purpose, pending: Pending) -> RowSplit:
-        """Receive the flags of the rows that this rank requested; return the chosen rows."""
+        """Receive the flags of the rows that this rank requested; return the split by flags."""
         count = sum(flag_bytes(batch.requested))
         flags = received(self.step(batch, purpose), pending, count)
         return RowSplit.of(unpack(flags, batch.requested), batch.requested)
@@ -177,7 +179,7 @@ class UniqueGroup(RowGroup):
         if batch is None or (late := batch.late) is None or late.sums is None:
             return
         if late.wanted is None:
-            raise RuntimeError("send_late before send_grads")
+            raise RuntimeError("send_late was called before send_grads")
         step, sums, late.sums = self.step(batch, "late gradients"), late.sums, None
         sizes = late.wanted.num_chosen, late.owned.num_chosen
         late.gradients = self._gradients.start(step, sums, *sizes)
@@ -188,7 +190,7 @@ class UniqueGroup(RowGroup):
         if batch is None or (late := batch.late) is None:
             return
         if late.gradients is None or late.lookup is None:
-            raise RuntimeError("settle before update")
+            raise RuntimeError("settle was called before update")
         step = self.step(batch, "late gradients")
         sums = received(step, late.gradients, late.lookup.num_bags).to(self.plan.dtype)
         batch.update(self._store, late.lookup, sums, self._stack.optimizer.lr, late.step)

@@ -95,14 +95,16 @@ class BagShape:
 
     def shares(self, samples: int) -> Tensor | None:
         """Return the weight of each id in a matrix (1 unless its bag is a mean), or ``None`` if
-        no bag is a mean.
+        all weights are 1.
         """
         if not self._mean:
             return None
         return self._shares.expand(samples, -1).reshape(-1)
 
     def list_weights(self, lists: Lists) -> Tensor | None:
-        """Return the weights of ids in lists; for means, they are divided by the list length."""
+        """Return the weights of ids in lists, divided by the list length for means, or ``None`` if
+        all are 1.
+        """
         if not self._mean:
             return lists.weights
         lengths = lists.lengths.to(self._dtype).clamp(min=1)
@@ -315,8 +317,8 @@ class OwnerAddresses:
             for first, step in zip(self._firsts, self._steps, strict=True):
                 addresses += (ids >= of(first)) * of(step)
             return addresses
-        # With many parts, run one binary search per column over the first rows of the parts, which
-        # are sorted.
+        # For a matrix with many parts, run one binary search per column over the first rows of the
+        # parts, which are sorted. For lists, count the boundaries up to each id.
         if column is None:
             part = torch.searchsorted(
                 self._firsts.t().contiguous(), ids.t().contiguous(), right=True

@@ -1,4 +1,4 @@
-"""Defines loops over ids that numba compiles; they make a single pass where torch makes ten.
+"""Defines loops over ids that numba compiles; they make fewer passes than torch operations.
 
 Import this module only if numba is installed. Results are identical to those of the torch code next
 to each call. Arrays must be C-contiguous.
@@ -162,7 +162,7 @@ def local_addresses(
             low, high, more = firsts[u], lasts[u], shift[u]
             stop = at + lengths[i, u]
             # Always write the id, but advance the position only if this rank owns the row. A branch
-            # would be mispredicted half of the time.
+            # would often be mispredicted.
             for k in range(at, stop):
                 value = values[k]
                 out[count] = value + more

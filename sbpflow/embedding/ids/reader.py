@@ -22,8 +22,9 @@ from sbpflow.runtime.compute.async_scalar_read import AsyncScalarRead
 class IdCheck:
     """The result of checking the ids of a batch.
 
-    A training batch is read ahead of its step, and other ranks are already waiting for its ids. An
-    out-of-range id is therefore replaced by 0, and its error is kept in ``error`` until the step.
+    A training batch is read ahead of its step, and other ranks are already waiting for its ids.
+    With the policy ``error``, an out-of-range id is therefore replaced by 0, and its error is
+    raised at the step.
     """
 
     error: DataError | None = None  # The error for the first bad id.
@@ -90,8 +91,8 @@ class IdReader:
         to ``Bags``. The ids in ``BatchIds`` are not checked if their bounds guarantee that they are
         valid.
 
-        Raise DataError, with the feature's name, for missing ids and wrong shapes. Out-of-range ids
-        are recorded in ``check``; without ``check``, they raise DataError immediately.
+        Raise DataError for missing ids and wrong shapes. Out-of-range ids are recorded in
+        ``check``; without ``check``, they raise DataError immediately if the policy is ``error``.
         """
         result = check or IdCheck()
         read = self._read(ids, result)
@@ -107,7 +108,7 @@ class IdReader:
             ids = self._as_mapping(ids)
         if isinstance(ids, Tensor):
             if self._ragged:
-                names = [self._plan.features[n].name for n in self._plan.ids.lists]
+                names = [self._plan.features[n].name for n in self._ragged]
                 raise DataError(
                     f"ids: a matrix cannot contain lists; pass a dictionary with Bags for {names}"
                 )
@@ -285,13 +286,11 @@ class IdReader:
             )
         if feature.weighted and (bags.weights is None or bags.weights.shape != bags.values.shape):
             actual = "none" if bags.weights is None else list(bags.weights.shape)
-            raise DataError(
-                f"{name}: there must be one weight for each of {total} ids, got {actual}"
-            )
+            raise DataError(f"{name}: weights must have shape [{total}], one per id, got {actual}")
         if not feature.weighted and bags.weights is not None:
             raise DataError(
                 f"{name} is not a weighted feature, got weights; declare the feature weighted, or "
-                "omit them"
+                "omit the weights"
             )
         if bags.weights is not None and bags.weights.requires_grad:
             raise DataError(

@@ -55,7 +55,7 @@ class DenseAllreduce(Exchange):
         return is_copied(layout, world_size)
 
     def suits(self, table: TableConfig, lookups: int, world_size: int) -> bool:
-        """Return True if an all-reduce sends at most as many rows as a gather of the touched rows.
+        """Return True if an all-reduce sends no more rows than a gather of the touched rows can.
 
         With P ranks and a table of R rows, an all-reduce sends 2 (P-1) R rows. In a gather, each
         rank sends its touched rows, at most min(R, lookups / P), to all other ranks, so all ranks
@@ -168,8 +168,8 @@ class Columns(_Boxed):
 
 
 class Reduce(_Boxed):
-    """The exchange for S(0) tables. Owners compute partial sums of vectors; the sums have layout P
-    or, on a grid, (P, S(1)).
+    """The exchange for S(0) and (S(0), S(1)) tables. Owners compute partial sums of vectors, with
+    layout P or, on a grid, (P, S(1)).
     """
 
     name = "reduce"

@@ -47,8 +47,8 @@ class EmbeddingPlan:
     The ids of a batch consist of a matrix and lists; ``ids`` says which matrix columns and lists
     belong to which feature. ``needed`` and ``needed_lists`` are the columns and lists that each
     rank looks up for the global batch. Rows are stored as ``row_dtype``; arithmetic uses ``dtype``.
-    ``out_of_range`` is the policy for ids beyond a table's rows: raise an error, or replace the ids
-    (clamp, hash). The keys of growing tables are first converted to row numbers by
+    ``out_of_range`` is the policy for ids outside a table's rows: raise an error, or replace the
+    ids (clamp, hash). The keys of growing tables are first converted to row numbers by
     ``vocabularies``.
     """
 
@@ -69,8 +69,8 @@ class EmbeddingPlan:
 
     @property
     def sent_columns(self) -> tuple[int, ...]:
-        """Return the matrix columns in the order in which they are sent: each column once if all
-        ranks need the same columns, else the columns of each rank in turn.
+        """Return the matrix columns in the order in which they are sent: each column once if the
+        ranks that need any columns all need the same, else the columns of each rank in turn.
         """
         return _sent(self.needed)
 
@@ -143,8 +143,8 @@ class EmbeddingPlan:
     def forward_steps(self, batch_size: int) -> tuple[Step, ...]:
         """Return the transfers of a lookup, except id transfers, in the order in which they start.
 
-        The flags and early vectors belong to the next batch, and the late gradients to the previous
-        batch.
+        The ``flags`` and early vectors belong to the next batch, and the late gradients to the
+        previous batch.
         """
         purposes: tuple[Purpose, ...]
         purposes = ("vectors", "flags", "late flags", "late gradients", "early vectors")
@@ -215,9 +215,9 @@ def plan_embeddings(
     which B tables all-reduce dense gradients. ``dtype`` is float32 or float64; ``backend`` is gloo
     or nccl.
 
-    Raise ConfigError if an argument is invalid, the feature of a table is missing, shards do not
-    tile a table, a name occurs twice, or ``out_of_range`` would replace ids of a feature whose
-    tables differ in ``num_rows``.
+    Raise ConfigError if an argument is invalid, the layout or a feature of a table is missing,
+    shards do not tile a table, an exchange does not support a layout, a name occurs twice, or
+    ``out_of_range`` would replace ids of a feature whose tables differ in ``num_ids``.
     """
     outputs, features = tuple(outputs), tuple(features)
     tables = [table for output in outputs for table in output.tables]
@@ -305,8 +305,8 @@ def _check_substitutes(
             )
             raise ConfigError(
                 f"feature {feature.name}: out_of_range {policy} would change ids that are valid "
-                f"in the larger of the tables {sizes}; give these tables the same num_rows, or "
-                "use out_of_range: error"
+                f"in some of the tables {sizes}; make all of these tables grow, give all the "
+                "same num_rows, or use out_of_range: error"
             )
 
 

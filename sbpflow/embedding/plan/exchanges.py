@@ -28,8 +28,8 @@ def copies(name: str) -> bool:
 def legal_exchanges(layout: Layout, world_size: int) -> tuple[str, ...]:
     """Return the names of the exchanges that support a table's layout, starting with the default.
 
-    A whole table on one rank may have layout B or S(0). A B table must be on all ranks or on one.
-    For S(1), the exchange ``unique`` requires all ranks.
+    A whole table on one rank may have layout B, S(0), or S(1). A B table must be on all ranks or on
+    one. For S(1), the exchange ``unique`` requires all ranks.
     """
     legal = [e for e in EXCHANGES if e.name != ALONE and e.accepts(layout, world_size)]
     legal.sort(key=lambda exchange: not exchange.is_default)
@@ -61,7 +61,7 @@ def check_exchange(table: TableConfig, config: TableLayout, world: Placement) ->
     if config.exchange not in legal:
         use = f"use {' or '.join(legal)}"
         if not legal:
-            use = "use B, S(0), S(1), (S(0), S(1)), or, on all ranks, (S(0), S(0))"
+            use = "use S(0), S(1), (S(0), S(1)), or, on all ranks, B or (S(0), S(0))"
         raise ConfigError(
             f"table {table.name}: exchange {config.exchange} does not support {layout} in a world "
             f"of {world.size}; {use}"

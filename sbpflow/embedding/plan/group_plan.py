@@ -1,9 +1,8 @@
 """Defines groups of tables, the interface of exchanges, and the resulting transfers.
 
-A group consists of the tables of one output that share an exchange. Per batch, a group has one
-transfer of vectors and one of gradients. This module contains only pure data and pure functions. An
-``Exchange`` describes the transfers (``boxed_exchanges``, ``row_exchanges``), and the class named
-by ``Exchange.runs`` executes them.
+A group consists of the tables of one output that share an exchange and its transfers. This module
+contains only pure data and pure functions. An ``Exchange`` describes the transfers
+(``boxed_exchanges``, ``row_exchanges``), and the class named by ``Exchange.runs`` executes them.
 """
 
 from abc import ABC, abstractmethod
@@ -64,7 +63,7 @@ class ExchangeStep:
         total: int,
         what: str,
     ) -> "ExchangeStep":
-        """Return a transfer of rows. One rank sends up to ``per_rank`` elements, and all ranks
+        """Return a transfer. One rank sends up to ``per_rank`` elements, and all ranks
         together send up to ``total`` elements.
         """
         return ExchangeStep(
@@ -78,7 +77,7 @@ class ExchangeStep:
         )
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that exchange rows with ``rank``, including ``rank`` itself."""
+        """Return the ranks that exchange data with ``rank``, including ``rank`` itself."""
         return next(ranks for ranks in self.groups if rank in ranks)
 
 
@@ -111,9 +110,9 @@ class Stage:
 class Member:
     """The properties of a table that determine its group and its stack.
 
-    Two tables have equal ``columns`` if and only if every rank stores the same number of columns of
-    both; ``None`` means whole rows. ``stored`` contains all other properties that the tables of a
-    stack must share.
+    Tables of the same dim have equal ``columns`` only if every rank stores the same number of
+    columns of both; ``None`` means whole rows. ``stored`` contains all other properties that the
+    tables of a stack must share.
     """
 
     ranks: tuple[int, ...]
@@ -280,7 +279,7 @@ class GroupPlan:
 
     @property
     def width(self) -> int:
-        """Return the number of this group's output columns, before any sum over tables."""
+        """Return the number of vector columns per sample, after the sum if vectors are pooled."""
         if self.pooled:
             return self.stacks[0].dim
         return sum(stack.dim * len(stack.uses) for stack in self.stacks)
@@ -335,8 +334,8 @@ class GroupPlan:
         """Return, for each vector column in rank order, its index in the group's order.
 
         Ranks with the same columns are counted only once, so on a grid, only the first row of ranks
-        is counted. The result is the identity if columns are not split, or if vectors are summed
-        over the tables.
+        is counted. The result is the identity if vectors are pooled, or if partial sums of whole
+        vectors are added.
         """
         if self.pooled or (self.kind.adds_terms and self.grid is None):
             return tuple(range(self.width))
@@ -395,9 +394,7 @@ class GroupPlan:
         return 1 + max((stage.round for stage in self.stages(1)), default=0)
 
     def whole_numel(self) -> int:
-        """Return the number of elements of the dense gradients, including the use count of each
-        row.
-        """
+        """Return the number of elements of the dense gradients, including one count per row."""
         return sum(table.num_rows * (table.dim + 1) for table in self.tables)
 
     def boxing(
@@ -422,7 +419,7 @@ class GroupPlan:
         return self.boxing(src, dst, (most,), f"bwd/row_state.{index}", self.dtype)
 
     def most_squares(self, index: int, batch_size: int) -> int:
-        """Return the maximum number of rows of stack ``index`` that a batch can touch on a rank."""
+        """Return an upper bound on the rows of stack ``index`` that a batch touches on a rank."""
         return batch_size * self.stacks[index].lookups()
 
     def squares_sent(self, index: int, num_touched: int, batch_size: int) -> int:

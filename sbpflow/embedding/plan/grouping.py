@@ -1,7 +1,8 @@
 """Decides which tables share transfers (groups) and which tables share a store (stacks).
 
-Fewer groups and stacks are faster, because each group needs one collective in each direction, and
-each stack one kernel call. Tables are separated only if they differ in a relevant property.
+Fewer groups and stacks are faster, because each group needs its own collectives in both directions,
+and each stack its own kernel calls. Tables are separated only if they differ in a relevant
+property.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -175,8 +176,8 @@ def _stacks_of(
 
 
 def _column_split(layout: Layout) -> Hashable:
-    """Return a key that two layouts share only if every rank stores the same number of columns in
-    both.
+    """Return a key that the layouts of two tables of the same dim share only if every rank stores
+    the same number of columns in both.
     """
     for axis, sbp in enumerate(layout.nd_sbp):
         if isinstance(sbp, Split) and sbp.dim == 1:

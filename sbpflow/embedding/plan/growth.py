@@ -2,7 +2,7 @@
 evicted.
 
 The key space is always divided into ``NUM_BUCKETS`` buckets. A rank owns a range of buckets, and
-every bucket has an equal share of the rows. All keys without a row share row 0.
+every bucket has an equal share of the rows (up to rounding). All keys without a row share row 0.
 """
 
 from dataclasses import dataclass, fields
@@ -75,7 +75,7 @@ class Growth:
         Count | None,
         Key(
             "results",
-            "Number of samples after which the occurrences of a key are forgotten; null means "
+            "Forget keys without rows that have not occurred for this many samples; null means "
             "never.",
         ),
     ] = None

@@ -31,7 +31,7 @@ def price_plan(
     topology: Topology | None = None,
     frequencies: Mapping[str, IdFrequencies] | None = None,
 ) -> Price:
-    """Return the price of a step with a global batch of ``batch_size``.
+    """Return the price of the embeddings in a step with a global batch of ``batch_size``.
 
     ``frequencies`` maps features to their id statistics. If there are several hosts, ranks are
     assumed to send within their host and to other hosts at the same time, and a call is assumed to
@@ -135,7 +135,8 @@ def ids_per_sample(feature: FeatureConfig, known: Mapping[str, IdFrequencies]) -
 def curve_of_table(table: TableConfig, known: Mapping[str, IdFrequencies]) -> IdCurve:
     """Return the id curve of the table's feature with the most distinct ids.
 
-    The other features of the table are assumed to use the same ids.
+    The other features of the table are assumed to use the same ids. Without statistics, return
+    ``click_curve``.
     """
     curves = [known[name].curve for name in table.features if name in known]
     return max(curves, key=lambda curve: curve.distinct, default=click_curve(table.num_rows))

@@ -1,4 +1,4 @@
-"""Defines the exchanges that deduplicate ids, so that each requested row is sent only once.
+"""Defines the exchanges that deduplicate ids, so that each rank requests a row only once.
 
 ``exchange/rows.py`` and ``exchange/unique.py`` run them.
 """
@@ -97,7 +97,7 @@ def _late(group: GroupPlan, per_rank: int, total: int, others: int) -> Stages:
 
 class CopiedRows(RowExchange):
     """The exchange for B tables: each rank looks up its own samples, and all ranks gather the
-    touched rows.
+    gradients of the touched rows.
     """
 
     name = "local"

@@ -14,8 +14,8 @@ class FeatureLookup:
     """One use of a table: the lookup of the ids of one feature, which produces one vector per
     sample.
 
-    ``feature`` is the index of the feature in the plan. Fixed-length ids are in ``columns`` of the
-    batch's id matrix; ragged ids are in list ``place`` of every sample.
+    ``feature`` is the index of the feature in the plan. The ids are in ``columns`` of the batch's
+    id matrix or, in ragged stacks, in list ``place`` of every sample.
     """
 
     table: TableConfig

@@ -33,8 +33,8 @@ class FeatureConfig:
     """A categorical feature with ``hotness`` ids per sample, or 0 to ``hotness`` ids if ``ragged``.
 
     If ``weighted``, each id has a weight that multiplies its row. If several tables use the
-    feature, each id must be a valid row number in all of them; the policies ``clamp`` and ``hash``,
-    which replace ids, then require tables with equal ``num_rows``.
+    feature, each id must be valid in all of them; the policies ``clamp`` and ``hash``, which
+    replace ids, then require tables with equal ``num_ids``.
     """
 
     name: str
@@ -52,8 +52,8 @@ class TableConfig:
     """A logical table [num_rows, dim] that is looked up with the ids of each feature in
     ``features``.
 
-    ``pooling`` (sum or mean) combines the rows of a sample into one vector. ``optimizer`` and
-    ``kernel`` override the settings of the plan and the run. Initial values are distributed as
+    ``pooling`` (sum or mean) combines a sample's rows for a feature into one vector. ``optimizer``
+    and ``kernel`` override the settings of the plan and the run. Initial values are distributed as
     U(-initial_range, initial_range). With ``growth``, ids are arbitrary 64-bit keys, and the
     ``num_rows`` rows are assigned to keys during training. ``storage`` is set if only some rows are
     on the device.

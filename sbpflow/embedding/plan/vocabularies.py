@@ -1,8 +1,8 @@
 """Plans which rank assigns rows to the keys of each growing field.
 
 The row number of a key is chosen before any table is looked up. All tables of a field therefore
-share row numbers, whatever their layouts, and the exchanges see only row numbers. The rank that
-stores a range of rows also owns the corresponding range of key buckets.
+share row numbers, whatever their layouts, and the exchanges see only row numbers. If a table splits
+its rows, the rank that stores a range of rows also owns the corresponding range of key buckets.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,9 @@ def vocabulary_name(features: Sequence[str]) -> str:
 def key_steps(
     vocabularies: Sequence[VocabularyPlan], world: Placement, batch_size: int
 ) -> tuple[ExchangeStep, ...]:
-    """Return the transfers that send keys and counts to the owners and return row numbers."""
+    """Return the transfers that send keys and counts to the owners, return row numbers, and, if
+    other ranks store rows of these keys, announce new keys and freed rows.
+    """
     if not vocabularies or world.size == 1:
         return ()
     lookups = sum(vocabulary.hotness for vocabulary in vocabularies)
@@ -120,11 +122,12 @@ def _split_twice(table: TableConfig, key: str, hosts: int, width: int) -> tuple[
     """
     each, rest = divmod(table.num_rows, NUM_BUCKETS)
     if rest or NUM_BUCKETS % hosts:
-        use = f"evict.max_rows: {NUM_BUCKETS * (each + 1)}" if rest else "2, 4, 8, .. hosts"
+        uses = [f"evict.max_rows: {NUM_BUCKETS * (each + 1)}"] if rest else []
+        uses += ["2, 4, 8, .. hosts"] if NUM_BUCKETS % hosts else []
         raise ConfigError(
             f"{key or f'table {table.name}'}: (S(0), S(0)) gives each host an equal part of the "
             f"{NUM_BUCKETS} buckets of keys, but the {table.num_rows} rows of {table.name} cannot "
-            f"be divided that way over {hosts} hosts; use {use}, or sbp: S(0)"
+            f"be divided that way over {hosts} hosts; use {' and '.join(uses)}, or sbp: S(0)"
         )
     of_host = balanced_sizes(NUM_BUCKETS // hosts, width)
     return (
@@ -153,8 +156,8 @@ def plan_vocabularies(
             if set(names) & set(table.features) and other != (names, growing[0].growth):
                 raise ConfigError(
                     f"table {table.name} shares features {sorted({*names} & {*table.features})} "
-                    f"with table {growing[0].name}; growing tables that share a feature must have "
-                    "the same features and the same growth settings"
+                    f"with growing table {growing[0].name}, so both must have the same features, "
+                    "in the same order, and the same growth settings"
                 )
     numbers = {feature.name: number for number, feature in enumerate(features)}
     result: list[VocabularyPlan] = []

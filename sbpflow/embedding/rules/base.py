@@ -54,7 +54,8 @@ class RowBlock:
 
     @property
     def mean_squares(self) -> Tensor:
-        """Return the mean square of each row's gradient over the table's full width ([touched]).
+        """Return the mean square of each row's gradient ([touched]) over the table's full width or,
+        if ranks do not share row state, over the columns on this rank.
 
         Only optimizers with row state can use this value, because ranks that share a row sum their
         squared gradients only for these optimizers.

@@ -23,7 +23,7 @@ class Ftrl(SparseOptimizer):
         Key("results", "Constant added to the square root of the sum of squared gradients."),
     ] = 1.0
     l1: Annotated[NonNegative, Key("results", "L1 penalty, which sets small weights to 0.")] = 0.0
-    l2: Annotated[NonNegative, Key("results", "L2 penalty, which shrinks all weights.")] = 0.0
+    l2: Annotated[NonNegative, Key("results", "L2 penalty, which shrinks weights.")] = 0.0
     initial_accumulator: Accumulator = 0.0
 
     state: ClassVar = {"sum": "element", "linear": "element"}

@@ -110,7 +110,8 @@ def function_path(optimizer: SparseOptimizer, kernel: CompiledKernel) -> str | N
     """Return the path ("package.module:function") of an optimizer's function for a kernel, or
     ``None`` if the kernel does not support the optimizer.
 
-    For a built-in optimizer without ``kernels``, the function has the optimizer's name.
+    For a built-in optimizer without ``kernels``, the function has the optimizer's name; it may be
+    missing in ``fbgemm_rules``.
     """
     for name, kind in RULES.items():
         if kind is type(optimizer) and not kind.kernels:

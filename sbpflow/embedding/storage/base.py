@@ -1,9 +1,9 @@
 """Row kernels allocate, read, and update a block of slots.
 
 The row store (``store.py``) assigns rows to slots. Reading (``lookup``) and writing (``update``)
-are separate, so an update need not be part of the backward pass. There are four kernels with equal
-results: plain torch, FBGEMM's table-batched embedding (TBE), CPU loops compiled by numba, and
-Triton for GPUs.
+are separate, so an update need not be part of the backward pass. There are four kernels, whose
+results are equal up to rounding: plain torch, FBGEMM's table-batched embedding (TBE), CPU loops
+compiled by numba, and Triton for GPUs.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ class RowKernel(Protocol):
         """Return the unique rows and, for each row, the sum of its bags' ``grads`` ([unique,
         width]).
 
-        If the kernel has an ``absent`` address, both results are padded to the length of the batch
+        If the kernel has an ``absent`` address, both results are padded to the number of addresses
         by repeating the last row.
         """
         ...

@@ -1,4 +1,4 @@
-"""Chooses a kernel for each stack, among kernels with equal results.
+"""Chooses a kernel for each stack, among kernels whose results are equal up to rounding.
 
 Plain torch supports everything. The limits of FBGEMM were determined with fbgemm-gpu-cpu 1.8.0: it
 rejects widths that are not a multiple of 4, does not support bf16 or float64 rows on CPU, and keeps
@@ -200,8 +200,8 @@ def choose_kernel(
     """
     if request not in ("auto", "torch") and request in missing:
         raise ConfigError(
-            f"parallel.kernel: {request} is not available, because {missing[request]}; `sbpflow "
-            "doctor` shows the version to install, or use parallel.kernel: torch"
+            f"parallel.kernel or parallel.kernels: {request} is not available, because "
+            f"{missing[request]}; `sbpflow doctor` shows the version to install, or use torch"
         )
     faults = kernel_faults(stack, missing)
     if request == "torch":
@@ -242,7 +242,7 @@ def choose_kernels(plan: EmbeddingPlan, request: KernelRequest) -> dict[str, Ker
 
 
 def warm_up_kernels(plan: EmbeddingPlan, kernels: Mapping[str, KernelChoice]) -> None:
-    """Before the first step, compile the kernels of a plan, or load them from the cache."""
+    """Before the first step, compile the numba kernels of a plan, or load them from the cache."""
     rules = {
         stack.optimizer
         for group in plan.groups
@@ -294,7 +294,7 @@ def make_kernel(
 ) -> RowKernel:
     """Allocate a kernel's block with ``slots`` slots; by default, one for each of ``rows``.
 
-    An empty block always uses torch, because FBGEMM's table cannot be empty.
+    An empty FBGEMM block uses torch, because FBGEMM's table cannot be empty.
     """
     slots = rows if slots is None else slots
     if choice.name == "fbgemm" and slots > 0:

@@ -42,7 +42,7 @@ _from_float16 = cast("Callable[[int], float]", _from_half)
 @compiled
 def _as_float16(bits: np.int64) -> np.int64:
     """Return the bits of the float16 nearest to a float32 value, which is passed as bits. A finite
-    value must be at most 65504 in magnitude.
+    value must be at most 65504 in magnitude and, in the normal range, already be rounded.
     """
     sign, exponent, mantissa = (bits >> 16) & 0x8000, (bits >> 23) & 0xFF, bits & 0x7FFFFF
     if exponent == 255:

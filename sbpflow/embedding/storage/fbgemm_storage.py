@@ -72,7 +72,7 @@ class FbgemmStorage:
         if self.listeners:
             notify(self.listeners, lookup.rows())
         graph, lookup.graph = lookup.graph, None
-        # The rows were not looked up by this kernel, so TBE needs a forward pass first.
+        # If TBE has not run a forward pass for this lookup (for example, a merged one), run it now.
         if graph is None:
             graph = self._run(lookup, lr)
         torch.autograd.backward([graph], [grads.contiguous()])

@@ -18,7 +18,7 @@ LEAST_BYTES = 4 << 20  # two huge pages; smaller blocks are not worth a mapping 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of zeros for the rows of a table.
 
-    Raise ConfigError if the tensor does not fit in memory.
+    Raise ConfigError if memory for a large tensor on CPU cannot be reserved.
     """
     numel = torch.Size(shape).numel()
     advice = getattr(mmap, "MADV_HUGEPAGE", None)

@@ -65,8 +65,8 @@ def check_numba(field: str) -> None:
 
 
 class LiveRows:
-    """Tracks which of the rows [start, stop) have keys as of the last completed batch, and which
-    keys they have.
+    """Tracks which of the rows [start, stop) have keys, and which keys, as of the last batch that
+    was passed to ``apply``.
     """
 
     def __init__(self, start: int, stop: int) -> None:

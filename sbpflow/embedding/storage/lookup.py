@@ -16,8 +16,9 @@ class Lookup:
     ``addresses`` is int32 or int64 [n]. ``offsets`` is int64 [bags + 1], or ``None`` if every bag
     has one address. ``weights`` is [n], or ``None`` if all weights are 1. On CUDA, deduplication
     makes the host wait for the number of unique rows unless ``num_unique`` is set. Addresses are
-    local row numbers, which determine the order in which rows are sorted and summed, and how they
-    are rounded. The slots of the rows, which the row store chooses, affect none of this.
+    row numbers of a store or, before an exchange, numbers that are unique over all ranks. They
+    determine the order in which rows are sorted and summed, and how they are rounded. The slots of
+    the rows, which the row store chooses, affect none of this.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ from sbpflow.runtime.files.json_file import JsonError, is_number, object_of, rea
 
 LOG = logging.getLogger(__name__)
 
-# Another kernel replaces the default kernel only if it saves more than this share of the time.
+# The default kernel is kept unless it takes longer than the fastest by more than this share.
 BAND = 0.05
 MOST_ELEMENTS = 1 << 25  # Maximum size of the benchmark's table.
 LEAST_ROUNDS, MOST_ROUNDS, SECONDS = 3, 40, 0.1
@@ -54,8 +54,9 @@ class StackShape:
     """The properties of a stack that determine how long its work takes on a rank.
 
     ``ids`` is the number of ids looked up, in bags of ``per_bag``. If unique rows are exchanged,
-    requests come from ``lists`` ranks, and each rank first deduplicates ``home_ids`` ids;
-    otherwise, ``lists`` and ``home_ids`` are 0. ``skew`` describes how ids repeat (``costs.ids``).
+    each of ``lists`` ranks instead requests the distinct rows of ``ids / lists**2`` ids, and each
+    rank first deduplicates ``home_ids`` ids; otherwise, ``lists`` and ``home_ids`` are 0. ``skew``
+    describes how ids repeat (``costs.ids``).
     """
 
     rows: int
@@ -308,7 +309,7 @@ def _software() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the CPU model on Linux, or elsewhere the processor name that Python reports."""
+    """Return the CPU model in /proc/cpuinfo or, without it, the processor name from Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -318,6 +319,6 @@ def cpu_name() -> str:
 
 
 def machine_key() -> str:
-    """Return a file name for this kind of machine; machines may share a home directory."""
+    """Return a name for this kind of machine, for file names; machines may share a home folder."""
     words = f"{cpu_name()} {os.cpu_count()}".split()
     return "-".join("".join(c for c in word if c.isalnum()) for word in words).lower()

@@ -1,7 +1,7 @@
 """Rounds to half precision stochastically, so that updates smaller than the precision accumulate.
 
-The rounding direction is a pure function of (seed, step, table, row, column). The direction does
-not depend on which rank stores a row, or on which tables share a store.
+The noise that decides the direction is a pure function of (seed, step, table, row or key, column).
+It does not depend on which rank stores a row, or on which tables share a store.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,9 +2,9 @@
 # pyright: reportGeneralTypeIssues=false
 """Triton kernels: pooled lookup, and a fused segment sum, optimizer step, and rounding.
 
-Import this module only if Triton is installed. Each kernel is launched once per step, with a size
-that depends only on the shape of the batch, so the host need not count or deduplicate anything.
-``docs/decisions/gpu.md`` lists the bytes that each kernel moves.
+Import this module only if Triton is installed. The size of every launch depends only on the shape
+of the batch, so the host need not count or deduplicate anything. ``docs/decisions/gpu.md`` lists
+the bytes that each kernel moves.
 """
 
 import triton

@@ -194,7 +194,7 @@ def decide(
     sizes: Array,
 ) -> None:
     """Assign rows to the keys with the addresses ``candidates``, which are ascending and may
-    repeat. A full bucket evicts one key for each distinct address.
+    repeat. A full bucket evicts one key for each distinct address, if any key can be evicted.
 
     ``admitted`` addresses get ``new_rows``, and evicted keys are added to ``log``; the numbers of
     admitted addresses and of evicted keys are written to ``sizes``.

@@ -19,8 +19,8 @@ class FieldKeys:
         if own:
             _, first, last = own[0]
             self.part = Vocabulary(plan.growth, plan.num_rows, first, last)
-        # Either all tables of a field split their rows in the same way, or all their rows are on
-        # this rank.
+        # The tables of a field that split their rows do so in the same way, and of any other table,
+        # this rank stores all rows or none. The rows on this rank therefore form one range.
         starts = [shard.row_start for shard in shards]
         self.live: LiveRows | None = None
         if shards:

@@ -7,7 +7,7 @@ the map can grow gradually. To grow, ``migrate`` moves a few slots at a time to 
 Deletion shifts later keys back instead of leaving tombstones, so lookups never slow down.
 
 A slot contains everything that a batch needs to know about a key: its address, the batch of its
-last use, and its row or count. A lookup therefore reads a single cache line.
+last use, and its row or count. A lookup therefore usually reads a single cache line.
 """
 
 from typing import Any, NamedTuple

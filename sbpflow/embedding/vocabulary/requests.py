@@ -1,4 +1,4 @@
-"""Compiled loops that transpose a rank's keys, and sort and deduplicate them by owner."""
+"""Compiled loops that transpose a rank's keys, deduplicate them, and group them by owner."""
 
 import numpy as np
 

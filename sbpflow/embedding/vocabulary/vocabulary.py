@@ -4,7 +4,7 @@ The decisions for a batch depend only on its keys and on those of earlier batche
 made when the batch is announced, before earlier batches have completed. All changes are logged
 until their batch completes, so that evaluations and saves see the vocabulary as of the last
 completed batch, and announced batches can be canceled. An evicted row is overwritten only when the
-batch that reuses it is looked up; by then, all earlier batches have completed.
+batch that reuses it is looked up; by then, all batches that used its old key have completed.
 """
 
 from collections import deque
@@ -24,7 +24,8 @@ from sbpflow.runtime.compute.compiled import Array
 MIN_SLOTS = 1024
 MAX_LOAD = 0.8  # The map starts to grow when this share of its slots is used.
 SWEPT_BUCKETS = 16  # Every batch removes the idle keys of this many buckets.
-VICTIM_SHARE = 16  # Each search selects 1 / ``VICTIM_SHARE`` of a bucket's rows for eviction.
+# Each search selects 1 / ``VICTIM_SHARE`` of a bucket's rows, but at least 4, for eviction.
+VICTIM_SHARE = 16
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Vocabulary:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the map in bytes."""
+        """Return the size of the map and of the counts of rows in bytes."""
         t = self.arrays
         return t.slots.nbytes + t.new_slots.nbytes + t.row_counts.nbytes
 
@@ -231,7 +232,7 @@ class Vocabulary:
 
     def _patched(self) -> tuple[Array, Array]:
         """Return the ascending addresses of the keys that announced batches changed, and their
-        previous rows.
+        previous rows (-1 if they had none).
         """
         if self._patch is None:
             changes, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]

@@ -1,5 +1,5 @@
-"""Applies dropout to global tensors, with masks that depend only on a seed, a name, and the
-position.
+"""Applies dropout to global tensors, with masks that do not depend on the layout or the number of
+ranks.
 
 On CPU, torch's generator samples the mask block by block, which is the fastest method on a CPU. On
 CUDA, the mask of an element is computed from its position (53 bits of SplitMix64), so that one
@@ -26,7 +26,7 @@ from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import elementwise_rule
 from sbpflow.tensor.signature import Choice
 
-# Number of blocks of a sampled mask (see ``_draw``), and minimum number of rows per block. More
+# Maximum number of blocks of a sampled mask (see ``_draw``), and minimum rows per block. More
 # blocks need more sampling calls; with fewer blocks, more rows are sampled and discarded.
 _BLOCKS, _MIN_ROWS = 16, 32
 _BITS = 53
@@ -40,8 +40,9 @@ def dropout(
 
     ``S(i) -> S(i), B -> B``
 
-    The mask of an element depends only on ``seed``, ``id``, and the element's position in the full
-    tensor, not on the layout or the number of ranks. Pass a different seed in every step, and a
+    For tensors of the same shape, dtype, and device type, the mask of an element depends only on
+    ``seed``, ``id``, and the element's position in the full tensor, not on the layout or the number
+    of ranks. Pass a different seed in every step, and a
     different ``id`` in every call within a step. ``p`` must be at least 0 and less than 1.
     """
     if not 0.0 <= p < 1.0:

@@ -90,7 +90,8 @@ def mul(
 ) -> GlobalTensor:
     """Compute ``a * b`` for operands of the same dtype; dims of size 1 broadcast.
 
-    ``S(i) x S(i) -> S(i), B x B -> B, P x B -> P, B x P -> P``
+    ``S(i) x S(i) -> S(i), B x B -> B, P x B -> P, B x P -> P; with a dim of size 1 also S(i) x B ->
+    S(i)``
     """
     return _binary("mul", torch.mul, a, b, "P,B->P; B,P->P", out, id)
 

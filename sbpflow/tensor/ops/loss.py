@@ -24,7 +24,7 @@ def bce_with_logits(
     ``S(i) x S(i) -> S(i), B x B -> B; reduced, S(i) -> P and B -> B``
 
     The mean is the sum divided by the global number of elements, so uneven parts are weighted
-    correctly. If the logits are split, a sum or mean is P. Labels are converted to the dtype of the
+    correctly. The sum or mean of a split loss is P. Labels are converted to the dtype of the
     logits.
     """
     if reduction not in ("none", "sum", "mean"):

@@ -38,10 +38,10 @@ def linear_of_parts(
 
     On CPU, the inputs are not concatenated: that would cost a copy in each direction, and the
     product that computes the gradient takes twice as long for an odd width such as 429 as for 416.
-    On CUDA, the inputs are concatenated and, in half precision, padded to a multiple of 8 columns,
-    because narrow products and unaligned rows do not use the tensor cores. If the weight is split
-    along its columns, or if there is no bias (so that the result may be P), the op is ``concat``
-    followed by ``linear``.
+    On CUDA, the inputs are concatenated and padded to a multiple of 8 columns, because narrow
+    products and unaligned rows do not use the tensor cores in half precision. If the weight is
+    split along its columns, or if there is no bias (so that the result may be P), the op is
+    ``concat`` followed by ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
     for n, x in enumerate(xs):
@@ -72,8 +72,7 @@ def linear_of_parts(
         *inputs, rows, offset = parts
         if rows.is_cuda:
             return _aligned_linear(inputs, rows, offset)
-        # Make the columns contiguous, because a row stride such as 429 would make every product 20
-        # % slower.
+        # Make the columns contiguous: a row stride such as 429 would make the products 20 % slower.
         columns = [part.contiguous() for part in rows.split(widths, 1)]
         # The widest input comes last, so that the largest product is fused with an addition.
         order = sorted(range(count), key=lambda n: widths[n])
@@ -87,8 +86,8 @@ def linear_of_parts(
 
 
 def _aligned_linear(inputs: list[Tensor], rows: Tensor, offset: Tensor) -> Tensor:
-    """Concatenate the inputs and compute one product; in half precision, pad rows to a multiple of
-    16 bytes.
+    """Concatenate the inputs, pad their rows to a multiple of ``ALIGNED_COLUMNS`` (16 bytes in half
+    precision), and compute one product.
     """
     missing = -rows.shape[1] % ALIGNED_COLUMNS
     if missing:

@@ -70,8 +70,8 @@ def _resolve(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
 def _reshape_groups(
     old: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int, int], ...]]:
-    """Return the dim letters for both shapes and, for each group, the ratio of the lengths of its
-    first dims.
+    """Return the dim letters for both shapes and, for each group whose first dims differ in length,
+    the ratio of these lengths.
 
     A group is a shortest run of dims with the same product in both shapes. The first dim of a group
     has the same letter in both shapes.
@@ -106,8 +106,8 @@ def _reshape_groups(
 def concat(
     tensors: Sequence[GlobalTensor], dim: int, *, out: Out = None, id: str | None = None
 ) -> GlobalTensor:
-    """Concatenate along ``dim``. No operand may be split along ``dim``; the result is P if all
-    operands are P.
+    """Concatenate along ``dim``. Operands that are split along ``dim`` are converted first; the
+    result is P if all operands are P.
 
     ``S(i) x .. -> S(i) for i other than dim, B x .. -> B, P x .. -> P``
     """
