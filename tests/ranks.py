@@ -182,7 +182,7 @@ def _serve(
     import torch
 
     torch.set_num_threads(1)
-    if device == "rehearsed":  # use tensors that claim to be on CUDA, see tests/rehearsal
+    if device == "rehearsed":  # use tensors that claim to be on CUDA; see tests/rehearsal
         from tests.rehearsal.install import install
 
         install()

@@ -59,9 +59,9 @@ def check(
     for name, given in layouts.items():
         if parallel.row_buffer_fraction is not None and is_two_level(given.layout):
             raise ConfigError(
-                f"parallel.row_buffer_fraction: {parallel.row_buffer_fraction} does not support "
-                f"{given.layout} of {name}, because its two exchanges of ids need exact counts; "
-                "remove it, or use sbp: S(0)"
+                f"parallel.row_buffer_fraction: {parallel.row_buffer_fraction} cannot be combined "
+                f"with the layout {given.layout} of {name}, because this layout exchanges ids "
+                "twice and needs exact counts; remove row_buffer_fraction, or use sbp: S(0)"
             )
     return layouts
 

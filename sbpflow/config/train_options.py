@@ -92,8 +92,8 @@ class LossConfig:
         if self.focal_gamma and self.label_smoothing:
             raise ConfigError(
                 f"train.loss.focal_gamma: {self.focal_gamma} cannot be combined with "
-                f"label_smoothing: {self.label_smoothing}, because the focal loss needs labels 0 "
-                "and 1; remove one of them (for example, label_smoothing: 0.0)"
+                f"label_smoothing: {self.label_smoothing}, because the focal loss needs labels "
+                "of exactly 0 or 1; set one of the two to 0 (for example, label_smoothing: 0.0)"
             )
 
     @property

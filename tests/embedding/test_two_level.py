@@ -254,7 +254,7 @@ def test_unsupported_settings_are_refused():
     config = wdl()
     config = replace(config, parallel=replace(config.parallel, row_buffer_fraction=0.5))
     with pytest.raises(
-        ConfigError, match=r"row_buffer_fraction: 0.5 does not .*exact counts; remove"
+        ConfigError, match=r"row_buffer_fraction: 0.5 cannot .*exact counts; remove"
     ):
         plan_run(config, FIELDS, world_size=4, device_type="cuda", topology=HOSTS)
     hosts = Spec("(S(0), S(0))", "unique", ranks=((0,), (1,), (2,)))

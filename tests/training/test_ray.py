@@ -1,4 +1,4 @@
-"""Tests examples/launchers/ray_train.py with two workers of a local Ray."""
+"""Tests examples/launchers/ray_train.py with two workers on a local Ray cluster."""
 
 import json
 import os

@@ -227,8 +227,8 @@ class Mover:
         return out
 
     def write(self, rows: Array, values: Mapping[str, Tensor]) -> None:
-        """Set the values of ``rows``; rows that were never written and keep their initial values
-        are not stored.
+        """Set the values of ``rows``; a row without a record gets none if the values equal its
+        initial values.
         """
         with self._lock, torch.no_grad():
             slots = self.planner.records[rows, SLOT]

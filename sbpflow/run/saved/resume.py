@@ -151,9 +151,9 @@ def _decide(config: Config, data: DataFacts, folder: AnyPath) -> Decision:
         newest = _checkpoint_at(any_path(resume))
         if newest.parent.resolve() == folder.resolve():
             raise ConfigError(
-                f"checkpoint.resume: {resume} is in checkpoint.dir ({folder}), and a new run "
-                "would move the checkpoints there aside; use checkpoint.resume=auto to resume "
-                "that run, or another run.dir (or checkpoint.dir) to start a new run from its "
+                f"checkpoint.resume: {resume} is in checkpoint.dir ({folder}), whose checkpoints "
+                "a new run would move aside; use checkpoint.resume=auto to continue the earlier "
+                "run, or another run.dir (or checkpoint.dir) to start a new run from this "
                 "checkpoint"
             )
         _move_aside(config)
