@@ -145,8 +145,8 @@ def test_a_list_weight_that_is_not_finite_is_reported_with_its_row(tmp_path):
 
 
 def test_advice_on_crosses_is_for_names_of_two_columns(copy):
-    with pytest.raises(DataError, match=r"has no cross 'C1xC2'.*--crosses .*C1xC2"):
-        copy.field("C1xC2")
+    with pytest.raises(DataError, match=r"has no cross 'C2xC1'.*--crosses .*C2xC1"):
+        copy.field("C2xC1")
     with pytest.raises(DataError, match="has no field 'taxi'; it has C1"):
         copy.field("taxi")
 

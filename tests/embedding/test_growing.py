@@ -221,6 +221,15 @@ def test_two_hops_do_not_change_results(ranks, alone, tmp_path, ranks_of_hosts):
     check_as_alone(ranks, alone, sum(map(len, ranks_of_hosts)), case, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "wide", [Spec("S(1)", "columns"), Spec("S(0)", "unique", ranks=(0, 2))], ids=str
+)
+def test_grids_of_rows_and_columns_do_not_change_results(ranks, alone, tmp_path, wide):
+    deep = Spec("(S(0), S(1))", "reduce", ranks=((0, 1), (2, 3)))
+    case = replace(CASE, deep=deep, wide=wide, growth=EVICTING, ahead=4)
+    check_as_alone(ranks, alone, 4, case, tmp_path)
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 4, 16, 64])
 def test_lookahead_does_not_change_a_bit(ranks, alone, tmp_path, ahead):
     case = replace(CASE, growth=EVICTING, ahead=ahead)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sbpflow.embedding.plan.growth import MIN_ROWS, NUM_BUCKETS, Eviction, Growth
 from sbpflow.embedding.storage.live_rows import Saved
 from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
+from sbpflow.errors import CheckpointError
 from sbpflow.runtime.random.streams import unmix
 from tests.embedding.vocabulary_reference import ReferenceVocabulary, address_in, as_arrays
 
@@ -300,6 +301,20 @@ def test_a_full_bucket_refuses_keys():
     part.release()
     assert part.totals.refused_lookups == 2
     assert part.totals.live == 4
+
+
+@pytest.mark.parametrize("bucket", [0, 9])
+def test_the_proposed_number_of_rows_is_enough(bucket):
+    large = Vocabulary(growth_of(rows=2 * MIN_ROWS), 2 * MIN_ROWS, 0, NUM_BUCKETS)
+    large.announce(keys_of([address_in(bucket, n) for n in range(5)]), NO_COUNTS, 5)
+    large.release()
+    saved = large.save().saved
+    with pytest.raises(CheckpointError, match=f"bucket {bucket} has 5 saved keys") as caught:
+        Vocabulary(growth_of(), MIN_ROWS, 0, NUM_BUCKETS).load(saved)
+    rows = int(str(caught.value).split("use ")[1].split()[0])
+    part = Vocabulary(growth_of(rows=rows), rows, 0, NUM_BUCKETS)
+    part.load(saved)
+    assert part.totals.live == 5
 
 
 def test_many_keys_grow_the_map():

@@ -42,6 +42,8 @@ def test_masks_have_the_right_share_and_depend_on_key_and_position():
     assert torch.equal(cube.view(6, 20), mask((6, 20)))
     assert torch.equal(mask((6, 5, 4), (slice(2, 4), slice(1, 3), slice(0, 4))), cube[2:4, 1:3])
     assert mask((50,)).shape == (50,)
+    number = torch.tensor(3.0, device=DEVICE)
+    assert dropout._drop(number, KEY, (1,), (slice(0, 1),), 0.25).tolist() in (0.0, 4.0)
 
 
 def test_remaining_elements_are_scaled_and_the_gradient_has_the_same_mask():

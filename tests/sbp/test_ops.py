@@ -461,6 +461,18 @@ def test_dropout_masks(ranks):
         assert (np.concatenate(parts, axis) == a).all(), sbp
 
 
+def _dropped_number(world, seed):
+    layout = Layout(Placement.line("cpu", world.size), parse_nd_sbp("B"))
+    x = GlobalTensor.from_full(torch.tensor(3.0), layout, Boxing(world))
+    return ops.dropout(x, 0.25, seed).part.tolist()
+
+
+def test_dropout_of_a_number(ranks):
+    made = [ranks(2, _dropped_number, seed) for seed in range(20)]
+    assert all(first == second for first, second in made)
+    assert {first for first, _ in made} == {0.0, 4.0}
+
+
 def test_impossible_signature_names_what_is_legal():
     boxing, placement = DryBoxing(2), Placement.line("cpu", 2)
     x, w = dry_operands("linear", [parse_nd_sbp("S(0)"), parse_nd_sbp("B")], boxing, placement)

@@ -185,7 +185,7 @@ def plan_vocabularies(
                 places=tuple(places),
                 hotness=sum(features[numbers[name]].hotness for name in names),
                 is_local=world.size == 1
-                or all(_row_owners(table, layouts) == owners for table in growing),
+                or all(_stored_parts(table, layouts) == {*owners} for table in growing),
                 tables=tuple(table.name for table in growing),
             )
         )
@@ -237,14 +237,23 @@ def _row_owners(
     a table.
     """
     parts: dict[int, tuple[int, int, int]] = {}
-    for shard in shards_of(table, layouts[table.name].layout):
-        first, last = (
-            -(-row * NUM_BUCKETS // table.num_rows) for row in (shard.row_start, shard.row_stop)
-        )
-        known = parts.get(first)
-        if known is None or shard.rank < known[0]:
-            parts[first] = (shard.rank, first, last)
+    for rank, first, last in sorted(_stored_parts(table, layouts)):
+        parts.setdefault(first, (rank, first, last))
     return tuple(parts[first] for first in sorted(parts))
+
+
+def _stored_parts(
+    table: TableConfig, layouts: Mapping[str, TableLayout]
+) -> set[tuple[int, int, int]]:
+    """Return (rank, first bucket, last bucket + 1) for each shard of a table."""
+
+    def bucket_at(row: int) -> int:
+        return -(-row * NUM_BUCKETS // table.num_rows)
+
+    return {
+        (shard.rank, bucket_at(shard.row_start), bucket_at(shard.row_stop))
+        for shard in shards_of(table, layouts[table.name].layout)
+    }
 
 
 def _bounds(num_rows: int) -> frozenset[int]:

@@ -283,7 +283,9 @@ class Vocabulary:
         )
         if (live > room).any():
             bucket = int((live - room).argmax())
-            fits = int(live.max()) * NUM_BUCKETS
+            numbers = np.arange(live.size) + self.buckets[0]
+            # The shared row is in bucket 0.
+            fits = int((live + (numbers == 0)).max()) * NUM_BUCKETS
             raise CheckpointError(
                 f"evict.max_rows: bucket {bucket + self.buckets[0]} has {int(live[bucket])} saved "
                 f"keys, but only {int(room[bucket])} rows; use {fits} or more"

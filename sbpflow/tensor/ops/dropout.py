@@ -56,11 +56,13 @@ def dropout(
         part, world = parts[0], x.boxing.world
         if part.is_meta:  # a dry run has no values
             return part * 1.0
-        held = choice.output.part_slices(x.shape, world.rank) or ()
+        shape, held = x.shape, choice.output.part_slices(x.shape, world.rank) or ()
+        if not shape:  # Draw for a 0-d tensor as for a tensor with one element.
+            shape, held = (1,), (slice(0, 1),)
         if part.is_cuda:
-            return _Counted.apply(part, world.draws.key(part.device, seed, name), x.shape, held, p)  # pyright: ignore[reportReturnType]
-        mask = _draw(part, x.shape, held, 1.0 - p, lambda n: stream_key(seed, f"{name}/{n}"))
-        return part * mask.div_(1.0 - p)
+            return _Counted.apply(part, world.draws.key(part.device, seed, name), shape, held, p)  # pyright: ignore[reportReturnType]
+        mask = _draw(part, shape, held, 1.0 - p, lambda n: stream_key(seed, f"{name}/{n}"))
+        return part * mask.div_(1.0 - p).view(part.shape)
 
     return apply(elementwise_rule("dropout", x.ndim), [x], x.shape, kernel, id=id)
 
@@ -115,7 +117,8 @@ def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: floa
     position = _rows_in(shape, held)
     threshold, factor = threshold_of(p), 1.0 / (1.0 - p)
     if kernels is None or position is None or part.dtype == torch.float64:
-        return torch.where(counted(key, shape, held) < threshold, part * factor, 0.0)
+        kept = (counted(key, shape, held) < threshold).view(part.shape)
+        return torch.where(kept, part * factor, 0.0)
     part = part.contiguous()
     out = torch.empty_like(part)
     count, block = part.numel(), kernels.BLOCK
