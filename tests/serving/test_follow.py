@@ -88,6 +88,10 @@ def test_a_bundle_with_deltas_equals_a_bundle_of_the_same_step(run, tmp_path, ro
     assert follow(16, num_deltas=1) == "step-16"
     assert newest_bundle(tmp_path / "out").name == "step-16"
     load(tmp_path / "out" / "step-16")
+    # So does a checkpoint that does not continue the exported one: of an earlier step or another
+    # run.
+    assert follow(4) == "step-4"
+    assert [path.name for path in bundles_in(tmp_path / "out")] == ["step-4"]
 
 
 def values_of_base(bundle: Path) -> dict[str, torch.Tensor]:
