@@ -17,11 +17,7 @@ def explain(argv: Sequence[str]) -> int:
     parser.add_argument("-n", "--world-size", type=int, required=True, help="number of ranks")
     add = parser.add_argument
     add("--shards", action="store_true", help="also print the shards of each table")
-    add(
-        "--transfers",
-        action="store_true",
-        help="print all transfers, and a step's moves in order",
-    )
+    add("--transfers", action="store_true", help="print all transfers and the moves of a step")
     add("--json", action="store_true", help="print everything as JSON")
     args = parser.parse_intermixed_args(argv)
 

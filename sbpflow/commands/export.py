@@ -133,10 +133,10 @@ def export_model(
     measured: bool = True,
     has_spare_rows: bool = False,
 ) -> list[Path]:
-    """Write a saved model to a new folder and return its files. If ``measured`` and there is a
-    labeled set, print its scores.
+    """Write a saved model to a new folder and return its files.
 
-    With ``has_spare_rows``, growing tables get spare rows for the keys that later deltas add.
+    If ``measured`` and there is a labeled set, print its scores. With ``has_spare_rows``, growing
+    tables get spare rows for the keys that later deltas add.
     """
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest

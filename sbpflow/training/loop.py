@@ -193,8 +193,7 @@ def fit(
 
     ``profiler`` traces some of the steps. ``checkpoints`` decides where the run starts, when it is
     saved, and whether it ends with the weights of the best or of the last step. Raises
-    TrainingError if the loss is not finite, and ConfigError if ``val`` is watched but empty or the
-    run ends before the steps to trace.
+    TrainingError if the loss is not finite, and ConfigError for an empty ``val`` or trace.
     """
     checkpoints = checkpoints or NoCheckpoints()
     watchers = Watchers.of(train, checkpoints.best_metric)

@@ -144,13 +144,6 @@ def test_a_list_weight_that_is_not_finite_is_reported_with_its_row(tmp_path):
         check_lists(manifest, shard)
 
 
-def test_advice_on_crosses_is_for_names_of_two_columns(copy):
-    with pytest.raises(DataError, match=r"has no cross 'C2xC1'.*--crosses .*C2xC1"):
-        copy.field("C2xC1")
-    with pytest.raises(DataError, match="has no field 'taxi'; it has C1"):
-        copy.field("taxi")
-
-
 @pytest.mark.parametrize("bad", [-1, 500, -(2**31)])
 def test_an_id_out_of_range_is_reported_with_its_row_and_found_by_verify(copy, capsys, bad):
     words = np.load(copy.path / "train-20.npy", mmap_mode="r+")

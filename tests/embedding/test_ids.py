@@ -173,7 +173,7 @@ def plan_shared(policy: str, big: int = 1000) -> EmbeddingPlan:
 def test_replacing_ids_requires_tables_of_equal_size(policy):
     message = (
         f"feature x: out_of_range {policy} .* small \\(10 rows\\), big \\(1000 rows\\); "
-        "give .* the same num_rows, or use out_of_range: error"
+        ".*give all the same num_rows, or use out_of_range: error"
     )
     with pytest.raises(ConfigError, match=message):
         plan_shared(policy)

@@ -302,9 +302,7 @@ def test_module_with_dropout_can_be_captured(rehearsed_ranks):
 def test_module_that_waits_is_rejected_with_the_setting(rehearsed_ranks, odd):
     with pytest.raises(RanksFailed) as failed:
         rehearsed_ranks(1, train, net_config(odd), 3)
-    assert "ConfigError: parallel.cuda_graph: true is not possible, because the dense part" in str(
-        failed.value
-    )
+    assert "ConfigError: parallel.cuda_graph: true is not possible, because" in str(failed.value)
     assert "use parallel.cuda_graph=false" in str(failed.value)
 
 

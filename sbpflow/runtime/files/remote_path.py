@@ -2,9 +2,8 @@
 
 ``RemotePath`` has those methods of ``pathlib.Path`` that are used for both local and remote paths.
 Objects cannot be renamed, so each object is written as a whole, and a folder's index is written
-last to mark the folder as complete. fsspec is imported only when a URL is used. Temporary failures
-are retried. Messages contain no credentials, and URLs with credentials are accepted only for
-inputs.
+last to mark the folder as complete. fsspec is imported when a URL is used. Temporary failures are
+retried. Messages contain no credentials, and URLs with credentials are accepted only for inputs.
 """
 
 import errno
@@ -143,9 +142,7 @@ class RemotePath:
 
     @property
     def state(self) -> object:
-        """Return a value that changes when the file is written, or None if the store provides
-        none.
-        """
+        """Return a value that changes when the file is written, or None if none is known."""
         names = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "mtime")
         info = self.info()
         value = next((info[name] for name in (*names, "created") if info.get(name)), None)

@@ -188,9 +188,7 @@ class World:
         return backend == "gloo" and (len(self.topology.hosts) > 1 or self._shared is not None)
 
     def link(self, ranks: Sequence[int], channel: str, step_id: str = "") -> Link:
-        """Return the result of ``group`` with its own shared-memory channel, if this host shares
-        memory.
-        """
+        """Return the ranks' group, with a shared-memory channel if this host shares memory."""
         key = (tuple(sorted(ranks)), channel)
         link = self._links.get(key)
         if link is None:
