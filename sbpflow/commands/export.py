@@ -133,10 +133,9 @@ def export_model(
     measured: bool = True,
     has_spare_rows: bool = False,
 ) -> list[Path]:
-    """Write a saved model to a new folder and return its files.
+    """Write a saved model to a new folder and return its files; print scores if ``measured``.
 
-    If ``measured`` and there is a labeled set, print its scores. With ``has_spare_rows``, growing
-    tables get spare rows for the keys that later deltas add.
+    ``has_spare_rows`` adds spare rows to growing tables, for keys that later deltas add.
     """
     from sbpflow.checkpoint.folder import data_folder
     from sbpflow.data import fields_of, load_manifest

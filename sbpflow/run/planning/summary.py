@@ -60,11 +60,11 @@ def format_summary(
 def _early_line(group: Mapping[str, Any]) -> str:
     """Describe how many bytes a group with early rows is expected to send."""
     early, critical = format_size(group["early_bytes"]), format_size(group["critical_bytes"])
-    line = f"early rows of {group['group']}: {early} early, {critical} within the step"
+    line = f"early rows of {group['group']}: {early} early, {critical} in the step"
     if group["late_reason"]:
         return line
     late, urgent = format_size(group["late_bytes"]), format_size(group["urgent_bytes"])
-    return f"{line}; gradients: {urgent} within the step, {late} late"
+    return f"{line}; gradients: {urgent} in the step, {late} late"
 
 
 def _link_lines(facts: Mapping[str, Any]) -> list[str]:
