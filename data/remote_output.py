@@ -71,8 +71,8 @@ def make_remote(
 def _uploaded(
     local: Path, journal: Path, words: Sequence[str], inputs: Sequence[InputPath]
 ) -> list[str] | None:
-    """Return the files of a complete local set that are already uploaded, or None if there is no
-    complete local set of the same command and inputs.
+    """Return the files of a complete local set that are already uploaded, or None if the local set
+    is missing, incomplete, or made by another command or from other inputs.
     """
     try:
         lines = journal.read_text(encoding="ascii").splitlines()

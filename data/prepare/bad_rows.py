@@ -54,8 +54,8 @@ class StagedPiece:
 
 
 def check_bad(staged: Sequence[StagedPiece], options: PrepareOptions, early: float = 0.0) -> None:
-    """Raise DataError if there are no lines, or if too many lines are bad; the error then contains
-    the counts and the first bad lines.
+    """Raise DataError if the input has no lines or too many bad lines; in the latter case, the
+    error contains the counts and the first bad lines.
 
     While files are still being read, the tolerated fraction of bad lines is at least ``early``.
     """

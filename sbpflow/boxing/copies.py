@@ -310,8 +310,8 @@ def _joining_dim(pieces: list[Piece], shape: Shape) -> int | None:
 
 
 def _even_dim(pieces: list[Piece], shape: Shape) -> int | None:
-    """Return the dim along which the pieces are equally long and in order, or None if there is no
-    such dim.
+    """Return the dim along which the pieces are equally long and in order, or None if no dim is
+    like that.
     """
     dim = _joining_dim(pieces, shape)
     if dim is None or shape[dim] % len(pieces):

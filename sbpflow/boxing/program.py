@@ -249,9 +249,9 @@ def _leave_out_own(
 ) -> Program | None:
     """Return ``base`` without the piece that this rank sends to itself.
 
-    Return None if there is no such piece, if it is the only one, or if leaving it out would cost an
-    extra copy. No extra copy is needed if the other pieces still form one range of the part, or if
-    they must be packed anyway.
+    Return None if this rank sends itself no piece or nothing else, or if leaving the piece out
+    would cost an extra copy. No extra copy is needed if the other pieces still form one range of
+    the part, or if they must be packed anyway.
     """
     if rank not in sent or base.sizes is None or len(sent) < 2:
         return None
@@ -278,9 +278,9 @@ def _staying_apart(
 ) -> Program | None:
     """Return ``base`` with this rank's own piece copied during the exchange.
 
-    Return None if there are no other pieces, or if they would then need an extra copy. The other
-    pieces need no extra copy if they are received into one range of the result, or if they must be
-    copied anyway.
+    Return None if this rank receives no other pieces, or if they would then need an extra copy.
+    The other pieces need no extra copy if they are received into one range of the result, or if
+    they must be copied anyway.
     """
     coming = [piece for peer, piece in received.items() if peer != rank]
     run = run_of(coming, shape)

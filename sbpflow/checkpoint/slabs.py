@@ -33,7 +33,7 @@ class Slabs:
         self._owner = np.full(self.num_slabs, _FREE, np.int32)
         self._starts = np.arange(num_ranges + 1) * range_rows
         self._open = np.full(num_ranges, _FREE)  # By range: the slab that has room, if any.
-        # By range: the number of rows in that slab, or ``_rows`` if there is no such slab.
+        # By range: the number of rows in that slab, or ``_rows`` if no slab has room.
         self._filled = np.full(num_ranges, self._rows)
 
     @property

@@ -97,8 +97,8 @@ class _UnknownKeyError(ConfigError):
         self.key, self.siblings = key, siblings
 
     def message(self, all_keys: list[str]) -> str:
-        """Return a message with the new name of a renamed key, or with similar keys of the same
-        group or, if there are none, of other groups.
+        """Return a message with the new name of a renamed key, or with similar keys: those of the
+        same group or, failing that, of other groups.
         """
         group, _, name = self.key.rpartition(".")
         if (current := RENAMED.get(name)) in self.siblings:

@@ -381,7 +381,7 @@ class RemoteRecords:
         """Fill ``out`` with those of ``rows`` that are in unconfirmed writes; return the positions
         of the other rows.
 
-        The result is ``None`` if there are no unconfirmed writes, so that all positions remain.
+        The result is ``None`` if all writes are confirmed, so that all positions remain.
         """
         left: Array | None = None
         for write in self._writes.newest_first():

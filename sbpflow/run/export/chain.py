@@ -58,9 +58,7 @@ class Exported:
 
 
 def last_export(folder: Path) -> Exported | None:
-    """Return the newest bundle of ``folder`` with its last good delta, or None if there is no
-    bundle.
-    """
+    """Return the newest bundle of ``folder`` with its last good delta, or None without a bundle."""
     for bundle in reversed(bundles_in(folder)):
         try:
             content = object_of(read_json(bundle / BUNDLE_FILE), str(bundle / BUNDLE_FILE))

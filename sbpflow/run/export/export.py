@@ -196,8 +196,8 @@ def check_unscored(rows: RowFormat, path: Path | None) -> None:
     """Raise ConfigError if ``rows`` loses precision, as ``path`` is not a set to measure it on."""
     if rows != "as_trained":
         raise ConfigError(
-            f"--score: {rows} rows can reduce the AUC, and there is no set on which to measure the "
-            f"difference (got {path}); use --score with a labeled set"
+            f"--score: {rows} rows can reduce the AUC, which only a labeled set can show, got "
+            f"{path}; use --score with a labeled set"
         )
 
 

@@ -42,8 +42,8 @@ def dropout(
 
     For tensors of the same shape, dtype, and device type, the mask of an element depends only on
     ``seed``, ``id``, and the element's position in the full tensor, not on the layout or the number
-    of ranks. Pass a different seed in every step, and a
-    different ``id`` in every call within a step. ``p`` must be at least 0 and less than 1.
+    of ranks. Pass a different seed in every step, and a different ``id`` in every call within a
+    step. ``p`` must be at least 0 and less than 1.
     """
     if not 0.0 <= p < 1.0:
         raise SbpError(f"dropout: p must be at least 0 and less than 1 (for example, 0.1), got {p}")

@@ -40,7 +40,7 @@ def linear_of_parts(
     product that computes the gradient takes twice as long for an odd width such as 429 as for 416.
     On CUDA, the inputs are concatenated and padded to a multiple of 8 columns, because narrow
     products and unaligned rows do not use the tensor cores in half precision. If the weight is
-    split along its columns, or if there is no bias (so that the result may be P), the op is
+    split along its columns, or if ``bias`` is None (so that the result may be P), the op is
     ``concat`` followed by ``linear``.
     """
     check_list("linear_of_parts", xs, "weight, bias")
