@@ -21,6 +21,7 @@ import torch
 import uvicorn
 
 from sbpflow.errors import ConfigError, DataError
+from sbpflow.runtime.processes.time_slice import shorten_time_slice
 from sbpflow.serving.app import App, Limits, Served
 from sbpflow.serving.follower import Follower
 from sbpflow.serving.metrics import Metrics
@@ -29,7 +30,9 @@ from sbpflow.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10  # Low priority, so that requests take precedence over the delta thread.
+# Lowest priority and short time slices, so that requests take precedence over the delta thread.
+_NICENESS = 19
+_SLICE_S = 0.0001
 _SWITCH_S = 0.0005  # How long requests may wait for the delta thread; Python's default is 5 ms.
 _MAX_CONNECTIONS = 1024
 _KEEP_ALIVE_S = 75  # Longer than proxies keep idle connections, so that a proxy closes first.
@@ -145,6 +148,7 @@ def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
     """Answer requests until SIGTERM, and then finish the requests in flight."""
     supervisor = os.getppid()
     sys.setswitchinterval(_SWITCH_S)
+    shorten_time_slice(_SLICE_S)  # not for the delta thread, which is already running
 
     async def check_supervisor() -> None:
         if os.getppid() != supervisor:  # the supervisor has died, so this worker must stop

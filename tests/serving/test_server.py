@@ -22,6 +22,7 @@ from sbpflow.serving.bodies import ARROW, JSON, TEXT
 from sbpflow.serving.scorer import Model, load
 from tests.data.tables import write_csv
 from tests.deadlines import Deadline, output_of
+from tests.launch.time_slices import LINUX_SINCE_6_12, time_slice_ns
 from tests.serving.bundles import good_rows
 from tests.serving.test_metrics import values
 
@@ -194,6 +195,16 @@ def test_malformed_http_ends_the_connection(server, sent):
         connection.sendall(sent)
         assert b" 400 " in connection.recv(4096)
     assert server.request("GET", "/ready").status == 200
+
+
+@LINUX_SINCE_6_12
+def test_the_thread_that_answers_can_interrupt_the_thread_that_applies_deltas(server):
+    pid = server.workers()[0]
+    tids = [int(tid) for tid in os.listdir(f"/proc/{pid}/task")]
+    low = [tid for tid in tids if os.getpriority(os.PRIO_PROCESS, tid) == 19]
+    assert len(low) == 1
+    assert pid not in low
+    assert time_slice_ns(pid) == 100_000 < time_slice_ns(low[0])
 
 
 def test_metrics_count_what_the_server_did(exported, model):
