@@ -23,10 +23,11 @@ _Step = tuple[int, int, int, int, int, int, int]
 
 
 @compiled_fast  # may reorder the terms of a sum, which allows vector instructions
-def multiply(weights: Array, x: Array, a: int, start: int) -> None:
-    """Multiply ``weights`` [outputs, inputs] by a vector in each row of ``x`` [n, values].
+def multiply(weights: Array, bias: Array, x: Array, a: int, start: int) -> None:
+    """Multiply ``weights`` [outputs, inputs] by a vector in each row of ``x`` [n, values], and add
+    ``bias`` [outputs].
 
-    The vector starts at column ``a``. The product is written to the same row, starting at column
+    The vector starts at column ``a``. The result is written to the same row, starting at column
     ``start``. The loop handles two rows and four outputs at a time, so that it uses each value that
     it reads for several products.
     """
@@ -50,42 +51,46 @@ def multiply(weights: Array, x: Array, a: int, start: int) -> None:
                 r1 += w1[term] * v
                 r2 += w2[term] * v
                 r3 += w3[term] * v
-            at = start + k
-            x[row, at], x[row, at + 1], x[row, at + 2], x[row, at + 3] = l0, l1, l2, l3
-            x[row + 1, at], x[row + 1, at + 1], x[row + 1, at + 2], x[row + 1, at + 3] = (
-                r0, r1, r2, r3,
-            )  # fmt: skip
+            at, b0, b1, b2, b3 = start + k, bias[k], bias[k + 1], bias[k + 2], bias[k + 3]
+            x[row, at], x[row, at + 1] = l0 + b0, l1 + b1
+            x[row, at + 2], x[row, at + 3] = l2 + b2, l3 + b3
+            x[row + 1, at], x[row + 1, at + 1] = r0 + b0, r1 + b1
+            x[row + 1, at + 2], x[row + 1, at + 3] = r2 + b2, r3 + b3
     for row in range(x.shape[0]):
         values = x[row, a : a + inputs]
         for k in range(blocks if row < pairs else 0, outputs):
             own, total = weights[k], zero
             for term in range(inputs):
                 total += own[term] * values[term]
-            x[row, start + k] = total
+            x[row, start + k] = total + bias[k]
 
 
 @compiled
 def _run_step(operation: int, x: Array, start: int, a: int, b: int, size: int, terms: int) -> None:
-    """Run one step, other than LINEAR, for the values ``x`` of a row."""
-    out, left = x[start : start + size], x[a : a + size]
+    """Run one step, other than LINEAR, for all rows of ``x``."""
+    out, left, right = x[:, start : start + size], x[:, a : a + size], x[:, b : b + size]
     if operation == RELU:
-        out[:] = np.maximum(left, np.float32(0))
+        for row in range(x.shape[0]):
+            for k in range(size):  # unlike np.maximum, this needs no memory for the result
+                out[row, k] = max(left[row, k], np.float32(0))
     elif operation == SIGMOID:
         out[:] = np.float32(1) / (np.float32(1) + np.exp(-left))
     elif operation == COPY:
         out[:] = left
     elif operation == ADD:
-        out[:] = left + x[b : b + size]
+        out[:] = left + right
     elif operation == SUB:
-        out[:] = left - x[b : b + size]
+        out[:] = left - right
     elif operation == MUL:
-        out[:] = left * x[b : b + size]
-    else:
-        out[:] = np.float32(0)
-        for term in range(terms):
-            out += x[a + term * size : a + (term + 1) * size]
+        out[:] = left * right
+    elif operation == SUM or operation == MEAN:
+        out[:] = left
+        for term in range(1, terms):
+            out += x[:, a + term * size : a + (term + 1) * size]
         if operation == MEAN:
             out /= np.float32(terms)
+    else:
+        raise ValueError("an operation must be one of the constants of this module")
 
 
 @compiled
@@ -97,12 +102,10 @@ def run_steps(steps: Array, weights: Array, x: Array) -> None:
     for number in range(steps.shape[0]):
         operation, start, a, b, size, terms, bias = steps[number]
         if operation == LINEAR:
-            multiply(weights[b : b + size * terms].reshape(size, terms), x, a, start)
-            if bias >= 0:
-                x[:, start : start + size] += weights[bias : bias + size]
+            added = weights[bias : bias + size] if bias >= 0 else np.zeros(size, np.float32)
+            multiply(weights[b : b + size * terms].reshape(size, terms), added, x, a, start)
         else:
-            for row in range(x.shape[0]):
-                _run_step(operation, x[row], start, a, b, size, terms)
+            _run_step(operation, x, start, a, b, size, terms)
 
 
 class CompiledModel:

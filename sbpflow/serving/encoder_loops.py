@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled, prefetch
 from sbpflow.runtime.random.splitmix import GAMMA
 from sbpflow.serving.columns import text_of
 from sbpflow.serving.dense_loops import compile_model
@@ -220,6 +220,38 @@ def transform_numbers(
 
 
 @compiled
+def _key(keys: Array, parts: Array, row: int, number: int) -> Any:
+    """Return the key of field ``number`` in a row; ``parts`` is as in ``look_up``."""
+    left, right = parts[number, 0], parts[number, 1]
+    key = keys[row, left]
+    if right < 0:
+        return key
+    other = keys[row, right]
+    if parts[number, 2]:
+        return (key << U64(32)) | other
+    return (key * _FACTOR) ^ (other + (key >> U64(29)))
+
+
+@compiled
+def _home_slot(key: int, size: int) -> int:
+    """Return the first slot to search for a key in a vocabulary of ``size`` slots."""
+    return np.int64((((key * _FACTOR) >> U64(32)) * U64(size)) >> U64(32))
+
+
+@compiled
+def _prefetch_slots(
+    keys: Array, parts: Array, where: Array, words: Array, slot_ids: Array, row: int
+) -> None:
+    """Start loading the slots of the vocabularies that ``look_up`` reads for a row."""
+    for number in range(parts.shape[0]):
+        start = where[number, 0]
+        if start >= 0:
+            slot = start + _home_slot(_key(keys, parts, row, number), where[number, 1])
+            prefetch(words, slot)
+            prefetch(slot_ids, slot)
+
+
+@compiled
 def look_up(
     keys: Array,
     checks: Array,
@@ -241,17 +273,14 @@ def look_up(
     or (-1, rows, 0, salt as int64) for a field without a vocabulary.
     """
     for row in range(ids.shape[0]):
+        if row + 1 < ids.shape[0]:
+            _prefetch_slots(keys, parts, where, words, slot_ids, row + 1)
         for number in range(columns.size):
             left, right = parts[number, 0], parts[number, 1]
-            key, absent = keys[row, left], missing[row, left]
-            check = checks[row, left]
+            absent, check = missing[row, left], checks[row, left]
             if right >= 0:
-                other = keys[row, right]
                 absent, check = absent or missing[row, right], U32(0)
-                if parts[number, 2]:
-                    key = (key << U64(32)) | other
-                else:
-                    key = (key * _FACTOR) ^ (other + (key >> U64(29)))
+            key = _key(keys, parts, row, number)
             start, size, first_check = where[number, 0], where[number, 1], where[number, 2]
             value_id = 0
             if absent:
@@ -263,7 +292,7 @@ def look_up(
                 mixed ^= mixed >> U64(33)
                 value_id = np.int64(mixed % U64(size - 2)) + 2
             else:
-                slot = np.int64((((key * _FACTOR) >> U64(32)) * U64(size)) >> U64(32))
+                slot = _home_slot(key, size)
                 while words[start + slot] != key and slot_ids[start + slot] != 1:
                     slot += 1
                     if slot == size:

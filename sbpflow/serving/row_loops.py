@@ -37,6 +37,7 @@ def gather_rows(
                     prefetch(slots, at)
                 else:
                     prefetch(base, at)
+                    prefetch(base, at + 1)  # the vector may extend into a second cache line
         to = start
         for number in range(columns.size):
             own = np.int64(ids[row, columns[number]])
