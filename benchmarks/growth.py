@@ -1,7 +1,7 @@
 """Measures growing tables: the key map, a batch's admissions and evictions, and whole training
 steps.
 
-    python -m benchmarks.growth map [--keys 10000000]
+    python -m benchmarks.growth map [--keys N]
     python -m benchmarks.growth decisions
     python -m benchmarks.growth steps
     python -m benchmarks.growth deltas [--keys 1000000]
@@ -36,6 +36,7 @@ from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConf
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.embedding.vocabulary import counting_loops, undo_loops
 from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
+from sbpflow.runtime.compute.malloc import keep_freed_memory
 from sbpflow.runtime.random.streams import mix
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
@@ -43,6 +44,7 @@ from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split
 
 BATCH = 16_384
+MAP_SIZES = 10**7, 10**8
 NO_COUNTS = np.empty(0, np.int64)
 # The number of distinct values in each of Criteo's 26 categorical fields; the five largest are
 # reduced to 400,000.
@@ -300,10 +302,12 @@ def main() -> None:
     parser.add_argument("--keys", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    num_keys = arguments.keys or {"map": 10**7, "deltas": 10**6}.get(arguments.benchmark, 0)
+    keep_freed_memory()  # as training does
+    num_keys = arguments.keys or 10**6
     results = Results("growth", arguments.benchmark, recorded=arguments.keys is None)
     if arguments.benchmark == "map":
-        measure_map(num_keys, results)
+        for size in [arguments.keys] if arguments.keys else MAP_SIZES:
+            measure_map(size, results)
         return
     with World.start("cpu") as world:
         if arguments.benchmark == "deltas":
