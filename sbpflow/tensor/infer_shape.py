@@ -53,9 +53,12 @@ def full_shape(parts: dict[int, tuple[int, ...]], layout: Layout) -> tuple[int, 
             expected = None
         if part != expected:
             shown = {r: list(sizes) for r, sizes in parts.items()}
+            problem = f"the layout cannot split {list(shape)}"
+            if expected is not None:
+                problem = f"rank {rank} would have {list(expected)} of {list(shape)}"
             raise SbpError(
-                f"parts of shapes {shown} do not fit layout {layout}: rank {rank} would have "
-                f"{list(expected or ())} of {list(shape)}. A split without sizes is balanced, with "
-                "the longer parts first; for other sizes, use Split(dim, sizes=(..))"
+                f"parts of shapes {shown} do not fit layout {layout}: {problem}. A split without "
+                "sizes is balanced, with the longer parts first; for other sizes, use "
+                "Split(dim, sizes=(..))"
             )
     return shape

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -358,15 +359,14 @@ def test_a_full_disk_is_reported_at_the_start(tmp_path, monkeypatch):
     layout = RecordLayout({WEIGHTS: torch.zeros(0, WIDTH)})
     with pytest.raises(ConfigError, match=r"parallel\.storage\.t\.path: .* cannot hold a file of "):
         file_records(10**14, layout, tmp_path, "parallel.storage.t")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(
-        ConfigError, match=r"no space left on device; only [\d.]+ GB is free\); use a"
+    for number, message in (
+        (errno.ENOSPC, r"no space left on device; only [\d.]+ GB is free\); use a"),
+        (errno.EFBIG, r"\(file too large\); raise the limit on file sizes"),
     ):
-        file_records(ROWS, layout, tmp_path, "parallel.storage.t")
+        error = OSError(number, os.strerror(number))
+        monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=error))
+        with pytest.raises(ConfigError, match=message):
+            file_records(ROWS, layout, tmp_path, "parallel.storage.t")
     assert list(tmp_path.iterdir()) == []
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -322,3 +322,6 @@ def test_full_shape_from_parts():
     ):
         with pytest.raises(SbpError, match=r"parts of shapes .* would have .*sizes=\(\.\.\)"):
             full_shape(parts | wrong, layout)
+    for wrong, split in (({0: (3,), 1: (3,)}, S1), ({0: (2,), 1: (2,)}, Split(0, (2, 1)))):
+        with pytest.raises(SbpError, match=r"the layout cannot split \[\d\]\. A split"):
+            full_shape(wrong, line_layout("cpu", 2, split))

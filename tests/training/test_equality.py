@@ -191,7 +191,7 @@ def test_ranks_without_a_column_train_like_one_process(ranks, sparse):
 def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
     # A different order of sums changes results by 1e-7 per step.
     rules = columns_on_some_ranks(8)
-    config = make_config("1", sparse, dtype="float32", dim=8, tables=rules)
+    config = make_config("1", sparse, dtype="float32", kernel="auto", dim=8, tables=rules)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
     (single,) = ranks(1, train, alone, 10)
     for result in ranks(2, train, config, 10):
@@ -201,7 +201,7 @@ def test_ranks_without_a_column_agree_with_one_in_float32(ranks, sparse):
 @pytest.mark.parametrize(("sparse", "scheme"), diagonal(list(SPARSE), list(SCHEMES)))
 def test_schemes_agree_in_float32_over_ten_steps(ranks, scheme, sparse):
     # A different order of sums changes results by 1e-7 per step.
-    config = make_config(scheme, sparse, dtype="float32", dim=8)
+    config = make_config(scheme, sparse, dtype="float32", kernel="auto", dim=8)
     alone = make_config("dp", sparse, dtype="float32", dim=8, kernel="torch")
     (single,) = ranks(1, train, alone, 10)
     for result in ranks(2, train, config, 10):

@@ -171,7 +171,9 @@ RECORDS: dict[Outside, Callable[[RecordRequest], RecordStore]] = {
 def _file_message(folder: Path, size: int, key: str, error: OSError) -> str:
     reason = (error.strerror or "cannot be used").lower()
     advice = "use a folder on a local disk that you can write to, such as /scratch"
-    if folder.is_dir() and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if folder.is_dir() and error.errno == errno.EFBIG:
+        advice = "raise the limit on file sizes (`ulimit -f`), or use a file system without it"
+    elif folder.is_dir() and error.errno in (errno.ENOSPC, errno.EDQUOT):
         usage = os.statvfs(folder)
         reason += f"; only {usage.f_bavail * usage.f_frsize / 1e9:.2f} GB is free"
         advice = "use a folder on a larger disk"
