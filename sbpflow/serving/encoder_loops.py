@@ -233,7 +233,7 @@ def _key(keys: Array, parts: Array, row: int, number: int) -> Any:
 
 
 @compiled
-def _home_slot(key: int, size: int) -> int:
+def _home_slot(key: int, size: int) -> Any:
     """Return the first slot to search for a key in a vocabulary of ``size`` slots."""
     return np.int64((((key * _FACTOR) >> U64(32)) * U64(size)) >> U64(32))
 
