@@ -1,5 +1,8 @@
 """Tests the messages and exit codes of errors, without processes."""
 
+import threading
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch.distributed import DistNetworkError
@@ -13,7 +16,7 @@ from sbpflow.errors import (
     SbpError,
     TrainingError,
 )
-from sbpflow.runtime.processes.exit_messages import Reason, compose
+from sbpflow.runtime.processes.exit_messages import Meeting, Reason, compose
 from sbpflow.runtime.processes.launch import _MAKE_ROOM, _NEED_LESS, ArgumentParser, classify
 from sbpflow.runtime.processes.store import first_line
 from sbpflow.runtime.ranks.world import broken, refused
@@ -151,6 +154,15 @@ def test_only_a_collective_that_fails_in_flight_has_lost_a_peer():
         assert not isinstance(error, PeerLostError)
         assert str(error).startswith("deep/fwd/0, all_gather: ")
     assert isinstance(refused(DistNetworkError("reset"), "a/fwd/0", "all_gather"), PeerLostError)
+
+
+def test_a_run_waits_for_its_listener_even_if_the_store_is_gone():
+    listener = threading.Timer(0.2, lambda: None)
+    listener.start()
+    store = Mock()
+    store.set.side_effect = PeerLostError("connection reset")
+    Meeting(1, 2, store, _listener=listener).over()
+    assert not listener.is_alive()
 
 
 def test_first_line_is_ascii_and_short():

@@ -131,9 +131,10 @@ class Meeting:
         """End the listener after a successful run, because a thread in C++ code would disturb
         Python's shutdown."""
         if self.store is not None and self._listener is not None:
+            # The rank that serves the store may already have ended. The listener then ends, too.
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"wake/{self.rank}", "over")
-                self._listener.join(_GRACE_S)
+            self._listener.join(_GRACE_S)
 
     def _read_machines(self, store: TimedStore) -> bool:
         """Read the machines of the ranks; return whether all ranks have registered."""
