@@ -318,10 +318,17 @@ PERCENTILES = ("p50_ms", "p99_ms")
 
 def test_deltas_had_the_recorded_latencies():
     lines = read("serving_delta.jsonl")
-    (cells,) = rows("serving", "serving_delta.jsonl")
-    highest = [max(line[p] for line in lines) for p in ("idle_p99_ms", "during_p99_ms")]
-    assert {line["changed_rows"] for line in lines} == {int(cells[0].replace(",", ""))}
-    assert cells[1:] == [f"{each:.2f} ms" for each in highest]
+    assert len(lines) == 12
+    (changed,) = {line["changed_rows"] for line in lines}
+    pairs = [[line["idle_p99_ms"], line["during_p99_ms"]] for line in lines]
+    expected = [
+        [f"{changed:,}", name, *(f"{find(side):.2f} ms" for side in zip(*pairs, strict=True))]
+        for name, find in (("median", statistics.median), ("highest", max))
+    ]
+    assert rows("serving", "serving_delta.jsonl") == expected
+    assert sum(during - idle <= 2 for idle, during in pairs) == 10
+    requests = [line["requests"] for line in lines]
+    assert f"{min(requests)} to {max(requests)} requests" in PAGES["serving"]
 
 
 def test_no_answer_of_the_long_run_was_wrong():
