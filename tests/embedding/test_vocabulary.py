@@ -216,6 +216,14 @@ def test_decisions_do_not_depend_on_the_ranks(growth, ranks):
 
 
 @pytest.mark.parametrize("growth", GROWTHS, ids=str)
+def test_batches_that_mostly_repeat_keys_follow_the_rules(growth):
+    batches = [(addresses * 30, samples) for addresses, samples in stream(7, 40)]
+    assert all(20 * len(set(addresses)) <= len(addresses) for addresses, _ in batches)
+    _, evicted, _ = run(growth, batches, ahead=2)
+    assert evicted > 20
+
+
+@pytest.mark.parametrize("growth", GROWTHS, ids=str)
 def test_reshards_keep_the_vocabulary(growth):
     reshards = ((15, 3), (30, 1), (45, 8))
     _, evicted, _ = run(growth, stream(3, 60), ranks=4, ahead=4, reshards=reshards)

@@ -29,6 +29,7 @@ from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled
 from sbpflow.runtime.random.streams import unmix
 
 MAX_COUNT = 2**30
+ONE, TWO = U64(1), U64(2)
 
 
 @compiled
@@ -50,6 +51,7 @@ def observe(
     unresolved: Array,
     sizes: Array,
     migrates: bool | None,
+    repeats: bool | None,
 ) -> None:
     """Count the occurrences of ``keys`` [n]. For each key that has a row, write the row to ``out``,
     which may be the same array as ``keys``.
@@ -61,9 +63,13 @@ def observe(
     entries in each of these lists and the number of new keys are written to ``sizes``. The old
     counts of rows are written to ``log_counts`` if evictions depend on counts. ``migrates`` is None
     unless the map migrates: for None, numba compiles a loop that ignores the second array and is a
-    third faster.
+    third faster. Likewise, ``repeats`` is None unless most keys are expected to repeat earlier keys
+    of the batch; if so, a predictable branch skips most of the work.
     """
-    state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
+    state, row_counts = t.state, t.row_counts
+    # Flat arrays: an index into two dimensions would be multiplied by a length at run time.
+    slots, new_slots = t.slots.reshape(-1), t.new_slots.reshape(-1)
+    log, unresolved = log.reshape(-1), unresolved.reshape(-1)
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]
     first, scale, new_scale = state[FIRST], state[SCALE], state[NEW_SCALE]
     edge, first_row = state[EDGE], state[FIRST_ROW]
@@ -86,28 +92,33 @@ def observe(
             if place < U64(edge):
                 array, place = new_slots, U64(home(address, new_scale, first))
                 offset = IN_NEW
-        value = array[place, VALUE]
-        while (value != 0) & (array[place, ADDRESS] != address):
-            place += U64(1)
-            if place == U64(array.shape[0] - 1):
+        value = array[TWO * place + ONE]
+        while (value != 0) & (array[TWO * place] != address):
+            place += ONE
+            if place == U64(array.size // 2 - 1):
                 raise IndexError("the key map has no free slot at its end; this is a bug")
-            value = array[place, VALUE]
+            value = array[TWO * place + ONE]
+        content = content_of(value)
+        has_row = content > 0
+        if repeats is not None:
+            if ((value >> 32) == now) & has_row & (not is_lfu):
+                out[i] = content - 1 + first_row
+                continue
         # The processor could not predict branches on the key, so the rest of the loop has none,
         # except for LFU counts. Entries are always written to the logs and lists, but the position
         # advances only past those that are needed, so the next entry overwrites an unneeded one.
-        content = content_of(value)
-        has_row = content > 0
-        log[num_log, ADDRESS], log[num_log, VALUE] = address, value
+        log[TWO * num_log], log[TWO * num_log + ONE] = address, value
         if is_lfu and has_row:
             log_counts[num_log] = row_counts[content - 1]
             row_counts[content - 1] = min(row_counts[content - 1] + count, MAX_COUNT)
         num_log += U64((value >> 32) != now)
         num_new += U64(value == 0)
         new_content = content if has_row else max(content - count, -MAX_COUNT)
-        array[place, ADDRESS], array[place, VALUE] = address, value_of(now, new_content)
+        array[TWO * place], array[TWO * place + ONE] = address, value_of(now, new_content)
         candidates[num_candidates] = address
         num_candidates += U64(-new_content >= admit_count)
-        unresolved[num_unresolved, 0], unresolved[num_unresolved, 1] = i, address
+        at = TWO * num_unresolved
+        unresolved[at], unresolved[at + ONE] = i, address
         num_unresolved += U64(not has_row)
         out[i] = content - 1 + first_row if has_row else I64(place) + offset
     state[ENTRIES] += I64(num_new)
@@ -122,6 +133,7 @@ def resolve(
     for keys without a row.
 
     The numbers of occurrences of pending keys and of refused keys are written to ``sizes``.
+    ``unresolved`` is overwritten.
     """
     state, slots, new_slots = t.state, t.slots, t.new_slots
     # A filter with one bit per hash of a candidate. Most keys are not candidates, and a lookup of
@@ -130,14 +142,21 @@ def resolve(
     for j in range(candidates.size):
         bit = U64(candidates[j]) & U64(0xFFFF)
         bits[bit >> U64(6)] |= U64(1) << (bit & U64(63))
-    num_pending = num_refused = 0
+    # Keep the keys that pass the filter, as in ``observe``, without branches.
+    left = unresolved.reshape(-1)
+    num_left, num_pending = U64(0), 0
     for j in range(unresolved.shape[0]):
-        i, address = unresolved[j, 0], unresolved[j, 1]
-        count, place, bit = counts[i] if counts.size else 1, out[i], U64(address) & U64(0xFFFF)
-        out[i] = 0
-        if (bits[bit >> U64(6)] >> (bit & U64(63))) & U64(1) == U64(0):
-            num_pending += count
-            continue
+        i, address = left[2 * j], left[2 * j + 1]
+        bit = U64(address) & U64(0xFFFF)
+        passes = (bits[bit >> U64(6)] >> (bit & U64(63))) & ONE
+        left[TWO * num_left], left[TWO * num_left + ONE] = i, address
+        num_left += passes
+        out[i] &= -I64(passes)
+        num_pending += counts[i] if counts.size else 1
+    num_refused = 0
+    for j in range(I64(num_left)):
+        i, address = left[2 * j], left[2 * j + 1]
+        count, place = counts[i] if counts.size else 1, out[i]
         array = slots
         if place >= IN_NEW:
             array, place = new_slots, place - IN_NEW
@@ -145,12 +164,12 @@ def resolve(
         while array[place, ADDRESS] != address or array[place, VALUE] == 0:
             place -= 1
         content = content_of(array[place, VALUE])
+        out[i] = content - 1 + state[FIRST_ROW] if content > 0 else 0
         if content > 0:
-            out[i] = content - 1 + state[FIRST_ROW]
+            num_pending -= count
         elif -content >= state[ADMIT_COUNT]:
+            num_pending -= count
             num_refused += count
-        else:
-            num_pending += count
     sizes[0], sizes[1] = num_pending, num_refused
 
 
@@ -163,13 +182,14 @@ def find_all(t: Arrays, keys: Array, out: Array, migrates: bool | None) -> None:
     """
     state, slots, new_slots, n = t.state, t.slots, t.new_slots, keys.size
     first, scale, new_scale, edge = state[FIRST], state[SCALE], state[NEW_SCALE], state[EDGE]
+    flat = slots.reshape(-1)
     for i in range(min(DISTANCE, n)):
         out[i] = address_of(keys[i])
-        prefetch_home(slots, out[i], scale, first)
+        prefetch_home(flat, out[i], scale, first)
     for i in range(n):
         if i + DISTANCE < n:
             out[i + DISTANCE] = address_of(keys[i + DISTANCE])
-            prefetch_home(slots, out[i + DISTANCE], scale, first)
+            prefetch_home(flat, out[i + DISTANCE], scale, first)
         address = out[i]
         array, place = slots, home(address, scale, first)
         if migrates is not None:

@@ -78,13 +78,13 @@ def home(address: int, scale: int, first: int) -> int:
 
 
 @compiled
-def prefetch_home(slots: Array, address: int, scale: int, first: int) -> None:
+def prefetch_home(flat: Array, address: int, scale: int, first: int) -> None:
     """Prefetch the home slot of an address and the slots after it, which may be in the next cache
-    line.
+    line. ``flat`` contains the slots as one dimension.
     """
-    place = home(address, scale, first)
-    prefetch_to_write(slots, place)
-    prefetch_to_write(slots, place + 2)
+    at = 2 * home(address, scale, first)
+    prefetch_to_write(flat, at)
+    prefetch_to_write(flat, at + 4)
 
 
 @compiled

@@ -50,10 +50,10 @@ def load_rows(t: Arrays, addresses: Array, lasts: Array, counts: Array) -> None:
     The caller sets ``live``.
     """
     state, slots, row_counts = t.state, t.slots, t.row_counts
-    first, scale = state[FIRST], state[SCALE]
+    first, scale, flat = state[FIRST], state[SCALE], slots.reshape(-1)
     for row in range(addresses.size):
         if row + DISTANCE < addresses.size:
-            prefetch_home(slots, addresses[row + DISTANCE], scale, first)
+            prefetch_home(flat, addresses[row + DISTANCE], scale, first)
         address = addresses[row]
         if state[IS_LFU]:
             row_counts[row] = counts[row]

@@ -23,6 +23,8 @@ from sbpflow.runtime.compute.compiled import Array
 
 MIN_SLOTS = 1024
 MAX_LOAD = 0.8  # The map starts to grow when this share of its slots is used.
+# If fewer of a batch's keys are distinct, the next batch's loop expects repeated keys.
+MOST_DISTINCT = 1 / 8
 SWEPT_BUCKETS = 16  # Every batch removes the idle keys of this many buckets.
 # Each search selects 1 / ``VICTIM_SHARE`` of a bucket's rows, but at least 4, for eviction.
 VICTIM_SHARE = 16
@@ -86,6 +88,7 @@ class Vocabulary:
         self._clock = Clock()
         self._patch: tuple[Array, Array] | None = None
         self._step_start = 0
+        self._repeats: bool | None = None  # whether the last batch contained few distinct keys
         self.totals = Totals()
 
     @property
@@ -129,9 +132,11 @@ class Vocabulary:
         candidates, unresolved = np.empty(n, np.int64), np.empty((n, 2), np.int64)
         log, log_counts = self._new_log(n)
         counting_loops.observe(
-            t, keys, counts, out, log, log_counts, candidates, unresolved, sizes, t.migrates
-        )
+            t, keys, counts, out, log, log_counts, candidates, unresolved, sizes, t.migrates,
+            self._repeats,
+        )  # fmt: skip
         num_used, num_counted, num_candidates, num_unresolved = sizes.tolist()
+        self._repeats = True if num_used < n * MOST_DISTINCT else None
         logs = [(_part(log, num_used), _part(log_counts, num_used))]
         new_rows, admitted = np.empty((2, num_candidates), np.int64)
         num_new = num_evicted = num_pending = num_refused = 0
