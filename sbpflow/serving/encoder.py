@@ -42,17 +42,28 @@ class Encoded:
     lists.
 
     ``bags`` maps each ragged field to (values, lengths [n]), both int32, or, if it has weights, to
-    (values, lengths, weights), where weights are float32. ``missing`` and ``unknown`` count missing
-    values and values without an id of their own, by column. For growing fields that are part of
-    hashed crosses, ``keys`` maps a column of ``ids`` to the keys of the column's field (int64 [n]).
+    (values, lengths, weights), where weights are float32. ``counts`` (int64 [2, names]) contains
+    the numbers of missing values and of values without an id of their own, in the order of the
+    column ``names``. For growing fields that are part of hashed crosses, ``keys`` maps a column of
+    ``ids`` to the keys of the column's field (int64 [n]).
     """
 
     ids: NDArray[np.int32]
     dense: NDArray[np.float32]
     bags: Mapping[str, tuple[Array, ...]] = field(default_factory=dict[str, tuple[Array, ...]])
-    missing: Mapping[str, int] = field(default_factory=dict[str, int])
-    unknown: Mapping[str, int] = field(default_factory=dict[str, int])
+    names: Sequence[str] = ()
+    counts: Array = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64))
     keys: Mapping[int, NDArray[np.int64]] = field(default_factory=dict[int, NDArray[np.int64]])
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """Return the number of missing values in each column."""
+        return dict(zip(self.names, self.counts[0].tolist(), strict=True))
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Return the number of values without an id of their own in each column."""
+        return dict(zip(self.names, self.counts[1].tolist(), strict=True))
 
 
 class Cells(NamedTuple):
@@ -80,15 +91,11 @@ class Cells(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The dense values of rows, and counts of missing and unknown values.
-
-    ``dense`` is float32 [rows, values]. ``absences`` counts the missing values of each dense field.
-    ``counts`` ([2, fields]) counts the missing and the unknown values of each field of single
-    values or pairs.
+    """The dense values of rows (float32 [rows, values]), and ``counts`` as in ``Encoded``, with 0
+    for lists.
     """
 
     dense: NDArray[np.float32]
-    absences: Array
     counts: Array
 
 
@@ -201,9 +208,8 @@ class Encoder:
         self._places = vocabularies.places_of(names)
         self.id_columns, self._width = _id_columns(self._fields)
         self._keyed = keyed
-        self._dense_names = [each["name"] for each in self._dense]
-        self._keyed_names = [each["name"] for each in keyed]
-        self._keyed_columns = [self.id_columns[name] for name in self._keyed_names]
+        self.names = tuple(each["name"] for each in (*self._dense, *keyed, *self.lists))
+        self._keyed_columns = [self.id_columns[each["name"]] for each in keyed]
         self._compiled = None if loops is None else loops.CompiledInput(self)
 
     @property
@@ -264,22 +270,17 @@ class Encoder:
         num_rows = len(cells.numbers)
         ids = np.zeros((num_rows, self._width), dtype=np.int32)
         finished = None if self._compiled is None else self._compiled.finish(cells, ids)
-        dense, absences, counts = finished or self._finish(cells, ids)
+        dense, counts = finished or self._finish(cells, ids)
         if self.vocabularies.added:
             self._add_new(cells, ids)
-            counts = self._counts(ids)
-        missing: dict[str, int] = dict(zip(self._dense_names, absences.tolist(), strict=True))
-        missing |= zip(self._keyed_names, counts[MISSING_ID].tolist(), strict=True)
-        unknown: dict[str, int] = dict(
-            zip(self._keyed_names, counts[RARE_ID].tolist(), strict=True)
-        )
+            self._count(ids, counts)
         keys = self._crossed_keys(cells)
         bags: dict[str, tuple[Array, ...]] = {}
-        for entry in self.lists:
+        for number, entry in enumerate(self.lists, len(self.names) - len(self.lists)):
             listed, values = _list_cells(entry, columns)
             bag = (self.ids_of(entry, values), listed.lengths, listed.weights)
-            unknown[entry["name"]] = int(np.count_nonzero(bag[0] == RARE_ID))
-            missing[entry["name"]] = int(np.count_nonzero(bag[1] == 0))
+            counts[MISSING_ID, number] = np.count_nonzero(bag[1] == 0)
+            counts[RARE_ID, number] = np.count_nonzero(bag[0] == RARE_ID)
             if entry["ragged"]:
                 bags[entry["name"]] = bag if entry["weighted"] else bag[:2]
             else:
@@ -290,7 +291,7 @@ class Encoder:
                 if column in self.crossed:  # only lists of one value can be crossed
                     keys[column] = np.full(num_rows, MISSING_KEY)
                     keys[column][rows] = _signed_keys(values, 0)
-        return Encoded(ids, dense, bags, missing, unknown, keys)
+        return Encoded(ids, dense, bags, self.names, counts, keys)
 
     def _check_finite(self, numbers: NDArray[np.float32], cells: Cells) -> None:
         """Raise RowError for the first infinite value of a column without clipping limits or
@@ -336,14 +337,16 @@ class Encoder:
                 hashed[keyed.missing[:, number]] = MISSING_ID
                 ids[:, self.id_columns[entry["name"]]] = hashed
         values = np.stack(dense, 1) if dense else np.empty((len(numbers), 0), dtype=np.float32)
-        return Finished(values, mask.sum(0), self._counts(ids))
+        counts = np.zeros((2, len(self.names)), dtype=np.int64)
+        counts[MISSING_ID, : len(self._dense)] = mask.sum(0)
+        self._count(ids, counts)
+        return Finished(values, counts)
 
-    def _counts(self, ids: NDArray[np.int32]) -> Array:
-        """Return the numbers of missing and of unknown values ([2, fields]), for single values and
-        pairs.
-        """
-        own = ids[:, self._keyed_columns]
-        return np.stack([(own == value).sum(0) for value in (MISSING_ID, RARE_ID)])
+    def _count(self, ids: NDArray[np.int32], counts: Array) -> None:
+        """Write the counts of single values and pairs to ``counts``."""
+        own, first = ids[:, self._keyed_columns], len(self._dense)
+        for value in (MISSING_ID, RARE_ID):
+            counts[value, first : first + own.shape[1]] = (own == value).sum(0)
 
     def _with_pairs(self, cells: Cells) -> Cells:
         """Return ``cells`` with the keys of pairs appended to the keys of single values."""

@@ -306,23 +306,35 @@ def look_up(
 
 
 @compiled
+def count_lines(text: Array) -> Any:
+    """Return the number of newlines; ``bytes.count`` would take as long as the rest of a small
+    request.
+    """
+    count = 0
+    for at in range(text.size):
+        count += text[at] == _END
+    return count
+
+
+@compiled
 def encode_cells(
     cells: tuple[Array, Array, Array, Array],
     numeric: tuple[Array, Array, Array, Array, Array, Array, Array],
     keyed: tuple[Array, Array, Array, Array, Array, Array],
     dense: Array,
     ids: Array,
-    absences: Array,
     counts: Array,
 ) -> bool:
-    """Write the dense values and the ids of ``cells``, in one call.
+    """Write the dense values and the ids of ``cells``, and the counts of missing and unknown
+    values, in one call.
 
     ``numeric`` and ``keyed`` are the constant arguments of ``transform_numbers`` and ``look_up``.
     Returns the result of ``transform_numbers``.
     """
     numbers, keys, checks, missing = cells
-    look_up(keys, checks, missing, *keyed, ids, counts)
-    return transform_numbers(numbers, *numeric, dense, ids, absences)
+    num_dense = numbers.shape[1]
+    look_up(keys, checks, missing, *keyed, ids, counts[:, num_dense:])
+    return transform_numbers(numbers, *numeric, dense, ids, counts[0])
 
 
 class CompiledInput:
@@ -338,6 +350,7 @@ class CompiledInput:
         points = all(entry["decimal"] == "." for entry in content["dense"])
         self._parses = points and not encoder.lists and not encoder.raw.missing_values
         self._num_dense, self._num_keys = len(content["dense"]), len(singles)
+        self._num_names = len(encoder.names)
         self._set_numbers(content["dense"], encoder.id_columns)
         place = {entry["name"]: n for n, entry in enumerate(singles)}
         parts = [(n, -1, 0) for n in range(len(singles))]
@@ -432,7 +445,9 @@ class CompiledInput:
             kinds, targets = self._lines[count]
         if len(kinds) != first.count(raw.separator.encode()) + 1 or len(kinds) == 1:
             return None
-        return self._parse_lines(text, text.count(b"\n"), raw.separator, kinds, targets)
+        return self._parse_lines(
+            text, count_lines(np.frombuffer(text, dtype=U8)), raw.separator, kinds, targets
+        )
 
     def _parse_lines(
         self, text: bytes | Array, num_rows: int, separator: str, kinds: Array, targets: Array
@@ -488,10 +503,9 @@ class CompiledInput:
         and the counts, or None if ``transform_numbers`` returns False.
         """
         dense = np.empty((len(ids), self.width), dtype=np.float32)
-        absences = np.zeros(self._num_dense, dtype=np.int64)
-        counts = np.zeros((2, len(self._columns)), dtype=np.int64)
-        outputs = dense, ids, absences, counts
+        counts = np.zeros((2, self._num_names), dtype=np.int64)
+        outputs = dense, ids, counts
         parts = cells.numbers, cells.keys, cells.checks, cells.missing
         if encode_cells(parts, self._numeric, self._keyed, *outputs):
-            return Finished(dense, absences, counts)
+            return Finished(dense, counts)
         return None

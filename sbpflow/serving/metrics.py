@@ -47,8 +47,7 @@ _BOUNDS = {name: np.array(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 class ModelCounts:
     """The counts of one worker for one model, and the version that the worker serves."""
 
-    def __init__(self, columns: Sequence[str], cells: Array, version: NDArray[np.bytes_]) -> None:
-        self._places = {column: place for place, column in enumerate(columns)}
+    def __init__(self, num_columns: int, cells: Array, version: NDArray[np.bytes_]) -> None:
         self._version = version
         place = 0
 
@@ -63,7 +62,8 @@ class ModelCounts:
             zip(COUNTERS, np.split(take(len(COUNTERS)), len(COUNTERS)), strict=True)
         )
         self.histograms = {key: take(len(at) + 2) for key, (at, _) in HISTOGRAMS.items()}
-        self.unknown, self.missing = take(len(columns)), take(len(columns))
+        self._values = take(2 * num_columns).reshape(2, num_columns)
+        self.missing, self.unknown = self._values
 
     @staticmethod
     def size(num_columns: int) -> int:
@@ -87,12 +87,9 @@ class ModelCounts:
         """Add ``number`` to the counter ``name``."""
         self.counters[name][0] += number
 
-    def values(self, missing: Mapping[str, int], unknown: Mapping[str, int]) -> None:
-        """Add the numbers of missing and of unknown values, by column."""
-        for cells, numbers in ((self.missing, missing), (self.unknown, unknown)):
-            for column, number in numbers.items():
-                if number:
-                    cells[self._places[column]] += number
+    def values(self, counts: NDArray[np.int64]) -> None:
+        """Add the numbers of missing and of unknown values ([2, columns])."""
+        self._values += counts
 
     def answer(self, status: int, seconds: float) -> None:
         """Count an answered request."""
@@ -135,7 +132,7 @@ class Metrics:
         versions = versions.view(f"S{_VERSION_BYTES}")
         return {
             name: ModelCounts(
-                columns, cells[self._starts[at] : self._starts[at + 1]], versions[at:]
+                len(columns), cells[self._starts[at] : self._starts[at + 1]], versions[at:]
             )
             for at, (name, columns) in enumerate(self._columns.items())
         }

@@ -100,16 +100,12 @@ class Model:
 
     def score_encoded(self, encoded: Encoded) -> NDArray[np.float32]:
         """Return the probabilities float32 [n] of encoded rows."""
-        logits = None
         if self.program is not None and len(encoded.ids) <= self.program.max_rows:
             ids = self._with_hashed(encoded)
-            logits = self.program.logits(self.gathers, self.stores, ids, encoded.dense)
-            if logits is not None and len(logits) == 1:  # numpy would take 10 us
-                logit = float(logits[0])
-                return np.array([1.0 / (1.0 + math.exp(min(-logit, 700.0)))], dtype=np.float32)
-        if logits is None:
-            logits = self.logits(encoded).numpy()
-        negated = np.negative(logits, dtype=np.float64)
+            scores = self.program.scores(self.gathers, self.stores, ids, encoded.dense)
+            if scores is not None:
+                return scores
+        negated = np.negative(self.logits(encoded).numpy(), dtype=np.float64)
         # float64 exp overflows beyond 709; from 104 on, the float32 score is 0 anyway
         return np.reciprocal(np.exp(np.minimum(negated, 700.0)) + 1.0).astype(np.float32)
 

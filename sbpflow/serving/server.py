@@ -90,8 +90,7 @@ def _load(
         load_bundle = partial(load, check=True, compiled=settings.compiled)
         followers = {name: Follower(folder, load_bundle) for name, folder in folders.items()}
         columns = {
-            name: list(follower.version.model.encode([]).missing)
-            for name, follower in followers.items()
+            name: follower.version.model.encode([]).names for name, follower in followers.items()
         }
     except BundleError as error:
         raise DataError(str(error)) from error

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from sbpflow.serving.metrics import LATENCIES, Metrics
+from sbpflow.serving.metrics import LATENCIES, Metrics, ModelCounts
 
 COLUMNS = {"a": ["I1", "C1"], "b": ["C1"]}
 
@@ -30,20 +30,27 @@ def values(text: str) -> dict[str, float]:
     return found
 
 
+def work(counts: dict[str, ModelCounts], number: int) -> None:
+    counts["a"].answer(200, 0.0006)
+    counts["a"].answer(400, 2.0)
+    counts["a"].count("rows", 3)
+    counts["a"].observe("score", np.array([0.05, 0.4, 0.95], dtype=np.float32))
+    counts["a"].values(np.array([[2, 0], [0, 1]]))
+    counts[""].answer(404, 0.001)
+    counts["a"].serve(f"run-{number}", 1000.0 + number)
+
+
 def test_the_counts_of_all_processes_are_added_up():
     metrics = Metrics(COLUMNS, 2)
     for number in (0, 1, 1):
         pid = os.fork()
         if not pid:  # in a child: a worker or its replacement
-            counts = metrics.worker(number)
-            counts["a"].answer(200, 0.0006)
-            counts["a"].answer(400, 2.0)
-            counts["a"].count("rows", 3)
-            counts["a"].observe("score", np.array([0.05, 0.4, 0.95], dtype=np.float32))
-            counts["a"].values({"I1": 2, "C1": 0}, {"C1": 1})
-            counts[""].answer(404, 0.001)
-            counts["a"].serve(f"run-{number}", 1000.0 + number)
-            os._exit(0)
+            code = 1
+            try:
+                work(metrics.worker(number), number)
+                code = 0
+            finally:
+                os._exit(code)  # without running pytest's code
         assert os.waitpid(pid, 0)[1] == 0
     metrics.restarted()
     found = values(metrics.text(now=1500.0))
