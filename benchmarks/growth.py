@@ -7,7 +7,8 @@ steps.
     python -m benchmarks.growth deltas [--keys 1000000]
 
 ``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as Criteo's. The keys
-of large fields drift, so keys are admitted, evicted, and forgotten in every step. ``steps`` trains
+of large fields drift, so keys are admitted, evicted, and forgotten in every step. ``decisions``
+also measures how much of the time it takes to transpose the keys and the rows. ``steps`` trains
 a Wide & Deep model on fitted ids and on keys, alternately. ``deltas`` saves tables of dims 16 and 1
 for one field, with LazyAdam. Between saves, 5% of the keys are trained; a tenth of these are new.
 """
@@ -34,7 +35,7 @@ from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan, plan_embeddings
 from sbpflow.embedding.plan.growth import NUM_BUCKETS, TOTALS, Eviction, Growth
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
-from sbpflow.embedding.vocabulary import counting_loops, undo_loops
+from sbpflow.embedding.vocabulary import counting_loops, requests, undo_loops
 from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.runtime.compute.malloc import keep_freed_memory
 from sbpflow.runtime.random.streams import mix
@@ -160,15 +161,19 @@ def make_plan(*, grows: bool) -> EmbeddingPlan:
 
 def measure_decisions(world: World, results: Results) -> None:
     exchange = KeyExchange(make_plan(grows=True), Boxing(world), [])
-    times: list[float] = []
+    times, transposing = list[float](), list[float]()
+    columns = np.empty((len(SIZES), BATCH), np.int64)
     for ids in batches(60, drift=True):
         keys = BatchIds(mix(torch.from_numpy(ids)), None)
         times.append(measure(lambda keys=keys: exchange.rows_of(keys, BATCH, True, True)))
         exchange.release()
+        transposing.append(measure(lambda ids=ids: requests.to_columns(ids, columns)))
+        transposing[-1] += measure(lambda ids=ids: requests.to_matrix(columns, ids))
     lookups = BATCH * len(SIZES)
     totals = exchange.totals().sum((0, 1)).tolist()
     results.add(
         ns_per_lookup=round(statistics.median(times[20:]) / lookups * 1e9, 2),
+        transposing_ns_per_lookup=round(statistics.median(transposing[20:]) / lookups * 1e9, 2),
         longest_ms=round(max(times[20:]) * 1e3, 2),
         median_ms=round(statistics.median(times[20:]) * 1e3, 2),
         totals=dict(zip(TOTALS, totals, strict=True)),
