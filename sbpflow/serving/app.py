@@ -222,7 +222,7 @@ class App:
             scores = await self._batcher.score(model, encoded)
         counts.count("rows", len(scores))
         counts.observe("score", scores)
-        counts.values(encoded.counts)
+        counts.values(encoded.names, encoded.counts)
         return scores
 
     async def _body(self, scope: Message, receive: Receive) -> tuple[str, bytes]:

@@ -47,8 +47,8 @@ _BOUNDS = {name: np.array(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
 class ModelCounts:
     """The counts of one worker for one model, and the version that the worker serves."""
 
-    def __init__(self, num_columns: int, cells: Array, version: NDArray[np.bytes_]) -> None:
-        self._version = version
+    def __init__(self, columns: Sequence[str], cells: Array, version: NDArray[np.bytes_]) -> None:
+        self.columns, self._version = tuple(columns), version
         place = 0
 
         def take(size: int) -> Array:
@@ -62,7 +62,7 @@ class ModelCounts:
             zip(COUNTERS, np.split(take(len(COUNTERS)), len(COUNTERS)), strict=True)
         )
         self.histograms = {key: take(len(at) + 2) for key, (at, _) in HISTOGRAMS.items()}
-        self._values = take(2 * num_columns).reshape(2, num_columns)
+        self._values = take(2 * len(columns)).reshape(2, len(columns))
         self.missing, self.unknown = self._values
 
     @staticmethod
@@ -87,9 +87,18 @@ class ModelCounts:
         """Add ``number`` to the counter ``name``."""
         self.counters[name][0] += number
 
-    def values(self, counts: NDArray[np.int64]) -> None:
-        """Add the numbers of missing and of unknown values ([2, columns])."""
-        self._values += counts
+    def values(self, names: Sequence[str], counts: NDArray[np.int64]) -> None:
+        """Add the numbers of missing and of unknown values ([2, names]) of the columns ``names``.
+
+        The memory has room only for ``columns``; other columns, which a bundle that was loaded
+        later can have, are not counted.
+        """
+        if names == self.columns:
+            self._values += counts
+            return
+        for name, numbers in zip(names, counts.T, strict=True):
+            if name in self.columns:
+                self._values[:, self.columns.index(name)] += numbers
 
     def answer(self, status: int, seconds: float) -> None:
         """Count an answered request."""
@@ -132,7 +141,7 @@ class Metrics:
         versions = versions.view(f"S{_VERSION_BYTES}")
         return {
             name: ModelCounts(
-                len(columns), cells[self._starts[at] : self._starts[at + 1]], versions[at:]
+                columns, cells[self._starts[at] : self._starts[at + 1]], versions[at:]
             )
             for at, (name, columns) in enumerate(self._columns.items())
         }

@@ -185,7 +185,18 @@ def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:
         for served, follower in pairs:
             try:
                 while follower.poll():
+                    _warn_of_new_columns(served, follower)
                     served.switch(follower.version)
             except Exception:
                 logger.exception("%s: watching the folder failed", served.name)
                 served.counts.count("delta_errors")
+
+
+def _warn_of_new_columns(served: Served, follower: Follower) -> None:
+    names = follower.version.model.encode([]).names
+    if new := [name for name in names if name not in served.counts.columns]:
+        logger.warning(
+            "%s: the metrics do not count missing and unknown values of %s, which the first bundle "
+            "did not have; restart the server to count them",
+            *(served.name, ", ".join(new)),
+        )

@@ -35,7 +35,7 @@ def work(counts: dict[str, ModelCounts], number: int) -> None:
     counts["a"].answer(400, 2.0)
     counts["a"].count("rows", 3)
     counts["a"].observe("score", np.array([0.05, 0.4, 0.95], dtype=np.float32))
-    counts["a"].values(np.array([[2, 0], [0, 1]]))
+    counts["a"].values(("I1", "C1"), np.array([[2, 0], [0, 1]]))
     counts[""].answer(404, 0.001)
     counts["a"].serve(f"run-{number}", 1000.0 + number)
 
@@ -74,6 +74,14 @@ def test_the_counts_of_all_processes_are_added_up():
     assert found['sbpflow_model_workers{model="a",version="run-0"}'] == 1
     assert found['sbpflow_model_workers{model="a",version="run-1"}'] == 1
     assert found["sbpflow_worker_restarts_total"] == 1
+
+
+def test_values_of_a_bundle_with_other_columns_are_counted_by_name():
+    counts = Metrics({"a": ["I1", "C1"]}, 1).worker(0)["a"]
+    counts.values(("C1", "C5", "I1"), np.array([[1, 2, 3], [4, 5, 6]]))
+    counts.values(("C1", "C2"), np.array([[10, 20], [30, 40]]))
+    assert counts.missing.tolist() == [3, 11]
+    assert counts.unknown.tolist() == [6, 34]
 
 
 @pytest.mark.parametrize("size", [1, 5])
