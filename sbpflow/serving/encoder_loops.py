@@ -17,7 +17,7 @@ from sbpflow.serving.columns import text_of
 from sbpflow.serving.dense_loops import compile_model
 from sbpflow.serving.encoder import Cells, Encoder, Finished
 from sbpflow.serving.hash_loops import digest
-from sbpflow.serving.json_loops import JsonLines
+from sbpflow.serving.json_loops import JsonLines, count_lines
 from sbpflow.serving.row_loops import gather_rows
 
 __all__ = ["CompiledInput", "compile_model", "digest", "gather_rows"]
@@ -303,17 +303,6 @@ def look_up(
             ids[row, columns[number]] = value_id
             if value_id < 2:
                 counts[value_id, number] += 1
-
-
-@compiled
-def count_lines(text: Array) -> Any:
-    """Return the number of newlines; ``bytes.count`` would take as long as the rest of a small
-    request.
-    """
-    count = 0
-    for at in range(text.size):
-        count += text[at] == _END
-    return count
 
 
 @compiled

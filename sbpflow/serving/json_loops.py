@@ -7,7 +7,7 @@ every program. Other JSON is left to Python's parser.
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,17 @@ _BEGIN, _NEXT, _END = (
 _NEXT_ROW = re.compile(_GAP + _GAP.join((rb"\}", b",", rb"\{")) + _GAP)
 _KEY = re.compile(_TEXT + _GAP + b":" + _GAP)
 _VALUE = re.compile(_TEXT + rb"|null|[-0-9][-+.0-9eE]*")
+
+
+@compiled
+def count_lines(text: Array) -> Any:
+    """Return the number of newlines; ``bytes.count`` would take as long as the rest of a small
+    request.
+    """
+    count = 0
+    for at in range(text.size):
+        count += text[at] == _LINE
+    return count
 
 
 @compiled

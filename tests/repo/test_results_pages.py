@@ -340,15 +340,35 @@ def test_no_answer_of_the_long_run_was_wrong():
 def test_keys_took_the_recorded_times():
     lines = {(line["benchmark"], line.get("keys")): line for line in read("growth.jsonl")}
     text = PAGES["engine"].replace("\n", " ")
+    decisions = lines["decisions", None]
     made, large, steps = lines["map", 10**7], lines["map", 10**8], lines["steps", None]
     for value in (
         f"inserts {made['inserts_m_per_s']:.1f} million keys/s",
         f"finds {made['hits_m_per_s']:.1f} million keys/s",
         f"{made['bytes_per_key']:.1f} bytes per key",
         f"{large['bytes_per_key'] * 100e6 / 1e9:.2f} GB with 100 million keys",
-        f"{lines['decisions', None]['ns_per_lookup']:.1f} ns per lookup",
+        f"{decisions['ns_per_lookup']:.1f} ns per lookup",
+        f"including {decisions['transposing_ns_per_lookup']:.1f} ns to transpose",
         f"takes {steps['ratio']:.2f} times as long with growing tables as with fitted IDs",
         f"the longest step takes {steps['longest_over_median']:.2f} times the median",
+    ):
+        assert value in text
+
+
+def test_a_limited_table_follows_drifting_rows():
+    limited, unlimited = read("growth_drift.jsonl")
+    text = PAGES["engine"].replace("\n", " ")
+    memory, other = limited["memory_mb_at_tenths"], unlimited["memory_mb_at_tenths"]
+    for value in (
+        f"{limited['rows'] / 1e6:.0f} million generated rows",
+        f"took {limited['training_s'] / 3600:.1f} hours",
+        f"{limited['evicted'] / 1e6:.1f} million keys were evicted",
+        f"{unlimited['live'] / 1e6:.1f} million keys had rows at the end",
+        f"the test AUC was {limited['auc']:.4f}. ",
+        f"the test AUC was {unlimited['auc']:.4f}, too",
+        f"(difference {abs(limited['auc'] - unlimited['auc']):.5f})",
+        f"grew from {memory[2] / 1024:.2f} to {max(memory) / 1024:.2f} GiB",
+        f"grew from {other[2] / 1024:.1f} to {max(other) / 1024:.1f} GiB",
     ):
         assert value in text
 

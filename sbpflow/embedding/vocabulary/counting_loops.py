@@ -63,20 +63,17 @@ def observe(
     entries in each of these lists and the number of new keys are written to ``sizes``. The old
     counts of rows are written to ``log_counts`` if evictions depend on counts. ``migrates`` is None
     unless the map migrates: for None, numba compiles a loop that ignores the second array and is a
-    third faster. Likewise, ``repeats`` is None unless most keys are expected to repeat earlier keys
-    of the batch; if so, a predictable branch skips most of the work.
+    third faster. ``repeats`` is None unless most keys are expected to repeat keys of the batch.
     """
     state, row_counts = t.state, t.row_counts
-    # Flat arrays: an index into two dimensions would be multiplied by a length at run time.
+    # An index into two dimensions would be multiplied by a length at run time.
     slots, new_slots = t.slots.reshape(-1), t.new_slots.reshape(-1)
     log, unresolved = log.reshape(-1), unresolved.reshape(-1)
     now, admit_count, is_lfu = state[NOW], state[ADMIT_COUNT], state[IS_LFU]
-    first, scale, new_scale = state[FIRST], state[SCALE], state[NEW_SCALE]
-    edge, first_row = state[EDGE], state[FIRST_ROW]
-    # Places and positions in lists are unsigned, so that numba generates no code for negative
-    # indices.
+    first, first_row, edge = state[FIRST], state[FIRST_ROW], state[EDGE]
+    scale, new_scale, n = state[SCALE], state[NEW_SCALE], keys.size
+    # Places and positions are unsigned, so that numba generates no code for negative indices.
     num_log = num_new = num_candidates = num_unresolved = U64(0)
-    n = keys.size
     # Keep addresses in ``out`` while the cache lines that they map to are loaded.
     addresses_of(keys, out)
     for i in range(min(DISTANCE, n)):
@@ -86,8 +83,7 @@ def observe(
             prefetch_home(slots, out[i + DISTANCE], scale, first)
         address = out[i]
         count = counts[i] if counts.size else 1
-        array, place = slots, U64(home(address, scale, first))
-        offset = 0
+        array, place, offset = slots, U64(home(address, scale, first)), 0
         if migrates is not None:
             if place < U64(edge):
                 array, place = new_slots, U64(home(address, new_scale, first))
