@@ -167,8 +167,8 @@ def measure_decisions(world: World, results: Results) -> None:
         keys = BatchIds(mix(torch.from_numpy(ids)), None)
         times.append(measure(lambda keys=keys: exchange.rows_of(keys, BATCH, True, True)))
         exchange.release()
-        transposing.append(measure(lambda ids=ids: requests.to_columns(ids, columns)))
-        transposing[-1] += measure(lambda ids=ids: requests.to_matrix(columns, ids))
+        transposing.append(measure(lambda ids=ids: requests.transpose(ids, columns)))
+        transposing[-1] += measure(lambda ids=ids: requests.transpose(columns, ids))
     lookups = BATCH * len(SIZES)
     totals = exchange.totals().sum((0, 1)).tolist()
     results.add(

@@ -18,9 +18,6 @@ from sbpflow.serving.lookups import Gather, Segment
 LINEAR, RELU, SIGMOID, ADD, SUB, MUL, SUM, MEAN, COPY = range(9)
 # For more multiplications than this, torch is faster, although its calls take longer.
 _MOST_PRODUCTS = 4_000_000
-# Values and the rows of weights are padded with zeros to a multiple of this size. Otherwise, the
-# scalar loop for the last terms of a product would take a third of the time.
-_BLOCK = 32
 _Span = tuple[int, int]  # the columns of a value: start and size
 _Step = tuple[int, int, int, int, int, int, int]
 
@@ -35,7 +32,7 @@ def multiply(weights: Array, bias: Array, x: Array, a: int, start: int) -> None:
     it reads for several products.
     """
     zero = np.float32(0)
-    outputs, inputs = weights.shape  # inputs is a multiple of _BLOCK
+    outputs, inputs = weights.shape
     blocks = outputs // 4 * 4
     pairs = x.shape[0] // 2 * 2
     for k in range(0, blocks, 4):
@@ -104,15 +101,11 @@ def probabilities(logits: Array, out: Array) -> None:
 
 
 @compiled
-def run_steps(steps: Array, pads: Array, weights: Array, x: Array) -> None:
+def run_steps(steps: Array, weights: Array, x: Array) -> None:
     """Run ``steps`` [n, 7] for each row of ``x`` [n, values]. A step is (operation, output, a, b,
     size, terms, bias). Output, a, and b are columns of ``x``, except that b of LINEAR, like bias,
-    is a position in ``weights``. ``pads`` [n, 2] contains the start and the size of each range of
-    columns to fill with zeros.
+    is a position in ``weights``.
     """
-    for number in range(pads.shape[0]):
-        start, size = pads[number]
-        x[:, start : start + size] = 0
     for number in range(steps.shape[0]):
         operation, start, a, b, size, terms, bias = steps[number]
         if operation == LINEAR:
@@ -127,10 +120,10 @@ class CompiledModel:
 
     def __init__(
         self, spans: Sequence[_Span], dense: _Span, output: int, size: int, steps: Array,
-        pads: Array, names: Sequence[str], weights: Array,
+        names: Sequence[str], weights: Array,
     ) -> None:  # fmt: skip
         self._spans, self._dense, self._output, self._size = spans, dense, output, size
-        self._steps, self._pads, self._names, self._weights = steps, pads, names, weights
+        self._steps, self._names, self._weights = steps, names, weights
         products = int((steps[:, 4] * steps[:, 5])[steps[:, 0] == LINEAR].sum())
         self.max_rows = max(_MOST_PRODUCTS // max(products, 1), 1)
         """The largest number of rows to score with the program; for more rows, torch is faster."""
@@ -138,7 +131,7 @@ class CompiledModel:
     def with_weights(self, weights: Mapping[str, Any]) -> "CompiledModel":
         """Return the same program with other weights, given as tensors by name."""
         flat = _flat([weights[name] for name in self._names])
-        rest = self._output, self._size, self._steps, self._pads, self._names
+        rest = self._output, self._size, self._steps, self._names
         return CompiledModel(self._spans, self._dense, *rest, flat)
 
     def scores(
@@ -155,14 +148,10 @@ class CompiledModel:
                 return None
         start, size = self._dense
         x[:, start : start + size] = dense
-        run_steps(self._steps, self._pads, self._weights, x)
+        run_steps(self._steps, self._weights, x)
         scores = np.empty(len(ids), dtype=np.float32)
         probabilities(x[:, self._output], scores)
         return scores
-
-
-def _padded(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
 
 
 class _Unsupported(Exception):
@@ -173,14 +162,12 @@ class _Program:
     """A program under construction: the steps so far, and the place of each value."""
 
     def __init__(self, weights: Mapping[str, tuple[int, Sequence[int]]]) -> None:
-        self.size, self.steps, self.pads = 0, list[_Step](), list[_Span]()
+        self.size, self.steps = 0, list[_Step]()
         self.weights, self.values = weights, dict[str, _Span]()
 
     def take(self, size: int) -> _Span:
-        start = self.size
-        self.pads.append((start + size, _padded(size) - size))
-        self.size += _padded(size)
-        return start, size
+        self.size += size
+        return self.size - size, size
 
     def add(
         self, operation: int, out: _Span, a: int, b: int = 0, terms: int = 0, bias: int = -1
@@ -199,14 +186,6 @@ class _Program:
             raise _Unsupported
         return self.weights[argument["ref"]]
 
-    def input(self, span: _Span) -> int:
-        """Return the start of a value, which is copied unless enough zeros follow it."""
-        start, size = span
-        missing = _padded(size) - size
-        if any(end == start + size and pad >= missing for end, pad in self.pads):
-            return start
-        return self.add(COPY, self.take(size), start)[0]
-
     def concatenated(self, parts: Sequence[_Span]) -> _Span:
         if all(a + size == b for (a, size), (b, _) in pairwise(parts)):
             return parts[0][0], sum(size for _, size in parts)
@@ -218,12 +197,11 @@ class _Program:
 
 
 def _linear(program: _Program, args: Sequence[Any]) -> _Span:
-    value, (at, shape) = program.value(args[0]), program.weight(args[1])
-    if len(shape) != 2 or shape[1] != value[1]:
+    (start, size), (at, shape) = program.value(args[0]), program.weight(args[1])
+    if len(shape) != 2 or shape[1] != size:
         raise _Unsupported
     bias = program.weight(args[2])[0] if len(args) > 2 else -1
-    start = program.input(value)
-    return program.add(LINEAR, program.take(shape[0]), start, at, _padded(shape[1]), bias)
+    return program.add(LINEAR, program.take(shape[0]), start, at, size, bias)
 
 
 def _unary(operation: int) -> "_Compiler":
@@ -289,7 +267,7 @@ def compile_model(
     if content["dtype"] != "float32" or any(gather.ragged for gather in gathers):
         return None
     names = sorted(set(graph["weights"].values()))
-    sizes = [_flat([weights[name]]).size for name in names]
+    sizes = [weights[name].numel() for name in names]
     starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
     places = {
         name: (start, tuple(weights[name].shape)) for name, start in zip(names, starts, strict=True)
@@ -317,9 +295,8 @@ def compile_model(
     if size != 1:
         return None
     steps = np.array(program.steps, dtype=np.int64)
-    pads = np.array([pad for pad in program.pads if pad[1]], dtype=np.int64).reshape(-1, 2)
     flat = _flat([weights[name] for name in names])
-    return CompiledModel(spans, dense, start, program.size, steps, pads, names, flat)
+    return CompiledModel(spans, dense, start, program.size, steps, names, flat)
 
 
 def _output(
@@ -346,11 +323,6 @@ def _output(
 
 
 def _flat(weights: Sequence[Any]) -> Array:
-    """Return all weights in one dimension; the rows of matrices are padded."""
-    parts = [np.empty(0, dtype=np.float32)]
-    for weight in weights:
-        array = weight.numpy()
-        if array.ndim == 2:
-            array = np.pad(array, ((0, 0), (0, _padded(array.shape[1]) - array.shape[1])))
-        parts.append(array.reshape(-1))
-    return np.concatenate(parts).astype(np.float32)
+    if not weights:
+        return np.empty(0, dtype=np.float32)
+    return np.concatenate([weight.numpy().reshape(-1) for weight in weights]).astype(np.float32)

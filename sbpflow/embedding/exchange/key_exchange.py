@@ -91,7 +91,7 @@ class KeyExchange:
                 "pass event_time, or use evict.idle_samples"
             )
         columns = np.empty(ids.matrix.shape[::-1], np.int64)  # keys, later replaced by rows
-        requests.to_columns(ids.matrix.contiguous().numpy(), columns)
+        requests.transpose(ids.matrix.contiguous().numpy(), columns)
         lists = ids.lists
         all_keys = [self._keys(columns, lists, index) for index in range(len(self.fields))]
         changes: list[Changes] = []
@@ -155,7 +155,7 @@ class KeyExchange:
         if lists is not None and values is not None:
             lists = Lists(lists.lengths, values, lists.weights)
         matrix = torch.empty(columns.shape[::-1], dtype=torch.int64)
-        requests.to_matrix(columns, matrix.numpy())
+        requests.transpose(columns, matrix.numpy())
         return BatchIds(matrix, lists)
 
     def _decide(

@@ -8,23 +8,14 @@ from sbpflow.runtime.compute.compiled import Array, compiled
 
 
 @compiled
-def to_columns(matrix: Array, columns: Array) -> None:
-    """Write the transpose of ``matrix`` [n, m] to ``columns`` [m, n], 16 rows at a time."""
+def transpose(matrix: Array, out: Array) -> None:
+    """Write the transpose of ``matrix`` [n, m] to ``out`` [m, n], in blocks of 16 x 16."""
     n, m = matrix.shape
-    for first in range(0, n, 16):
-        for column in range(m):
-            for row in range(first, min(first + 16, n)):
-                columns[column, row] = matrix[row, column]
-
-
-@compiled
-def to_matrix(columns: Array, matrix: Array) -> None:
-    """Write the transpose of ``columns`` [m, n] to ``matrix`` [n, m], 16 rows at a time."""
-    n, m = matrix.shape
-    for first in range(0, n, 16):
-        for column in range(m):
-            for row in range(first, min(first + 16, n)):
-                matrix[row, column] = columns[column, row]
+    for i in range(0, n, 16):
+        for j in range(0, m, 16):
+            for column in range(j, min(j + 16, m)):
+                for row in range(i, min(i + 16, n)):
+                    out[column, row] = matrix[row, column]
 
 
 @compiled
