@@ -156,7 +156,11 @@ def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> tor
     keys = string_keys(cells)[0] if kind == "string" else key_of(cells, kind)
     if keys.null_count():
         wrong = cells.filter(keys.is_null())[0]
-        raise ConfigError(f"field {field}: {wrong!r} is not a value of kind {kind}; correct it")
+        example = "68fd1e64" if kind == "hex" else "-3"
+        raise ConfigError(
+            f"field {field}: {wrong!r} is not a value of kind {kind}; correct it (for example, "
+            f"{example})"
+        )
     return torch.from_numpy(keys.to_numpy().astype(np.uint64).view(np.int64))
 
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
 from sbpflow.models.layered import Bottom, Count, EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.run.model.spec import Fields, ParameterSpec, embedding_output
-from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import Range
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.model_tables import FieldRule, TableShape
-from sbpflow.config.parse import Example, MaxEntries
+from sbpflow.config.parse import MaxEntries
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
@@ -29,7 +29,7 @@ from sbpflow.run.model.spec import (
 )
 from sbpflow.run.model.torch_model import ShapesOnly, TorchPart, bce_rows
 from sbpflow.runtime.compute.compiler import compiler_problem, half_time, keep_compiled_privately
-from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.sbp.layout import Layout
 from sbpflow.tensor import ops

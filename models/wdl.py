@@ -14,13 +14,12 @@ from functools import cached_property
 from itertools import permutations
 from typing import Annotated, Literal
 
-from sbpflow.config.parse import Example
 from sbpflow.embedding.plan.tables import OutputConfig
 from sbpflow.errors import ConfigError
 from sbpflow.models.layered import Dropout, EmbeddingDim, Hidden, LayeredSpec, ModelOptions
 from sbpflow.models.layers import Layers, MlpShape, T, linear_specs, vector_specs
 from sbpflow.run.model.spec import Fields, HashedColumn, IdField, ParameterSpec, embedding_output
-from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import Range
 
 

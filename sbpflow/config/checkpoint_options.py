@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from sbpflow.config.metrics import Metric
-from sbpflow.config.parse import Example, PathOr
-from sbpflow.runtime.fields.keys import Key
+from sbpflow.config.parse import PathOr
+from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import Count, Range
 from sbpflow.runtime.files.remote_path import AnyPath
 

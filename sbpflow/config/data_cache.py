@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from sbpflow.config.parse import Example
 from sbpflow.config.storage_rules import num_bytes_of
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.keys import Example, Key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from sbpflow.config.parse import Example
-from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
+from sbpflow.embedding.plan.growth import MIN_ROWS, AdmitCount, Eviction, Growth
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import Count, NonNegative, Range
 
 Rule = TypeVar("Rule", "FieldRule", "TableShape")
@@ -47,7 +46,7 @@ class FieldRule:
         ),
     ] = None
     admit_count: Annotated[
-        Count | None,
+        AdmitCount | None,
         Example(3),
         Key("results", "Number of occurrences at which a key gets a row. The default is 1."),
     ] = None

@@ -21,6 +21,7 @@ import yaml
 
 from sbpflow.config.renamed import RENAMED
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.fields.keys import Example
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.files.local_path import PathError, local_path
 from sbpflow.runtime.files.remote_path import RemotePath, any_path
@@ -30,13 +31,6 @@ C = TypeVar("C")
 MAX_INT = 2**63 - 1
 MAX_ENTRIES = 10_000  # Maximum number of entries in a list or group.
 _MAX_SHOWN = 200  # Maximum length of a value in a message.
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """An example value, for a key whose default is not a useful example."""
-
-    value: Any
 
 
 @dataclass(frozen=True, slots=True)

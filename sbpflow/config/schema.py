@@ -14,7 +14,7 @@ from sbpflow.config.checkpoint_options import CheckpointConfig, ExportConfig
 from sbpflow.config.data_cache import DataCache
 from sbpflow.config.metrics import Metric
 from sbpflow.config.model_tables import InitialRange
-from sbpflow.config.parse import Example, Tagged, Untagged
+from sbpflow.config.parse import Tagged, Untagged
 from sbpflow.config.table_rules import ParallelConfig
 from sbpflow.config.train_options import (
     ClipConfig,
@@ -33,7 +33,7 @@ from sbpflow.embedding.rules.ftrl import Ftrl
 from sbpflow.embedding.rules.registry import known_rules
 from sbpflow.embedding.rules.rowwise_adagrad import RowwiseAdagrad
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import (
     Accumulator,
     Beta,

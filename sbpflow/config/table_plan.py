@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated
 
 from sbpflow.config.load import read_yaml
-from sbpflow.config.parse import Example, build
+from sbpflow.config.parse import build
 from sbpflow.config.table_rules import TableRule
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.fields.keys import Example
 from sbpflow.runtime.processes.environment import env_int
 
 _LOG = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from typing import Annotated, Literal
 
 import torch
 
-from sbpflow.config.parse import Aliases, Example, PathOr, brief
+from sbpflow.config.parse import Aliases, PathOr, brief
 from sbpflow.config.storage_rules import StorageRule, server_rule
 from sbpflow.embedding.plan.exchanges import exchange_names
 from sbpflow.embedding.plan.tables import TableLayout
 from sbpflow.embedding.rules.base import KernelRequest
 from sbpflow.errors import ConfigError, SbpError
-from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Broadcast, NdSbp, Split, format_nd_sbp, parse_nd_sbp

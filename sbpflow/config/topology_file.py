@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 from sbpflow.config.load import read_yaml
-from sbpflow.config.parse import Example, build
+from sbpflow.config.parse import build
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.fields.keys import Example
 from sbpflow.runtime.fields.ranges import Range
 from sbpflow.runtime.ranks.topology import Link, Source, Topology
 

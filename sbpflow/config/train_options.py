@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from sbpflow.config.metrics import Metric
-from sbpflow.config.parse import Example
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.fields.keys import Key
+from sbpflow.runtime.fields.keys import Example, Key
 from sbpflow.runtime.fields.ranges import Count, NonNegative, Range, Rate
 
 DecayShape = Literal["polynomial", "cosine"]

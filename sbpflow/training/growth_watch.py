@@ -27,8 +27,8 @@ class GrowthWatch:
     ranks. Each warning is logged at most once per field.
     """
 
-    def __init__(self, counts: Callable[[], Mapping[str, GrowthCounts]]) -> None:
-        self._counts, self._warned = counts, set[tuple[str, str]]()
+    def __init__(self, counts: Callable[[], Mapping[str, GrowthCounts]], rank: int = 0) -> None:
+        self._counts, self._warned, self._rank = counts, set[tuple[str, str]](), rank
         self._last = dict(counts())
         self._begin = dict(self._last)  # counts at the last comparison of evictions with lookups
 
@@ -83,8 +83,9 @@ class GrowthWatch:
                 "churn",
                 f"{key}: {evicted:,} keys were evicted from the {now.max_rows:,} rows during "
                 f"{lookups:,} lookups, so keys are evicted after few lookups; "
-                f"raise {key}.evict.max_rows, admit fewer keys with a higher admit_count, or fix "
-                "the data if its format has changed, which makes old values look new",
+                f"raise {key}.evict.max_rows (for example, to {4 * now.max_rows}), admit fewer "
+                "keys with a higher admit_count, or fix the data if its format has changed, which "
+                "makes old values look new",
             )
         elif now.load_factor > _FULL:
             self._once(
@@ -97,7 +98,8 @@ class GrowthWatch:
     def _once(self, field: str, kind: str, text: str) -> None:
         if (field, kind) not in self._warned:
             self._warned.add((field, kind))
-            logger.warning("%s", text)
+            if self._rank == 0:  # all ranks have the same counts
+                logger.warning("%s", text)
 
 
 _COUNTED = ("live", "pending", "admitted", "evicted", "forgotten")

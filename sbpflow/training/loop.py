@@ -203,8 +203,8 @@ def fit(
     last = checkpoints.steps_of_before + num_train_steps(train, loaders["train"].num_steps)
     _check_val(train, watchers, loaders, last)
     _check_profile(profiler, last)
-    pace, times, caches = Pace(boxing.world), MoveTimes(), CacheWatch(trainer)
-    growth, step = GrowthWatch(trainer.growth_counts), checkpoints.step
+    step, pace, times = checkpoints.step, Pace(boxing.world), MoveTimes()
+    caches, growth = CacheWatch(trainer), GrowthWatch(trainer.growth_counts, boxing.world.rank)
     overlap = OverlapWatch(trainer, boxing.world.size, last - step, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
     steps_left = 0 if watchers.stops else max(last - step, 0)

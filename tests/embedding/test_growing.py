@@ -11,11 +11,16 @@ import pytest
 import torch
 
 from sbpflow.embedding.cache.factory import stores_of
+from sbpflow.embedding.plan.embedding_plan import plan_embeddings
 from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
 from sbpflow.embedding.plan.row_storage import RowStorage
+from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig, TableLayout
 from sbpflow.embedding.rules.registry import sparse_optimizer
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.random.streams import fill_uniform, mix, stream_key, uniform_rows
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Split
 from tests.embedding.cases import Spec
 from tests.embedding.growing_case import (
     BATCH,
@@ -402,6 +407,29 @@ def test_unsupported_plans_are_rejected(change, says):
         case = replace(case, wide=case.deep)
     with pytest.raises(ConfigError, match=says):
         case.plan(2)
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, 2**31 - 2), (2, 2**32 - 4)])
+def test_a_rank_has_at_most_as_many_rows_as_fit_in_a_slot(ranks, fits):
+    def plan(num_rows: int) -> None:
+        growth = Growth(evict=Eviction(max_rows=num_rows))
+        world = Placement.line("cpu", ranks)
+        table = TableConfig(name="t", features=("f",), num_rows=num_rows, dim=4, growth=growth)
+        layout = TableLayout(layout=Layout(world, (Split(0),)), exchange="reduce")
+        plan_embeddings(
+            [OutputConfig(name="o", tables=(table,))],
+            {"t": layout},
+            features=[FeatureConfig(name="f")],
+            optimizer=sparse_optimizer("sgd", lr=0.1),
+            dtype=torch.float32,
+            world=world,
+            backend="gloo",
+            batch_size=8,
+        )
+
+    plan(fits)
+    with pytest.raises(ConfigError, match=rf"evict\.max_rows {2 * fits} .*; use {fits} or fewer"):
+        plan(2 * fits)
 
 
 def erased(world, case, folder):

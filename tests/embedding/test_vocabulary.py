@@ -240,6 +240,11 @@ def test_keys_of_an_accumulated_step_stay(growth):
     run(growth, stream(5, 60), ahead=7, accumulate=3)
 
 
+@pytest.mark.parametrize("growth", GROWTHS, ids=str)
+def test_batches_canceled_within_an_accumulated_step_leave_no_trace(growth):
+    run(growth, stream(5, 60), ahead=7, accumulate=3, cancel_at=(4, 14, 32, 50))
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

@@ -130,10 +130,22 @@ def test_the_settings_are_read_from_yaml(tmp_path):
     assert rule == FieldRule(vocabulary="dynamic", evict=Eviction(max_rows=70_000))
 
 
+@pytest.mark.parametrize("evict", ["{}", "65536"])
+def test_the_example_of_a_missing_limit_is_accepted(tmp_path, evict):
+    given = "model.fields={user: {vocabulary: dynamic, evict: %s}}"
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {name: dcnv2}\n")
+    with pytest.raises(ConfigError, match=r"evict.*max_rows: 1048576") as caught:
+        load_config(file, [given % evict], models=MODELS)
+    assert "null" not in str(caught.value)
+    load_config(file, [given % "{max_rows: 1048576}"], models=MODELS)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"count": 0}, r"model\.fields\.user\.admit_count must be >= 1, got 0"),
+        ({"count": 0}, r"model\.fields\.user\.admit_count must be >= 1 and <= 1073741824, got 0"),
+        ({"count": 2**30 + 1}, r"admit_count must be >= 1 and <= 1073741824, got 1073741825"),
         ({"policy": "fifo"}, r"model\.fields\.user\.evict\.policy: .*fifo.* lru"),
         (
             {"rows": 1000},
@@ -225,10 +237,11 @@ def test_small_limits_are_reported_only_once(caplog, values, message):
     start, later = counts(), counts(lookups=1000, **values)
     again = replace(later, lookups=2000, evicted=2 * later.evicted,
                     refused_lookups=2 * later.refused_lookups)  # fmt: skip
-    watch = GrowthWatch(iter([{"user": c} for c in (start, later, again)]).__next__)
+    reports = [{"user": c} for c in (start, later, again)]
+    watch, silent = GrowthWatch(iter(reports).__next__), GrowthWatch(iter(reports).__next__, 1)
     with caplog.at_level(logging.WARNING):
-        watch.figures()
-        watch.figures()
+        for each in (watch, watch, silent, silent):
+            each.figures()
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == (message is not None)
     if message is not None:

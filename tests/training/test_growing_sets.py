@@ -279,6 +279,10 @@ def test_a_fitted_run_continues_with_keys(run, tmp_path):
     assert last["growth.C3.live"] >= keys.numel()
     with pytest.raises(ConfigError, match=r"--output .* already has a checkpoint of step 32"):
         checkpoint(["to-keys", *words, str(tmp_path / "keyed")])
+    words[2] = str(fitted)
+    with pytest.raises(ConfigError, match=r"--data .* has no keys for the fields of .* --keys"):
+        checkpoint(["to-keys", *words, str(tmp_path / "other")])
+    assert not (tmp_path / "other").exists()
 
 
 TIMED = """

@@ -9,13 +9,16 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_type_hints
 
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.fields.keys import Key
-from sbpflow.runtime.fields.ranges import Count, Rate, broken_rule
+from sbpflow.runtime.fields.keys import Example, Key
+from sbpflow.runtime.fields.ranges import Count, Range, Rate, broken_rule
 
 NUM_BUCKETS = 2**14
 # with fewer rows per bucket, some buckets fill up long before the table does
 MIN_ROWS = 4 * NUM_BUCKETS
+MAX_COUNT = 2**30  # Occurrences are counted up to this number.
+MAX_ROWS_OF_PART = 2**31 - 2  # A slot of the key map contains row + 1 as an int32.
 Policy = Literal["lru", "lfu"]
+AdmitCount = Annotated[int, Range(low=1, high=MAX_COUNT)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,9 @@ class Eviction:
     """
 
     max_rows: Annotated[
-        int, Key("results", "Number of rows of each of the field's tables; at least 65536.")
+        int,
+        Example(16 * MIN_ROWS),
+        Key("results", "Number of rows of each of the field's tables; at least 65536."),
     ]
     policy: Annotated[
         Policy,
@@ -69,7 +74,7 @@ class Growth:
 
     evict: Eviction
     admit_count: Annotated[
-        Count, Key("results", "Number of occurrences after which a key gets a row.")
+        AdmitCount, Key("results", "Number of occurrences after which a key gets a row.")
     ] = 1
     forget_after_samples: Annotated[
         Count | None,

@@ -13,7 +13,13 @@ import torch
 
 from sbpflow.embedding.plan.group_plan import ExchangeStep
 from sbpflow.embedding.plan.grouping import IdColumns
-from sbpflow.embedding.plan.growth import NUM_BUCKETS, Growth, first_row_of, has_idle_time
+from sbpflow.embedding.plan.growth import (
+    MAX_ROWS_OF_PART,
+    NUM_BUCKETS,
+    Growth,
+    first_row_of,
+    has_idle_time,
+)
 from sbpflow.embedding.plan.tables import (
     FeatureConfig,
     OutputConfig,
@@ -174,6 +180,7 @@ def plan_vocabularies(
         if growth is None:
             raise RuntimeError(f"table {growing[0].name} does not grow")
         owners = _owners(growing, layouts, world)
+        _check_parts(vocabulary_name(names), growing[0].num_rows, owners)
         result.append(
             VocabularyPlan(
                 name=vocabulary_name(names),
@@ -195,16 +202,25 @@ def plan_vocabularies(
 def _check_table(table: TableConfig, config: TableLayout, world: Placement) -> None:
     layout, problem = config.layout, ""
     if world.device_type != "cpu":
-        problem = f"device {world.device_type} is not supported; use device cpu"
+        problem = f"device {world.device_type} is not supported; use parallel.device: cpu"
     elif layout.placement.size > 1 and any(isinstance(sbp, Broadcast) for sbp in layout.nd_sbp):
         problem = (
             f"layout {layout} is not supported, because every rank would need the new rows of all "
-            "ranks; use S(0) or S(1)"
+            "ranks; use S(0) or S(1) (parallel.scheme: 1, 2, or 3, or sbp in parallel.tables)"
         )
     elif list(layout.placement.ranks) != sorted(layout.placement.ranks):
         problem = f"layout {layout} has its ranks out of order; list them in ascending order"
     if problem:
         raise ConfigError(f"table {table.name}: grows: {problem}")
+
+
+def _check_parts(field: str, num_rows: int, owners: Sequence[tuple[int, int, int]]) -> None:
+    share = max(last - first for _, first, last in owners)
+    if num_rows * share > MAX_ROWS_OF_PART * NUM_BUCKETS:
+        raise ConfigError(
+            f"field {field}: evict.max_rows {num_rows} gives a rank more than {MAX_ROWS_OF_PART} "
+            f"rows with keys; use {MAX_ROWS_OF_PART * NUM_BUCKETS // share} or fewer, or more ranks"
+        )
 
 
 def _owners(

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from sbpflow.embedding.plan.growth import MAX_COUNT
 from sbpflow.embedding.vocabulary.key_map import (
     ADDRESS,
     ADMIT_COUNT,
@@ -28,7 +29,6 @@ from sbpflow.embedding.vocabulary.key_map import (
 from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled
 from sbpflow.runtime.random.streams import unmix
 
-MAX_COUNT = 2**30
 ONE, TWO = U64(1), U64(2)
 
 

@@ -33,10 +33,11 @@ VICTIM_SHARE = 16
 @dataclass(slots=True)
 class _Step:
     """How to undo a batch: logs of its used, evicted, and idle keys, with the counts of their
-    rows.
+    rows, and the previous value of ``_step_start``.
     """
 
     logs: list[tuple[Array, Array]]
+    step_start: int
     admitted: Array
     totals: Totals
 
@@ -126,7 +127,8 @@ class Vocabulary:
         t = self.arrays
         self._clock.add(samples, time)
         now = self._clock.now
-        self._step_start = now if begins_step else self._step_start
+        step_start = self._step_start
+        self._step_start = now if begins_step else step_start
         t.state[km.NOW], t.state[km.STEP_START] = now, self._step_start
         out = np.empty(n, np.int64) if out is None else out
         candidates, unresolved = np.empty(n, np.int64), np.empty((n, 2), np.int64)
@@ -162,7 +164,7 @@ class Vocabulary:
             pending_lookups=num_pending,
             refused_lookups=num_refused,
         )
-        self._steps.append(_Step(logs, admitted[:num_new], totals))
+        self._steps.append(_Step(logs, step_start, admitted[:num_new], totals))
         self._patch = None
         return out, Changes(new_rows[:num_new] + self.first_row, admitted[:num_new], freed)
 
@@ -210,6 +212,7 @@ class Vocabulary:
             step = self._steps.pop()
             step.undo(t)
             self._clock.undo()
+            self._step_start = step.step_start
         slots = used_slots(t)
         contents = slots[:, km.VALUE].astype(np.int32)  # the lower 32 bits
         buckets = (slots[contents > 0, km.ADDRESS] >> km.SHIFT) + km.HALF - self.buckets[0]
@@ -293,7 +296,8 @@ class Vocabulary:
             fits = int((live + (numbers == 0)).max()) * NUM_BUCKETS
             raise CheckpointError(
                 f"evict.max_rows: bucket {bucket + self.buckets[0]} has {int(live[bucket])} saved "
-                f"keys, but only {int(room[bucket])} rows; use {fits} or more"
+                f"keys, but only {int(room[bucket])} rows; use {fits} or more (other fields may "
+                "need more), or the limit of the saved run"
             )
         self.reserve(saved.addresses.size + saved.pending_addresses.size)
         t = self.arrays

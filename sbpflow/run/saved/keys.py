@@ -20,7 +20,7 @@ from sbpflow.checkpoint.rewrite import (
     write_full,
 )
 from sbpflow.embedding.plan.embedding_plan import EmbeddingPlan
-from sbpflow.embedding.plan.growth import TOTALS
+from sbpflow.embedding.plan.growth import MAX_COUNT, TOTALS
 from sbpflow.embedding.plan.vocabularies import VocabularyPlan
 from sbpflow.embedding.storage.live_rows import NO_TIME
 from sbpflow.errors import CheckpointError, ConfigError
@@ -126,6 +126,11 @@ def to_keys(
         if name not in done:
             done[name] = f"{name}: {keys.numel():,} keys"
             tensors |= _new_vocabulary(name, keys[order], counts[order])
+    if not done:
+        raise ConfigError(
+            f"--data {data['path']} has no keys for the fields of {checkpoint.path}; use a set "
+            "that was prepared with keys (sbpflow prepare --keys)"
+        )
     documents = {**checkpoint.documents, "data": dict(data)}
     output.mkdir(parents=True, exist_ok=True)
     if step_folder(output, checkpoint.step).exists():
@@ -143,7 +148,7 @@ def _new_vocabulary(name: str, keys: Tensor, counts: Tensor) -> dict[str, NewTen
     columns = {
         "keys": keys,
         "last_uses": torch.zeros(keys.numel(), dtype=torch.int32),
-        "counts": counts.clamp(max=2**30).to(torch.int32),
+        "counts": counts.clamp(max=MAX_COUNT).to(torch.int32),
         "pending_keys": none.to(torch.int64),
         "pending_last_uses": none,
         "pending_counts": none,

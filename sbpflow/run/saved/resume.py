@@ -275,7 +275,8 @@ def _restore(path: AnyPath, job: Job, data: DataFacts) -> str:
             raise CheckpointError(
                 f"{path} was trained on the set {saved['path']}, whose vocabulary differs from "
                 f"that of {data.path}; use the training set, or a set that was grown from it "
-                "(sbpflow prepare --like OLD --grow)"
+                "(sbpflow prepare --like OLD --grow), or, for a set with keys, convert the "
+                "checkpoint first (sbpflow checkpoint to-keys)"
             )
         check_loop(checkpoint) if relation == "grown" else check_start(checkpoint)
         job.restore(checkpoint, grown=relation == "grown")

@@ -1,7 +1,7 @@
 """Defines ``Key``, which annotates a configuration field with its effect and description."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Affects = Literal["results", "scores", "execution"]
 
@@ -22,6 +22,13 @@ class Key:
 
     affects: Affects
     line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An example value, for a key whose default is not a useful example."""
+
+    value: Any
 
 
 def key_of(kind: type, name: str) -> Key | None:

@@ -28,7 +28,12 @@ class Range:
 
     def __str__(self) -> str:
         parts = [(">=", self.low), (">", self.above), ("<=", self.high), ("<", self.below)]
-        return " and ".join(f"{sign} {bound:g}" for sign, bound in parts if bound is not None)
+        return " and ".join(f"{sign} {_exact(bound)}" for sign, bound in parts if bound is not None)
+
+
+def _exact(bound: float) -> str:
+    short = f"{bound:g}"
+    return short if float(short) == bound else str(bound)
 
 
 Rate = Annotated[float, Range(above=0)]
