@@ -190,7 +190,7 @@ class Recorder:
     def __init__(self, steps: int) -> None:
         self.num_steps = steps
         self.schedule = SERIAL
-        self.world = self
+        self.world, self.rank = self, 0
         self.device = torch.device("cpu")
         self.size = 1
         self.calls: list[tuple[Any, ...]] = []
