@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sbpflow.embedding.plan.growth import MIN_ROWS, NUM_BUCKETS, Eviction, Growth
 from sbpflow.embedding.storage.live_rows import Saved
+from sbpflow.embedding.vocabulary import counting_loops
 from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.random.streams import unmix
@@ -213,6 +214,20 @@ def test_decisions_do_not_depend_on_the_lookahead(growth, ahead):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_decisions_do_not_depend_on_the_ranks(growth, ranks):
     run(growth, stream(2, 40), ranks=ranks, ahead=3)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_no_batch_waits_for_the_compiler(policy):
+    part = Vocabulary(growth_of(policy), MIN_ROWS, 0, NUM_BUCKETS)
+    part.warm_up()
+    loops = counting_loops.observe.signatures
+    assert len({signature[-2:] for signature in loops}) == 4
+    many = keys_of([address_in(b, n) for b in range(1000) for n in range(40)])
+    for _ in range(3):  # the map grows, and keys repeat
+        for batch in (many, np.tile(many[:50], 20)):
+            part.announce(batch.copy(), NO_COUNTS, 1)
+            part.release()
+    assert counting_loops.observe.signatures == loops
 
 
 @pytest.mark.parametrize("growth", GROWTHS, ids=str)

@@ -61,6 +61,8 @@ class KeyExchange:
             FieldKeys(field, rank, [s for s in shards if s.table.name in field.tables])
             for field in plan.vocabularies
         ]
+        if (part := next((field.part for field in self.fields if field.part), None)) is not None:
+            part.warm_up()  # compiles the loops for all fields
         self._starts = [
             np.array([first for _, first, _ in field.owners]) for field in plan.vocabularies
         ]

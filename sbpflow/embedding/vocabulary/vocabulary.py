@@ -10,6 +10,7 @@ batch that reuses it is looked up; by then, all batches that used its old key ha
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -102,6 +103,17 @@ class Vocabulary:
     def num_trained(self) -> int:
         """Return the number of completed batches."""
         return self._clock.now - len(self._steps)
+
+    def warm_up(self) -> None:
+        """Compile every form of the loop over a batch's keys, so that no batch has to wait for the
+        compiler.
+        """
+        none, sizes = np.empty(0, np.int64), np.zeros(4, np.int64)
+        log, log_counts = self._new_log(0)
+        for migrates, repeats in product((None, True), repeat=2):
+            counting_loops.observe(
+                self.arrays, none, none, none, log, log_counts, none, log, sizes, migrates, repeats
+            )
 
     def announce(
         self,
