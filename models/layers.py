@@ -43,7 +43,14 @@ class Functions(Protocol[T]):
         id: str = "cross",
     ) -> T: ...
     def dropout(
-        self, x: T, p: float, seed: int, *, training: bool = True, id: str | None = None
+        self,
+        x: T,
+        p: float,
+        seed: int,
+        *,
+        relu: bool = False,
+        training: bool = True,
+        id: str | None = None,
     ) -> T: ...
     def layer_norm(self, x: T, weight: T, bias: T, *, id: str | None = None) -> T: ...
     def batch_norm(
@@ -161,10 +168,9 @@ class Layers(Generic[T]):
         f = self.functions
         for index in range(len(shape.hidden)):
             name = f"{shape.name}.{index}"
-            x = f.relu(self._norm(shape.norm, f"{name}.norm", self.linear(name, inputs)))
-            inputs = [
-                f.dropout(x, shape.dropout, self.seed, training=self.training, id=f"{name}.dropout")
-            ]
+            x = self._norm(shape.norm, f"{name}.norm", self.linear(name, inputs))
+            dropping = {"relu": True, "training": self.training, "id": f"{name}.dropout"}
+            inputs = [f.dropout(x, shape.dropout, self.seed, **dropping)]
         if shape.outputs:
             name = f"{shape.name}.{len(shape.hidden)}"
             last = self.linear(name, inputs, whole=not shape.last_relu)

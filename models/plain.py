@@ -66,9 +66,16 @@ class PlainFunctions:
         return x
 
     def dropout(
-        self, x: Tensor, p: float, seed: int, *, training: bool = True, id: str | None = None
+        self,
+        x: Tensor,
+        p: float,
+        seed: int,
+        *,
+        relu: bool = False,
+        training: bool = True,
+        id: str | None = None,
     ) -> Tensor:
-        return F.dropout(x, p, training)
+        return F.dropout(torch.relu(x) if relu else x, p, training)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor, *, id: str | None = None

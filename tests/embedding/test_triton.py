@@ -171,4 +171,6 @@ def five_constants(optimizer):
 def test_optimizer_with_too_many_constants_is_rejected():
     _, storage = both(3, 4, Large())
     with pytest.raises(SbpError, match="large has 5 constants and 0 states"):
-        storage.update(Lookup(torch.tensor([0], device=DEVICE)), torch.ones(1, 4), 0.1, 1)
+        storage.update(
+            Lookup(torch.tensor([0], device=DEVICE)), torch.ones(1, 4, device=DEVICE), 0.1, 1
+        )

@@ -308,4 +308,5 @@ def dropout_kernels() -> Any:
     from sbpflow.tensor.ops import triton_dropout
 
     launcher = _Launcher(triton_dropout)
-    return SimpleNamespace(drop=launcher.drop, BLOCK=triton_dropout.BLOCK)
+    named = {"drop": launcher.drop, "drop_gradient": launcher.drop_gradient}
+    return SimpleNamespace(**named, BLOCK=triton_dropout.BLOCK)

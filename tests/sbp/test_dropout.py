@@ -49,7 +49,7 @@ def test_masks_have_the_right_share_and_depend_on_key_and_position():
 def test_remaining_elements_are_scaled_and_the_gradient_has_the_same_mask():
     x = torch.randn(SHAPE, device=DEVICE, requires_grad=True)
     held = tuple(slice(0, length) for length in SHAPE)
-    y = dropout._Counted.apply(x, KEY, SHAPE, held, 0.25)
+    y = dropout._Counted.apply(x, KEY, SHAPE, held, 0.25, False)
     expected = torch.where(mask(), x / 0.75, 0.0)
     torch.testing.assert_close(y, expected)
     y.sum().backward()

@@ -62,8 +62,7 @@ class Lookup:
 
     def tensors(self) -> list[Tensor | None]:
         """Return the tensors of the lookup, including the sorted ones if they exist."""
-        runs = self._runs
-        ordered = [] if runs is None else [runs.keys, runs.order, runs.start, runs.stop]
+        ordered = () if self._runs is None else self._runs.tensors()
         return [self.addresses, self.offsets, self.weights, *ordered]
 
     def new_like(self) -> "Lookup":
@@ -73,9 +72,8 @@ class Lookup:
             for tensor in (self.offsets, self.weights)
         )
         lookup = Lookup(torch.empty_like(self.addresses), offsets, weights)
-        if (runs := self._runs) is not None:
-            ordered = (runs.keys, runs.order, runs.start, runs.stop)
-            lookup._runs = SortedSegments(*map(torch.empty_like, ordered))
+        if self._runs is not None:
+            lookup._runs = SortedSegments(*map(torch.empty_like, self._runs.tensors()))
         return lookup
 
     def place(self, slots: Tensor | None) -> Self:

@@ -14,12 +14,14 @@ from torch import Tensor
 class SortedSegments:
     """The sorted addresses ``keys`` [n >= 1], their original positions, and their runs.
 
-    ``order`` (int64 [n]) contains the original positions; the sort is stable. ``start`` and
-    ``stop`` (int32 [n]) are the bounds of the run that contains each position.
+    ``order`` (int64 [n]) contains the original positions; the sort is stable. ``number`` (int64
+    [n]) is the index of the run that contains each position, and ``start`` and ``stop`` (int32 [n])
+    are the bounds of this run.
     """
 
     keys: Tensor
     order: Tensor
+    number: Tensor
     start: Tensor
     stop: Tensor
 
@@ -29,21 +31,20 @@ class SortedSegments:
         keys, order = torch.sort(addresses, stable=True)
         count = keys.numel()
         at = torch.arange(count, dtype=torch.int32, device=keys.device)
-        changes = keys[1:] != keys[:-1]
-        # ``start`` is the running maximum of the run starts; ``stop`` is the running minimum, from
-        # the end, of the run ends. ``unique_consecutive`` would make the host wait for the number
-        # of runs.
-        begins = torch.where(changes, at[1:], 0)
-        ends = torch.where(changes, at[1:], count)
-        start = torch.cummax(torch.cat([begins.new_zeros(1), begins]), 0).values
-        stop = torch.cummin(torch.cat([ends, ends.new_full((1,), count)]).flip(0), 0).values.flip(0)
-        return SortedSegments(keys, order, start, stop)
+        begins = torch.ones_like(keys, dtype=torch.bool)
+        torch.ne(keys[1:], keys[:-1], out=begins[1:])
+        number = torch.cumsum(begins, 0) - 1
+        # Write the first position of run k to bounds[k]; every other position is written to the
+        # last element, which is never read. ``unique_consecutive`` would make the host wait for
+        # the number of runs. torch's cummax, which needs fewer ops, takes 0.6 ms on a GPU.
+        bounds = at.new_full((count + 2,), count)
+        bounds.scatter_(0, torch.where(begins, number, count + 1), at)
+        start, stop = bounds.index_select(0, number), bounds.index_select(0, number + 1)
+        return SortedSegments(keys, order, number, start, stop)
 
-    @cached_property
-    def number(self) -> Tensor:
-        """Return the index (int64 [n]) of the run that contains each position."""
-        changes = (self.keys[1:] != self.keys[:-1]).to(torch.int64)
-        return torch.cumsum(torch.cat([changes.new_zeros(1), changes]), 0)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors in the order of the constructor's arguments."""
+        return self.keys, self.order, self.number, self.start, self.stop
 
     @cached_property
     def starts(self) -> Tensor:

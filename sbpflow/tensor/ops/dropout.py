@@ -24,6 +24,7 @@ from sbpflow.tensor.autograd import Context
 from sbpflow.tensor.dispatch import apply, check_floating
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.tensor.ops.elementwise import elementwise_rule
+from sbpflow.tensor.ops.elementwise import relu as apply_relu
 from sbpflow.tensor.signature import Choice
 
 # Maximum number of blocks of a sampled mask (see ``_draw``), and minimum rows per block. More
@@ -34,9 +35,16 @@ Held = tuple[slice, ...]  # the position of a part in the full tensor, as one sl
 
 
 def dropout(
-    x: GlobalTensor, p: float, seed: int, *, training: bool = True, id: str | None = None
+    x: GlobalTensor,
+    p: float,
+    seed: int,
+    *,
+    relu: bool = False,
+    training: bool = True,
+    id: str | None = None,
 ) -> GlobalTensor:
-    """Set elements to zero with probability ``p``, and scale the others by 1 / (1 - p).
+    """Set elements to zero with probability ``p``, and scale the others by 1 / (1 - p). With
+    ``relu``, first apply ReLU; on CUDA, one kernel does both.
 
     ``S(i) -> S(i), B -> B``
 
@@ -50,7 +58,7 @@ def dropout(
     check_floating("dropout", x)
     name = id or "dropout"
     if not training or p == 0.0:
-        return x
+        return apply_relu(x, id=id) if relu else x
 
     def kernel(choice: Choice, parts: list[Tensor]) -> Tensor:
         part, world = parts[0], x.boxing.world
@@ -60,7 +68,9 @@ def dropout(
         if not shape:  # Draw for a 0-d tensor as for a tensor with one element.
             shape, held = (1,), (slice(0, 1),)
         if part.is_cuda:
-            return _Counted.apply(part, world.draws.key(part.device, seed, name), shape, held, p)  # pyright: ignore[reportReturnType]
+            key = world.draws.key(part.device, seed, name)
+            return _Counted.apply(part, key, shape, held, p, relu)  # pyright: ignore[reportReturnType]
+        part = torch.relu(part) if relu else part
         mask = _draw(part, shape, held, 1.0 - p, lambda n: stream_key(seed, f"{name}/{n}"))
         return part * mask.div_(1.0 - p).view(part.shape)
 
@@ -91,25 +101,43 @@ def _draw(
 
 
 class _Counted(torch.autograd.Function):
-    """Applies dropout with a computed mask; the backward pass applies the mask to the gradient."""
+    """Applies dropout with a computed mask, after ReLU if ``relu`` is set.
+
+    The backward pass computes the mask again. With ``relu``, it reads the mask from the output,
+    which the next layer also keeps: elements that are 0 have no gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Context, part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float
+        ctx: Context,
+        part: Tensor,
+        key: Tensor,
+        shape: tuple[int, ...],
+        held: Held,
+        p: float,
+        relu: bool,
     ) -> Tensor:
-        ctx.save_for_backward(key)
+        out = _drop(part, key, shape, held, p, relu=relu)
+        ctx.save_for_backward(out if relu else key)
         ctx.position = shape, held, p
-        return _drop(part, key, shape, held, p)
+        ctx.relu = relu
+        return out
 
     @staticmethod
-    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (key,) = ctx.saved_tensors
-        return _drop(gradient, key, *ctx.position), None, None, None, None
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (saved,) = ctx.saved_tensors
+        if ctx.relu:
+            grad = _drop_gradient(gradient, saved, ctx.position[2])
+        else:
+            grad = _drop(gradient, saved, *ctx.position)
+        return grad, None, None, None, None, None
 
 
-def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float) -> Tensor:
+def _drop(
+    part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: float, *, relu: bool = False
+) -> Tensor:
     """Set some elements of ``part`` to zero and scale the others, in one Triton kernel if
-    possible.
+    possible; with ``relu``, also set negative elements to zero.
     """
     if not part.numel():
         return torch.empty_like(part)
@@ -118,13 +146,34 @@ def _drop(part: Tensor, key: Tensor, shape: tuple[int, ...], held: Held, p: floa
     threshold, factor = threshold_of(p), 1.0 / (1.0 - p)
     if kernels is None or position is None or part.dtype == torch.float64:
         kept = (counted(key, shape, held) < threshold).view(part.shape)
-        return torch.where(kept, part * factor, 0.0)
+        return torch.where(kept, (torch.relu(part) if relu else part) * factor, 0.0)
     part = part.contiguous()
     out = torch.empty_like(part)
-    count, block = part.numel(), kernels.BLOCK
-    launch = kernels.drop[(-(-count // block),)]
-    launch(part, out, key, count, *position, threshold, factor, BLOCK=block)
+    columns, whole_columns, first = position
+    rows = part.numel() // columns
+    # A program's elements form a rectangle, as wide as the part if possible.
+    across = min(kernels.BLOCK, 1 << (columns - 1).bit_length())
+    down = kernels.BLOCK // across
+    launch = kernels.drop[(-(-rows // down), -(-columns // across))]
+    sizes = {"RELU": relu, "ROWS": down, "COLUMNS": across}
+    launch(part, out, key, rows, columns, whole_columns, first, threshold, factor, **sizes)
     return out
+
+
+def _drop_gradient(gradient: Tensor, out: Tensor, p: float) -> Tensor:
+    """Scale the elements of ``gradient`` where ``out``, the output of ``_drop`` with ``relu``, is
+    not 0, and set the others to zero.
+    """
+    factor = 1.0 / (1.0 - p)
+    kernels = find_kernels()
+    if kernels is None or not out.numel() or out.dtype == torch.float64:
+        return torch.where(out != 0, gradient * factor, 0.0)
+    gradient = gradient.contiguous()
+    made = torch.empty_like(gradient)
+    count, block = out.numel(), kernels.BLOCK
+    launch = kernels.drop_gradient[(-(-count // block),)]
+    launch(gradient, out, made, count, factor, BLOCK=block)
+    return made
 
 
 def threshold_of(p: float) -> int:
