@@ -1,17 +1,22 @@
-"""Times TorchRec's two loops on the shapes of the DLPerf sweep, on one GPU, in ms per iteration.
+"""Compares training steps with TorchRec's two loops on the shapes of the DLPerf sweep, on one GPU.
 
 The model has 26 tables with d columns and 2 wide tables, trained by FBGEMM's fused Adam; the MLP,
 the dense Adam, and the batches are those of the sweep. FBGEMM needs widths that are multiples of 4,
 so a wide table has 4 columns, of which only the first is used. The ids are int64 in a
-KeyedJaggedTensor, created before timing.
+KeyedJaggedTensor, created before timing. Before timing, both train from the same values without
+dropout, and their losses are compared. The loops are then timed in turn, in each precision.
 
     python -m benchmarks.gpu_torchrec [--max-rows N] [key=value ...]
 """
 
 import argparse
+import gc
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -20,17 +25,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.device_timer import timed_ms
-from benchmarks.gpu_dlperf import FIRST_ROWS, REPEATS, STEPS, WARM_UP, Rows, batches, fields_of
+from benchmarks.gpu_dlperf import FIRST_ROWS, STEPS, WARM_UP, Rows, batches, fields_of, make_job
 from benchmarks.gpu_mlp import make_mlp
 from benchmarks.record import Results
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
 from sbpflow.models.registry import MODELS
+from sbpflow.run.execution.job import Job
 from sbpflow.run.model.spec import Fields, IdField
 from sbpflow.runtime.ranks.world import World
 
 WIDE_COLUMNS = 4
 NUM_BATCHES = 8  # number of batches that ``batches`` prepares
+CHECKED_STEPS = 5
+ROUNDS = 5  # each loop is timed once per round
+# The settings of each precision; both systems use the same ones.
+PRECISIONS = {
+    "float32": [],
+    "tf32": ["parallel.tf32=true"],
+    "bf16": ["model.autocast=bf16"],
+    "bf16, graph": ["model.autocast=bf16", "parallel.cuda_graph=true"],
+}
 
 
 def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:
@@ -55,10 +70,7 @@ def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:
 
 def rows_optimizer(config: Config) -> type[torch.optim.Optimizer]:
     """Return the optimizer that FBGEMM fuses into the backward pass; FBGEMM's Adam needs CUDA."""
-    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-
-    kinds = {"lazy_adam": torch.optim.Adam, "rowwise_adagrad": RowWiseAdagrad}
-    return kinds[config.optimizer.sparse.name]
+    return {"lazy_adam": torch.optim.Adam, "sgd": torch.optim.SGD}[config.optimizer.sparse.name]
 
 
 class _Batch(Protocol):
@@ -78,6 +90,7 @@ class WideAndDeep(nn.Module):
         dim = config.model.embedding_dim
         self.deep = make_tables(fields.sparse, dim)
         self.wide = make_tables(fields.crosses, WIDE_COLUMNS)
+        self.half = config.model.autocast is not None
         inputs = dim * len(fields.sparse) + len(fields.dense)
         self.mlp = make_mlp((inputs, *config.model.hidden, 1), config.model.dropout, device)
         rows = [*self.deep.parameters(), *self.wide.parameters()]
@@ -87,7 +100,9 @@ class WideAndDeep(nn.Module):
     def forward(self, batch: _Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         vectors = self.deep(batch.deep).values()
         wide = self.wide(batch.wide).values()[:, ::WIDE_COLUMNS].sum(1)
-        logits = self.mlp(torch.cat([vectors, batch.dense], 1)).squeeze(1) + wide
+        inputs = torch.cat([vectors, batch.dense], 1)
+        with torch.autocast(inputs.device.type, torch.bfloat16) if self.half else nullcontext():
+            logits = self.mlp(inputs).squeeze(1).float() + wide
         loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
         # The pipeline returns only the second element.
         return loss, (loss.detach(), logits.detach())
@@ -126,98 +141,148 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
     return Batch()
 
 
-def make_loops(
-    vocabulary: int, config: Config, device: torch.device
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Return one step function for TorchRec's plain loop and one for its pipelined loop; both
-    return the loss. The pipelined loop rewrites the model at its first call.
-    """
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+class Peer:
+    """TorchRec's model and its loops; each loop's ``step`` returns the loss."""
 
-    fields = fields_of(vocabulary)
-    made = WideAndDeep(config, fields, device)
-    sharders: Any = [EmbeddingBagCollectionSharder()]
-    on_cuda = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if on_cuda else None
-    topology = Topology(world_size=1, compute_device=device.type, hbm_cap=memory)
-    group: Any = dist.group.WORLD
-    plan = EmbeddingShardingPlanner(topology=topology).collective_plan(made, sharders, group)
-    model = DistributedModelParallel(made, device=device, plan=plan, sharders=sharders)
-    dense = [value for name, value in model.named_parameters() if ".mlp." in f".{name}"]
-    optimizer = torch.optim.Adam(dense, lr=config.optimizer.dense.lr)
-    some = [
-        as_torchrec(rows, fields) for rows in islice(batches(config, fields, device), NUM_BATCHES)
-    ]
+    def __init__(self, vocabulary: int, config: Config, device: torch.device) -> None:
+        from torchrec.distributed import DistributedModelParallel
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 
-    def endless() -> Iterator[Any]:
-        while True:
-            yield from some
+        fields = fields_of(vocabulary)
+        made = WideAndDeep(config, fields, device)
+        sharders: Any = [EmbeddingBagCollectionSharder()]
+        on_cuda = device.type == "cuda"
+        memory = torch.cuda.get_device_properties(device).total_memory if on_cuda else None
+        topology = Topology(world_size=1, compute_device=device.type, hbm_cap=memory)
+        group: Any = dist.group.WORLD
+        plan = EmbeddingShardingPlanner(topology=topology).collective_plan(made, sharders, group)
+        self.model = DistributedModelParallel(made, device=device, plan=plan, sharders=sharders)
+        self._device = device
+        dense = [value for name, value in self.model.named_parameters() if ".mlp." in f".{name}"]
+        self._optimizer = torch.optim.Adam(dense, lr=config.optimizer.dense.lr)
+        some = islice(batches(config, fields, device), NUM_BATCHES)
+        self._batches = [as_torchrec(rows, fields) for rows in some]
+        self._source = self._endless()
+        self._pipeline: Any = None
 
-    source = endless()
+    def copy(self, job: Job) -> None:
+        """Set all parameters to those of ``job``."""
+        values = {name: parameter.part for name, parameter in job.model.parameters.items()}
+        values |= {stored.shard.table.name: stored.weights for stored in job.embeddings.stored()}
+        filled = 0
+        with torch.no_grad():
+            for name, target in self.model.state_dict().items():
+                first, _, rest = name.partition(".")
+                shards = getattr(target, "local_shards", None)
+                target = shards()[0].tensor if shards else target
+                if first == "mlp":
+                    number, kind = rest.split(".")
+                    value = values[f"mlp.{int(number) // 3}.{kind}"]
+                else:
+                    value = values[f"{first}.{rest.split('.')[1].removeprefix('t_')}"]
+                target[:, : value.shape[1]].copy_(value) if value.ndim == 2 else target.copy_(value)
+                filled += 1
+        if filled != len(values):
+            raise RuntimeError(f"copied {filled} parameters of {len(values)}: {sorted(values)}")
 
-    def plain() -> Tensor:
-        optimizer.zero_grad()
-        loss, _ = model(next(source))
+    def plain(self) -> Tensor:
+        self._optimizer.zero_grad()
+        loss, _ = self.model(next(self._source))
         loss.backward()
-        optimizer.step()
+        self._optimizer.step()
         return loss
 
-    pipeline: Any = None
+    def pipelined(self) -> Tensor:
+        """Take a step of the pipelined loop, which rewrites the model at its first step."""
+        from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    def pipelined() -> Tensor:
-        nonlocal pipeline
-        if pipeline is None:
-            pipeline = TrainPipelineSparseDist(model, optimizer, device)
-        return pipeline.progress(source)[0]
+        if self._pipeline is None:
+            self._pipeline = TrainPipelineSparseDist(self.model, self._optimizer, self._device)
+        return self._pipeline.progress(self._source)[0]
 
-    return plain, pipelined
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self._batches
+
+
+def check(vocabulary: int, config: Config, world: World) -> float:
+    """Train both from the same values; return the largest relative difference of their losses."""
+    config = replace(config, model=replace(config.model, dropout=0.0))
+    job, fields = make_job(vocabulary, config, world)
+    peer = Peer(vocabulary, config, world.device)
+    peer.copy(job)
+    source = batches(config, fields, world.device)
+    largest = 0.0
+    for number in range(CHECKED_STEPS):
+        ours, theirs = float(job.trainer.step(next(source))), float(peer.plain())
+        largest = max(largest, abs(ours - theirs) / abs(theirs))
+        if not largest < 1e-4:
+            raise SystemExit(f"step {number + 1}: the losses are {ours} and, of TorchRec, {theirs}")
+    return largest
 
 
 def measure(
     vocabulary: int,
     config: Config,
-    device: torch.device,
+    world: World,
     *,
     timed: Callable[..., dict[str, float]] = timed_ms,
     steps: int = STEPS,
-) -> dict[str, float]:
-    """Return the median ms per step of each loop."""
-    found: dict[str, float] = {}
-    loops = make_loops(vocabulary, config, device)
-    for name, step in zip(("plain", "pipelined"), loops, strict=True):
+) -> dict[str, object]:
+    """Return the ms per step of each loop, and the ratios of TorchRec's times to ours, by round."""
+    torch.backends.cuda.matmul.allow_tf32 = config.parallel.tf32
+    job, fields = make_job(vocabulary, config, world)
+    source = batches(config, fields, world.device)
+    # The pipelined loop rewrites its model, so it has its own.
+    plain, pipelined = (Peer(vocabulary, config, world.device) for _ in range(2))
+    loops = {
+        "sbpflow": lambda: job.trainer.step(next(source)),
+        "plain": plain.plain,
+        "pipelined": pipelined.pipelined,
+    }
+    for name, step in loops.items():
         for _ in range(WARM_UP):
             loss = step()
         if not bool(torch.isfinite(loss)):
-            raise SystemExit(f"{vocabulary} rows: the loss is {float(loss)}, not a finite number")
-        found[f"{name}_ms"] = timed(step, steps=steps, repeats=REPEATS)["ms"]
-    return found
+            raise SystemExit(f"{name}, {vocabulary} rows: the loss is {float(loss)}, not finite")
+    rounds: dict[str, list[float]] = {name: [] for name in loops}
+    for _ in range(ROUNDS):
+        for name, step in loops.items():
+            rounds[name].append(timed(step, steps=steps, repeats=1)["ms"])
+    best = [min(pair) for pair in zip(rounds["plain"], rounds["pipelined"], strict=True)]
+    ratios = [theirs / ours for theirs, ours in zip(best, rounds["sbpflow"], strict=True)]
+    figures = {f"{name}_ms": round(median(times), 3) for name, times in rounds.items()}
+    return {**figures, "ratios": [round(ratio, 3) for ratio in ratios]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--max-rows", type=int, default=2 * FIRST_ROWS)
+    parser.add_argument("--max-rows", type=int, default=FIRST_ROWS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    config = load_config(
-        "configs/dlperf.yaml", ["parallel.device=cuda", *args.overrides], models=MODELS
-    )
     results = Results("gpu_torchrec", recorded=not args.overrides)
     with World.start("cuda") as world:
         vocabulary = FIRST_ROWS
         while vocabulary <= args.max_rows:
-            figures = measure(vocabulary, config, world.device)
-            results.add(
-                benchmark="torchrec_vocabulary",
-                rows=vocabulary,
-                batch_size=config.data.batch_size,
-                world_size=1,
-                **figures,
-            )
-            torch.cuda.empty_cache()
+            for precision, settings in PRECISIONS.items():
+                overrides = ["parallel.device=cuda", *settings, *args.overrides]
+                config = load_config("configs/dlperf.yaml", overrides, models=MODELS)
+                if precision == "float32":
+                    difference = check(vocabulary, config, world)
+                figures = measure(vocabulary, config, world)
+                results.add(
+                    benchmark="torchrec_vocabulary",
+                    rows=vocabulary,
+                    precision=precision,
+                    batch_size=config.data.batch_size,
+                    world_size=1,
+                    largest_difference_of_losses=difference,
+                    **figures,
+                )
+                gc.collect()
+                torch.cuda.empty_cache()
             vocabulary *= 2
 
 
