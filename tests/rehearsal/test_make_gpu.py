@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,9 +189,11 @@ def test_torchrec_benchmark_uses_equal_shapes():
     )
     with World.start("cpu") as world:
         assert gpu_torchrec.check(2600, config, world) < 1e-4
-        found = gpu_torchrec.measure(2600, config, world, timed=timed)
-    for name in ("sbpflow_ms", "plain_ms", "pipelined_ms"):
-        assert 0 < found[name] < 2
+        half = replace(config, model=replace(config.model, autocast="bf16"))
+        for each in (config, half):
+            found = gpu_torchrec.measure(2600, each, world, timed=timed)
+            for name in ("sbpflow_ms", "plain_ms", "pipelined_ms"):
+                assert 0 < found[name] < 2
 
 
 def benchmarks_of_ranks(world):
