@@ -382,3 +382,43 @@ def test_the_page_shows_the_cpu_times_and_memory_of_the_engines():
             f"{line[f'{size}_input_memory_gb']:.2f} GB" for size in ("small", "large")
         )
         assert f"| `{line['engine']}` | {times} | {memory} | {ratio} |" in PAGES["data"]
+
+
+def test_the_gpu_page_has_the_recorded_values():
+    expected = [
+        [
+            line["precision"],
+            "yes" if line["cuda_graph"] else "no",
+            *(f"{line[name]:.1f}" for name in ("plain_ms", "pipelined_ms", "sbpflow_ms")),
+            f"{median(line['ratios']):.2f} ({min(line['ratios']):.2f} to {max(line['ratios']):.2f})",
+        ]
+        for line in read("gpu_torchrec.jsonl")
+    ]
+    assert rows("gpu", "gpu_torchrec.jsonl") == expected
+    differences = [
+        line.get("largest_difference_of_losses", 0) for line in read("gpu_torchrec.jsonl")
+    ]
+    assert 0 < max(differences) < 2.5e-6
+    sweep = [line for line in read("gpu_dlperf.jsonl") if not line.get("cuda_graph", True)]
+    assert rows("gpu", "gpu_dlperf.jsonl") == [
+        [
+            f"{line['rows'] / 1e6:.1f}",
+            f"{line['step_ms']:.1f}",
+            f"{line['peak_memory_bytes'] / 1e9:.1f}",
+        ]
+        for line in sweep
+    ]
+    assert rows("gpu", "gpu_demo.jsonl") == [
+        [f"`{line['settings']}`", f"{line['auc']:.6f}", f"{line['samples_per_s']:,.0f}"]
+        for line in read("gpu_demo.jsonl")
+    ]
+    kernels = {(line["rule"], line["kernel"]): line for line in read("gpu_kernels.jsonl")}
+    for rule, *cells in rows("gpu", "gpu_kernels.jsonl"):
+        names = [(rule, kernel) for kernel in ("torch", "fbgemm", "triton")]
+        assert cells == [
+            f"{kernels[name][what]:.2f}" if name in kernels else ""
+            for what in ("lookup_ms", "update_and_sort_ms")
+            for name in names
+        ]
+    for line in read("gpu_mlp.jsonl"):
+        assert f"{line['ms']:.1f} ms in" in PAGES["gpu"].replace("\n", " ")

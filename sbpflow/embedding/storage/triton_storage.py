@@ -1,7 +1,7 @@
 """The Triton kernel: the operations of ``TorchStorage`` in a few launches of fixed size.
 
-The kernel computes in float32. So far, the kernel has not run on a GPU; tests compare it with the
-torch kernel in Triton's interpreter.
+The kernel computes in float32. Tests compare it with the torch kernel, in Triton's interpreter if
+there is no GPU.
 """
 
 import math
