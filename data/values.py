@@ -151,15 +151,16 @@ def keys_of_values(manifest: Manifest, field: str, values: Sequence[str]) -> tor
     generated sets are written as keys. Raises ConfigError for an invalid value.
     """
     schema = schema_from(manifest.content["schema"]) if manifest.content.get("schema") else None
-    cells = pl.Series(field, [value for value in values if value], dtype=pl.String)
+    lines = [line for line, value in enumerate(values, 1) if value]
+    cells = pl.Series(field, [values[line - 1] for line in lines], dtype=pl.String)
     kind = schema.kind(field) if schema is not None and field in schema.sparse else "integer"
     keys = string_keys(cells)[0] if kind == "string" else key_of(cells, kind)
     if keys.null_count():
-        wrong = cells.filter(keys.is_null())[0]
+        wrong = keys.is_null().arg_max() or 0
         example = "68fd1e64" if kind == "hex" else "-3"
         raise ConfigError(
-            f"field {field}: {wrong!r} is not a value of kind {kind}; correct it (for example, "
-            f"{example})"
+            f"field {field}, line {lines[wrong]}: {cells[wrong]!r} is not a value of kind {kind}; "
+            f"correct it (for example, {example})"
         )
     return torch.from_numpy(keys.to_numpy().astype(np.uint64).view(np.int64))
 

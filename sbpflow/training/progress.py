@@ -75,7 +75,10 @@ class Progress:
     ) -> str:
         parts = [f"step {step}/{self._num_steps}", f"loss {loss:.5f}"]
         parts += _rate(samples_per_s)
-        parts += [f"{name} {value:.4g}" for name, value in extra.items()]
+        parts += [
+            f"{name} {value:,.0f}" if abs(value) >= 1000 else f"{name} {value:.4g}"
+            for name, value in extra.items()
+        ]
         eta = self.eta_s(step)
         if eta is not None:
             parts.append(f"ETA {tqdm.format_interval(eta)}")

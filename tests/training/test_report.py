@@ -277,9 +277,11 @@ def test_without_a_terminal_each_interval_logs_a_line(caplog):
     progress = Progress(10, visible=True, clock=lambda: next(times))
     for step in range(1, 5):
         progress.advance(step)
-    progress.interval(4, 0.25, 1234.0, {"data_ms": 1.5})
+    progress.interval(4, 0.25, 1234.0, {"data_ms": 1.5, "growth_live": 16_230.0})
     # The 3 steps after the first took 3 s, so the 6 remaining steps take 6 s.
-    expected = "step 4/10, loss 0.25000, 1,234 samples/s, data_ms 1.5, ETA 00:06"
+    expected = (
+        "step 4/10, loss 0.25000, 1,234 samples/s, data_ms 1.5, growth_live 16,230, ETA 00:06"
+    )
     assert [record.getMessage() for record in caplog.records] == [expected]
 
 
