@@ -56,6 +56,31 @@ def test_remaining_elements_are_scaled_and_the_gradient_has_the_same_mask():
     torch.testing.assert_close(x.grad, mask().float() / 0.75)
 
 
+@pytest.mark.parametrize("kernel", ["triton", "torch"])
+def test_relu_within_dropout_equals_relu_before_dropout(kernel, monkeypatch):
+    dropout.find_kernels.cache_clear()
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    else:
+        monkeypatch.setattr(dropout, "find_kernels", lambda: None)
+    held = tuple(slice(0, length) for length in SHAPE)
+    values = torch.randn(SHAPE, device=DEVICE)
+    values[0, :3] = torch.tensor([0.0, -0.0, torch.inf])
+    gradient = torch.randn(SHAPE, device=DEVICE)
+    results = []
+    for within in (True, False):
+        x = values.clone().requires_grad_()
+        part = x if within else torch.relu(x)
+        y = dropout._Counted.apply(part, KEY, SHAPE, held, 0.25, within)
+        y.backward(gradient)
+        results.append((y.detach(), x.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    values[:] = torch.nan  # must reach the loss
+    y = dropout._Counted.apply(values, KEY, SHAPE, held, 0.25, True)
+    assert torch.equal(y.isnan(), mask())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "held"),
