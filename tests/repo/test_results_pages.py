@@ -420,3 +420,28 @@ def test_the_gpu_page_has_the_recorded_values():
         ]
     for line in read("gpu_mlp.jsonl"):
         assert f"{line['ms']:.1f} ms in" in PAGES["gpu"].replace("\n", " ")
+
+
+def test_the_gpu_decisions_quote_the_recorded_kernels():
+    page = " ".join((ROOT / "docs" / "decisions" / "gpu.md").read_text().split())
+    before, after = read("gpu_trace.jsonl")
+    assert f"of {before['device_ms_per_step']:.1f} ms of device work" in page
+    assert f"a step has {after['device_ms_per_step']:.1f} ms of device work" in page
+
+    def of(line: dict[str, Any], *words: str) -> tuple[float, float]:
+        found = [k for k in line["longest"] if any(word in k["name"] for word in words)]
+        return sum(k["ms"] for k in found), sum(k["launches"] for k in found)
+
+    scans, _ = of(before, "scan_innermost_dim_with_indices")
+    assert f"took {scans:.1f} ms" in page
+    old, launches = of(before, "drop")
+    assert f"({1e3 * old / launches:.0f} instead of 45 us per layer)" in page
+    # of the elementwise kernels, ReLU's are its forward and its backward pass
+    relu, _ = of(before, "launch_clamp", "BinaryFunctor")
+    assert f"Both took {old + relu:.1f} ms of a step" in page
+    both, _ = of(after, "drop")
+    assert f"now take {both:.2f} ms" in page
+    new, launches = next((k["ms"], k["launches"]) for k in after["longest"] if k["name"] == "drop")
+    assert f"takes {1e3 * new / launches:.0f} us" in page
+    products, _ = of(after, "gemm", "gemv")
+    assert f"{products:.1f} ms of it matrix products" in page
