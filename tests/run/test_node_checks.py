@@ -121,12 +121,16 @@ def test_each_difference_names_the_machine():
 
 
 def _with_a_cpu_limit(world):
-    """Return the findings if rank 1 is stopped for 50 ms before every fourth product."""
-    product, calls = torch.mm, itertools.count()
+    """Return the findings if rank 1 is stopped before every fourth product, each time for 8 times
+    as long as it has run since the last stop, so the busiest test machine cannot hide the limit.
+    """
+    product, calls, resumed = torch.mm, itertools.count(), time.perf_counter()
 
     def limited(*matrices):
+        nonlocal resumed
         if world.rank == 1 and next(calls) % 4 == 0:
-            time.sleep(0.05)
+            time.sleep(8 * (time.perf_counter() - resumed))
+            resumed = time.perf_counter()
         return product(*matrices)
 
     torch.mm = limited
