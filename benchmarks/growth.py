@@ -3,14 +3,17 @@ steps.
 
     python -m benchmarks.growth map [--keys N]
     python -m benchmarks.growth decisions
+    python -m benchmarks.growth evictions
     python -m benchmarks.growth steps
     python -m benchmarks.growth deltas [--keys 1000000]
 
 ``decisions`` and ``steps`` use 26 fields at batch 16,384, with ids as skewed as Criteo's. The keys
 of large fields drift, so keys are admitted, evicted, and forgotten in every step. ``decisions``
-also measures how much of the time it takes to transpose the keys and the rows. ``steps`` trains
-a Wide & Deep model on fitted ids and on keys, alternately. ``deltas`` saves tables of dims 16 and 1
-for one field, with LazyAdam. Between saves, 5% of the keys are trained; a tenth of these are new.
+also measures how much of the time it takes to transpose the keys and the rows. ``evictions``
+announces new keys only, to one full field, so every key is admitted and evicts another. ``steps``
+trains a Wide & Deep model on fitted ids and on keys, alternately. ``deltas`` saves tables of dims
+16 and 1 for one field, with LazyAdam. Between saves, 5% of the keys are trained; a tenth of these
+are new.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from torch import nn
 
 from benchmarks.record import Results
@@ -46,6 +50,7 @@ from sbpflow.sbp.sbp import Split
 
 BATCH = 16_384
 MAP_SIZES = 10**7, 10**8
+FULL_SIZES = 2**18, 2**22, 2**24
 NO_COUNTS = np.empty(0, np.int64)
 # The number of distinct values in each of Criteo's 26 categorical fields; the five largest are
 # reduced to 400,000.
@@ -180,6 +185,32 @@ def measure_decisions(world: World, results: Results) -> None:
     )
 
 
+def measure_evictions(results: Results) -> None:
+    for policy in ("lru", "lfu"):
+        for num_rows in FULL_SIZES:
+            growth = Growth(evict=Eviction(max_rows=num_rows, policy=policy))
+            part = Vocabulary(growth, num_rows, 0, NUM_BUCKETS)
+            part.reserve(num_rows * 6 // 5)
+            random = np.random.default_rng(1)
+
+            def announce(count: int, part: Vocabulary = part, random: Generator = random) -> float:
+                keys = random.integers(-(2**63), 2**63 - 1, count)
+                seconds = measure(lambda: part.announce(keys, NO_COUNTS, BATCH))
+                part.release()
+                return seconds
+
+            for _ in range(0, num_rows * 9 // 8, 4 * BATCH):
+                announce(4 * BATCH)
+            before = part.totals.evicted
+            times = [announce(BATCH) for _ in range(60)]
+            results.add(
+                policy=policy,
+                rows=num_rows,
+                ns_per_key=round(statistics.median(times) / BATCH * 1e9),
+                evicted=round((part.totals.evicted - before) / (len(times) * BATCH), 3),
+            )
+
+
 def measure_deltas(world: World, num_keys: int, results: Results) -> None:
     """Save one full checkpoint and four deltas; measure the time to save and to read each."""
     growth = Growth(evict=Eviction(max_rows=num_keys * 5 // 4))
@@ -303,7 +334,7 @@ def measure_steps(world: World, results: Results) -> None:
 def main() -> None:
     """Run one benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("benchmark", choices=["map", "decisions", "steps", "deltas"])
+    parser.add_argument("benchmark", choices=["map", "decisions", "evictions", "steps", "deltas"])
     parser.add_argument("--keys", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -313,6 +344,9 @@ def main() -> None:
     if arguments.benchmark == "map":
         for size in [arguments.keys] if arguments.keys else MAP_SIZES:
             measure_map(size, results)
+        return
+    if arguments.benchmark == "evictions":
+        measure_evictions(results)
         return
     with World.start("cpu") as world:
         if arguments.benchmark == "deltas":

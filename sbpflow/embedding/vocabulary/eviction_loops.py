@@ -27,11 +27,12 @@ from sbpflow.embedding.vocabulary.key_map import (
     content_of,
     home,
     place_of,
+    prefetch_home,
     remove_at,
     value_at,
     value_of,
 )
-from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled, prefetch_to_write
+from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled, prefetch, prefetch_to_write
 
 
 @compiled
@@ -48,63 +49,6 @@ def _free_row(state: Array, free_rows: Array, live: Array, address: int, row: in
     free_rows[state[FREE_ROWS]] = row
     state[FREE_ROWS] += 1
     live[bucket_of(state, address)] -= 1
-
-
-@compiled
-def _is_before(state: Array, row_counts: Array, heap: Array, a: int, b: int) -> bool:
-    """Return True if entry ``a`` of a heap is evicted before entry ``b``."""
-    one, other = heap[a, VALUE], heap[b, VALUE]
-    if state[IS_LFU]:
-        count, other_count = row_counts[content_of(one) - 1], row_counts[content_of(other) - 1]
-        if count != other_count:
-            return bool(count < other_count)
-    if one >> 32 != other >> 32:
-        return one >> 32 < other >> 32
-    return heap[a, ADDRESS] < heap[b, ADDRESS]
-
-
-@compiled
-def _swap(heap: Array, a: int, b: int) -> None:
-    heap[a, ADDRESS], heap[b, ADDRESS] = heap[b, ADDRESS], heap[a, ADDRESS]
-    heap[a, VALUE], heap[b, VALUE] = heap[b, VALUE], heap[a, VALUE]
-
-
-@compiled
-def _sift_down(state: Array, row_counts: Array, heap: Array, at: int, size: int) -> None:
-    while True:
-        child = 2 * at + 1
-        if child >= size:
-            return
-        if child + 1 < size and _is_before(state, row_counts, heap, child, child + 1):
-            child += 1
-        if not _is_before(state, row_counts, heap, at, child):
-            return
-        _swap(heap, at, child)
-        at = child
-
-
-@compiled
-def _offer(
-    state: Array, row_counts: Array, heap: Array, size: int, address: int, value: int
-) -> int:
-    """Add a key to the bounded heap of the keys to evict first, and return the heap's size; the key
-    at the top is evicted last.
-
-    The last element of ``heap`` is not part of the heap; it holds the new key for comparisons.
-    """
-    at = spare = heap.shape[0] - 1
-    heap[spare, ADDRESS], heap[spare, VALUE] = address, value
-    if size == spare:
-        if _is_before(state, row_counts, heap, spare, 0):
-            _swap(heap, spare, 0)
-            _sift_down(state, row_counts, heap, 0, size)
-        return size
-    at = size
-    _swap(heap, spare, at)
-    while at > 0 and _is_before(state, row_counts, heap, (at - 1) // 2, at):
-        _swap(heap, at, (at - 1) // 2)
-        at = (at - 1) // 2
-    return size + 1
 
 
 @compiled
@@ -126,6 +70,20 @@ def _range_of(state: Array, first: int, last: int, is_new: bool) -> tuple[int, i
 
 
 @compiled
+def _goes_first(
+    count: int, last: int, address: int, other_count: int, other_last: int, other_address: int
+) -> bool:
+    """Return True if a key is evicted before another: by count (0 unless evictions depend on
+    counts), then by last use, then by address.
+    """
+    if count != other_count:
+        return count < other_count
+    if last != other_last:
+        return last < other_last
+    return address < other_address
+
+
+@compiled
 def _queue_victims(
     state: Array,
     slots: Array,
@@ -136,8 +94,13 @@ def _queue_victims(
     tails: Array,
     bucket: int,
 ) -> None:
-    """Find the keys to evict first from a bucket, excluding the keys that this step uses."""
-    heap, size = victims[bucket], 0
+    """Queue the keys to evict first from a bucket, excluding the keys that this step uses.
+
+    Keys are inserted into the sorted queue without function calls that take arrays, because such a
+    call takes longer than an insertion.
+    """
+    step_start, is_lfu = state[STEP_START], state[IS_LFU]
+    queue, capacity, size = victims[bucket], victims.shape[1], 0
     for is_new in (False, True):
         if is_new and state[EDGE] == 0:
             continue
@@ -145,15 +108,23 @@ def _queue_victims(
         at, stop = _range_of(state, bucket, bucket + 1, is_new)
         while at < stop or (at < array.shape[0] and array[at, VALUE] != 0):
             address, value = array[at, ADDRESS], array[at, VALUE]
-            if content_of(value) > 0 and value >> 32 < state[STEP_START]:
-                if bucket_of(state, address) == bucket:
-                    size = _offer(state, row_counts, heap, size, address, value)
             at += 1
+            content, last = content_of(value), value >> 32
+            if content <= 0 or last >= step_start or bucket_of(state, address) != bucket:
+                continue
+            count, place = row_counts[content - 1] if is_lfu else 0, size
+            while place > 0:
+                other, other_value = queue[place - 1, ADDRESS], queue[place - 1, VALUE]
+                other_count = row_counts[content_of(other_value) - 1] if is_lfu else 0
+                if _goes_first(other_count, other_value >> 32, other, count, last, address):
+                    break
+                if place < capacity:
+                    queue[place, ADDRESS], queue[place, VALUE] = other, other_value
+                place -= 1
+            if place < capacity:  # else all keys in the full queue are evicted earlier
+                queue[place, ADDRESS], queue[place, VALUE] = address, value
+                size = min(size + 1, capacity)
     heads[bucket], tails[bucket] = 0, size
-    while size > 1:  # heap sort: the top of the heap is evicted last, so it goes to the end
-        size -= 1
-        _swap(heap, 0, size)
-        _sift_down(state, row_counts, heap, 0, size)
 
 
 @compiled
@@ -172,8 +143,9 @@ def _next_victim(
     """
     for attempt in range(2):
         while heads[bucket] < tails[bucket]:
-            address, value = victims[bucket, heads[bucket]]
-            heads[bucket] += 1
+            head = heads[bucket]
+            address, value = victims[bucket, head, ADDRESS], victims[bucket, head, VALUE]
+            heads[bucket] = head + 1
             # Skip keys that have been used or removed since the search.
             place = place_of(state, slots, new_slots, address)
             if value_at(slots, new_slots, place) == value and value >> 32 < state[STEP_START]:
@@ -181,6 +153,33 @@ def _next_victim(
         if attempt == 0:
             _queue_victims(state, slots, new_slots, row_counts, victims, heads, tails, bucket)
     return -1
+
+
+@compiled
+def _prefetch_queue(t: Arrays, address: int) -> None:
+    """Prefetch what ``_prefetch_victim`` reads, if the bucket of ``address`` is full."""
+    bucket = bucket_of(t.state, address)
+    if t.live[bucket] >= t.room[bucket]:
+        flat = t.victims.reshape(-1)
+        prefetch(flat, 2 * (bucket * t.victims.shape[1] + t.heads[bucket]))
+
+
+@compiled
+def _prefetch_victim(t: Arrays, address: int) -> None:
+    """Prefetch the slot of the next key to evict, if the bucket of ``address`` is full; or the
+    first slots of the bucket, if they have to be searched (the processor itself prefetches more).
+    """
+    bucket = bucket_of(t.state, address)
+    if t.live[bucket] < t.room[bucket]:
+        return
+    head = t.heads[bucket]
+    if head < t.tails[bucket]:
+        victim = t.victims[bucket, head, ADDRESS]
+        prefetch_home(t.slots.reshape(-1), victim, t.state[SCALE], t.state[FIRST])
+        return
+    at, stop = _range_of(t.state, bucket, bucket + 1, False)
+    for slot in range(at, min(stop, at + 64) + 4, 4):
+        prefetch_to_write(t.slots, slot)
 
 
 @compiled
@@ -209,6 +208,9 @@ def decide(
     for i in range(candidates.size):
         if i + DISTANCE < candidates.size:
             prefetch_to_write(slots, home(candidates[i + DISTANCE], scale, first))
+            _prefetch_queue(t, candidates[i + DISTANCE])
+        if i + DISTANCE // 2 < candidates.size:
+            _prefetch_victim(t, candidates[i + DISTANCE // 2])
         address = candidates[i]
         if i > 0 and address == candidates[i - 1]:
             continue
@@ -220,9 +222,9 @@ def decide(
             place = _next_victim(state, slots, new_slots, row_counts, victims, heads, tails, bucket)
             if place < 0:
                 continue
-            evicted = victims[bucket, heads[bucket] - 1]
-            log[num_log, ADDRESS], log[num_log, VALUE] = evicted[ADDRESS], evicted[VALUE]
-            row = content_of(evicted[VALUE]) - 1
+            victim, value = victims[bucket, heads[bucket] - 1]
+            log[num_log, ADDRESS], log[num_log, VALUE] = victim, value
+            row = content_of(value) - 1
             if state[IS_LFU]:
                 log_counts[num_log] = row_counts[row]
             num_log += 1

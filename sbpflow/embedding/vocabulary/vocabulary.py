@@ -81,7 +81,7 @@ class Vocabulary:
             free_rows=np.empty(rows, np.int32),
             live=np.zeros(num_buckets, np.int32),
             room=room,
-            victims=np.empty((num_buckets, depth + 1, 2), np.int64),
+            victims=np.empty((num_buckets, depth, 2), np.int64),
             heads=np.zeros(num_buckets, np.int32),
             tails=np.zeros(num_buckets, np.int32),
         )
