@@ -355,6 +355,36 @@ def test_keys_took_the_recorded_times():
         assert value in text
 
 
+def test_evictions_took_the_recorded_times():
+    lines = read("growth_evictions.jsonl")
+    text = PAGES["engine"].replace("\n", " ")
+    old, new = sorted({line["commit"] for line in lines}, reverse=True)
+    least, most = 2**18, 2**24
+    ns = {
+        (line["commit"], line["policy"], line["rows"]): line["ns_per_key"]
+        for line in lines
+        if line["benchmark"] == "evictions"
+    }
+    full = {
+        commit: [
+            line["ns_per_lookup_in_full_tables"]
+            for line in lines
+            if line["benchmark"] == "decisions" and line["commit"] == commit
+        ]
+        for commit in (old, new)
+    }
+    gains = [ns[old, "lru", rows] / ns[new, "lru", rows] for rows in (least, most)]
+    for value in (
+        f"takes {ns[new, 'lru', least]} ns with 262,144 rows",
+        f"{ns[new, 'lru', most]} ns with 16.8 million rows",
+        f"{ns[new, 'lfu', least]} ns and {ns[new, 'lfu', most] / 1000:.0f} us with LFU",
+        f"{gains[0]:.1f} and {gains[1]:.1f} times as fast as before {new}",
+        f"{min(full[new]):.1f} to {max(full[new]):.1f} ns per lookup",
+        f"(before, {min(full[old]):.1f} to {max(full[old]):.1f} ns)",
+    ):
+        assert value in text
+
+
 def test_a_limited_table_follows_drifting_rows():
     limited, unlimited = read("growth_drift.jsonl")
     text = PAGES["engine"].replace("\n", " ")

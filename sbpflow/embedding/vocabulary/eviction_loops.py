@@ -112,10 +112,10 @@ def _queue_victims(
             content, last = content_of(value), value >> 32
             if content <= 0 or last >= step_start or bucket_of(state, address) != bucket:
                 continue
-            count, place = row_counts[content - 1] if is_lfu else 0, size
+            count, place = int(row_counts[content - 1]) if is_lfu else 0, size
             while place > 0:
                 other, other_value = queue[place - 1, ADDRESS], queue[place - 1, VALUE]
-                other_count = row_counts[content_of(other_value) - 1] if is_lfu else 0
+                other_count = int(row_counts[content_of(other_value) - 1]) if is_lfu else 0
                 if _goes_first(other_count, other_value >> 32, other, count, last, address):
                     break
                 if place < capacity:
