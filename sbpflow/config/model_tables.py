@@ -128,6 +128,11 @@ def growth_of(rules: TableRules | None, field: str, *, keyed: bool) -> Growth | 
             f"{key}: the data has 64-bit keys for this field, and training assigns rows to the "
             f"keys; use, for example, {key}: {example}"
         )
+    if growing and not keyed and field.startswith(HASHED):
+        raise ConfigError(
+            f"{key}.vocabulary is dynamic, but a hashed cross cannot grow, because its ids are "
+            f"hashes; after the other patterns, add {HASHED}*: {{vocabulary: fitted}}"
+        )
     if growing and not keyed:
         raise ConfigError(
             f"{key}.vocabulary is dynamic, but the data has ids of a fitted vocabulary; prepare "
@@ -149,6 +154,7 @@ def growth_of(rules: TableRules | None, field: str, *, keyed: bool) -> Growth | 
     return Growth(**settings)
 
 
+HASHED = "hashed."  # the prefix of columns that the loader computes by hashing
 _GROWTH = ("admit_count", "forget_after_samples", "evict")
 
 

@@ -62,8 +62,9 @@ class Encoded:
 
     @property
     def unknown(self) -> dict[str, int]:
-        """Return the number of values without an id of their own in each column."""
-        return dict(zip(self.names, self.counts[1].tolist(), strict=True))
+        """Return the number of values without an id of their own in each column that has ids."""
+        first = self.dense.shape[1]  # numeric columns come first
+        return dict(zip(self.names[first:], self.counts[1, first:].tolist(), strict=True))
 
 
 class Cells(NamedTuple):

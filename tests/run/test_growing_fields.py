@@ -103,6 +103,18 @@ def test_settings_that_do_not_fit_the_data_are_refused(rules, message):
         DcnV2Config(fields=rules).spec(FIELDS)
 
 
+def test_hashed_crosses_do_not_grow_and_the_message_says_how_to_set_them():
+    wide = WideConfig(crosses=(("user", "shop"),), hash_size=97)
+    with pytest.raises(ConfigError, match="a hashed cross cannot grow, .* add (.+)") as refused:
+        WdlConfig(fields=RULES, wide=wide).spec(FIELDS)
+    assert "hashed.*: {vocabulary: fitted}" in str(refused.value)
+    rules = {**RULES, "hashed.*": FieldRule(vocabulary="fitted")}
+    outputs = WdlConfig(fields=rules, wide=wide).spec(FIELDS).outputs
+    growth = {table.name: table.growth for output in outputs for table in output.tables}
+    assert growth["wide.hashed.userxshop"] is None
+    assert growth["deep.user"] == USER
+
+
 def test_a_model_without_field_rules_refuses_keys():
     with pytest.raises(ConfigError, match=r"model\.fields\.user: the data has 64-bit keys"):
         embedding_output("deep", FIELDS.sparse, dim=4)

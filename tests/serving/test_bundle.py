@@ -161,6 +161,7 @@ def test_missing_and_unknown_values_are_counted(exported):
     second = {"price": 1.5, "city": None, "tags": ["zz", "a"], "tag_weights": [1, 2.5]}
     encoded = model.encode([{**row, **first}, {**row, **second}])
     assert encoded.missing["price"] == 1
+    assert "price" not in encoded.unknown
     assert (encoded.missing["city"], encoded.unknown["city"]) == (1, 1)
     assert (encoded.missing["tags"], encoded.unknown["tags"]) == (1, 1)
     assert encoded.ids.dtype == np.int32

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from sbpflow.boxing.executor import Boxing
-from sbpflow.config.model_tables import TableRules, TableShape, growth_of, shape_of, table_of
+from sbpflow.config.model_tables import (
+    HASHED,
+    TableRules,
+    TableShape,
+    growth_of,
+    shape_of,
+    table_of,
+)
 from sbpflow.config.table_rules import Scheme, TableRule
 from sbpflow.costs.ids import IdFrequencies
 from sbpflow.embedding.plan.growth import Growth
@@ -105,7 +112,7 @@ class HashedColumn:
     @property
     def name(self) -> str:
         """Return the column's name, which never equals the name of a stored cross."""
-        return f"hashed.{'x'.join(self.columns)}"
+        return HASHED + "x".join(self.columns)
 
     def field(self) -> IdField:
         """Return the column as an id field."""
