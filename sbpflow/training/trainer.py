@@ -298,11 +298,10 @@ class Trainer:
                     "at this position, whose ids may be in flight; pass the announced batches in "
                     "order, or call drain() first"
                 )
-        in_flight = [
-            self._window.popleft()
-            if self._window
-            else _BatchInFlight(batch, begins_step=batch is batches[0])
-            for batch in batches
+        announced = list(islice(self._window, len(batches)))  # a refused step keeps the window
+        in_flight = announced + [
+            _BatchInFlight(batch, begins_step=batch is batches[0])
+            for batch in batches[len(announced) :]
         ]
         if self.embedding_plan.vocabularies and any(
             flight.begins_step != (flight is in_flight[0]) for flight in in_flight
@@ -312,6 +311,7 @@ class Trainer:
                 "growing tables depend on the steps; announce all but the first batch of a step "
                 "with begins_step=False"
             )
+        self._window = deque(islice(self._window, len(announced), None))
         step_size = sum(batch.batch_size for batch in batches)
         for number, flight in enumerate(in_flight):
             flight.number, flight.share = number, flight.batch.batch_size / step_size

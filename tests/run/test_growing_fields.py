@@ -105,7 +105,7 @@ def test_settings_that_do_not_fit_the_data_are_refused(rules, message):
 
 def test_hashed_crosses_do_not_grow_and_the_message_says_how_to_set_them():
     wide = WideConfig(crosses=(("user", "shop"),), hash_size=97)
-    with pytest.raises(ConfigError, match="a hashed cross cannot grow, .* add (.+)") as refused:
+    with pytest.raises(ConfigError, match=r"a hashed cross cannot grow, .* add .+") as refused:
         WdlConfig(fields=RULES, wide=wide).spec(FIELDS)
     assert "hashed.*: {vocabulary: fitted}" in str(refused.value)
     rules = {**RULES, "hashed.*": FieldRule(vocabulary="fitted")}

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from sbpflow.boxing.executor import Boxing
+from sbpflow.config.model_tables import FieldRule
+from sbpflow.embedding.plan.growth import Eviction
 from sbpflow.errors import DataError, SbpError, TrainingError
+from sbpflow.models.wdl import WdlConfig, WideConfig
+from sbpflow.run.execution.job import build_job
+from sbpflow.run.model.spec import Fields, IdField
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.explain import describe
 from sbpflow.runtime.ranks.world import World
@@ -20,12 +26,15 @@ from sbpflow.training.step_schedule import OVERLAPPED, SERIAL, StepSchedule
 from tests.quick import quick
 from tests.training.wdl_case import (
     FIELDS,
+    Rows,
     dense_of,
     make_batches,
     make_config,
     make_job,
     pieces_of,
 )
+
+NO_WIDE = WideConfig(crosses=())
 
 # This schedule starts the exchange of the next ids first, and waits for gradients right after
 # sending them.
@@ -257,6 +266,46 @@ def test_unannounced_batches_are_rejected_without_side_effects(ranks):
             text.startswith("step: batch 0 of 1 is not the batch that was announced")
             for text in messages
         )
+
+
+def announced_for_two_steps(world: World) -> tuple[list[Any], list[float], list[float]]:
+    """Return the refusal of one step over two batches that were announced for two steps, with the
+    number of batches still announced; the losses of two steps over them; and the losses of a job
+    that was not refused.
+    """
+    names = {"C1": 37, "C2": 11}
+    fields = Fields(
+        dense=("I1",),
+        sparse=tuple(IdField(name=name, rows=0, keyed=True) for name in names),
+    )
+    growth = {"*": FieldRule(vocabulary="dynamic", evict=Eviction(max_rows=1 << 18))}
+    config = make_config("3", "sgd")
+    config = replace(config, model=WdlConfig(hidden=(7,), fields=growth, wide=NO_WIDE))
+    batches = [
+        Rows(b.labels, b.dense[:, :1], b.ids[:, :2].long() + 2, b.batch_size)
+        for b in (b.part(world.rank, world.size) for b in make_batches(6, 30)[:2])
+    ]
+    losses: list[list[float]] = []
+    refusal: list[Any] = []
+    for refused in (True, False):
+        spec, plan = plan_run(config, fields, world_size=world.size, device_type="cpu")
+        trainer = build_job(config, spec, plan, Boxing(world)).trainer
+        for batch in batches:
+            trainer.announce(batch)
+        if refused:
+            try:
+                trainer.step(batches)
+            except SbpError as error:
+                refusal = [str(error), trainer.num_announced]
+        losses.append([float(trainer.step(batch)) for batch in batches])
+    return refusal, *losses
+
+
+def test_batches_announced_for_two_steps_can_be_trained_on_after_the_refusal(ranks):
+    for (message, announced), after, without in ranks(2, announced_for_two_steps):
+        assert message.startswith("step: the 2 batches were announced for different steps")
+        assert announced == 2
+        assert after == without
 
 
 def bad_ids_ahead(world: World, config: Any) -> str:

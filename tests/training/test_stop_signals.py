@@ -62,6 +62,22 @@ def test_a_signal_saves_the_current_step_and_ends_the_run(
     assert [e["step"] for e in events(tmp_path) if e["event"] == "step"] == list(range(1, 10))
 
 
+def test_the_message_says_what_resumes_a_run_that_never_resumes(
+    synth_set, tmp_path, monkeypatch, watched
+):
+    never = "checkpoint.resume=never"
+    with monkeypatch.context() as patch:
+        signal_in_step(patch, 2, signal.SIGTERM)
+        with pytest.raises(launch.Terminated) as stopped:
+            run(synth_set, tmp_path, never)
+    assert str(stopped.value).endswith(
+        "; with checkpoint.resume=auto (now never), the same command resumes the run from it"
+    )
+    overrides = (never, "checkpoint.resume=auto", "train.max_steps=3")
+    assert run(synth_set, tmp_path, *overrides) == 0
+    assert [e["step"] for e in events(tmp_path) if e["event"] == "step"] == [1, 2, 3]
+
+
 def test_the_window_is_drained_before_the_run_ends(synth_set, tmp_path, monkeypatch, watched):
     drained = []
     real = Trainer.drain

@@ -151,10 +151,13 @@ class Checkpoints:
     def leave(self) -> None:
         if self._stop is None or self._saver is None:
             raise RuntimeError("this run did not receive a stop signal")
-        path = step_folder(self._saver.folder, self._last_saved)
-        self._stop.leave(
-            f"step {self._last_saved} is saved in {path}; the same command resumes the run from it"
+        path, given = step_folder(self._saver.folder, self._last_saved), self._config.checkpoint
+        how = (
+            "the same command resumes"
+            if given.resume == "auto"
+            else f"with checkpoint.resume=auto (now {given.resume}), the same command resumes"
         )
+        self._stop.leave(f"step {self._last_saved} is saved in {path}; {how} the run from it")
 
     def _prune(self, step: int, best: int | None) -> None:
         if self._saver is not None and self._world.rank == 0:
