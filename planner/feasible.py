@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from sbpflow.embedding.plan.row_storage import RowStorage
@@ -14,6 +15,7 @@ from sbpflow.planner.task import Plan, Task
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 QUICK = 60  # number of insertions; enough to test whether a changed task fits
 RANKS = (2, 4, 8)  # numbers of ranks to try, as multiples of the given number
+MOST_LISTED = 8  # If more ranks have too little memory, one limit for all ranks is named.
 CACHES = (0.5, 0.25, 0.1)  # fractions of the rows to keep on the device
 
 
@@ -42,7 +44,10 @@ def infeasible_text(planned: Planned, cost: TaskCost) -> str:
     rank = int((memory - limits).argmax())
     equal = limits.min() == limits.max()
     most = _size(limits[rank]) + (" per rank" if equal else f" on rank {rank}")
-    enough = f"{_size(memory.max())} per rank" if equal else f"{_size(memory[rank])} on rank {rank}"
+    over = [] if equal else np.flatnonzero(memory > limits).tolist()
+    enough = ", ".join(f"{_size(memory[place])} on rank {place}" for place in over)
+    if equal or len(over) > MOST_LISTED:
+        enough = f"{_size(memory.max())} per rank"
     largest = max(task.tables, key=lambda table: table.num_rows * table.dim)
     lines = [
         f"no plan found fits in {most}: in the plan with the smallest excess, rank {rank} needs "

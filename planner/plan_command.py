@@ -74,7 +74,10 @@ def _add_report(parser: ArgumentParser) -> None:
 
 
 def plan(argv: Sequence[str]) -> str:
-    """Choose a layout, ranks and an exchange for every table; ``--output`` writes the YAML file."""
+    """Choose a layout, ranks and an exchange for every table; ``--output`` writes the YAML file.
+
+    Raises PlanError if no plan fits; the report is written even then.
+    """
     parser = _parser("plan", "Choose where every table is stored, and report the alternatives.")
     parser.add_argument("--planner", default="auto", help=f"{', '.join(PLANNERS)}; default auto")
     parser.add_argument("--output", type=local_path, help="a YAML file for parallel.plan")
@@ -92,6 +95,8 @@ def plan(argv: Sequence[str]) -> str:
     lines: list[str] = []
     if args.measure:
         planned, lines = _measured(args, cost, checked(planned, cost))
+    if not planned.priced.feasible:
+        args.output = None  # A plan that does not fit is only reported.
     lines.append(_write(args, cost, planned))
     checked(planned, cost)
     return "\n".join(lines)
@@ -164,7 +169,7 @@ def _cost(args: Namespace) -> TaskCost:
 
 
 def _write(args: Namespace, cost: TaskCost, planned: Planned) -> str:
-    """Write the requested files, even if the plan does not fit; return the report's text."""
+    """Write the requested files; return the report's text."""
     report = report_of(planned, cost)
     if args.report:
         args.report.write_text(WRITERS[args.report.suffix](report), encoding="utf-8")

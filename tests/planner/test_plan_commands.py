@@ -277,5 +277,9 @@ def test_unknown_planners_and_impossible_tasks_are_refused(tmp_path):
     path.write_text(json.dumps({**TABLES, "device_gb": 0.00001}))
     words = ["--tables", str(path), "--world-size", "2", "--profile", "h100-dgx"]
     words += ["--planner", "size"]
+    output, report = tmp_path / "plan.yaml", tmp_path / "report.txt"
+    output.write_text("a plan that fits")
     with pytest.raises(PlanError, match="the largest table is C1"):
-        plan(words)
+        plan([*words, "--output", str(output), "--report", str(report)])
+    assert output.read_text() == "a plan that fits"
+    assert "size" in report.read_text()

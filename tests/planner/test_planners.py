@@ -273,6 +273,11 @@ def test_each_rank_has_its_own_memory_limit():
     less = replace(task_setting.task, device_bytes=(10**12, 1000))
     text = infeasible_text(make_plan("auto", TaskCost(PROFILE, less), insertions=SMALL), uneven)
     assert "fits in 1.00 kB on rank 1: " in text
+    small = TaskCost(PROFILE, replace(setting(2, 2).task, device_bytes=(1000, 2000)))
+    planned = make_plan("size", small)
+    sizes = [f"{math.ceil(size / 1e4) / 100:.2f} MB" for size in planned.priced.memory]
+    text = infeasible_text(planned, small)
+    assert f"a plan would fit with {sizes[0]} on rank 0, {sizes[1]} on rank 1" in text
     with pytest.raises(ConfigError, match="1 memory limits for 2 ranks"):
         replace(task_setting.task, device_bytes=(1,))
 
