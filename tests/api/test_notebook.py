@@ -130,7 +130,7 @@ def test_a_kernel_survives_failures_and_interrupts(kernel):
 @pytest.mark.slow
 def test_a_kernel_survives_failures_and_interrupts_of_ranks(kernel):
     error, _ = kernel.run("fit('own', name='__main__:Mine', ranks=2)")
-    assert error.startswith("ConfigError: ranks is 2, but __main__:Mine is defined in this notebook")
+    assert error.startswith("ConfigError: ranks is 2, but __main__:Mine is defined in this note")
     error, _ = kernel.run("fit('two', epochs=10_000, ranks=2)", interrupt_after="two")
     assert error.startswith("KeyboardInterrupt")
     call = "pl.DataFrame(sbpflow.load('two').predict(table)).height"
