@@ -143,9 +143,8 @@ def _next_victim(
     """
     for attempt in range(2):
         while heads[bucket] < tails[bucket]:
-            head = heads[bucket]
-            address, value = victims[bucket, head, ADDRESS], victims[bucket, head, VALUE]
-            heads[bucket] = head + 1
+            address, value = victims[bucket, heads[bucket]]
+            heads[bucket] += 1
             # Skip keys that have been used or removed since the search.
             place = place_of(state, slots, new_slots, address)
             if value_at(slots, new_slots, place) == value and value >> 32 < state[STEP_START]:
