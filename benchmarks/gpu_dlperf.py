@@ -5,7 +5,7 @@ touched rows), which gives 56.6 to 57.0 ms on one V100-16GB for every size up to
 docs/benchmarks.md. The sweep doubles the size until memory is exhausted. The random batches are on
 the device, so only the step is timed; the ids are Zipf-like over whole tables.
 
-    python -m benchmarks.gpu_dlperf [--max-rows N] [parallel.cuda_graph=true]
+    python -m benchmarks.gpu_dlperf [--max-rows N] [parallel.cuda_graph=false]
 """
 
 import argparse
@@ -37,7 +37,7 @@ WARM_UP, STEPS, REPEATS = 5, 20, 5
 class Rows:
     labels: Tensor
     dense: Tensor
-    ids: BatchIds
+    ids: BatchIds | Tensor
     batch_size: int
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     config = load_config(
         "configs/dlperf.yaml", ["parallel.device=cuda", *args.overrides], models=MODELS
     )
-    graphed = config.parallel.cuda_graph
+    graphed = config.parallel.cuda_graph is not False
     name = "dlperf_vocabulary_cuda_graph" if graphed else "dlperf_vocabulary"
     results = Results("gpu_dlperf", name)
     with World.start("cuda") as world:

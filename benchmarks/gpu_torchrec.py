@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice, product
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from sbpflow.run.execution.job import Job
 from sbpflow.run.model.spec import Fields, IdField
 from sbpflow.runtime.ranks.world import World
 
+Loop = Literal["plain", "pipelined", "prefetched"]
 WIDE_COLUMNS = 4
 NUM_BATCHES = 8  # number of batches that ``batches`` prepares
 CHECKED_STEPS = 5
@@ -44,7 +45,10 @@ PRECISIONS = {
     "tf32": ["parallel.tf32=true"],
     "bfloat16": ["model.autocast=bf16"],
 }
-GRAPH = {False: [], True: ["parallel.cuda_graph=true"]}  # only ours; TorchRec has no graphs
+GRAPH = {
+    False: ["parallel.cuda_graph=false"],
+    True: ["parallel.cuda_graph=true"],
+}  # only ours; TorchRec has no graphs
 
 
 def make_tables(fields: tuple[IdField, ...], dim: int) -> nn.Module:
@@ -128,8 +132,9 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
     class Batch(Pipelineable):
         def __init__(self) -> None:
             num_deep = len(fields.sparse)
-            self.deep = lists(rows.ids.matrix[:, :num_deep], fields.sparse)
-            self.wide = lists(rows.ids.matrix[:, num_deep:], fields.crosses)
+            ids = rows.ids if isinstance(rows.ids, Tensor) else rows.ids.matrix
+            self.deep = lists(ids[:, :num_deep], fields.sparse)
+            self.wide = lists(ids[:, num_deep:], fields.crosses)
             self.dense, self.labels = rows.dense, rows.labels
 
         def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
@@ -146,9 +151,20 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
 
 
 class Peer:
-    """TorchRec's model and its loops; each loop's ``step`` returns the loss."""
+    """TorchRec's model and its loops, each of which returns the loss of a step.
 
-    def __init__(self, vocabulary: int, config: Config, device: torch.device) -> None:
+    With ``share``, FBGEMM keeps the rows in host memory, and this share of them on the GPU.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        config: Config,
+        device: torch.device,
+        *,
+        share: float | None = None,
+        loop: Loop = "plain",
+    ) -> None:
         from torchrec.distributed import DistributedModelParallel
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -160,14 +176,21 @@ class Peer:
         memory = torch.cuda.get_device_properties(device).total_memory if on_cuda else None
         topology = Topology(world_size=1, compute_device=device.type, hbm_cap=memory)
         group: Any = dist.group.WORLD
-        plan = EmbeddingShardingPlanner(topology=topology).collective_plan(made, sharders, group)
+        constraints = None if share is None else _cached(fields, share, loop)
+        planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+        plan = planner.collective_plan(made, sharders, group)
         self.model = DistributedModelParallel(made, device=device, plan=plan, sharders=sharders)
         self._device = device
         dense = [value for name, value in self.model.named_parameters() if ".mlp." in f".{name}"]
         self._optimizer = torch.optim.Adam(dense, lr=config.optimizer.dense.lr)
         some = islice(batches(config, fields, device), NUM_BATCHES)
         self._batches = [as_torchrec(rows, fields) for rows in some]
-        self._source = self._endless()
+        self.source = self._endless()
+        self.step = {
+            "plain": self.plain,
+            "pipelined": self.pipelined,
+            "prefetched": self.prefetched,
+        }[loop]
         self._pipeline: Any = None
 
     def copy(self, job: Job) -> None:
@@ -192,7 +215,7 @@ class Peer:
 
     def plain(self) -> Tensor:
         self._optimizer.zero_grad()
-        loss, _ = self.model(next(self._source))
+        loss, _ = self.model(next(self.source))
         loss.backward()
         self._optimizer.step()
         return loss
@@ -201,13 +224,34 @@ class Peer:
         """Take a step of the pipelined loop, which rewrites the model at its first step."""
         from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+        return self._progress(TrainPipelineSparseDist)
+
+    def prefetched(self) -> Tensor:
+        """Take a step of the pipelined loop that also brings rows into the cache one batch
+        ahead.
+        """
+        from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist
+
+        return self._progress(PrefetchTrainPipelineSparseDist)
+
+    def _progress(self, pipeline: Any) -> Tensor:  # noqa: ANN401 (untyped library)
         if self._pipeline is None:
-            self._pipeline = TrainPipelineSparseDist(self.model, self._optimizer, self._device)
-        return self._pipeline.progress(self._source)[0]
+            self._pipeline = pipeline(self.model, self._optimizer, self._device)
+        return self._pipeline.progress(self.source)[0]
 
     def _endless(self) -> Iterator[Any]:
         while True:
             yield from self._batches
+
+
+def _cached(fields: Fields, share: float, loop: Loop) -> dict[str, Any]:
+    """Return the constraints of a cache in which ``share`` of each table's rows fit."""
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.types import CacheParams
+
+    params = CacheParams(load_factor=share, prefetch_pipeline=loop == "prefetched")
+    rule = ParameterConstraints(compute_kernels=["fused_uvm_caching"], cache_params=params)
+    return {f"t_{field.name}": rule for field in fields.ids}
 
 
 def check(vocabulary: int, config: Config, world: World) -> float:

@@ -57,9 +57,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu_trace.json")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
-    config = load_config(
-        "configs/dlperf.yaml", ["parallel.device=cuda", *args.overrides], models=MODELS
-    )
+    # without a graph, the trace names the operations
+    overrides = ["parallel.device=cuda", "parallel.cuda_graph=false", *args.overrides]
+    config = load_config("configs/dlperf.yaml", overrides, models=MODELS)
     results = Results("gpu_trace", recorded=args.rows == FIRST_ROWS)
     with World.start("cuda") as world:
         results.add(benchmark="trace", **trace(args.rows, config, world, args.output))

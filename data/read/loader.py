@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sbpflow.data.format.manifest import Manifest
 from sbpflow.data.format.shards import SplitRows, check_shards
@@ -25,6 +26,7 @@ from sbpflow.data.read.feeds import FEEDS, Backend, Buffers, Threads, read_ahead
 from sbpflow.data.read.order import SHUFFLES, RowOrder, Shuffle
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.run.model.spec import HashedColumn
+from sbpflow.runtime.compute.devices import upload
 from sbpflow.sbp.sbp import balanced_sizes
 
 Tail = Literal["keep", "drop"]
@@ -61,6 +63,7 @@ class RowLoader:
         seed: int,
         device: torch.device,
         tail: Tail,
+        ids_on_host: bool,
     ) -> None:
         self._manifest, self._rows, self._split = manifest, rows, split
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
@@ -68,6 +71,7 @@ class RowLoader:
         self._shuffle: Shuffle = shuffle
         self._seed, self._device = seed, device
         self._tail: Tail = tail
+        self._read_to = torch.device("cpu") if ids_on_host else device
         self._epoch, self._cursor, self._restored = 0, 0, False
         self._read = 0
         """Number of the current read; iterators with a lower number are invalid"""
@@ -171,7 +175,7 @@ class RowLoader:
             blocks = map(read, groups)
         else:
             blocks = read_ahead(read, groups, self._threads.readers)
-        feed = FEEDS[self._backend](blocks, self._rows.split, self._device, self._threads)
+        feed = FEEDS[self._backend](blocks, self._rows.split, self._read_to, self._threads)
         for step in steps:
             self._check_read(number)
             if step.stop > step.start:
@@ -184,15 +188,19 @@ class RowLoader:
                 parts = self._no_rows()
             self._cursor = step.end
             yield Batch(
-                parts.labels,
-                parts.dense,
+                self._on_device(parts.labels),
+                self._on_device(parts.dense),
                 parts.ids,
                 step.batch_size,
                 step.number,
                 Cursor(epoch, step.end),
-                parts.weights,
+                None if parts.weights is None else self._on_device(parts.weights),
                 parts.columns,
             )
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        """Copy ``values``, unless the whole block is already on the device."""
+        return values if self._read_to == self._device else upload(values, self._device)
 
     def _groups(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
         """Yield the steps that contain rows of this rank, grouped into blocks.
@@ -232,7 +240,7 @@ class RowLoader:
 
     def _no_rows(self) -> BatchColumns:
         words = self._rows.read(self._order(0).runs(0, 0), lambda size: np.empty(size, np.int32))
-        return self._rows.split(torch.from_numpy(words).to(self._device), (0,))[0]
+        return self._rows.split(torch.from_numpy(words).to(self._read_to), (0,))[0]
 
     def _identity(self) -> State:
         return {"split": self._split, "shuffle": self._shuffle, "seed": self._seed}
@@ -320,16 +328,18 @@ def open_loader(
     tail: Tail = "keep",
     crosses: Sequence[HashedColumn] = (),
     max_maps: int | None = None,
+    ids_on_host: bool = False,
 ) -> RowLoader:
     """Open one split for one rank.
 
-    ``batch_size`` is the global batch size. With ``tail="keep"``, a short last batch is delivered,
-    in which some ranks may have no rows. With ``tail="drop"``, a short last batch is dropped, and
-    its number of rows is logged. ``crosses`` are computed from the set's columns, and come after
-    these columns in ``Batch.ids``. The order of rows is the same for both backends; ``auto``
-    selects DALI if it is installed. At most ``max_maps`` files of each kind are mapped into memory;
-    other files are read on request. Raises ConfigError for an invalid argument, and DataError for a
-    damaged set.
+    ``batch_size`` is the global batch size. With ``tail="keep"``, a short last
+    batch is delivered, in which some ranks may have no rows. With ``tail="drop"``, a short last
+    batch is dropped, and its number of rows is logged. Batches are on ``device``; with
+    ``ids_on_host``, which growing tables need, ``Batch.ids`` and ``Batch.columns`` are in host
+    memory. ``crosses`` are computed from the set's columns, and come after these columns in
+    ``Batch.ids``. The order of rows is the same for both backends; ``auto`` selects DALI if it is
+    installed. At most ``max_maps`` files of each kind are mapped into memory; other files are read
+    on request. Raises ConfigError for an invalid argument, and DataError for a damaged set.
     """
     _check_integer("world_size", world_size, 1, MAX_SEED)
     _check_integer("rank", rank, 0, world_size - 1)
@@ -368,6 +378,7 @@ def open_loader(
         seed=seed,
         device=device or torch.device("cpu"),
         tail=tail,
+        ids_on_host=ids_on_host,
     )
     if loader.num_dropped_rows:
         _LOG.info("%s: rows dropped at the end of each epoch: %d", split, loader.num_dropped_rows)

@@ -20,6 +20,7 @@ def open_loaders(
     seed: int,
     device: torch.device,
     crosses: Sequence[HashedColumn] = (),
+    ids_on_host: bool = False,
 ) -> dict[str, RowLoader]:
     """Return the loaders by split. Only ``train`` is shuffled or may drop its tail. Raises
     ConfigError if train has no labels or has too few rows for a batch.
@@ -50,6 +51,7 @@ def open_loaders(
             device=device,
             tail=config.tail if split == "train" else "keep",
             crosses=crosses,
+            ids_on_host=ids_on_host,
         )
         for split, num_rows in manifest.splits.items()
         if num_rows

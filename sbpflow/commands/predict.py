@@ -331,6 +331,7 @@ def open_rows(
         shuffle="none",
         device=world.device,
         crosses=spec.hashed_columns,
+        ids_on_host=plan.embeddings.ids_on_host,
         max_maps=0 if blocks else None,  # mapped pages would count as memory of the process
     )
     opened.callback(loader.close)

@@ -144,6 +144,7 @@ def train_config(
             seed=config.run.seed,
             device=world.device,
             crosses=spec.hashed_columns,
+            ids_on_host=plan.embeddings.ids_on_host,
         )
         for loader in loaders.values():
             opened.callback(loader.close)

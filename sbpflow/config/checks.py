@@ -41,7 +41,7 @@ def check(
         )
     for key, value, reason in (
         ("tf32", parallel.tf32, "which has no TF32"),
-        ("cuda_graph", parallel.cuda_graph, "which has no CUDA graphs"),
+        ("cuda_graph", parallel.cuda_graph is True, "which has no CUDA graphs"),
         (
             "row_buffer_fraction",
             parallel.row_buffer_fraction,

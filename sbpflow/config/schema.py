@@ -463,7 +463,7 @@ class Config:
                 "checkpoint.keep_best needs evaluations of val during training, but "
                 "train.eval_every is 0; use, for example, train.eval_every: 1000"
             )
-        if self.parallel.cuda_graph and self.train.accumulate > 1:
+        if self.parallel.cuda_graph is True and self.train.accumulate > 1:
             raise ConfigError(
                 "parallel.cuda_graph: true cannot be combined with train.accumulate: "
                 f"{self.train.accumulate}, because a graph computes the gradients of one batch "

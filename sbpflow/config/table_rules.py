@@ -302,12 +302,14 @@ class ParallelConfig:
         ),
     ] = True
     cuda_graph: Annotated[
-        bool,
+        bool | Literal["auto"],
         Key(
             "execution",
-            "Replay each step as a CUDA graph. On several ranks, only the dense part is replayed.",
+            "Replay each step as a CUDA graph. On several ranks, only the dense part is replayed. "
+            "auto does this for the models of sbpflow, on one rank with a GPU, unless another key "
+            "rules it out.",
         ),
-    ] = False
+    ] = "auto"
     row_buffer_fraction: Annotated[
         float | None,
         Range(above=0, high=1),
@@ -353,7 +355,7 @@ class ParallelConfig:
                 f"{self.scheme}, because both lay out all tables; remove one of them (for "
                 "example, parallel.scheme=null)"
             )
-        if self.cuda_graph and self.checked:
+        if self.cuda_graph is True and self.checked:
             raise ConfigError(
                 "parallel.cuda_graph: true cannot be combined with parallel.checked: true, which "
                 "compares the ranks on the host at every transfer; remove one of them (for "

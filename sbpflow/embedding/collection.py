@@ -93,7 +93,8 @@ class EmbeddingCollection:
         self._num_rounds = max((group.num_rounds for group in plan.groups), default=1)
         self._padded = PaddedGroups(self._groups)
         self._stream = IdStream(world.device)
-        self._reader = IdReader(plan, world.rank, world.device, compiled=compiled)
+        ids_device = torch.device("cpu") if plan.ids_on_host else world.device
+        self._reader = IdReader(plan, world.rank, ids_device, compiled=compiled)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None
         self._flagged: list[IdCheck] = []  # checks of batches looked up since the last update
@@ -112,7 +113,8 @@ class EmbeddingCollection:
     ) -> EmbeddingsInFlight:  # fmt: skip
         """Check the ids of this rank's samples and start their exchange.
 
-        ``ids`` may have any form that ``IdReader.read`` accepts; ``batch_size`` is global. Raise
+        ``ids`` may have any form that ``IdReader.read`` accepts; ``batch_size`` is global. With
+        growing tables, ids must be in host memory, otherwise on the device of the tables. Raise
         DataError for malformed ids. With the policy ``error``, out-of-range ids of a training batch
         raise DataError later, before an update: in ``lookup`` or, for a matrix on CUDA, in the next
         ``update``. For growing tables, ``begins_step`` is False for a batch accumulated with the
@@ -430,7 +432,7 @@ class EmbeddingCollection:
         [features].
         """
         self._stream.join()
-        return self._reader.out_of_range
+        return self._reader.out_of_range.to(self._world.device)
 
     def stored(self) -> Iterator[StoredShard]:
         """Iterate over the shards on this rank."""

@@ -18,6 +18,7 @@ from sbpflow.embedding.storage.initial import RowInitializer
 from sbpflow.embedding.storage.live_rows import Changes, LiveRows
 from sbpflow.embedding.storage.store import RowStore
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.compute.devices import upload
 
 
 class Growing(KeyExchange):
@@ -82,7 +83,7 @@ class Growing(KeyExchange):
             row_dtype=self._plan.row_dtype,
         )
         values = initial(joined, torch.cat(addresses))
-        notify(store.listeners, joined)
+        notify(store.listeners, upload(joined, self._world.device))
         store.write(joined, values)
 
     def erase(self, name: str, keys: Tensor) -> int:

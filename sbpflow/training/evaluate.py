@@ -88,7 +88,8 @@ class _Rows:
         self.grouped = "group" in columns
         keys = [columns["group"]] if self.grouped else []
         ids = batch.ids.matrix if isinstance(batch.ids, BatchIds) else batch.ids
-        return keys + [ids[:, column].to(torch.int64) for column in self.options.slices.values()]
+        keys += [ids[:, column].to(torch.int64) for column in self.options.slices.values()]
+        return [key.to(self.boxing.world.device) for key in keys]  # growing tables: from the host
 
     def evaluation(self) -> Evaluation | None:
         if self.histogram is not None:

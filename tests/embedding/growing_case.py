@@ -53,6 +53,7 @@ class GrowingCase:
     ragged: bool = False
     storage: RowStorage | None = None
     timed: bool = True
+    device: str = "cpu"
 
     def features(self) -> list[FeatureConfig]:
         lists = {"hotness": 3, "ragged": True, "weighted": True} if self.ragged else {}
@@ -75,15 +76,18 @@ class GrowingCase:
 
     def plan(self, size: int) -> EmbeddingPlan:
         layouts = {
-            table.name: (self.deep if output.name == "deep" else self.wide).layout(size)
+            table.name: (self.deep if output.name == "deep" else self.wide).layout(
+                size, self.device
+            )
             for output in self.outputs()
             for table in output.tables
         }
         for name in ("deep.h", "wide.h"):
-            layouts[name] = Spec("S(0)", "reduce").layout(size)
+            layouts[name] = Spec("S(0)", "reduce").layout(size, self.device)
         return plan_embeddings(
             self.outputs(), layouts, features=self.features(), optimizer=self.optimizer,
-            dtype=self.dtype, world=Placement.line("cpu", size), backend="gloo",
+            dtype=self.dtype, world=Placement.line(self.device, size),
+            backend={"cpu": "gloo", "cuda": "nccl"}[self.device],
             batch_size=BATCH, row_dtype=self.row_dtype,
         )  # fmt: skip
 
@@ -182,7 +186,7 @@ class Run:
             if self.trained % self.case.accumulate == 0:
                 self.clip()
                 self.collection.update(self.trained // self.case.accumulate)
-            self.outputs.append({n: v.detach().double().numpy() for n, v in vectors.items()})
+            self.outputs.append({n: v.detach().cpu().double().numpy() for n, v in vectors.items()})
 
     def clip(self) -> None:
         if self.case.clip is not None:
@@ -201,7 +205,7 @@ class Run:
     def evaluate(self, batch: int) -> dict[str, np.ndarray]:
         ids = ids_of(self.case, batch, self.mine(batch))
         values = self.collection.forward(ids, size_of(batch), training=False)
-        return {name: value.double().numpy().copy() for name, value in values.items()}
+        return {name: value.cpu().double().numpy().copy() for name, value in values.items()}
 
     def saver(self, folder: Path, **more: Any) -> Saver:
         return Saver(

@@ -125,12 +125,13 @@ def test_arguments_of_a_part_are_accepted(part, monkeypatch):
             assert gpu_ranks.parse(list(part.command[2:])).what == part.command[2]
 
 
+TINY = ["data.batch_size=8", "model.hidden=[8]", "model.embedding_dim=4"]
 SMALL = ["data.batch_size=64", "model.hidden=[8, 8]", "model.embedding_dim=4"]
 
 
 def whole_programs(world, folder):
     """Run the modules of ``make gpu`` as commands, with less work; return their records."""
-    from benchmarks import gpu_dlperf, gpu_kernels, gpu_mlp, gpu_trace, record
+    from benchmarks import gpu_dlperf, gpu_kernels, gpu_mlp, gpu_tables, gpu_trace, record
 
     def timed(work, **_):
         work()
@@ -141,16 +142,18 @@ def whole_programs(world, folder):
     # Device events cannot be rehearsed either; torch would print thousands of C++ stack traces.
     profile = gpu_trace.profile
     gpu_trace.profile = lambda activities: profile(activities=activities[:1])
-    for module in (gpu_dlperf, gpu_kernels, gpu_mlp):
+    for module in (gpu_dlperf, gpu_kernels, gpu_mlp, gpu_tables):
         module.timed_ms = timed
     gpu_mlp.WIDTHS, gpu_dlperf.FIRST_ROWS, gpu_dlperf.WARM_UP = (5, 4, 1), 2600, 4
     commands = {
-        gpu_dlperf: ["--max-rows", "5200", *SMALL],
+        gpu_dlperf: ["--max-rows", "5200", "parallel.cuda_graph=false", *SMALL],
         gpu_mlp: ["--batch-size", "8", "--no-compile"],
         gpu_kernels: ["--ids", "64", "--rows", "90"],
         gpu_trace: ["--rows", "2600", *SMALL],
+        gpu_tables: ["--rows", "83200", "--only", *gpu_tables.SETTINGS, "--", *TINY],
     }
-    graph = ["--max-rows", "2600", "parallel.cuda_graph=true", *SMALL]
+    gpu_tables.WARM_UP, gpu_tables.STEPS, gpu_tables.REPEATS = 20, 1, 2
+    graph = ["--max-rows", "2600", *SMALL]
     for module, words in [*commands.items(), (gpu_dlperf, graph)]:
         sys.argv = [module.__name__, *words]
         module.main()
@@ -167,6 +170,9 @@ def test_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
     ]
     assert all(line["device"] and line["versions"] for line in lines)
     assert (tmp_path / "gpu_trace.json").exists()
+    tables = [json.loads(line) for line in files["gpu_tables.jsonl"].splitlines()]
+    assert [line["tables"] for line in tables] == ["device", "cached", "growing"]
+    assert tables[1]["written"] > 0
 
 
 @pytest.mark.slow

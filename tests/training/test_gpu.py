@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.device_timer import timed_ms
+from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
+from sbpflow.embedding.rules.registry import sparse_optimizer
+from tests.embedding.growing_case import GrowingCase, check_equal, run_case
 from tests.training.test_equality import SCHEMES, reference_run
 from tests.training.test_steps import steps_of_one_iteration
 from tests.training.wdl_case import (
@@ -82,6 +85,55 @@ def test_a_cuda_graph_trains_like_steps_that_run_op_by_op(nccl_ranks, dense):
 @pytest.mark.nccl
 def test_a_cuda_graph_trains_equally_over_nccl(nccl_ranks):
     check_graph(nccl_ranks, 2, "adam", 30)
+
+
+@pytest.mark.gpu
+def test_one_gpu_uses_a_graph_by_default(nccl_ranks):
+    config = captured("adam")
+    config = replace(config, parallel=replace(config.parallel, cuda_graph="auto"))
+    assert nccl_ranks(1, has_graphs, config) == [True]
+
+
+def has_graphs(world, config):
+    return make_job(world, config).trainer.graphs is not None
+
+
+def check_growing(ranks, nccl_ranks, tmp_path, world_size):
+    pytest.importorskip("numba")
+    growth = Growth(
+        evict=Eviction(max_rows=MIN_ROWS, idle_samples=150),
+        admit_count=2,
+        forget_after_samples=100,
+    )
+    for run, device in ((ranks, "cpu"), (nccl_ranks, "cuda")):
+        (tmp_path / device).mkdir()
+        case = GrowingCase(growth=growth, ahead=3, device=device)
+        run(world_size, run_case, case, tmp_path / device)
+    check_equal(tmp_path / "cpu" / "step-24", tmp_path / "cuda" / "step-24")
+
+
+@pytest.mark.gpu
+def test_growing_tables_on_a_gpu_equal_those_on_cpu(ranks, nccl_ranks, tmp_path):
+    check_growing(ranks, nccl_ranks, tmp_path, 1)
+
+
+@pytest.mark.nccl
+def test_growing_tables_over_nccl_equal_those_on_cpu(ranks, nccl_ranks, tmp_path):
+    check_growing(ranks, nccl_ranks, tmp_path, 2)
+
+
+@pytest.mark.gpu
+def test_tables_in_host_memory_equal_tables_on_the_gpu(nccl_ranks):
+    pytest.importorskip("hypothesis")  # both modules import it
+    from tests.embedding.test_mixes import mix_of
+    from tests.rehearsal.test_cached_tables import both_ways
+
+    rule = sparse_optimizer("rowwise_adagrad", lr=0.1)
+    mix = mix_of("unique", 8, rule, accumulate=2, batch_sizes=(2, 1, 0, 2, 1) * 4)
+    (output,) = mix.outputs
+    tables = tuple(replace(table, num_rows=10 * table.num_rows) for table in output.tables)
+    mix = replace(mix, outputs=(replace(output, tables=tables),))
+    assert sum(nccl_ranks(1, both_ways, mix, 40, None)) > 20
 
 
 def step_ms(world, config, warm_up_steps, steps=50):

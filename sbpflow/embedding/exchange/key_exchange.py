@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sbpflow.boxing.executor import Boxing
 from sbpflow.embedding.exchange.all_to_all import RowTransfer, received
@@ -23,6 +24,7 @@ from sbpflow.embedding.vocabulary import requests
 from sbpflow.embedding.vocabulary.field_keys import FieldKeys
 from sbpflow.errors import DataError
 from sbpflow.runtime.compute.compiled import Array
+from sbpflow.runtime.compute.devices import upload
 
 KEYS = "keys"
 _NO_COUNTS = np.empty(0, np.int64)
@@ -155,10 +157,11 @@ class KeyExchange:
                 if not np.may_share_memory(columns[column], part):
                     columns[column] = part
         if lists is not None and values is not None:
-            lists = Lists(lists.lengths, values, lists.weights)
+            weights = None if lists.weights is None else self._upload(lists.weights)
+            lists = Lists(self._upload(lists.lengths), self._upload(values), weights)
         matrix = torch.empty(columns.shape[::-1], dtype=torch.int64)
         requests.transpose(columns, matrix.numpy())
-        return BatchIds(matrix, lists)
+        return BatchIds(self._upload(matrix), lists)
 
     def _decide(
         self,
@@ -247,8 +250,8 @@ class KeyExchange:
         ]
         send, step = _tensor(np.concatenate(blocks)), steps["keys/new"]
         into = sizes.sum(1).tolist()
-        pending = self._transfer.start_for_all(step, send, into)
-        parts = _split(received(step, pending, sum(into)).numpy(), sizes)
+        pending = self._transfer.start_for_all(step, self._upload(send), into)
+        parts = _split(received(step, pending, sum(into)).cpu().numpy(), sizes)
         joined = [np.concatenate([part[index] for part in parts]) for index in range(count)]
         return [
             Changes(new[:, 0], new[:, 1], freed[:, 0])
@@ -259,11 +262,14 @@ class KeyExchange:
         self, step: ExchangeStep, send: Array, out: list[int], into: list[int] | None = None
     ) -> Array:
         into = out if into is None else into
-        pending = self._transfer.start(step, _tensor(send), out, into)
-        return received(step, pending, sum(into)).numpy()
+        pending = self._transfer.start(step, self._upload(_tensor(send)), out, into)
+        return received(step, pending, sum(into)).cpu().numpy()
+
+    def _upload(self, values: Tensor) -> Tensor:
+        return upload(values, self._world.device)
 
 
-def _tensor(values: Array) -> torch.Tensor:
+def _tensor(values: Array) -> Tensor:
     # An empty numpy array can have strides that torch does not consider contiguous.
     return torch.from_numpy(values) if values.size else torch.empty(values.shape, dtype=torch.int64)
 

@@ -193,8 +193,9 @@ class IdReader:
         for tensor in tensors:
             if tensor is not None and tensor.device.type != self._device.type:
                 raise DataError(
-                    f"{name}: the ids are on {tensor.device}, but the tables are on "
-                    f'{self._device}; pass ids.to("{self._device}")'
+                    f"{name}: the ids are on {tensor.device}, but must be on {self._device}, where "
+                    f"the {'vocabularies' if self._plan.vocabularies else 'tables'} are; pass "
+                    f'ids.to("{self._device}")'
                 )
 
     def _check_names(self, ids: Mapping[str, "Tensor | Bags"]) -> None:

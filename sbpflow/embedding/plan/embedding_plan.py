@@ -68,6 +68,13 @@ class EmbeddingPlan:
     vocabularies: tuple[VocabularyPlan, ...] = ()
 
     @property
+    def ids_on_host(self) -> bool:
+        """Return True if batches must have their ids in host memory, where the vocabularies of
+        growing tables are; otherwise, ids must be on the device of the tables.
+        """
+        return bool(self.vocabularies)
+
+    @property
     def sent_columns(self) -> tuple[int, ...]:
         """Return the matrix columns in the order in which they are sent: each column once if the
         ranks that need any columns all need the same, else the columns of each rank in turn.

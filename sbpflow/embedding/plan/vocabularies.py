@@ -154,7 +154,7 @@ def plan_vocabularies(
     by_features: dict[tuple[str, ...], list[TableConfig]] = {}
     for table in tables:
         if table.growth is not None:
-            _check_table(table, layouts[table.name], world)
+            _check_table(table, layouts[table.name])
             by_features.setdefault(table.features, []).append(table)
     for names, growing in by_features.items():
         for table in tables:
@@ -199,11 +199,9 @@ def plan_vocabularies(
     return tuple(result)
 
 
-def _check_table(table: TableConfig, config: TableLayout, world: Placement) -> None:
+def _check_table(table: TableConfig, config: TableLayout) -> None:
     layout, problem = config.layout, ""
-    if world.device_type != "cpu":
-        problem = f"device {world.device_type} is not supported; use parallel.device: cpu"
-    elif layout.placement.size > 1 and any(isinstance(sbp, Broadcast) for sbp in layout.nd_sbp):
+    if layout.placement.size > 1 and any(isinstance(sbp, Broadcast) for sbp in layout.nd_sbp):
         problem = (
             f"layout {layout} is not supported, because every rank would need the new rows of all "
             "ranks; use S(0) or S(1) (parallel.scheme: 1, 2, or 3, or sbp in parallel.tables)"

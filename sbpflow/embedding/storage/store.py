@@ -18,6 +18,7 @@ from sbpflow.embedding.plan.tables import Shard
 from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.storage.base import RowKernel, RowListener
 from sbpflow.embedding.storage.lookup import Lookup
+from sbpflow.runtime.compute.devices import upload
 
 Array = np.ndarray[Any, Any]
 WEIGHTS = ""  # the name of the rows themselves in dicts of rows and optimizer state
@@ -165,8 +166,8 @@ class DeviceStore:
             if isinstance(rows, slice):
                 target[rows].copy_(new)
             else:
-                indices = rows.to(target.device, torch.int64)
-                target.index_copy_(0, indices, new.to(target.device, target.dtype))
+                indices = upload(rows, target.device).to(torch.int64)
+                target.index_copy_(0, indices, upload(new, target.device).to(target.dtype))
 
     def _tensors(self) -> dict[str, Tensor]:
         return {WEIGHTS: self.kernel.weights, **self.kernel.state}

@@ -20,9 +20,11 @@ from sbpflow.errors import ConfigError, SbpError
 from sbpflow.run.execution.servers import join_servers
 from sbpflow.run.execution.warm_up import warm_up
 from sbpflow.run.model.spec import Fields, ModelSpec
+from sbpflow.run.model.torch_model import TorchModel
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.kernels import with_measured_kernels
 from sbpflow.run.planning.plan import RunPlan
+from sbpflow.runtime.ranks.world import World
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.clipping import Clipper
 from sbpflow.training.dense_optimizers import make_dense_optimizer
@@ -119,7 +121,7 @@ def build_job(
             "buffers (state that no optimizer changes); without such state, set self.buffers = {}"
         )
     parts = [parameter.part for parameter in model.parameters.values()]
-    use_graph = config.parallel.cuda_graph
+    use_graph = training and _uses_graph(config, spec, boxing.world)
     if use_graph:
         _check_no_transfers(plan)
     clip, clipper = config.optimizer.clip, None
@@ -171,6 +173,21 @@ def _log_fixed_sizes(config: Config, trainer: Trainer, embeddings: EmbeddingColl
         no_effect = "no effect: no table that exchanges single rows uses the kernel torch or triton"
         for line in embeddings.describe_buffers() or [no_effect]:
             logger.info("parallel.row_buffer_fraction: %s", line)
+
+
+def _uses_graph(config: Config, spec: ModelSpec, world: World) -> bool:
+    """Resolve ``parallel.cuda_graph``."""
+    parallel = config.parallel
+    if parallel.cuda_graph != "auto":
+        return parallel.cuda_graph
+    return (
+        world.device.type == "cuda"
+        and world.size == 1  # speed on several GPUs has not been measured
+        and not isinstance(spec, TorchModel)  # a module may synchronize with the device
+        and not parallel.checked
+        and config.train.accumulate == 1
+        and config.checkpoint.deltas == 0
+    )
 
 
 def _check_no_transfers(plan: RunPlan) -> None:

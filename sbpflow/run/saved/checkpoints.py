@@ -77,7 +77,7 @@ class Checkpoints:
             read.load_state_dict(start.cursor)
         if not config.checkpoint.every:
             return
-        if config.checkpoint.deltas and config.parallel.cuda_graph:
+        if config.checkpoint.deltas and config.parallel.cuda_graph is True:
             raise ConfigError(
                 "checkpoint.deltas does not work with parallel.cuda_graph, because a graph cannot "
                 "mark changed rows; use checkpoint.deltas=0 or parallel.cuda_graph=false"

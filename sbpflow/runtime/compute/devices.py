@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sbpflow.errors import ConfigError
 
@@ -17,6 +18,15 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 def backend_of_device(device_type: str) -> str:
     """Return the c10d backend for tensors of a device type: "nccl" or "gloo"."""
     return BACKENDS[device_type]
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Copy host values to ``device``, through pinned memory, so that the host does not wait for
+    the current stream of a GPU. Values on ``device`` are returned unchanged.
+    """
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:
