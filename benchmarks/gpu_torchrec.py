@@ -153,7 +153,7 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
 class Peer:
     """TorchRec's model and its loops, each of which returns the loss of a step.
 
-    With ``share``, FBGEMM keeps the rows in host memory, and this share of them on the GPU.
+    With ``share``, FBGEMM keeps deep rows in host memory, and this share of them on the GPU.
     """
 
     def __init__(
@@ -245,13 +245,13 @@ class Peer:
 
 
 def _cached(fields: Fields, share: float, loop: Loop) -> dict[str, Any]:
-    """Return the constraints of a cache in which ``share`` of each table's rows fit."""
+    """Return the constraints of a cache in which ``share`` of each deep table's rows fit."""
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import CacheParams
 
     params = CacheParams(load_factor=share, prefetch_pipeline=loop == "prefetched")
     rule = ParameterConstraints(compute_kernels=["fused_uvm_caching"], cache_params=params)
-    return {f"t_{field.name}": rule for field in fields.ids}
+    return {f"t_{field.name}": rule for field in fields.sparse}
 
 
 def check(vocabulary: int, config: Config, world: World) -> float:
