@@ -103,6 +103,7 @@ def check(rows: int, overrides: Sequence[str], world: World) -> None:
         job = make_job(kind, rows, [*overrides, "parallel.kernel=torch"], world)
         made = batches(CHECKED_STEPS, rows, job.plan.batch_size, world.device)
         losses.append([float(loss) for loss in job.trainer.train_on(made)])
+        torch.cuda.synchronize()  # the id stream uses memory of the job
         del job
         gc.collect()
     if losses[0] != losses[1]:
@@ -136,6 +137,7 @@ def ours(
             "wait_ms": round(1e3 * counts.wait_s / steps, 2),
         }
     trainer.drain()
+    torch.cuda.synchronize()
     return {"kernels": sorted({str(name) for name in job.embeddings.kernels.values()}), **figures}
 
 
