@@ -30,6 +30,7 @@ class Growing(KeyExchange):
         super().__init__(plan, boxing, shards)
         self._seed = seed
         self._num_read = 0  # number of batches looked up since the last update
+        self._initializers: dict[int, RowInitializer] = {}  # by the id of the store
         by_table = {name: field.live for field in self.fields for name in field.plan.tables}
         self.live = {name: live for name, live in by_table.items() if live is not None}
 
@@ -74,17 +75,25 @@ class Growing(KeyExchange):
         joined = torch.cat([torch.empty(0, dtype=torch.int64), *rows])
         if not joined.numel():
             return
-        initial = RowInitializer(
-            shards,
-            seed=self._seed,
-            optimizer=stack.optimizer,
-            width=store.width,
-            dtype=self._plan.dtype,
-            row_dtype=self._plan.row_dtype,
-        )
-        values = initial(joined, torch.cat(addresses))
-        notify(store.listeners, upload(joined, self._world.device))
-        store.write(joined, values)
+        device = self._world.device
+        notify(store.listeners, upload(joined, device))
+        if store.is_in_place:
+            # The values are computed on the device, because new rows would be a large copy.
+            joined = upload(joined, device)
+        keys = upload(torch.cat(addresses), joined.device)
+        store.write(joined, self._initializer(stack, store)(joined, keys))
+
+    def _initializer(self, stack: TableBatch, store: RowStore) -> RowInitializer:
+        if id(store) not in self._initializers:
+            self._initializers[id(store)] = RowInitializer(
+                stack.shards(self._world.rank),
+                seed=self._seed,
+                optimizer=stack.optimizer,
+                width=store.width,
+                dtype=self._plan.dtype,
+                row_dtype=self._plan.row_dtype,
+            )
+        return self._initializers[id(store)]
 
     def erase(self, name: str, keys: Tensor) -> int:
         """Remove ``keys`` (int64 [n]) from a field, as if they had never occurred.

@@ -96,7 +96,7 @@ class SlowRecords(MappedRecords):
 
 def make_store(slots, *, seed=None, fail_at=None, ahead=1):
     def records(rows, layout):
-        inner = host_records(rows, layout, pinned=False)
+        inner = host_records(rows, layout)
         return inner if seed is None else SlowRecords(inner, seed, fail_at)
 
     return CachedStore(REQUEST, records, slots, ahead=ahead, key="parallel.storage.t")
@@ -180,7 +180,7 @@ def test_reads_do_not_wait_for_a_slow_write_and_a_row_that_returns_is_exact():
     made = []
 
     def records(rows, layout):
-        made.append(BlockedRecords(host_records(rows, layout, pinned=False)))
+        made.append(BlockedRecords(host_records(rows, layout)))
         return made[-1]
 
     store = CachedStore(REQUEST, records, 4, ahead=0, key="key")
@@ -228,7 +228,7 @@ def test_exactly_the_fetched_rows_that_an_earlier_batch_used_are_read(seed):
     log = []
 
     def records(rows, layout):
-        return LoggedRecords(host_records(rows, layout, pinned=False), log)
+        return LoggedRecords(host_records(rows, layout), log)
 
     draw, given, slots = random.Random(seed), batches(seed), 35 + 10 * seed
     request = replace(
@@ -281,7 +281,7 @@ def test_rows_are_read_ahead_for_evaluation():
     made = []
 
     def records(rows, layout):
-        made.append(BlockedRecords(host_records(rows, layout, pinned=False)))
+        made.append(BlockedRecords(host_records(rows, layout)))
         return made[-1]
 
     store = CachedStore(REQUEST, records, 40, key="key")

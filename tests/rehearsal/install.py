@@ -222,7 +222,11 @@ def _claim_factories() -> None:
 
 def _claim_collectives() -> None:
     from sbpflow.boxing import executor
+    from sbpflow.embedding.cache import records
     from sbpflow.runtime.ranks import world
+
+    memories: Any = records
+    memories.as_device_memory = lambda pinned, device: Rehearsed(pinned)
 
     patched: Any = dist
     real_init = dist.init_process_group

@@ -23,7 +23,7 @@ def both_ways(world, mix, slots, folder):
     def stores(request):
         if not request.num_rows:
             return device_store(request)
-        records = partial(host_records, pinned=True)
+        records = partial(host_records, device=world.device)
         if folder is not None:
             records = partial(file_records, folder=folder, key="key")
         made.append(CachedStore(request, records, min(slots, request.num_rows)))

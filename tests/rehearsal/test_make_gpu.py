@@ -172,7 +172,7 @@ def test_programs_of_make_gpu_run(rehearsed_ranks, tmp_path):
     assert all(line["device"] and line["versions"] for line in lines)
     assert (tmp_path / "gpu_trace.json").exists()
     tables = [json.loads(line) for line in files["gpu_tables.jsonl"].splitlines()]
-    assert [line["tables"] for line in tables] == ["device", "cached", "growing"]
+    assert [line["tables"] for line in tables] == ["device", "cached", "small", "growing"]
     assert tables[1]["fetched"] > 0
 
 

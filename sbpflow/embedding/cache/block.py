@@ -2,7 +2,7 @@
 
 On CUDA, slots are read and written in the training stream, so these operations run in the order in
 which the host submits them. The slower copies between host and device run in the mover's own
-stream.
+stream, and so do all accesses of the GPU to records in host memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from sbpflow.embedding.cache.records import RecordLayout
 from sbpflow.embedding.cache.slot_layout import Array, find_loops, warm_up_copies
+from sbpflow.embedding.cache.slot_planner import Admission
 from sbpflow.embedding.storage.base import RowKernel
 from sbpflow.embedding.storage.store import WEIGHTS, InitialValues
+from sbpflow.runtime.compute.devices import upload
 
 
 class SlotBlock:
@@ -69,7 +71,46 @@ class SlotBlock:
 
     def to_device(self, values: Tensor) -> Tensor:
         """Copy a host tensor to the kernel's device."""
-        return values.to(self._device)
+        return upload(values, self._device)
+
+    def settle(self) -> None:
+        """Wait until the mover's stream has finished all work submitted so far."""
+        if self._mover is not None:
+            self._mover.synchronize()
+
+    def exchange(self, admission: Admission, memory: Tensor) -> None:
+        """Copy evicted rows from their slots to the records in ``memory``, and fill the slots of
+        the missing rows; the host does not wait. Only for CUDA, in the mover's stream.
+        """
+        parts = (
+            admission.evicted,
+            admission.evicted_slots,
+            admission.stored,
+            admission.new,
+            admission.slots,
+        )
+        numbers = self.to_device(torch.from_numpy(np.concatenate(parts))).to(torch.int64)
+        evicted, evicted_slots, stored, new, slots = numbers.split([part.size for part in parts])
+        records = memory.index_select(0, stored)
+        initial = self._initial(new)
+        read = self.mark()
+        with torch.cuda.stream(self._training):
+            self.wait(read, numbers, records, *initial.values())
+            columns = self.layout.columns.items()
+            words = [self._words[name].index_select(0, evicted_slots) for name, _ in columns]
+            leaving = torch.cat(words, 1)
+            for name, at in columns:
+                self._words[name].index_copy_(0, slots[: stored.numel()], records[:, at])
+                self._tensors[name].index_copy_(0, slots[stored.numel() :], initial[name])
+            taken = self.mark()
+        self.wait(taken, leaving)
+        memory.index_copy_(0, evicted, leaving)
+
+    def read(self, rows: Array, memory: Tensor, out: Array) -> None:
+        """Copy records of ``rows`` [n] from ``memory`` to ``out``, after all earlier exchanges."""
+        with self.section():
+            records = memory.index_select(0, self.to_device(torch.from_numpy(rows)))
+            torch.from_numpy(out).copy_(records)
 
     def take(self, slots: Array, out: Array) -> None:
         """Copy the records of ``slots`` to ``out`` [n, words]; on CUDA, wait for the copy."""
@@ -111,7 +152,7 @@ class SlotBlock:
     def put_initial(self, slots: Array, rows: Array) -> None:
         """Write the initial values of ``rows`` to ``slots``."""
         if self._is_cuda:
-            self.put_values(slots, self._initial(torch.from_numpy(rows)))
+            self.put_values(slots, self._initial(self.to_device(torch.from_numpy(rows))))
         elif slots.size:
             self._initial.put(rows, slots, self._tensors)
 

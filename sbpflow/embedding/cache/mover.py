@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sbpflow.embedding.cache.block import SlotBlock
-from sbpflow.embedding.cache.records import RecordLayout, RecordStore
+from sbpflow.embedding.cache.records import PinnedRecords, RecordLayout, RecordStore
 from sbpflow.embedding.cache.slot_layout import NEW, SLOT, STORED, Array
 from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner, cache_for, name_tables
 from sbpflow.embedding.storage.base import RowKernel
@@ -100,6 +100,8 @@ class Mover:
         self._block = SlotBlock(kernel, request.initial)
         self.layout = self._block.layout
         self.records = records(request.num_rows, self.layout)
+        # Records that the GPU reads and writes itself, in the mover's stream.
+        self._memory = self.records.on_device if isinstance(self.records, PinnedRecords) else None
         self.planner = SlotPlanner(request.num_rows, num_slots)
         self.counts = CacheCounts()
         self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
@@ -207,6 +209,11 @@ class Mover:
             self._block.take(slots[here], resident)
             out[here] = resident
             away = np.flatnonzero(~here & ~is_new)
+            if self._memory is not None and away.size:
+                stored = self.layout.empty(away.size)
+                self._block.read(rows[away], self._memory, stored)
+                out[away] = stored
+                away = away[:0]
             if self._leaving.size:
                 order = self._leaving.argsort()
                 place = np.searchsorted(self._leaving, rows[away], sorter=order)
@@ -239,6 +246,7 @@ class Mover:
             away = np.flatnonzero(slots < 0)
             if not away.size:
                 return
+            self._block.settle()
             records = self.layout.empty(away.size)
             is_new = slots[away] == NEW
             if not is_new.all():
@@ -312,7 +320,10 @@ class Mover:
                 if batch > self._demanded:
                     return False
                 raise ConfigError(self._capacity_message(batch, admission))
-            self._take_out(admission)
+            if self._memory is not None:
+                self._block.exchange(admission, self._memory)
+            else:
+                self._take_out(admission)
         slots = torch.empty_like(flight.addresses)
         if misses := self.planner.translate(flight.addresses.numpy(), slots.numpy()):
             row = int(flight.addresses[slots < 0][0])
@@ -320,7 +331,8 @@ class Mover:
                 f"{self._name}: {misses} ids of batch {batch}, starting with row {row}, have no "
                 "slot, although the batch was admitted"
             )
-        self._fill(admission)
+        if self._memory is None:
+            self._fill(admission)
         flight.slots = self._block.to_device(slots)
         flight.placed = self._block.mark()
         flight.ready.set()

@@ -108,10 +108,48 @@ class MappedRecords:
         self._loops.put(self._records, rows, records, 0)
 
 
-def host_records(num_rows: int, layout: RecordLayout, *, pinned: bool) -> MappedRecords:
-    """Allocate records in host memory; a GPU can read ``pinned`` memory directly."""
+class PinnedRecords(MappedRecords):
+    """Keeps records in pinned host memory, which a GPU also reads and writes, as ``on_device``
+    [rows, words].
+    """
+
+    def __init__(self, num_rows: int, layout: RecordLayout, device: torch.device) -> None:
+        shape = (num_rows, layout.num_words)
+        memory = torch.empty(shape, dtype=layout.word, pin_memory=True)
+        super().__init__(memory.numpy())
+        self.on_device = as_device_memory(memory, device)
+
+
+class _DeviceMemory:
+    """Describes ``memory`` as memory of a GPU, and keeps it allocated."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": tuple(memory.shape),
+            "typestr": memory[:0].numpy().dtype.str,
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def as_device_memory(pinned: Tensor, device: torch.device) -> Tensor:
+    """Return pinned host memory as a tensor on ``device``; its kernels access the memory over the
+    bus.
+    """
+    if not pinned.numel():
+        return torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
+    return torch.as_tensor(_DeviceMemory(pinned), device=device)
+
+
+def host_records(
+    num_rows: int, layout: RecordLayout, device: torch.device | None = None
+) -> MappedRecords:
+    """Allocate records in host memory, for slots on ``device`` (by default, on CPU)."""
+    if device is not None and device.type == "cuda":
+        return PinnedRecords(num_rows, layout, device)
     shape = (num_rows, layout.num_words)
-    return MappedRecords(torch.empty(shape, dtype=layout.word, pin_memory=pinned).numpy())
+    return MappedRecords(torch.empty(shape, dtype=layout.word).numpy())
 
 
 def file_records(num_rows: int, layout: RecordLayout, folder: Path, key: str) -> MappedRecords:
@@ -162,7 +200,7 @@ def _on_servers(new: RecordRequest) -> RecordStore:
 
 
 RECORDS: dict[Outside, Callable[[RecordRequest], RecordStore]] = {
-    "host": lambda new: host_records(new.num_rows, new.layout, pinned=new.device.type == "cuda"),
+    "host": lambda new: host_records(new.num_rows, new.layout, new.device),
     "file": lambda new: file_records(new.num_rows, new.layout, new.folder, new.key),
     "servers": _on_servers,
 }

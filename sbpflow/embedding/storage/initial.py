@@ -16,6 +16,7 @@ from sbpflow.embedding.rules.base import SparseOptimizer
 from sbpflow.embedding.state import StoredShard
 from sbpflow.embedding.storage.selected_rows import SelectedRows
 from sbpflow.embedding.storage.store import WEIGHTS
+from sbpflow.runtime.compute.devices import upload
 from sbpflow.runtime.random.splitmix import signed
 from sbpflow.runtime.random.streams import GAMMA, fill_uniform, mix, stream_key, uniform_rows
 
@@ -77,16 +78,18 @@ class RowInitializer:
         self._offsets = self._streams - shifts * GAMMA
         ranges = [shard.table.initial_range for shard in shards]
         self._ranges = torch.tensor(ranges, dtype=torch.float64)
+        self._copies: dict[torch.device, tuple[Tensor, ...]] = {}  # see ``_on``
 
     def __call__(self, rows: Tensor, addresses: Tensor | None = None) -> dict[str, Tensor]:
         """Return the initial values and state of ``rows`` [n], by name."""
         rows, device = rows.to(torch.int64), rows.device
-        shard_of = torch.searchsorted(self._bases[1:].to(device), rows, right=True)
+        bases, offsets, streams, ranges = self._on(device)
+        shard_of = torch.searchsorted(bases[1:], rows, right=True)
         if addresses is None:
-            counters = rows * self._dim * GAMMA + self._offsets.to(device)[shard_of]
+            counters = rows * self._dim * GAMMA + offsets[shard_of]
         else:  # Multiplying by the dim would lose the upper bits of the address.
-            counters = mix(addresses + self._streams.to(device)[shard_of])
-        bounds = self._ranges.to(device)[shard_of]
+            counters = mix(addresses + streams[shard_of])
+        bounds = ranges[shard_of]
         values = {
             WEIGHTS: _uniform_rows(
                 counters, self._width, bounds, self._first_column, self._row_dtype
@@ -97,6 +100,13 @@ class RowInitializer:
             start = self._optimizer.initial_state(name)
             values[name] = torch.full(shape, start, dtype=self._dtype, device=device)
         return values
+
+    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return bases, offsets, streams, and ranges on ``device``, which are copied only once."""
+        if device not in self._copies:
+            tensors = (self._bases, self._offsets, self._streams, self._ranges)
+            self._copies[device] = tuple(upload(tensor, device) for tensor in tensors)
+        return self._copies[device]
 
     def put(self, rows: Array, slots: Array, tensors: Mapping[str, Tensor]) -> None:
         """Set ``tensors[name][slots]`` to the values of ``rows``; tensors must be on the host."""
