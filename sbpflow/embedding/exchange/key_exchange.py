@@ -6,7 +6,9 @@ run several batches ahead of the step.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -71,6 +73,11 @@ class KeyExchange:
         self._owners = [[owner for owner, _, _ in field.owners] for field in plan.vocabularies]
         self._timed = any(has_idle_time(field.growth) for field in plan.vocabularies)
         self._transfer = RowTransfer(self._world, KEYS)
+        # Fields are decided in parallel, because nothing is shared between them.
+        num_threads = min(self._world.num_host_threads, len(self.fields))
+        self._threads: ThreadPoolExecutor | None = None
+        if num_threads > 1:
+            self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="keys")
 
     def rows_of(
         self,
@@ -102,10 +109,7 @@ class KeyExchange:
         if self._world.size > 1:
             all_rows = self._ask(all_keys, batch, changes)
         else:
-            all_rows = [
-                self._decide(field, keys, _NO_COUNTS, batch, changes)
-                for field, keys in zip(self.fields, all_keys, strict=True)
-            ]
+            all_rows = self._decide(all_keys, [_NO_COUNTS] * len(all_keys), batch, changes)
         if batch.training and not all(field.plan.is_local for field in self.fields):
             changes = self._gather_changes(changes, batch.batch_size)
         return self._replaced(columns, lists, all_rows), changes
@@ -165,28 +169,17 @@ class KeyExchange:
 
     def _decide(
         self,
-        field: FieldKeys,
-        keys: Array,
-        counts: Array,
+        all_keys: list[Array],
+        all_counts: list[Array],
         batch: _Batch,
         changes: list[Changes],
-    ) -> Array:
-        if field.part is None:
-            if batch.training:
-                changes.append(Changes(_NO_ROWS, _NO_ROWS, _NO_ROWS))
-            return _NO_ROWS
-        if not batch.training:
-            return field.part.peek(keys)
-        rows, changed = field.part.announce(
-            keys,
-            counts,
-            batch.batch_size,
-            begins_step=batch.begins_step,
-            time=batch.time,
-            out=keys,
-        )
-        changes.append(changed)
-        return rows
+    ) -> list[Array]:
+        """Return the rows of the keys, by field; in training, add the changes of each field."""
+        run = map if self._threads is None else self._threads.map
+        decided = list(run(partial(_decide, batch), self.fields, all_keys, all_counts))
+        if batch.training:
+            changes.extend(changed for _, changed in decided)
+        return [rows for rows, _ in decided]
 
     def _ask(self, all_keys: list[Array], batch: _Batch, changes: list[Changes]) -> list[Array]:
         """Send the unique keys of all fields to their owners; return the rows of the keys, by
@@ -217,11 +210,10 @@ class KeyExchange:
         pairs = self._exchange(steps["keys/fwd"], _joined(blocks, (0, 2)), out, into)
         incoming = _split(pairs, got)  # received pairs by rank and field
         replies: list[list[Array]] = [[] for _ in range(size)]
-        for index, field in enumerate(self.fields):
-            parts = [incoming[rank][index] for rank in range(size)]
-            joined = np.concatenate(parts)
-            rows = self._decide(field, joined[:, 0].copy(), joined[:, 1].copy(), batch, changes)
-            ends = np.cumsum([part.shape[0] for part in parts])
+        joined = [np.concatenate(parts) for parts in zip(*incoming, strict=True)]
+        keys, counts = ([pairs[:, n].copy() for pairs in joined] for n in range(2))
+        for index, rows in enumerate(self._decide(keys, counts, batch, changes)):
+            ends = np.cumsum(got[:, index])
             for rank, reply in enumerate(np.split(rows, ends[:-1])):
                 replies[rank].append(reply)
         rows = self._exchange(steps["keys/rows"], _joined(replies, (0,)), into, out)
@@ -267,6 +259,22 @@ class KeyExchange:
 
     def _upload(self, values: Tensor) -> Tensor:
         return upload(values, self._world.device)
+
+
+def _decide(batch: _Batch, field: FieldKeys, keys: Array, counts: Array) -> tuple[Array, Changes]:
+    nothing = Changes(_NO_ROWS, _NO_ROWS, _NO_ROWS)
+    if field.part is None:
+        return _NO_ROWS, nothing
+    if not batch.training:
+        return field.part.peek(keys), nothing
+    return field.part.announce(
+        keys,
+        counts,
+        batch.batch_size,
+        begins_step=batch.begins_step,
+        time=batch.time,
+        out=keys,
+    )
 
 
 def _tensor(values: Array) -> Tensor:
