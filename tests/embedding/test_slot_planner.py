@@ -2,9 +2,12 @@
 with numpy.
 """
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 
+from sbpflow.embedding.cache import slot_planner
 from sbpflow.embedding.cache.slot_layout import find_loops
 from sbpflow.embedding.cache.slot_planner import Admission, SlotPlanner
 
@@ -39,18 +42,20 @@ class Mirror:
         assert self.stored.issuperset(found.stored.tolist())
         assert self.stored.isdisjoint(found.new.tolist())
         missing = [*found.stored.tolist(), *found.new.tolist()]
-        for row, slot in zip(missing, found.slots.tolist(), strict=True):
+        slots = [*found.stored_slots.tolist(), *found.new_slots.tolist()]
+        for row, slot in zip(missing, slots, strict=True):
             assert row not in self.slot_of
             self.slot_of[row] = slot
         assert len(set(self.slot_of.values())) == len(self.slot_of) <= self.num_slots
         assert all(0 <= slot < self.num_slots for slot in self.slot_of.values())
-        self.fetched += found.slots.size
+        self.fetched += found.num_rows
         self.new += found.new.size
 
 
-def run(batches, num_slots, known, ahead, compiled, cancel_from=None):
+def run(batches, num_slots, known, ahead, compiled, cancel_from=None, num_threads=1):
     """Train with ``known`` announced batches, of which up to ``ahead`` are admitted early."""
-    planner, mirror = SlotPlanner(ROWS, num_slots, compiled=compiled), Mirror(num_slots)
+    planner = SlotPlanner(ROWS, num_slots, compiled=compiled, num_threads=num_threads)
+    mirror = Mirror(num_slots)
     decisions = []
     for step in range(len(batches)):
         while planner.num_announced < min(step + known + 1, len(batches)):
@@ -66,8 +71,7 @@ def run(batches, num_slots, known, ahead, compiled, cancel_from=None):
                 assert found == len(leased) > num_slots
                 assert planner.num_admitted > step, "one batch fits"
                 break
-            arrays = (found.stored, found.new, found.slots, found.evicted)
-            decisions.append([array.copy() for array in arrays])
+            decisions.append([array.copy() for array in astuple(found)])
             mirror.apply(found)
         assert planner.num_leased == len(
             set().union(*map(unique, batches[step : planner.num_admitted]))
@@ -91,6 +95,27 @@ def test_capacity_holds_and_every_row_has_one_slot(compiled, seed):
     planner, mirror, _ = run(batches, num_slots, known, ahead, compiled)
     assert planner.num_leased == 0
     assert mirror.fetched > mirror.new > 0
+
+
+@FORMS
+@pytest.mark.parametrize("num_threads", [3, 4])
+def test_lanes_plan_in_parallel(monkeypatch, compiled, num_threads):
+    monkeypatch.setattr(slot_planner, "LEAST_LANE", 32)
+    batches = trace(num_threads, size=30)
+    planner, mirror, _ = run(batches, 200, 9, 1, compiled, num_threads=num_threads)
+    assert len(planner._lanes) == {3: 2, 4: 4}[num_threads]
+    assert planner.num_leased == 0
+    assert mirror.stored
+    assert mirror.fetched > mirror.new > 0
+    # each lane has its share of the slots, so a batch that fits may still be refused
+    planner = SlotPlanner(ROWS, 200, compiled=compiled, num_threads=num_threads)
+    planner.announce(np.arange(ROWS))
+    assert planner.admit() >= ROWS
+    rows = np.concatenate([np.arange(64), np.arange(256, 300)])  # in one lane
+    planner.release()
+    planner.announce(rows)
+    fits = planner.admit()
+    assert (fits.num_rows if num_threads == 3 else fits) == {3: 108, 4: 300}[num_threads]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -86,11 +86,13 @@ class SlotBlock:
             admission.evicted,
             admission.evicted_slots,
             admission.stored,
+            admission.stored_slots,
             admission.new,
-            admission.slots,
+            admission.new_slots,
         )
         numbers = self.to_device(torch.from_numpy(np.concatenate(parts))).to(torch.int64)
-        evicted, evicted_slots, stored, new, slots = numbers.split([part.size for part in parts])
+        sizes = [part.size for part in parts]
+        evicted, evicted_slots, stored, stored_slots, new, new_slots = numbers.split(sizes)
         records = memory.index_select(0, stored)
         initial = self._initial(new)
         read = self.mark()
@@ -100,8 +102,8 @@ class SlotBlock:
             words = [self._words[name].index_select(0, evicted_slots) for name, _ in columns]
             leaving = torch.cat(words, 1)
             for name, at in columns:
-                self._words[name].index_copy_(0, slots[: stored.numel()], records[:, at])
-                self._tensors[name].index_copy_(0, slots[stored.numel() :], initial[name])
+                self._words[name].index_copy_(0, stored_slots, records[:, at])
+                self._tensors[name].index_copy_(0, new_slots, initial[name])
             taken = self.mark()
         self.wait(taken, leaving)
         memory.index_copy_(0, evicted, leaving)

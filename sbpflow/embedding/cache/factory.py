@@ -13,10 +13,13 @@ from sbpflow.embedding.storage.store import RowStore, StoreFactory, StoreRequest
 
 
 def stores_of(
-    folder_of: Callable[[str], Path], device: torch.device, servers: Servers | None = None
+    folder_of: Callable[[str], Path],
+    device: torch.device,
+    servers: Servers | None = None,
+    num_threads: int = 1,
 ) -> StoreFactory:
     """Return a factory that creates the kind of store that ``TableConfig.storage`` requests; files
-    go to ``folder_of(key)``.
+    go to ``folder_of(key)``, and each cache is planned by ``num_threads`` threads.
 
     See ``RecordRequest`` for ``servers``.
     """
@@ -35,6 +38,6 @@ def stores_of(
             return RECORDS[storage.kind](new)
 
         slots = storage.num_slots(request.num_rows)
-        return CachedStore(request, records, slots, key=storage.key)
+        return CachedStore(request, records, slots, key=storage.key, num_threads=num_threads)
 
     return make

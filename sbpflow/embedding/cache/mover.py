@@ -96,13 +96,14 @@ class Mover:
         num_slots: int,
         ahead: int,
         key: str,
+        num_threads: int,
     ) -> None:
         self._block = SlotBlock(kernel, request.initial)
         self.layout = self._block.layout
         self.records = records(request.num_rows, self.layout)
         # Records that the GPU reads and writes itself, in the mover's stream.
         self._memory = self.records.on_device if isinstance(self.records, PinnedRecords) else None
-        self.planner = SlotPlanner(request.num_rows, num_slots)
+        self.planner = SlotPlanner(request.num_rows, num_slots, num_threads=num_threads)
         self.counts = CacheCounts()
         self.tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._initial, self._ahead, self._key = request.initial, ahead, key
@@ -204,7 +205,7 @@ class Mover:
             here, is_new = slots >= 0, slots == NEW
             if self._arriving is not None:
                 is_new |= np.isin(slots, self._arriving.new_slots)
-                here &= ~np.isin(slots, self._arriving.slots)
+                here &= ~is_new & ~np.isin(slots, self._arriving.stored_slots)
             resident = self.layout.empty(int(here.sum()))
             self._block.take(slots[here], resident)
             out[here] = resident
@@ -342,7 +343,7 @@ class Mover:
                 self._leaving = self._leaving[:0]
         fetched, new, written = self.counts.moved
         self.counts.moved = (
-            fetched + admission.slots.size,
+            fetched + admission.num_rows,
             new + admission.new.size,
             written + admission.evicted.size,
         )

@@ -18,6 +18,13 @@ from sbpflow.embedding.cache.slot_layout import (
 )
 
 
+def select(addresses: Array, lane: int, mask: int, out: Array) -> int:
+    """Like ``slot_loops.select``."""
+    mine = addresses[((addresses >> 6) & mask) == lane]
+    out[: mine.size] = mine
+    return mine.size
+
+
 def announce(
     addresses: Array,
     start: int,
@@ -52,11 +59,25 @@ def announce(
     return addresses.size, wanted.size
 
 
+def count_missing(
+    batch: int, wanted: Array, records: Array, stored: Array, new: Array
+) -> tuple[int, int, int]:
+    """Like ``slot_loops.count_missing``."""
+    slot = records[wanted, SLOT]
+    added = int(((slot < 0) | (records[wanted, NEXT] >= batch)).sum())
+    found = [wanted[slot == STORED], wanted[slot == NEW]]
+    for rows, out in zip(found, (stored, new), strict=True):
+        out[: rows.size] = rows
+    return found[0].size, found[1].size, added
+
+
 def admit(
     batch: int,
     newest: int,
     wanted: Array,
-    num_slots: int,
+    num_stored: int,
+    num_new: int,
+    added: int,
     records: Array,
     candidates: Array,
     num_candidates: Array,
@@ -67,18 +88,10 @@ def admit(
     new: Array,
     slots: Array,
     evicted: Array,
-) -> tuple[int, int, int]:
+) -> int:
     """Like ``slot_loops.admit``."""
-    slot = records[wanted, SLOT]
-    lacks = slot < 0
-    added = int((lacks | (records[wanted, NEXT] >= batch)).sum())
-    if state[LEASED] + added > num_slots:
-        return -1, 0, int(state[LEASED]) + added
     state[LEASED] += added
-    found = [wanted[slot == STORED], wanted[slot == NEW]]
-    for rows, out in zip(found, (stored, new), strict=True):
-        out[: rows.size] = rows
-    missing = np.concatenate(found)
+    missing = np.concatenate([stored[:num_stored], new[:num_new]])
     num_missing = missing.size
     records[wanted, NEXT] = batch
     unused = min(num_missing, int(state[FREE]))
@@ -91,7 +104,7 @@ def admit(
     records[victims, SLOT] = STORED
     evicted[: victims.size] = victims
     records[missing, SLOT] = slots[:num_missing]
-    return found[0].size, found[1].size, victims.size
+    return victims.size
 
 
 def _victims(

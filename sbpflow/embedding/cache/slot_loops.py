@@ -23,6 +23,16 @@ NEAR = DISTANCE // 3  # a prefetch whose address is read from a record that was 
 
 
 @compiled
+def select(addresses: Array, lane: int, mask: int, out: Array) -> int:
+    """Copy the addresses of a lane to ``out``; return their number."""
+    count = 0
+    for i in range(addresses.size):
+        out[count] = addresses[i]
+        count += ((addresses[i] >> 6) & mask) == lane
+    return count
+
+
+@compiled
 def announce(
     addresses: Array,
     start: int,
@@ -133,27 +143,11 @@ def _evict(
 
 
 @compiled
-def admit(
-    batch: int,
-    newest: int,
-    wanted: Array,
-    num_slots: int,
-    records: Array,
-    candidates: Array,
-    num_candidates: Array,
-    free: Array,
-    queue: Array,
-    state: Array,
-    stored: Array,
-    new: Array,
-    slots: Array,
-    evicted: Array,
+def count_missing(
+    batch: int, wanted: Array, records: Array, stored: Array, new: Array
 ) -> tuple[int, int, int]:
-    """Assign a slot to every row of a batch; return the numbers of stored, new, and evicted rows.
-
-    ``slots`` lists the slots of the stored rows, followed by those of the new rows. The last of
-    these slots are the ones that the evicted rows had. If the rows of all batches in flight do not
-    fit, change nothing, and return -1, 0, and the number of slots that would be enough.
+    """List the rows of a batch that have no slot: the stored rows, and the new rows. Return how
+    many rows there are of each, and how many rows the batch would add to the leased rows.
     """
     num_stored, num_new, added = 0, 0, 0
     for i in range(wanted.size):
@@ -166,8 +160,34 @@ def admit(
         num_stored += slot == STORED
         num_new += slot == NEW
         added += lacks | (records[row, NEXT] >= batch)
-    if state[LEASED] + added > num_slots:
-        return -1, 0, state[LEASED] + added
+    return num_stored, num_new, added
+
+
+@compiled
+def admit(
+    batch: int,
+    newest: int,
+    wanted: Array,
+    num_stored: int,
+    num_new: int,
+    added: int,
+    records: Array,
+    candidates: Array,
+    num_candidates: Array,
+    free: Array,
+    queue: Array,
+    state: Array,
+    stored: Array,
+    new: Array,
+    slots: Array,
+    evicted: Array,
+) -> int:
+    """Assign a slot to every row of a batch, given the result of ``count_missing``; return the
+    number of evicted rows. There must be enough slots.
+
+    ``slots`` lists the slots of the stored rows, followed by those of the new rows. The last of
+    these slots are the ones that the evicted rows had.
+    """
     state[LEASED] += added
     for i in range(wanted.size):
         if i + DISTANCE < wanted.size:
@@ -199,7 +219,7 @@ def admit(
         if i + DISTANCE < num_new:
             prefetch_to_write(records, new[i + DISTANCE])
         records[new[i], SLOT] = slots[num_stored + i]
-    return num_stored, num_new, num_evicted
+    return num_evicted
 
 
 @compiled

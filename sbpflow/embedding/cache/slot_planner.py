@@ -7,26 +7,20 @@ are admitted but not yet released are never evicted.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, repeat
+from typing import Any
 
 import numpy as np
 
-from sbpflow.embedding.cache.slot_layout import (
-    FREE,
-    LEASED,
-    NEVER,
-    NEW,
-    RECORD_BYTES,
-    SLOT,
-    TAIL,
-    Array,
-    find_loops,
-)
+from sbpflow.embedding.cache.slot_lane import QUEUE_ENTRIES, Lane
+from sbpflow.embedding.cache.slot_layout import NEVER, NEW, RECORD_BYTES, SLOT, Array, find_loops
 from sbpflow.errors import ConfigError
 
-_LEAST_RING, _LEAST_ROWS = 4, 64
-_QUEUE_ENTRIES = 3  # queue entries per slot
+LEAST_LANE = 1 << 16  # slots; fewer are not worth a thread of their own
 
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
@@ -34,7 +28,7 @@ def planning_bytes(num_rows: int, num_slots: int) -> int:
     return (
         RECORD_BYTES * (num_rows + 1)
         + 8 * (num_rows // 64 + 1)
-        + (4 + 8 * _QUEUE_ENTRIES) * num_slots
+        + (4 + 8 * QUEUE_ENTRIES) * num_slots
     )
 
 
@@ -55,38 +49,53 @@ def name_tables(names: Iterable[str]) -> str:
 class Admission:
     """The missing rows of an admitted batch, and the rows evicted for them.
 
-    ``slots`` contains the slots of the ``stored`` rows, followed by those of the ``new`` rows,
-    which were never evicted and still have their initial values. ``evicted`` contains the rows that
-    previously had the last ``len(evicted)`` of these slots. The arrays are int32, and valid until
-    the next admission.
+    ``stored`` rows have been written to slower memory; ``new`` rows never, so they still have their
+    initial values. The slots of ``evicted`` rows are the ones that these rows had. The arrays are
+    int32, and valid until the next admission.
     """
 
     stored: Array
+    stored_slots: Array
     new: Array
-    slots: Array
+    new_slots: Array
     evicted: Array
+    evicted_slots: Array
 
     @property
-    def stored_slots(self) -> Array:
-        return self.slots[: self.stored.size]
+    def num_rows(self) -> int:
+        """Return the number of missing rows."""
+        return self.stored.size + self.new.size
 
-    @property
-    def new_slots(self) -> Array:
-        return self.slots[self.stored.size :]
-
-    @property
-    def evicted_slots(self) -> Array:
-        return self.slots[self.slots.size - self.evicted.size :]
+    @staticmethod
+    def of(lanes: Sequence[tuple[Array, Array, Array, Array]]) -> "Admission":
+        """Return the admission of all lanes, given the results of ``Lane.admit``."""
+        columns: list[list[Array]] = [[] for _ in range(6)]
+        for stored, new, slots, evicted in lanes:
+            parts = (
+                stored,
+                slots[: stored.size],
+                new,
+                slots[stored.size :],
+                evicted,
+                slots[slots.size - evicted.size :],
+            )
+            for column, part in zip(columns, parts, strict=True):
+                column.append(part)
+        return Admission(*(np.concatenate(c) if len(c) > 1 else c[0] for c in columns))
 
 
 class SlotPlanner:
     """Leases ``num_slots`` slots to the rows of batches, on a rank that has ``num_rows`` rows.
 
     Batches are numbered from 0, and are announced, admitted, and released in this order.
-    ``records`` has one record for each row, and one for the address after the last row.
+    ``records`` has one record for each row, and one for the address after the last row. With
+    several threads, each plans the rows and the slots of one lane; with few slots, there is only
+    one lane.
     """
 
-    def __init__(self, num_rows: int, num_slots: int, *, compiled: bool | None = None) -> None:
+    def __init__(
+        self, num_rows: int, num_slots: int, *, compiled: bool | None = None, num_threads: int = 1
+    ) -> None:
         if num_rows >= NEVER:
             raise ConfigError(
                 f"a rank can have at most {NEVER - 1:,} cached rows, got {num_rows:,}; use more "
@@ -98,14 +107,17 @@ class SlotPlanner:
         self.records[:] = NEW, -1, 0, NEVER
         # Absent rows have the slot that the kernel reads as zeros.
         self.records[num_rows, SLOT] = num_slots
-        self._seen = np.zeros(num_rows // 64 + 1, np.int64)
-        self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
-        self._queue = np.empty((_QUEUE_ENTRIES * num_slots, 2), np.int32)
-        self._state = np.zeros(4, np.int64)
-        self._state[FREE] = num_slots
-        self._resize(_LEAST_RING, _LEAST_ROWS)
-        # compiles the loop before training
-        self._loops.compact(self.records, self._queue, self._state)
+        seen = np.zeros(num_rows // 64 + 1, np.int64)
+        count = min(num_threads, num_slots // LEAST_LANE)
+        count = 1 << (max(count, 1).bit_length() - 1)
+        sizes = [_lane_rows(num_rows, lane, count) for lane in range(count)]
+        ends = [sum(sizes[:lane]) * num_slots // max(num_rows, 1) for lane in range(count + 1)]
+        ends[-1] = num_slots
+        self._lanes = [
+            Lane(self._loops, self.records, seen, (start, stop), (lane, count))
+            for lane, (start, stop) in enumerate(pairwise(ends))
+        ]
+        self._threads = ThreadPoolExecutor(count, "slots") if count > 1 else None
         self.num_announced = self.num_admitted = self.num_released = 0
         # The last refused batch, the number of releases at that time, and the number of slots
         # needed.
@@ -114,52 +126,26 @@ class SlotPlanner:
     @property
     def num_leased(self) -> int:
         """Return the number of rows of batches that are admitted but not released."""
-        return int(self._state[LEASED])
+        return sum(lane.num_leased for lane in self._lanes)
 
     @property
     def num_bytes(self) -> int:
         """Return the size of all arrays in bytes."""
-        arrays = (
-            self.records,
-            self._seen,
-            self._free,
-            self._queue,
-            self._rows,
-            self._nexts,
-            self._candidates,
-        )
-        return sum(array.nbytes for array in arrays)
+        return self.records.nbytes + sum(lane.num_bytes for lane in self._lanes)
+
+    def _map(self, work: Callable[..., Any], *arguments: Iterable[Any]) -> list[Any]:
+        """Return ``work(lane, ...)`` for every lane."""
+        run = map if self._threads is None else self._threads.map
+        return list(run(work, self._lanes, *arguments))
 
     def announce(self, addresses: Array) -> int:
         """Announce the next batch's ``addresses``, which may repeat; return the number of distinct
         rows.
         """
-        batch, start, count = self.num_announced, 0, 0
-        ring, width = self._rows.shape
-        if batch - self.num_released >= ring - 1:
-            self._resize(2 * ring, width)
-        at = batch % len(self._rows)
-        self._num_candidates[at] = 0
-        while True:
-            start, count = self._loops.announce(
-                addresses,
-                start,
-                count,
-                batch,
-                self.num_released,
-                self.records,
-                self._seen,
-                self._rows,
-                self._nexts,
-                self._candidates,
-                self._num_candidates,
-            )
-            if start == addresses.size:
-                break
-            self._resize(*np.multiply(self._rows.shape, (1, 2)))
-        self._counts[at] = count
+        batch, oldest = self.num_announced, self.num_released
+        counts = self._map(partial(Lane.announce, batch=batch, oldest=oldest), repeat(addresses))
         self.num_announced += 1
-        return count
+        return sum(counts)
 
     def admit(self) -> Admission | int:
         """Admit the oldest announced batch that is not yet admitted.
@@ -171,51 +157,25 @@ class SlotPlanner:
         # If nothing has been released since the last attempt, the batch still does not fit.
         if self._refused[:2] == (batch, self.num_released):
             return self._refused[2]
-        stored, new, slots, evicted = self._found
-        num_stored, num_new, num_evicted = self._loops.admit(
-            batch,
-            self.num_announced - 1,
-            self._wanted(batch),
-            self.num_slots,
-            self.records,
-            self._candidates,
-            self._num_candidates,
-            self._free,
-            self._queue,
-            self._state,
-            stored,
-            new,
-            slots,
-            evicted,
-        )
-        if num_stored < 0:
-            self._refused = (batch, self.num_released, int(num_evicted))
-            return int(num_evicted)
+        counts = self._map(partial(Lane.count_needed, batch=batch))
+        if any(n > lane.num_slots for n, lane in zip(counts, self._lanes, strict=True)):
+            # Each lane has its share of the slots, so the fullest lane decides.
+            needed = max(
+                -(-n * self.num_slots // lane.num_slots)
+                for n, lane in zip(counts, self._lanes, strict=True)
+            )
+            self._refused = (batch, self.num_released, needed)
+            return needed
+        newest = self.num_announced - 1
+        admitted = self._map(partial(Lane.admit, batch=batch, newest=newest))
         self.num_admitted += 1
-        return Admission(
-            stored[:num_stored],
-            new[:num_new],
-            slots[: num_stored + num_new],
-            evicted[:num_evicted],
-        )
+        return Admission.of(admitted)
 
     def release(self) -> None:
         """Release the oldest batch, even if it is not admitted."""
         batch = self.num_released
-        wanted = self._wanted(batch)
-        if self._state[TAIL] + wanted.size > len(self._queue):
-            self._loops.compact(self.records, self._queue, self._state)
-        self._loops.release(
-            batch,
-            batch < self.num_admitted,
-            wanted,
-            self._nexts[batch % len(self._rows), : wanted.size],
-            self.records,
-            self._candidates,
-            self._num_candidates,
-            self._queue,
-            self._state,
-        )
+        is_admitted = batch < self.num_admitted
+        self._map(partial(Lane.release, batch=batch, is_admitted=is_admitted))
         self.num_released += 1
         self.num_admitted = max(self.num_admitted, self.num_released)
 
@@ -223,26 +183,12 @@ class SlotPlanner:
         """Write the slots of the addresses of an admitted batch; return the number of addresses
         without a slot.
         """
-        return self._loops.translate(addresses, self.records, slots)
+        count = len(self._lanes)
+        parts = [np.array_split(array, count) for array in (addresses, slots)]
+        return sum(self._map(Lane.translate, *parts))
 
-    def _wanted(self, batch: int) -> Array:
-        at = batch % len(self._rows)
-        return self._rows[at, : self._counts[at]]
 
-    def _resize(self, ring: int, width: int) -> None:
-        """Allocate space for more batches in flight, or for more rows per batch."""
-        new = [np.empty((ring, width), np.int32) for _ in range(3)]
-        counts = [np.zeros(ring, np.int64) for _ in range(2)]
-        if hasattr(self, "_rows"):
-            old = (self._rows, self._nexts, self._candidates)
-            for batch in range(self.num_released, self.num_announced + 1):
-                for source, target in zip(old, new, strict=True):
-                    row = source[batch % len(source)]
-                    target[batch % ring, : row.size] = row
-                for source, target in zip(
-                    (self._counts, self._num_candidates), counts, strict=True
-                ):
-                    target[batch % ring] = source[batch % source.size]
-        self._rows, self._nexts, self._candidates = new
-        self._counts, self._num_candidates = counts
-        self._found = [np.empty(width, np.int32) for _ in range(4)]
+def _lane_rows(num_rows: int, lane: int, count: int) -> int:
+    """Return the number of rows of a lane, which has every ``count``-th block of 64 rows."""
+    blocks, rest = divmod(num_rows, 64 * count)
+    return 64 * blocks + min(max(rest - 64 * lane, 0), 64)

@@ -45,10 +45,11 @@ class CachedStore:
         *,
         ahead: int = AHEAD,
         key: str = "parallel.storage",
+        num_threads: int = 1,
     ) -> None:
         self.kernel: RowKernel = request.make_kernel(num_slots)
         self.num_rows, self.width, self.num_slots = request.num_rows, request.width, num_slots
-        self._mover = Mover(request, self.kernel, records, num_slots, ahead, key)
+        self._mover = Mover(request, self.kernel, records, num_slots, ahead, key, num_threads)
         self.counts = self._mover.counts
         self._thread = threading.Thread(target=self._mover.run, name="row mover", daemon=True)
         self._thread.start()

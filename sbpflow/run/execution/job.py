@@ -154,7 +154,8 @@ def build_job(
 
 def _stores(config: Config, plan: RunPlan, boxing: Boxing, training: bool) -> StoreFactory:
     servers = join_servers(config, plan, boxing) if training else None
-    return stores_of(partial(_row_folder, config), boxing.world.device, servers)
+    world = boxing.world
+    return stores_of(partial(_row_folder, config), world.device, servers, world.num_host_threads)
 
 
 def _row_folder(config: Config, key: str) -> Path:

@@ -147,7 +147,7 @@ def _dry_run(
                     rank, num_rows, result, planner.num_released + 1, planner.num_admitted + 1
                 )
             counts[planner.num_admitted - 1, 1:] = (
-                result.slots.size,
+                result.num_rows,
                 result.stored.size,
                 result.evicted.size,
             )
