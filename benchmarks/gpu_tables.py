@@ -139,7 +139,10 @@ def ours(
         }
     trainer.drain()
     torch.cuda.synchronize()
-    return {"kernels": sorted({str(name) for name in job.embeddings.kernels.values()}), **figures}
+    return {
+        "kernels": sorted({choice.name for choice in job.embeddings.kernels.values()}),
+        **figures,
+    }
 
 
 def peer(

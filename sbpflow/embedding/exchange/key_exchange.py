@@ -27,6 +27,7 @@ from sbpflow.embedding.vocabulary.field_keys import FieldKeys
 from sbpflow.errors import DataError
 from sbpflow.runtime.compute.compiled import Array
 from sbpflow.runtime.compute.devices import upload
+from sbpflow.runtime.ranks.host_threads import host_threads
 
 KEYS = "keys"
 _NO_COUNTS = np.empty(0, np.int64)
@@ -74,7 +75,7 @@ class KeyExchange:
         self._timed = any(has_idle_time(field.growth) for field in plan.vocabularies)
         self._transfer = RowTransfer(self._world, KEYS)
         # Fields are decided in parallel, because nothing is shared between them.
-        num_threads = min(self._world.num_host_threads, len(self.fields))
+        num_threads = min(host_threads(self._world), len(self.fields))
         self._threads: ThreadPoolExecutor | None = None
         if num_threads > 1:
             self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="keys")

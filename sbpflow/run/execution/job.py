@@ -24,6 +24,7 @@ from sbpflow.run.model.torch_model import TorchModel
 from sbpflow.run.planning.build_plan import plan_run
 from sbpflow.run.planning.kernels import with_measured_kernels
 from sbpflow.run.planning.plan import RunPlan
+from sbpflow.runtime.ranks.host_threads import host_threads
 from sbpflow.runtime.ranks.world import World
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.clipping import Clipper
@@ -155,7 +156,7 @@ def build_job(
 def _stores(config: Config, plan: RunPlan, boxing: Boxing, training: bool) -> StoreFactory:
     servers = join_servers(config, plan, boxing) if training else None
     world = boxing.world
-    return stores_of(partial(_row_folder, config), world.device, servers, world.num_host_threads)
+    return stores_of(partial(_row_folder, config), world.device, servers, host_threads(world))
 
 
 def _row_folder(config: Config, key: str) -> Path:

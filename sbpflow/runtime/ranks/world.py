@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 HEADER_BYTES = 512
 LENGTH_BYTES = 8  # at the end of a header: the length of this rank's refusal message, or 0
 DEFAULT_TIMEOUT_S = 600.0
-MOST_HOST_THREADS = 8
 _SLACK_S = 5.0  # lets torch's own timeout, whose message is more specific, expire first
 
 Made = TypeVar("Made")
@@ -180,16 +179,6 @@ class World:
             store = world.store("shared memory")
             world._shared = share_memory(store, world.rank, world.size, here, timeout_s)
         return world
-
-    @property
-    def num_host_threads(self) -> int:
-        """Return the number of threads for loops on the host: torch's number or, with a GPU, at
-        most ``MOST_HOST_THREADS`` of this rank's share of the cores.
-        """
-        if self.device.type != "cuda":
-            return torch.get_num_threads()
-        here = self.topology.hosts[self.topology.host_of(self.rank)]
-        return max(1, min(MOST_HOST_THREADS, len(os.sched_getaffinity(0)) // len(here)))
 
     def passes_messages(self, backend: str) -> bool:
         """Return whether an all-to-all of ``backend`` consists of messages between pairs of ranks.
