@@ -306,8 +306,8 @@ class ParallelConfig:
         Key(
             "execution",
             "Replay each step as a CUDA graph. On several ranks, only the dense part is replayed. "
-            "auto does this for the models of sbpflow, on one rank with a GPU, unless another key "
-            "rules it out.",
+            "auto does this for the models and optimizers of sbpflow, on one rank with a GPU, "
+            "unless another key rules it out.",
         ),
     ] = "auto"
     row_buffer_fraction: Annotated[

@@ -76,7 +76,8 @@ class EmbeddingCollection:
         self._num_begun = 0  # number of training batches so far
         self.kernels = choose_kernels(plan, kernel) if isinstance(kernel, str) else dict(kernel)
         warm_up_kernels(plan, self.kernels)
-        warm_up_loops(plan, world.device, compiled=compiled)
+        ids_device = torch.device("cpu") if plan.ids_on_host else world.device
+        warm_up_loops(plan, ids_device, compiled=compiled)
         self.growing: Growing | None = None
         if plan.vocabularies:
             check_numba(plan.vocabularies[0].name)
@@ -93,7 +94,6 @@ class EmbeddingCollection:
         self._num_rounds = max((group.num_rounds for group in plan.groups), default=1)
         self._padded = PaddedGroups(self._groups)
         self._stream = IdStream(world.device)
-        ids_device = torch.device("cpu") if plan.ids_on_host else world.device
         self._reader = IdReader(plan, world.rank, ids_device, compiled=compiled)
         self._transfer = IdTransfer(plan, boxing)
         self._last: EmbeddingsInFlight | None = None

@@ -152,9 +152,14 @@ class Growing(KeyExchange):
 def _addresses(
     rows: Tensor, *, bases: Tensor, shards: Sequence[Shard], live: Sequence[LiveRows]
 ) -> Tensor:
+    # The keys are in host memory, so with a GPU, the host waits for the rows.
+    device, rows = rows.device, rows.cpu()
     ends = [*torch.searchsorted(rows, bases).tolist(), rows.numel()]
     parts = [
-        torch.from_numpy(keys.addresses)[rows[start:stop] - shard.shift - keys.start]
+        torch.from_numpy(keys.addresses)[
+            # padding is the number after the last row, whose noise is not used
+            (rows[start:stop] - shard.shift - keys.start).clamp(max=keys.addresses.size - 1)
+        ]
         for shard, keys, start, stop in zip(shards, live, ends, ends[1:], strict=False)
     ]
-    return torch.cat(parts)
+    return upload(torch.cat(parts), device)

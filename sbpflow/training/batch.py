@@ -31,7 +31,8 @@ class Batch(Protocol):
     def ids(self) -> Tensor | BatchIds:
         """Return ids [local batch, id columns], or a ``BatchIds`` if fields have id lists.
 
-        The ids are int32, or int64 if a field has keys.
+        The ids are int32, or int64 if a field has keys. They are on the device of the tables, or
+        in host memory if tables grow.
         """
         ...
 

@@ -19,6 +19,7 @@ import torch
 
 from sbpflow.embedding.cache.records import MappedRecords, RecordLayout, file_records, host_records
 from sbpflow.embedding.cache.slot_layout import SLOT, STORED
+from sbpflow.embedding.cache.slot_planner import LANE_THREADS
 from sbpflow.embedding.cache.store import CachedStore
 from sbpflow.embedding.plan.tables import Shard, TableConfig
 from sbpflow.embedding.rules.registry import sparse_optimizer
@@ -455,6 +456,23 @@ def test_a_freed_store_ends_its_thread():
     del thread
     gc.collect()
     assert mover() is None
+
+
+def test_a_store_can_be_freed_in_a_thread_for_which_its_mover_waits():
+    stores, began = [make_store(60)], threading.Event()
+    thread, tasks = stores[0]._thread, stores[0]._mover.tasks
+
+    def free():
+        began.wait(10)  # until the mover waits for this thread
+        stores.clear()
+
+    freeing = threading.Thread(target=free, name=f"{LANE_THREADS}_0")
+    freeing.start()
+    tasks.put((lambda: (began.set(), freeing.join()), None))
+    freeing.join(10)
+    thread.join(10)
+    assert not freeing.is_alive()
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),

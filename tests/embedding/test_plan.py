@@ -245,6 +245,14 @@ def test_fbgemm_is_chosen_only_if_results_are_equal(change, kernel, reason):
     assert choose_kernel("numba", facts, {}).reason == "numba compiles only for CPUs"
 
 
+def test_triton_does_not_round_growing_tables():
+    half = {"row_dtype": torch.bfloat16, "device_type": "cuda"}
+    assert choose_kernel("auto", StackFacts(**{**FACTS, **half}), {}).name == "triton"
+    growing = StackFacts(**{**FACTS, **half, "grows": True})
+    assert choose_kernel("auto", growing, {}).name == "torch"
+    assert "rounded by key" in choose_kernel("triton", growing, {}).reason
+
+
 def test_torch_is_chosen_if_no_other_kernel_is_installed(monkeypatch):
     monkeypatch.setattr("sbpflow.embedding.storage.choose.import_fbgemm", lambda: None)
     monkeypatch.setattr("sbpflow.embedding.storage.choose.find_spec", lambda name: None)

@@ -107,15 +107,18 @@ def test_lanes_plan_in_parallel(monkeypatch, compiled, num_threads):
     assert planner.num_leased == 0
     assert mirror.stored
     assert mirror.fetched > mirror.new > 0
-    # each lane has its share of the slots, so a batch that fits may still be refused
-    planner = SlotPlanner(ROWS, 200, compiled=compiled, num_threads=num_threads)
-    planner.announce(np.arange(ROWS))
-    assert planner.admit() >= ROWS
-    rows = np.concatenate([np.arange(64), np.arange(256, 300)])  # in one lane
-    planner.release()
-    planner.announce(rows)
-    fits = planner.admit()
-    assert (fits.num_rows if num_threads == 3 else fits) == {3: 108, 4: 300}[num_threads]
+
+
+@FORMS
+@pytest.mark.parametrize("seed", range(6))
+def test_lanes_are_merged_if_a_batch_does_not_fit_in_them(monkeypatch, compiled, seed):
+    monkeypatch.setattr(slot_planner, "LEAST_LANE", 8)
+    batches = trace(seed, 80)
+    num_slots = max(len(unique(batch)) for batch in batches) + 3
+    planner, mirror, _ = run(batches, num_slots, 1 + 3 * seed, seed % 3, compiled, num_threads=4)
+    assert len(planner._lanes) == 1
+    assert planner.num_leased == 0
+    assert mirror.fetched > mirror.new > 0
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,5 +1,7 @@
 """Runs the tests that require a GPU on a rehearsed GPU, so that mistakes do not cost GPU time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from sbpflow.sbp.sbp import Broadcast
 from sbpflow.tensor.global_tensor import GlobalTensor
 from tests.quick import diagonal, quick
 from tests.training.test_equality import SCHEMES
+from tests.training.test_own_rule import config_of
 from tests.training.wdl_case import SPARSE
 
 
@@ -78,6 +81,14 @@ def test_explain_matches_the_log(rehearsed_ranks, scheme):
 def test_cuda_graph_equals_eager_steps(rehearsed_ranks):
     training.check_graph(rehearsed_ranks, 1, "adam", 6)
     assert rehearsed_ranks(1, training.step_ms, training.captured("adam"), 3, 1)[0] > 0
+
+
+def test_graphs_are_used_by_default_except_for_a_user_s_own_rule(rehearsed_ranks):
+    built_in, own = training.captured("adam"), config_of("1", dtype="float32")
+    for config, graphed in ((built_in, True), (own, False)):
+        parallel = replace(config.parallel, device="cuda", cuda_graph="auto")
+        made = replace(config, parallel=parallel)
+        assert rehearsed_ranks(1, training.has_graphs, made) == [graphed]
 
 
 def test_cuda_graph_equals_eager_steps_on_several_ranks(rehearsed_ranks):

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from sbpflow.embedding.plan.growth import MIN_ROWS, Eviction, Growth
 from sbpflow.embedding.plan.row_storage import RowStorage
-from tests.embedding.growing_case import GrowingCase, check_equal, joined, run_case
+from tests.embedding.cases import Spec
+from tests.embedding.growing_case import UNIQUE, GrowingCase, check_equal, joined, run_case
 from tests.embedding.test_growing import SHARE, cached, resumed
 from tests.training.test_growing_sets import MODEL, make
 
@@ -38,6 +40,13 @@ def test_growing_tables_equal_those_on_cpu(ranks, rehearsed_ranks, tmp_path, wor
             for name, values in one.items():
                 np.testing.assert_allclose(other[name], values, rtol=0, atol=1e-9)
     check_equal(tmp_path / "cpu" / "step-24", tmp_path / "cuda" / "step-24")
+
+
+@pytest.mark.parametrize(("world_size", "deep"), [(1, UNIQUE), (2, Spec("S(0)", "reduce"))])
+def test_16_bit_growing_tables_round_as_on_cpu(ranks, rehearsed_ranks, tmp_path, world_size, deep):
+    case = replace(CASE, dtype=torch.float32, row_dtype=torch.bfloat16, deep=deep)
+    both(ranks, rehearsed_ranks, tmp_path, world_size, run_case, case)
+    check_equal(tmp_path / "cpu" / "step-24", tmp_path / "cuda" / "step-24", atol=1e-6)
 
 
 def test_growing_cached_tables_equal_those_on_cpu(ranks, rehearsed_ranks, tmp_path):

@@ -286,6 +286,7 @@ class Mover:
                         self._failure = error
                 if self._failure is not None and wakes is not None:
                     wakes.set()
+            self._block.settle()  # before the records are freed
 
     def _announce(self, flight: _Flight) -> None:
         self._by_batch[self.planner.num_announced] = flight

@@ -139,7 +139,10 @@ def as_device_memory(pinned: Tensor, device: torch.device) -> Tensor:
     """
     if not pinned.numel():
         return torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
-    return torch.as_tensor(_DeviceMemory(pinned), device=device)
+    view = torch.as_tensor(_DeviceMemory(pinned), device=device)
+    if view.data_ptr() != pinned.data_ptr():
+        raise RuntimeError(f"torch copied pinned memory to {device}; it should view the memory")
+    return view
 
 
 def host_records(

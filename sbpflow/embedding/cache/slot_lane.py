@@ -2,11 +2,12 @@
 the lanes of a planner can run in parallel.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from sbpflow.embedding.cache.slot_layout import FREE, LEASED, TAIL, Array
+from sbpflow.embedding.cache.slot_layout import FREE, HEAD, LAST, LEASED, PLACE, TAIL, Array
 
 _LEAST_RING, _LEAST_ROWS = 4, 64
 QUEUE_ENTRIES = 3  # queue entries per slot
@@ -37,6 +38,37 @@ class Lane:
         self._resize(_LEAST_RING, _LEAST_ROWS, range(0))
         # compiles the loop before training
         loops.compact(records, self._queue, self._state)
+
+    @staticmethod
+    def merged(lanes: Sequence["Lane"], in_flight: range) -> "Lane":
+        """Return one lane with the rows and slots of all lanes, whose bounds are consecutive."""
+        one, records = lanes[0], lanes[0]._records
+        total = sum(lane.num_slots for lane in lanes)
+        whole = Lane(one._loops, records, one._seen, (0, total), (0, 1))
+        free = np.concatenate([lane._free[: lane._state[FREE]] for lane in lanes])
+        queue = np.concatenate(
+            [lane._queue[lane._state[HEAD] : lane._state[TAIL]] for lane in lanes]
+        )
+        whole._free[: free.size] = free
+        whole._queue[: len(queue)] = queue[np.argsort(queue[:, 1], kind="stable")]
+        whole._state[FREE], whole._state[TAIL] = free.size, len(queue)
+        whole._state[LEASED] = sum(lane.num_leased for lane in lanes)
+        ring = max(len(lane._rows) for lane in lanes)
+        whole._resize(ring, sum(lane._rows.shape[1] for lane in lanes), range(0))
+        for batch in in_flight:
+            at, start, listed = batch % ring, 0, 0
+            for lane in lanes:
+                own = batch % len(lane._rows)
+                rows = lane._wanted(batch)
+                stop = start + rows.size
+                whole._rows[at, start:stop] = rows
+                whole._nexts[at, start:stop] = lane._nexts[own, : rows.size]
+                records[rows[records[rows, LAST] == batch], PLACE] += start
+                candidates = lane._candidates[own, : lane._num_candidates[own]]
+                whole._candidates[at, listed : listed + candidates.size] = candidates
+                start, listed = stop, listed + candidates.size
+            whole._counts[at], whole._num_candidates[at] = start, listed
+        return whole
 
     @property
     def num_leased(self) -> int:

@@ -21,6 +21,7 @@ from sbpflow.embedding.cache.slot_layout import NEVER, NEW, RECORD_BYTES, SLOT, 
 from sbpflow.errors import ConfigError
 
 LEAST_LANE = 1 << 16  # slots; fewer are not worth a thread of their own
+LANE_THREADS = "slots"  # the start of the threads' names
 
 
 def planning_bytes(num_rows: int, num_slots: int) -> int:
@@ -89,8 +90,8 @@ class SlotPlanner:
 
     Batches are numbered from 0, and are announced, admitted, and released in this order.
     ``records`` has one record for each row, and one for the address after the last row. With
-    several threads, each plans the rows and the slots of one lane; with few slots, there is only
-    one lane.
+    several threads, each plans the rows and the slots of one lane. There is only one lane if there
+    are few slots, and after a lane could not hold its rows of a batch.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class SlotPlanner:
             Lane(self._loops, self.records, seen, (start, stop), (lane, count))
             for lane, (start, stop) in enumerate(pairwise(ends))
         ]
-        self._threads = ThreadPoolExecutor(count, "slots") if count > 1 else None
+        self._threads = ThreadPoolExecutor(count, LANE_THREADS) if count > 1 else None
         self.num_announced = self.num_admitted = self.num_released = 0
         # The last refused batch, the number of releases at that time, and the number of slots
         # needed.
@@ -158,18 +159,23 @@ class SlotPlanner:
         if self._refused[:2] == (batch, self.num_released):
             return self._refused[2]
         counts = self._map(partial(Lane.count_needed, batch=batch))
-        if any(n > lane.num_slots for n, lane in zip(counts, self._lanes, strict=True)):
-            # Each lane has its share of the slots, so the fullest lane decides.
-            needed = max(
-                -(-n * self.num_slots // lane.num_slots)
-                for n, lane in zip(counts, self._lanes, strict=True)
-            )
+        if (needed := sum(counts)) > self.num_slots:
             self._refused = (batch, self.num_released, needed)
             return needed
+        if any(n > lane.num_slots for n, lane in zip(counts, self._lanes, strict=True)):
+            self._merge_lanes()
+            self._map(partial(Lane.count_needed, batch=batch))
         newest = self.num_announced - 1
         admitted = self._map(partial(Lane.admit, batch=batch, newest=newest))
         self.num_admitted += 1
         return Admission.of(admitted)
+
+    def _merge_lanes(self) -> None:
+        """Plan with one lane from now on, because a batch fits, but not in its lanes."""
+        self._lanes = [Lane.merged(self._lanes, range(self.num_released, self.num_announced))]
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
 
     def release(self) -> None:
         """Release the oldest batch, even if it is not admitted."""

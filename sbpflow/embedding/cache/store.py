@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sbpflow.embedding.cache.mover import AHEAD, AT_ONCE, MakeRecords, Mover
 from sbpflow.embedding.cache.slot_layout import Array
+from sbpflow.embedding.cache.slot_planner import LANE_THREADS
 from sbpflow.embedding.storage.base import RowKernel, RowListener
 from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.store import WEIGHTS, StoreRequest
@@ -26,8 +27,10 @@ def _end(tasks: "SimpleQueue[Any]", thread: threading.Thread) -> None:
     abort the process.
     """
     tasks.put(None)
-    # The garbage collector may call this function in the mover's thread itself.
-    if thread is not threading.current_thread():
+    # The garbage collector may call this function in the mover's thread itself, or in a thread for
+    # which the mover waits.
+    current = threading.current_thread()
+    if thread is not current and not current.name.startswith(LANE_THREADS):
         thread.join()
 
 

@@ -6,9 +6,8 @@ run several batches ahead of the step.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -176,8 +175,13 @@ class KeyExchange:
         changes: list[Changes],
     ) -> list[Array]:
         """Return the rows of the keys, by field; in training, add the changes of each field."""
-        run = map if self._threads is None else self._threads.map
-        decided = list(run(partial(_decide, batch), self.fields, all_keys, all_counts))
+        inputs = list(zip(self.fields, all_keys, all_counts, strict=True))
+        if self._threads is None:
+            decided = [_decide(batch, *field) for field in inputs]
+        else:
+            started = [self._threads.submit(_decide, batch, *field) for field in inputs]
+            wait(started)  # even if a field fails, so that no thread works on during a cancel
+            decided = [future.result() for future in started]
         if batch.training:
             changes.extend(changed for _, changed in decided)
         return [rows for rows, _ in decided]

@@ -55,6 +55,7 @@ class StackFacts:
     row_dtype: torch.dtype
     column_split: bool
     device_type: str
+    grows: bool = False
 
     @staticmethod
     def of(plan: EmbeddingPlan, stack: TableBatch) -> "StackFacts":
@@ -67,6 +68,7 @@ class StackFacts:
             row_dtype=plan.row_dtype,
             column_split=stack.is_column_split,
             device_type=plan.world.device_type,
+            grows=stack.grows,
         )
 
 
@@ -100,6 +102,8 @@ def _triton_fault(stack: StackFacts) -> str | None:
         return "Triton compiles only for GPUs"
     if stack.dtype != torch.float32:
         return f"Triton does not support {str(stack.dtype).removeprefix('torch.')} arithmetic"
+    if stack.grows and stack.row_dtype in HALF_DTYPES:
+        return "Triton rounds by row number, but 16-bit growing tables are rounded by key"
     return None
 
 

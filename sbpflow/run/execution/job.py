@@ -185,11 +185,19 @@ def _uses_graph(config: Config, spec: ModelSpec, world: World) -> bool:
     return (
         world.device.type == "cuda"
         and world.size == 1  # speed on several GPUs has not been measured
-        and not isinstance(spec, TorchModel)  # a module may synchronize with the device
+        and not isinstance(spec, TorchModel)
+        and all(map(_is_own, (spec, config.optimizer.sparse, *config.optimizer.tables.values())))
         and not parallel.checked
         and config.train.accumulate == 1
         and config.checkpoint.deltas == 0
     )
+
+
+def _is_own(part: object) -> bool:
+    """Return True if ``part`` belongs to sbpflow. A user's model or optimizer may synchronize with
+    the device, which a graph cannot do.
+    """
+    return type(part).__module__.partition(".")[0] == "sbpflow"
 
 
 def _check_no_transfers(plan: RunPlan) -> None:
