@@ -19,8 +19,6 @@ from sbpflow.embedding.cache.slot_layout import (
 )
 from sbpflow.runtime.compute.compiled import DISTANCE, Array, compiled, prefetch, prefetch_to_write
 
-NEAR = DISTANCE // 3  # a prefetch whose address is read from a record that was prefetched before
-
 
 @compiled
 def select(addresses: Array, lane: int, mask: int, out: Array) -> int:
@@ -69,14 +67,9 @@ def announce(
         rows[at, count] = row
         count += ((known & bit) == 0) & (row < num_rows)
         i += 1
-    flat = nexts.reshape(-1, 1)
     for n in range(first, count):
         if n + DISTANCE < count:
             prefetch_to_write(records, rows[at, n + DISTANCE])
-        if n + NEAR < count:
-            # The record has arrived; it says where the row's last use is listed.
-            row = rows[at, n + NEAR]
-            prefetch_to_write(flat, (records[row, LAST] & mask) * width + records[row, PLACE])
         row = rows[at, n]
         last = records[row, LAST]
         if last >= oldest:
@@ -190,8 +183,6 @@ def admit(
     """
     state[LEASED] += added
     for i in range(wanted.size):
-        if i + DISTANCE < wanted.size:
-            prefetch_to_write(records, wanted[i + DISTANCE])
         records[wanted[i], NEXT] = batch
     num_missing = num_stored + num_new
     unused = min(num_missing, state[FREE])
@@ -212,12 +203,8 @@ def admit(
         evicted,
     )
     for i in range(num_stored):
-        if i + DISTANCE < num_stored:
-            prefetch_to_write(records, stored[i + DISTANCE])
         records[stored[i], SLOT] = slots[i]
     for i in range(num_new):
-        if i + DISTANCE < num_new:
-            prefetch_to_write(records, new[i + DISTANCE])
         records[new[i], SLOT] = slots[num_stored + i]
     return num_evicted
 
