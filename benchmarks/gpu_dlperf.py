@@ -12,6 +12,7 @@ import argparse
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -62,31 +63,34 @@ def make_job(vocabulary: int, config: Config, world: World) -> tuple[Job, Fields
 def batches(
     config: Config, fields: Fields, device: torch.device, *, rank: int = 0, size: int = 1
 ) -> Iterator[Rows]:
-    """Yield batches endlessly, cycling through a few prepared ones. Ids are uniform numbers to the
-    power of 4, a Zipf-like concentration.
-
-    Each batch contains only the rows of rank ``rank``, out of ``size`` ranks. The ids are marked as
-    checked, like the ids of a loader.
+    """Yield batches endlessly, cycling through a few prepared ones. Each contains only the rows of
+    rank ``rank``, out of ``size`` ranks.
     """
-    mine = balanced_sizes(config.data.batch_size, size)
+    count = config.data.batch_size
+    mine = balanced_sizes(count, size)
     rows = slice(sum(mine[:rank]), sum(mine[: rank + 1]))
+    made = list(islice(random_rows(fields, count, device, rows), 8))
+    while True:
+        yield from made
+
+
+def random_rows(
+    fields: Fields, count: int, device: torch.device, part: slice = slice(None)
+) -> Iterator[Rows]:
+    """Yield part of a new random batch of ``count`` rows, endlessly. Ids are uniform numbers to the
+    power of 4, a Zipf-like concentration, and are marked as checked, like the ids of a loader.
+    """
     bounds = IdBounds(tuple(field.rows for field in fields.ids), (), ())
     generator = torch.Generator(device).manual_seed(1)
     sizes = torch.tensor([field.rows for field in fields.ids], device=device)
-    count = config.data.batch_size
-    made = []
-    for _ in range(8):
-        uniform = torch.rand(count, len(sizes), generator=generator, device=device)
-        made.append(
-            Rows(
-                torch.randint(0, 2, (count,), generator=generator, device=device).float()[rows],
-                torch.rand(count, len(fields.dense), generator=generator, device=device)[rows],
-                BatchIds((uniform**4 * sizes).int()[rows], None, bounds),
-                count,
-            )
-        )
     while True:
-        yield from made
+        uniform = torch.rand(count, len(sizes), generator=generator, device=device)
+        yield Rows(
+            torch.randint(0, 2, (count,), generator=generator, device=device).float()[part],
+            torch.rand(count, len(fields.dense), generator=generator, device=device)[part],
+            BatchIds((uniform**4 * sizes).int()[part], None, bounds),
+            count,
+        )
 
 
 def measure(vocabulary: int, config: Config, world: World) -> dict[str, float]:

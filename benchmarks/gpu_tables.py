@@ -18,18 +18,19 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 
 from benchmarks.device_timer import timed_ms
-from benchmarks.gpu_dlperf import Rows, fields_of
+from benchmarks.gpu_dlperf import Rows, fields_of, random_rows
 from benchmarks.gpu_torchrec import Peer, as_torchrec
 from benchmarks.record import Results
 from sbpflow.boxing.executor import Boxing
 from sbpflow.config.load import load_config
 from sbpflow.config.schema import Config
-from sbpflow.embedding.ids.batch_ids import BatchIds, IdBounds
+from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.models.registry import MODELS
 from sbpflow.run.execution.job import Job, build_job
 from sbpflow.run.model.spec import Fields
@@ -68,23 +69,16 @@ def keyed(fields: Fields) -> tuple[Fields, str]:
     return replace(fields, sparse=both[0], crosses=both[1]), f"model.fields={{{rules}}}"
 
 
-def batches(
-    count: int, rows: int, batch_size: int, device: torch.device, *, keys: bool = False
-) -> list[Rows]:
-    """Return ``count`` batches; with ``keys``, their ids are keys in host memory."""
-    fields = fields_of(rows)
-    bounds = IdBounds(tuple(field.rows for field in fields.ids), (), ())
-    generator = torch.Generator(device).manual_seed(1)
-    sizes = torch.tensor([field.rows for field in fields.ids], device=device)
-    made: list[Rows] = []
-    for _ in range(count):
-        uniform = torch.rand(batch_size, len(sizes), generator=generator, device=device)
-        labels = torch.randint(0, 2, (batch_size,), generator=generator, device=device).float()
-        dense = torch.rand(batch_size, len(fields.dense), generator=generator, device=device)
-        ids = (uniform**4 * sizes).int()
-        given = ids.long().cpu() if keys else BatchIds(ids, None, bounds)
-        made.append(Rows(labels, dense, given, batch_size))
-    return made
+def batches(count: int, rows: int, batch_size: int, device: torch.device) -> list[Rows]:
+    """Return ``count`` batches, each with new ids."""
+    return list(islice(random_rows(fields_of(rows), batch_size, device), count))
+
+
+def with_keys(rows: Rows) -> Rows:
+    """Return the batch with its ids as keys in host memory."""
+    if not isinstance(rows.ids, BatchIds):
+        raise TypeError(f"ids are {type(rows.ids).__name__}, expected BatchIds")
+    return replace(rows, ids=rows.ids.matrix.long().cpu())
 
 
 def make_job(kind: str, rows: int, overrides: Sequence[str], world: World) -> Job:
@@ -111,23 +105,23 @@ def check(rows: int, overrides: Sequence[str], world: World) -> None:
         raise SystemExit(f"the losses differ: {losses[0]} and, cached, {losses[1]}")
 
 
-def measure(step: Callable[[], Any], timed: Callable[..., dict[str, float]]) -> dict[str, float]:
+def measure(step: Callable[[], Any]) -> dict[str, float]:
     for _ in range(WARM_UP):
         step()
-    times = timed(step, steps=STEPS, repeats=REPEATS)
+    times = timed_ms(step, steps=STEPS, repeats=REPEATS)
     return {f"{name.removesuffix('ms')}step_ms": round(value, 3) for name, value in times.items()}
 
 
-def ours(
-    kind: str, rows: int, overrides: Sequence[str], world: World, timed: Callable[..., Any]
-) -> dict[str, object]:
+def ours(kind: str, rows: int, overrides: Sequence[str], world: World) -> dict[str, object]:
     """Return ms per step, and, of cached tables, the rows moved per step and the ms of waiting."""
     job = make_job(kind, rows, overrides, world)
     trainer = job.trainer
     count = WARM_UP + 2 + STEPS * REPEATS + trainer.lookahead
-    made = batches(count, rows, job.plan.batch_size, world.device, keys=kind == GROWING)
+    made = batches(count, rows, job.plan.batch_size, world.device)
+    if kind == GROWING:
+        made = list(map(with_keys, made))  # copied from the GPU before timing
     losses = trainer.train_on(made)
-    figures: dict[str, object] = dict(measure(lambda: next(losses), timed))
+    figures: dict[str, object] = dict(measure(lambda: next(losses)))
     if not bool(torch.isfinite(next(losses))):
         raise SystemExit(f"{kind}: the loss is not finite")
     steps = trainer.num_steps
@@ -145,9 +139,7 @@ def ours(
     }
 
 
-def peer(
-    name: str, rows: int, config: Config, world: World, timed: Callable[..., Any]
-) -> dict[str, float]:
+def peer(name: str, rows: int, config: Config, world: World) -> dict[str, float]:
     """Return ms per step of one of TorchRec's loops."""
     loop, cached = PEERS[name]
     made = Peer(rows, config, world.device, share=SHARE if cached else None, loop=loop)
@@ -158,7 +150,7 @@ def peer(
         for one in batches(count, rows, config.data.batch_size, world.device)
     ]
     made.source = iter(inputs)
-    return measure(made.step, timed)
+    return measure(made.step)
 
 
 def main() -> None:
@@ -184,10 +176,10 @@ def main() -> None:
             torch.cuda.reset_peak_memory_stats()
             rows = args.rows // 8 if name in (SMALL, GROWING) else args.rows
             if name in SETTINGS:
-                figures = ours(name, rows, overrides, world, timed_ms)
+                figures = ours(name, rows, overrides, world)
             else:
                 config = load_config("configs/dlperf.yaml", overrides, models=MODELS)
-                figures = peer(name, rows, config, world, timed_ms)
+                figures = peer(name, rows, config, world)
             peak = torch.cuda.max_memory_allocated() - begin
             results.add(
                 benchmark="tables", tables=name, rows=rows, peak_memory_bytes=peak, **figures

@@ -234,7 +234,7 @@ class Peer:
 
         return self._progress(PrefetchTrainPipelineSparseDist)
 
-    def _progress(self, pipeline: Any) -> Tensor:  # noqa: ANN401 (untyped library)
+    def _progress(self, pipeline: Callable[..., Any]) -> Tensor:
         if self._pipeline is None:
             self._pipeline = pipeline(self.model, self._optimizer, self._device)
         return self._pipeline.progress(self.source)[0]

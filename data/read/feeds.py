@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sbpflow.data.read.blocks import BatchColumns, Block, Words
 from sbpflow.errors import ConfigError
+from sbpflow.runtime.compute.devices import upload
 
 Backend = Literal["memmap", "dali"]
 Split = Callable[[Tensor, tuple[int, ...]], list[BatchColumns]]  # divides a block into batches
@@ -128,7 +129,7 @@ def _to_gpu(
     waiting: tuple[Tensor, tuple[int, ...]] | None = None
     for block in blocks:
         with torch.cuda.stream(side):
-            copied = torch.from_numpy(block.words).pin_memory().to(device, non_blocking=True)
+            copied = upload(torch.from_numpy(block.words), device)
         if waiting is not None:
             yield waiting
         # The consumer's stream waits only for this copy, which ran while the previous block was

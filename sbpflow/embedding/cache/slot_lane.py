@@ -3,7 +3,7 @@ the lanes of a planner can run in parallel.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Lane:
 
     def __init__(
         self,
-        loops: Any,  # noqa: ANN401 (a module)
+        loops: ModuleType,
         records: Array,
         seen: Array,
         bounds: tuple[int, int],
