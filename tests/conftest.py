@@ -1,5 +1,6 @@
 """Defines fixtures for all tests: ranks on gloo, on NCCL, and on rehearsed CUDA devices."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -59,6 +60,12 @@ def _import_own_part(config: pytest.Config, number: int, count: int) -> None:
             import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
         except (ImportError, pytest.skip.Exception):  # reported when the file is collected
             pass
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the thousands of collected tests from garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
