@@ -157,7 +157,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "no limits": [row for row in rows if row["limits"] == "none"],
     }
     planners = {
-        name: {group: over for group, chosen in groups.items() if (over := _over(chosen, name))}
+        name: {group: over for group, chosen in groups.items() if (over := over_auto(chosen, name))}
         for name in names
     }
     return {
@@ -169,7 +169,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _over(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+def over_auto(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return a planner's mean slowdown relative to ``auto`` over the tasks with a measured plan, with
+    Student's interval; empty for fewer than two tasks.
+    """
     logs = [
         math.log1p(row["plans"][name]["slower_than_auto"]) for row in rows if name in row["plans"]
     ]

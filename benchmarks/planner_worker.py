@@ -8,6 +8,7 @@ until the time limit, or until its difference from the first plan is known preci
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import time
@@ -146,7 +147,11 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=0.0, help="seconds of rounds per task")
     parser.add_argument("--output")
-    work(parser.parse_args())
+    parser.add_argument("--cores", type=int, nargs="+", help="the core of each rank")
+    args = parser.parse_args()
+    if args.cores:
+        os.sched_setaffinity(0, {args.cores[int(os.environ["RANK"])]})
+    work(args)
 
 
 if __name__ == "__main__":

@@ -90,9 +90,14 @@ def _tried(task: Task) -> list[list[tuple[str, Task]]]:
 
 
 def _on_more_ranks(task: Task, count: int) -> Task:
-    """Return the task on a multiple of its ranks, with the memory limits repeated."""
-    limits = None if task.device_bytes is None else task.device_bytes * (count // task.world_size)
-    return replace(task, world_size=count, device_bytes=limits)
+    """Return the task on a multiple of its ranks, with limits and speeds repeated."""
+    times, limits, speeds = count // task.world_size, task.device_bytes, task.speeds
+    return replace(
+        task,
+        world_size=count,
+        device_bytes=None if limits is None else limits * times,
+        speeds=None if speeds is None else speeds * times,
+    )
 
 
 def _cached(task: Task, share: float) -> tuple[str, Task]:

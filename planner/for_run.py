@@ -286,6 +286,7 @@ def task_of(plan: RunPlan, stats: Sequence[FieldStats], num_rows: int) -> Task:
         comm_dtype=next(iter(dtypes)) if len(dtypes) == 1 else None,
         device_type=tables.world.device_type,
         device_bytes=None if memory is None else tuple(int(USABLE * held) for held in memory),
+        speeds=plan.topology.speeds,
         dense=_dense_work(plan),
         accumulate=plan.accumulate,
         lookahead=plan.lookahead,

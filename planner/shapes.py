@@ -80,6 +80,8 @@ def problem_of(
         options.append(tuple(_option(model, table, shape) for shape in shapes))
     for key in present:
         base += model.prices[key[0]]
+    if model.slowness is not None:
+        base *= model.slowness
     return Problem(
         names=tuple(names),
         options=tuple(options),
@@ -87,6 +89,7 @@ def problem_of(
         key_loads=model.prices,
         base=base,
         present=tuple(present),
+        slowness=model.slowness,
     )
 
 

@@ -4,9 +4,10 @@
      "tables": [{"name": "C1", "rows": 100000, "dim": 16, "ids_per_sample": 1,
                  "zipf": {"s": 1.05, "q": 2.0}}]}
 
-``batch_size`` is global. Three keys are optional: ``optimizer`` (default: rowwise_adagrad),
-``device_gb`` (one limit for every rank, or a list with one limit per
-rank; default: no limit), and ``dense`` (default: predict only the time of the tables).
+``batch_size`` is global. Four keys are optional: ``optimizer`` (default: rowwise_adagrad),
+``device_gb`` (default: no limit), ``speed`` (relative to the calibrated ranks; default: 1), and
+``dense`` (default: predict only the time of the tables). ``device_gb`` and ``speed`` are one number
+for every rank, or a list with one number per rank.
 ``"dense": {"parameters": 500000, "macs_per_sample": 500000, "elements_per_sample": 4000}``
 describes the dense part. ``macs_per_sample`` is the number of multiply-adds in a forward pass; the
 default is the number of parameters. ``elements_per_sample`` is the sum of the layers' inputs and
@@ -21,7 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from sbpflow.config.parse import brief
 from sbpflow.embedding.plan.tables import FeatureConfig, OutputConfig, TableConfig
@@ -39,7 +40,7 @@ from sbpflow.planner.costs.features import (
 from sbpflow.planner.task import DenseWork, Task
 from sbpflow.runtime.files.json_file import JsonError, kind_name, read_json
 
-KEYS = ("batch_size", "optimizer", "device_gb", "dense", "tables")
+KEYS = ("batch_size", "optimizer", "device_gb", "speed", "dense", "tables")
 DENSE_KEYS = ("parameters", "macs_per_sample", "elements_per_sample")
 MOST = 1e18  # every number must be below this limit
 MOST_BYTES = 2**28  # file size limit; a sample of ids may be long
@@ -47,6 +48,7 @@ _WIDE = 256  # default layer width without ``elements_per_sample``
 TABLE_KEYS = ("name", "rows", "dim", "ids_per_sample", "zipf", "bins", "sample")
 LAWS = ("zipf", "bins", "sample")
 MOST_IDS = 1_000_000  # per sample and table
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class TablesFile:
     batch_size: int
     optimizer: SparseOptimizer
     device_bytes: tuple[int, ...] | None  # for each rank, or one value for all ranks
+    speeds: tuple[float, ...] | None  # the same
     dense: DenseWork
 
     def task(
@@ -72,11 +75,6 @@ class TablesFile:
         limits = self.device_bytes
         if limits is None and device_bytes is not None:
             limits = (device_bytes,)
-        if limits is not None and len(limits) not in (1, world_size):
-            raise ConfigError(
-                f"device_gb: got {len(limits)} limits for {world_size} ranks; give one number for "
-                "all ranks, or a list with one number per rank"
-            )
         return Task(
             outputs=(OutputConfig(name="tables", tables=self.tables),),
             features=self.features,
@@ -86,9 +84,19 @@ class TablesFile:
             optimizer=self.optimizer,
             ids_per_sample=self.ids_per_sample,
             device_type=device_type,
-            device_bytes=limits * world_size if limits and len(limits) == 1 else limits,
+            device_bytes=_for_ranks("device_gb", limits, world_size),
+            speeds=_for_ranks("speed", self.speeds, world_size),
             dense=self.dense,
         )
+
+
+def _for_ranks(key: str, values: tuple[Value, ...] | None, size: int) -> tuple[Value, ...] | None:
+    if values is not None and len(values) not in (1, size):
+        raise ConfigError(
+            f"{key}: got {len(values)} numbers for {size} ranks; give one number for all ranks, or "
+            "a list with one number per rank"
+        )
+    return values * size if values is not None and len(values) == 1 else values
 
 
 def read_tables(path: Path) -> TablesFile:
@@ -125,6 +133,7 @@ def read_tables(path: Path) -> TablesFile:
         raise ConfigError(
             f"{path}: optimizer must be one of {', '.join(RULES)}, got {brief(optimizer)}"
         )
+    gb = _by_rank(f"{path}: device_gb", given.get("device_gb"))
     return TablesFile(
         tables=tuple(table for table, *_ in parts),
         features=tuple(feature for _, feature, *_ in parts),
@@ -133,12 +142,13 @@ def read_tables(path: Path) -> TablesFile:
         laws={table.name: law for table, _, _, _, law in parts if law is not None},
         batch_size=_whole(f"{path}: batch_size", given.get("batch_size")),
         optimizer=sparse_optimizer(optimizer, lr=0.05),
-        device_bytes=_limits(f"{path}: device_gb", given.get("device_gb")),
+        device_bytes=None if gb is None else tuple(max(1, int(1e9 * each)) for each in gb),
+        speeds=_by_rank(f"{path}: speed", given.get("speed")),
         dense=_dense(f"{path}: dense", given.get("dense")),
     )
 
 
-def _limits(where: str, given: object) -> tuple[int, ...] | None:
+def _by_rank(where: str, given: object) -> tuple[float, ...] | None:
     if given is None:
         return None
     if isinstance(given, list):
@@ -148,9 +158,7 @@ def _limits(where: str, given: object) -> tuple[int, ...] | None:
         each = {where: given}
     if not each:
         raise ConfigError(f"{where}: the list is empty; give one number per rank, such as [16, 8]")
-    return tuple(
-        max(1, int(1e9 * _number(name, number, least=0.0))) for name, number in each.items()
-    )
+    return tuple(_number(name, number, least=0.0) for name, number in each.items())
 
 
 def _dense(where: str, given: object) -> DenseWork:

@@ -158,10 +158,11 @@ class Task:
 
     ``stats`` maps table names to id statistics. ``ids_per_sample`` maps the name of each ragged
     feature that averages fewer than ``hotness`` ids per sample to this average. ``device_bytes`` is
-    the memory that each rank may fill, in rank order; ``None`` means no limit. ``batch_size`` is
-    global; a step consists of ``accumulate`` batches, and ids are exchanged ``lookahead`` batches
-    in advance. ``pinned`` tables keep the given choice. ``num_hosts`` is 1 unless all hosts have
-    the same number of consecutive ranks.
+    the memory that each rank may fill, in rank order; ``None`` means no limit. ``speeds`` are the
+    speeds of the ranks relative to the calibrated ones; ``None`` means 1 for all ranks.
+    ``batch_size`` is global; a step consists of ``accumulate`` batches, and ids are exchanged
+    ``lookahead`` batches in advance. ``pinned`` tables keep the given choice. ``num_hosts`` is 1
+    unless all hosts have the same number of consecutive ranks.
     """
 
     outputs: tuple[OutputConfig, ...]
@@ -176,6 +177,7 @@ class Task:
     comm_dtype: torch.dtype | None = None
     device_type: str = "cpu"
     device_bytes: tuple[int, ...] | None = None
+    speeds: tuple[float, ...] | None = None
     dense: DenseWork = DenseWork()
     accumulate: int = 1
     lookahead: int = 1
@@ -192,6 +194,12 @@ class Task:
             raise ConfigError(
                 f"task: got {len(self.device_bytes)} memory limits for {self.world_size} ranks; "
                 "give one limit for each rank"
+            )
+        speeds = self.speeds
+        if speeds is not None and (len(speeds) != self.world_size or min(speeds) <= 0):
+            raise ConfigError(
+                f"task: speeds must have a number above 0 for each of the {self.world_size} ranks, "
+                f"got {list(speeds)}; for example, {[1.0] * self.world_size}"
             )
         if missing := [table.name for table in self.tables if table.name not in self.stats]:
             raise ConfigError(

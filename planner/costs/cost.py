@@ -1,8 +1,9 @@
 """Computes the cost of a plan: counts of work times the prices measured on this machine.
 
-A rank's work and transfers are sums of counts (``work.py``) with non-negative weights. The step
-time is the maximum work of any rank plus the maximum transfer time of any rank. Memory is also a
-sum of counts, so a load of three numbers describes a rank: ms of work, ms of transfers, and bytes.
+A rank's work and transfers are sums of counts (``work.py``) with non-negative weights. The ms of
+work are divided by the speed of the rank. The step time is the maximum work of any rank plus the
+maximum transfer time of any rank. Memory is also a sum of counts, so a load of three numbers
+describes a rank: ms of work, ms of transfers, and bytes.
 """
 
 import hashlib
@@ -36,7 +37,8 @@ class Prediction:
 
 class TaskCost:
     """Uses a profile to price the plans of a task. ``prices`` [F, 3] contains, per count, the ms of
-    work, the ms of transfers, and the bytes.
+    work, the ms of transfers, and the bytes. ``slowness`` [D, 3] contains the factors of a rank's
+    load, or is None if all ranks are equally fast.
     """
 
     def __init__(self, profile: Profile, task: Task) -> None:
@@ -50,6 +52,10 @@ class TaskCost:
         times = np.full(NUM_FEATURES, float(task.accumulate))
         times[_ONCE_PER_STEP] = 1.0
         self.prices[:, :2] *= times[:, None]
+        self.slowness: Floats | None = None
+        if task.speeds is not None and set(task.speeds) != {1.0}:
+            self.slowness = np.ones((task.world_size, 3))
+            self.slowness[:, 0] /= task.speeds
 
     @property
     def prices_digest(self) -> str:
@@ -64,6 +70,8 @@ class TaskCost:
         """Predict the step time, memory, and traffic of one plan."""
         totals = count_work(self.task, plan)
         loads = totals @ self.prices
+        if self.slowness is not None:
+            loads *= self.slowness
         return Prediction(
             step_ms=float(loads[:, :2].max(axis=0).sum()),
             error=self.profile.errors.get(ERROR, float("nan")),

@@ -15,6 +15,10 @@ multipliers:
   pays for the key once per set. A table that takes more than half of the limit does not share its
   set with another such table.
 * A single multiplier on bytes represents the total memory limit of all ranks.
+
+If ranks differ in speed, a maximum over ranks is at least the mean weighted by speed, which is the
+mean load times the harmonic mean of the ranks' factors. A load on an unknown rank counts with the
+smallest factor.
 """
 
 from dataclasses import dataclass
@@ -72,8 +76,12 @@ class Dual:
     """
 
     def __init__(self, problem: Problem, plan_ms: float) -> None:
-        base = problem.base[:, :BYTES]
-        self.plan_ms, self.base_ms = plan_ms, base.mean(axis=0)
+        base, factors = problem.base[:, :BYTES], np.ones((problem.num_ranks, BYTES))
+        if problem.slowness is not None:
+            factors = problem.slowness[:, :BYTES]
+        self._mean_factor = 1.0 / (1.0 / factors).mean(axis=0)[:, None]
+        self._factors = factors.min(axis=0)[:, None], factors.max(axis=0)[:, None]
+        self.plan_ms, self.base_ms = plan_ms, (base / factors).mean(axis=0) * self._mean_factor[:, 0]
         self._least_base = base.min(axis=0)
         self.uneven_ms = self.base_ms - self._least_base
         self.room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
@@ -103,9 +111,12 @@ class Dual:
         # A shard's load can be negative, because its rank sends less to other ranks. The least load
         # of any rank counts as part of ``home``, so that none of the remaining loads is negative.
         least = least[:BYTES]
-        self.home = home[:BYTES] + least
-        self.spread = total[:BYTES] / size - least
-        self.heaviest, self.mean = most[:BYTES] - least, mean[:BYTES] - least
+        home = home[:BYTES] + least
+        smallest, largest = self._factors
+        self.home = home * np.where(home < 0, largest, smallest)
+        self.spread = (home + total[:BYTES] / size - least) * self._mean_factor - self.home
+        self.heaviest = (most[:BYTES] - least) * smallest
+        self.mean = (mean[:BYTES] - least) * smallest
         self.always_ms = self.home.sum(axis=0)
         self._least_home = np.minimum.reduceat(self.home, self.first, axis=1).sum(axis=1)
 
@@ -118,7 +129,8 @@ class Dual:
         loads: dict[tuple[bool, tuple[int, ...]], Floats] = {}
         for key, rows in needs.items():
             alike = (_RANKS in key[1], tuple(rows))
-            loads[alike] = loads.get(alike, 0.0) + problem.key_loads[key[0], :BYTES]
+            load = problem.key_loads[key[0], :BYTES] * self._factors[0][:, 0]
+            loads[alike] = loads.get(alike, 0.0) + load
         self._key_loads = np.array(list(loads.values())).reshape(-1, BYTES)
         self.key_ms = self._key_loads.sum(axis=1)
         pairs = [(row, n) for n, (_, rows) in enumerate(loads) for row in rows]

@@ -27,7 +27,9 @@ from sbpflow.planner.search.problem import (
 # that reduce the load of any rank.
 EVENNESS = 0.05
 FEW = 4  # maximum number of shards for which ranks are also chosen individually
-NO_ROOM = 1e6  # penalty in ms if the total excess equals the mean memory limit of the ranks
+# penalty in ms if the total excess equals the mean memory limit of the ranks; by default, so large
+# that plans fit if possible
+NO_ROOM = 1e6
 
 
 class Insertion(NamedTuple):
@@ -38,13 +40,13 @@ class Insertion(NamedTuple):
     move: Move
 
 
-def goal(state: State) -> float:
-    """Return the value that the search minimizes for a whole plan."""
+def goal(state: State, no_room: float = NO_ROOM) -> float:
+    """Return the value that the search minimizes for a whole plan; ``no_room`` is the penalty."""
     loads, limit = state.loads, state.problem.limit_bytes
     even = np.sqrt(np.square(loads[:, :BYTES]).mean(axis=0)).sum()
     excess = np.maximum(loads[:, BYTES] - limit, 0.0).sum()
     step = loads[:, :BYTES].max(axis=0).sum()
-    return float(step + EVENNESS * even + NO_ROOM * excess / limit.mean())
+    return float(step + EVENNESS * even + no_room * excess / limit.mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +55,35 @@ class _Tried:
 
     ``shards`` contains the load of each shard [n, count, 3], or, if the shards of every option are
     about equal, the largest shard load [n, 1, 3]. ``homes`` [n, 3] contains the load on every rank.
-    ``lowers`` is true if a shard makes its rank faster: the more tables a rank stores, the less it
-    sends to other ranks.
+    ``by_rank`` is true if the loads of all ranks must be computed to find the largest one: if ranks
+    differ in speed, or if a shard makes its rank faster, because the more tables a rank stores, the
+    less it sends to other ranks.
     """
 
     count: int
     numbers: tuple[int, ...]
     shards: Floats
     homes: Floats
-    lowers: bool
+    by_rank: bool
 
 
 class Inserter:
     """Prices insertions of tables into states of one problem.
 
     ``allowed`` [table] contains the numbers of the options to try (by default, all options).
+    ``no_room`` is the penalty.
     """
 
     def __init__(
-        self, problem: Problem, allowed: tuple[tuple[int, ...], ...] | None = None
+        self,
+        problem: Problem,
+        allowed: tuple[tuple[int, ...], ...] | None = None,
+        *,
+        no_room: float = NO_ROOM,
     ) -> None:
-        self.problem = problem
+        self.problem, self.allowed = problem, allowed
         self._limited = bool(problem.limit_bytes.min() < NO_LIMIT)
-        self._no_room = NO_ROOM / float(problem.limit_bytes.mean())
+        self._no_room = no_room / float(problem.limit_bytes.mean())
         self._tried = [
             _by_count(problem, options, range(len(options)) if allowed is None else allowed[table])
             for table, options in enumerate(problem.options)
@@ -112,18 +120,26 @@ class Inserter:
         if count in (0, size):
             return which, np.tile(np.arange(count), (len(which), 1))
         largest = tried.shards.max(axis=1)[:, None]  # [n, 1, 3]
+        if (slowness := self.problem.slowness) is not None:
+            largest = largest * slowness
         above = np.maximum(now.loads + largest - now.most, 0.0)
         scores = above[..., 0] + above[..., 1] + now.evenness
+        if slowness is not None:
+            scores = scores + EVENNESS * (largest[..., 0] + largest[..., 1])
         if self._limited:
             lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - now.room, 0.0)
             scores += self._no_room * lacking
-        if count == 1:
-            return which, scores.argmin(axis=1)[:, None]
         picked: list[Ints] = []
-        if count <= FEW or size % count:
+        if slowness is not None:
+            order = np.argsort(scores, axis=1, kind="stable")
+            sets = range(min(FEW, size - count + 1))
+            picked += [np.sort(order[:, first : first + count], axis=1) for first in sets]
+        elif count == 1:
+            picked.append(scores.argmin(axis=1)[:, None])
+        elif count <= FEW or size % count:
             best = np.argpartition(scores, count - 1, axis=1)[:, :count]
             picked.append(np.sort(best, axis=1))
-        if not size % count:
+        if not size % count and count > 1:
             block = scores.reshape(len(which), -1, count).max(axis=-1).argmin(axis=1)
             picked.append(count * block[:, None] + np.arange(count))
         return np.tile(which, len(picked)), np.concatenate(picked)
@@ -138,16 +154,19 @@ class Inserter:
         keys = np.array([state.new_keys(options[m.option], m.ranks) for m in moves])
         homes = tried.homes[which] + keys
         shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 3]
-        if tried.lowers:
-            after = np.repeat(now.loads[None], len(ranks), axis=0)
-            after[np.arange(len(ranks))[:, None], ranks] += shards
-            most = after.max(axis=1)
+        if tried.by_rank:
+            everywhere, added = homes[:, None], shards
+            if (slowness := self.problem.slowness) is not None:
+                everywhere, added = everywhere * slowness, shards * slowness[ranks]
+            after = now.loads + everywhere
+            after[np.arange(len(ranks))[:, None], ranks] += added
+            most, squares = after.max(axis=1), np.square(after).sum(axis=1)
         else:
-            most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most)
-        ms = (most + homes)[:, :BYTES].sum(axis=1)
-        # The home load changes the squares of all ranks, and the shard loads change those of some.
-        squares = now.squares + homes * (2 * now.total + len(now.loads) * homes)
-        squares += (shards * (2 * (mine + homes[:, None]) + shards)).sum(1)
+            most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most) + homes
+            # The home load changes the squares of all ranks, and the shard loads those of some.
+            squares = now.squares + homes * (2 * now.total + len(now.loads) * homes)
+            squares += (shards * (2 * (mine + homes[:, None]) + shards)).sum(1)
+        ms = most[:, :BYTES].sum(axis=1)
         even = np.sqrt(np.maximum(squares[:, :BYTES], 0.0) / len(now.loads)).sum(axis=1)
         goals = ms + EVENNESS * even
         if self._limited:
@@ -204,6 +223,6 @@ def _by_count(
         else:
             shards = np.array([option.shards for option in chosen])
         homes = np.array([option.home for option in chosen])
-        lowers = bool((shards[..., :BYTES] < 0).any())
-        tried.append(_Tried(count, tuple(mine), shards, homes, lowers))
+        by_rank = problem.slowness is not None or bool((shards[..., :BYTES] < 0).any())
+        tried.append(_Tried(count, tuple(mine), shards, homes, by_rank))
     return tried

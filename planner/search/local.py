@@ -3,8 +3,9 @@
 The method is ruin and recreate [Schrimpf et al., J. Computational Physics 2000]. A ruin removes a
 whole group of tables, random tables, or tables from the slowest rank and a random rank. After
 reinsertion, a few moves and swaps of whole tables even out the ranks. A worse plan is accepted if
-the difference is below a threshold that decreases to 0. The same seed and number of insertions lead
-to the same plan. A final descent moves single tables until no move helps.
+the difference is below a threshold that decreases to 0. From a plan that fits, the search may pass
+through plans that slightly exceed the memory limits. The same seed and number of insertions lead to
+the same plan. A final descent moves single tables until no move helps.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sbpflow.planner.search.balance import balance
-from sbpflow.planner.search.insertion import Inserter, goal
+from sbpflow.planner.search.insertion import NO_ROOM, Inserter, goal
 from sbpflow.planner.search.problem import (
     BYTES,
     Assignment,
@@ -29,7 +30,12 @@ START_THRESHOLD = 0.02  # initially, a plan may exceed the current goal by this 
 # removes at most ``LARGEST_RUIN`` tables.
 LARGEST_RUIN = 12
 GROUP_RUIN = 0.02
+# Between ranks of different speeds, the best place for one table often blocks a better place for
+# another, so an insertion is skipped with this probability.
+SKIP = 0.3
 STEPS = 4  # number of steps of ``balance`` after each ruin
+# penalty for excess memory, relative to the time of a plan that fits (compare ``NO_ROOM``)
+PENALTY = 20.0
 LEAST_GAIN = 1e-6  # relative; smaller differences between two plans are rounding errors
 
 
@@ -84,6 +90,7 @@ class LocalSearch:
         self.problem, self.inserter, self.enough_ms = problem, inserter, enough_ms
         self.random = np.random.default_rng(seed)
         self.insertions = 0
+        self._no_room = NO_ROOM
         self._weights = weights_of(problem)
 
     def improve(
@@ -94,15 +101,18 @@ class LocalSearch:
         ``progress`` is called with the number of insertions since the last call.
         """
         state = State(self.problem, start)
-        best, best_rank = start, state.price().rank
+        price = state.price()
+        best, best_rank = start, price.rank
+        self._no_room = PENALTY * price.ms if price.feasible else NO_ROOM
+        inserter = Inserter(self.problem, self.inserter.allowed, no_room=self._no_room)
         balance(state, 10 * self.problem.num_tables)
-        current = goal(state)
+        current = goal(state, self._no_room)
         if state.price().rank < best_rank:
             best, best_rank = state.assignment(), state.price().rank
         used, first = 0, self.insertions
         while used < insertions and best_rank > (0.0, self.enough_ms):
             threshold = START_THRESHOLD * current * (1.0 - used / insertions) ** 2
-            reached = self._ruin(state, current + threshold)
+            reached = self._ruin(state, inserter, current + threshold)
             if reached is not None:
                 current = reached
                 rank = state.price().rank
@@ -112,7 +122,7 @@ class LocalSearch:
             used = self.insertions - first
         return best
 
-    def _ruin(self, state: State, limit: float) -> float | None:
+    def _ruin(self, state: State, inserter: Inserter, limit: float) -> float | None:
         """Ruin and recreate once. Returns the new goal, or None if the plan is unchanged."""
         before = list(state.moves)
         avoid: frozenset[object] = frozenset()
@@ -127,10 +137,11 @@ class LocalSearch:
         noise = self.random.uniform(0.8, 1.25, len(tables))
         order = np.argsort(-self._weights[tables] * noise, kind="stable")
         for place in order:
-            state.add(tables[place], self.inserter.best(state, tables[place], avoid).move)
+            ranked = inserter.ranked(state, tables[place], avoid)
+            state.add(tables[place], ranked[self._place(len(ranked))].move)
         balance(state, STEPS)
         self.insertions += len(tables)
-        reached = goal(state)
+        reached = goal(state, self._no_room)
         if reached < limit:
             return reached
         changed = [(t, move) for t, move in enumerate(before) if move != state.moves[t]]
@@ -140,6 +151,12 @@ class LocalSearch:
             if move is not None:
                 state.add(table, move)
         return None
+
+    def _place(self, count: int) -> int:
+        """Choose one of ``count`` ranked insertions."""
+        if self.problem.slowness is None:
+            return 0
+        return min(int(self.random.geometric(1.0 - SKIP)) - 1, count - 1)
 
     def _keys(self, table: int, move: Move) -> tuple[Key, ...]:
         return self.problem.options[table][move.option].keys(move.ranks)

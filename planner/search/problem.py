@@ -2,8 +2,9 @@
 
 A load consists of three numbers: ms of work, ms of transfers, and bytes. A table's move consists of
 an ``Option`` and the ranks of its shards. Loads are summed over tables, so changing a plan takes
-one subtraction and one addition. The step time is the maximum work of any rank plus the maximum
-transfer time of any rank. This module is pure arithmetic and does not use the engine.
+one subtraction and one addition. If ranks differ in speed, the load that an option adds to a rank
+is multiplied by the factors of the rank. The step time is the maximum work of any rank plus the
+maximum transfer time of any rank. This module is pure arithmetic and does not use the engine.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -70,7 +71,9 @@ class Problem:
 
     ``options`` contains the allowed options of every table, and ``limit_bytes`` [ranks] the memory
     of each rank. ``base`` [ranks, 3] and the keys ``present`` come from fixed parts, such as pinned
-    tables. Raises PlanError if a table has no option for this many ranks.
+    tables. ``slowness`` [ranks, 3] contains the factors of the loads that options and keys add to a
+    rank, or is None if all are 1; ``base`` includes them. Raises PlanError if a table has no option
+    for this many ranks.
     """
 
     names: tuple[str, ...]
@@ -79,6 +82,7 @@ class Problem:
     key_loads: Floats = field(repr=False)  # [F, 3], by feature, which is the first part of a key
     base: Floats = field(repr=False)
     present: tuple[Key, ...] = ()
+    slowness: Floats | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.names or len(self.names) != len(self.options):
@@ -149,11 +153,9 @@ class State:
 
     def add(self, table: int, move: Move) -> None:
         option = self.problem.options[table][move.option]
-        self.loads += option.home + self.new_keys(option, move.ranks)
+        self._add(option, move.ranks, 1.0)
         for key in option.keys(move.ranks):
             self.present[key] = self.present.get(key, 0) + 1
-        if move.ranks:
-            self.loads[list(move.ranks)] += option.shards
         self.moves[table] = move
 
     def remove(self, table: int) -> Move:
@@ -165,11 +167,16 @@ class State:
             self.present[key] -= 1
             if not self.present[key]:
                 del self.present[key]
-        self.loads -= option.home + self.new_keys(option, move.ranks)
-        if move.ranks:
-            self.loads[list(move.ranks)] -= option.shards
+        self._add(option, move.ranks, -1.0)
         self.moves[table] = None
         return move
+
+    def _add(self, option: Option, ranks: tuple[int, ...], sign: float) -> None:
+        everywhere, slowness = option.home + self.new_keys(option, ranks), self.problem.slowness
+        self.loads += sign * (everywhere if slowness is None else everywhere * slowness)
+        if ranks:
+            places, shards = list(ranks), option.shards
+            self.loads[places] += sign * (shards if slowness is None else shards * slowness[places])
 
     def new_keys(self, option: Option, ranks: tuple[int, ...]) -> Floats:
         """Return the total load [3] of the option's keys that are not yet in the plan."""

@@ -8,7 +8,10 @@ chosen to reproduce the measured ranking of plans for eight tasks on loopback
 the link's speed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from sbpflow.costs.counts import vector_of
 from sbpflow.costs.ids import Floats
@@ -89,14 +92,16 @@ def transfer_ms(
     return byte_ms * _SPREAD + near * _HOST + far * _NETWORK + call_ms * vector_of(CALLS)
 
 
-def price_of(totals: Floats, prices: Floats, far: float) -> Price:
+def price_of(
+    totals: Floats, prices: Floats, far: float, speeds: Sequence[float] | None = None
+) -> Price:
     """Return the price of a step from its counts ``totals`` [ranks, F].
 
     ``prices`` is the result of ``transfer_ms``. ``far`` is the share of evenly sent bytes that goes
-    to other hosts.
+    to other hosts. ``speeds`` are the relative speeds of the ranks, by default 1.
     """
     return Price(
-        work_ms=float((totals @ WORK_MS).max()),
+        work_ms=float((totals @ WORK_MS / np.array(speeds or 1.0)).max()),
         transfer_ms=float((totals @ prices).max()),
         sent_bytes=int((totals @ SENT).max()),
         network_bytes=int((totals @ (far * _SPREAD + _NETWORK)).max()),

@@ -116,7 +116,7 @@ def test_a_described_machine_has_the_memory_of_its_data_sheet(tmp_path):
     plan([*words[:-2], "--output", str(output)])
     assert yaml.safe_load(output.read_text())["tables"]["C1"]["ranks"] == [1]
     path.write_text(json.dumps({**whole, "device_gb": [600, 600, 600]}))
-    with pytest.raises(ConfigError, match="device_gb: got 3 limits for 2 ranks; give one number"):
+    with pytest.raises(ConfigError, match="device_gb: got 3 numbers for 2 ranks; give one number"):
         plan(words)
 
 

@@ -35,14 +35,15 @@ def price_plan(
 
     ``frequencies`` maps features to their id statistics. If there are several hosts, ranks are
     assumed to send within their host and to other hosts at the same time, and a call is assumed to
-    have the latency of the slower link. Without a ``topology``, all ranks are assumed to be on one
-    host.
+    have the latency of the slower link. A rank's work takes longer if the ``topology`` gives it a
+    low speed. Without a ``topology``, all ranks are assumed to be on one host.
     """
     topology = topology or Topology.one_host(plan.world.size)
     link, far = topology.link(plan.world.ranks), topology.far_share
     hops = 1e-6 / topology.host_link.gb_per_s, 1e-6 / link.gb_per_s
     prices = transfer_ms(max((1 - far) * hops[0], far * hops[1]), link.latency_ms, hops)
-    return price_of(plan_totals(plan, batch_size, frequencies or {}), prices, far)
+    totals = plan_totals(plan, batch_size, frequencies or {})
+    return price_of(totals, prices, far, topology.speeds)
 
 
 def plan_totals(
