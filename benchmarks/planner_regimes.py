@@ -170,8 +170,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def over_auto(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return a planner's mean slowdown relative to ``auto`` over the tasks with a measured plan, with
-    Student's interval; empty for fewer than two tasks.
+    """Return a planner's mean slowdown relative to ``auto`` over the tasks for which its plan was
+    measured, with Student's interval; empty for fewer than two tasks.
     """
     logs = [
         math.log1p(row["plans"][name]["slower_than_auto"]) for row in rows if name in row["plans"]

@@ -79,9 +79,10 @@ class Dual:
         base, factors = problem.base[:, :BYTES], np.ones((problem.num_ranks, BYTES))
         if problem.slowness is not None:
             factors = problem.slowness[:, :BYTES]
-        self._mean_factor = 1.0 / (1.0 / factors).mean(axis=0)[:, None]
-        self._factors = factors.min(axis=0)[:, None], factors.max(axis=0)[:, None]
-        self.plan_ms, self.base_ms = plan_ms, (base / factors).mean(axis=0) * self._mean_factor[:, 0]
+        mean = 1.0 / (1.0 / factors).mean(axis=0)
+        # [2, 1] each: the smallest, the harmonic mean, and the largest factor
+        self._factors = tuple(each[:, None] for each in (factors.min(0), mean, factors.max(0)))
+        self.plan_ms, self.base_ms = plan_ms, (base / factors).mean(axis=0) * mean
         self._least_base = base.min(axis=0)
         self.uneven_ms = self.base_ms - self._least_base
         self.room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
@@ -112,9 +113,9 @@ class Dual:
         # of any rank counts as part of ``home``, so that none of the remaining loads is negative.
         least = least[:BYTES]
         home = home[:BYTES] + least
-        smallest, largest = self._factors
+        smallest, harmonic, largest = self._factors
         self.home = home * np.where(home < 0, largest, smallest)
-        self.spread = (home + total[:BYTES] / size - least) * self._mean_factor - self.home
+        self.spread = (home + total[:BYTES] / size - least) * harmonic - self.home
         self.heaviest = (most[:BYTES] - least) * smallest
         self.mean = (mean[:BYTES] - least) * smallest
         self.always_ms = self.home.sum(axis=0)

@@ -148,6 +148,28 @@ def test_planners_on_slow_links_took_the_recorded_times():
     assert f"At 100 Mbit/s, it is {errors[1]}" in words
 
 
+def test_planners_on_unequal_ranks_took_the_recorded_times():
+    table = PAGES["planner"].split("## Ranks of different speeds")[1].split("\n## ")[0]
+    names = {f"greedy, by `{name}`": name for name in ("size", "dim", "lookup", "size-lookup")}
+    names |= {"best greedy planner": "greedies, best of 4", "EMBark": "embark"}
+    names |= {"NeuroShard": "neuroshard", "DreamShard": "dreamshard", "AutoShard": "autoshard"}
+    names |= {"TorchRec": "torchrec", "`scheme: auto`": "scheme: auto"}
+    names |= {"`auto` without the speeds": "auto, equal speeds"}
+    names |= {"`auto`, best of four": "auto, best of 4"}
+    summary = list(read("planner_unequal_ranks.jsonl"))[-1]
+    expected: dict[str, str] = {}
+    for row, name in names.items():
+        found = summary["planners"][name]
+        low, high = found["interval"]
+        mean = 100 * found["slower_than_auto"]
+        expected[row] = f"{mean:+.1f}% ({100 * low:+.1f} to {100 * high:+.1f})"
+        assert found["tasks"] == summary["tasks"]
+    assert dict(re.findall(r"^\| ([^|\s][^|]*) \| ([+-]\d.+) \|$", table, re.M)) == expected
+    words = " ".join(table.split())
+    assert f"error of predicted step times is {100 * summary['step_error']:.0f}%" in words
+    assert f"rank correlation is {summary['spearman_predicted']:.2f}" in words
+
+
 def test_caches_fetched_the_recorded_rows():
     measured: dict[tuple[str, str], list[str]] = {}
     for line in read("cache_fetches.jsonl"):
