@@ -120,6 +120,30 @@ def test_a_described_machine_has_the_memory_of_its_data_sheet(tmp_path):
         plan(words)
 
 
+def test_a_slow_rank_gets_less_work(tmp_path):
+    path, report = tmp_path / "tables.json", tmp_path / "plan.json"
+    tables = [{**TABLES["tables"][0], "name": f"C{n}", "dim": 128} for n in range(12)]
+    words = ["--tables", str(path), "-n", "3", "--profile", "h100-dgx", "--report", str(report)]
+    held = list[int]()
+    for speed in (1, [1, 0.1, 1]):
+        path.write_text(json.dumps({"batch_size": 2**16, "tables": tables, "speed": speed}))
+        plan(words)
+        ranks = json.loads(report.read_text())["ranks"]
+        held.append(ranks[1]["memory_bytes"])
+    assert held[1] < held[0]
+    for speed, message in (
+        (0, r"speed must be a number, above 0 and below 1e\+18, got 0"),
+        ([1, -1, 1], r"speed\[1\] must be a number, above 0"),
+        ([1, True, 1], r"speed\[1\] must be a number.* got True"),
+        ("fast", r"speed must be a number.* got 'fast'"),
+        ([], r"speed: the list is empty"),
+        ([1, 1], r"speed: got 2 numbers for 3 ranks; give one number"),
+    ):
+        path.write_text(json.dumps({"batch_size": 2**16, "tables": tables, "speed": speed}))
+        with pytest.raises(ConfigError, match=message):
+            plan(words)
+
+
 def test_names_in_any_script_are_reported(tmp_path):
     tables = tmp_path / "tables.json"
     named = json.loads(json.dumps(TABLES))

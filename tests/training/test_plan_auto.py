@@ -180,6 +180,19 @@ def test_planned_runs_resume_without_planner_or_plan_file(
     assert saved_layouts(found, other, 1) == (other, None)
 
 
+def test_a_run_plans_for_the_speeds_of_the_topology_file(synth_set, tmp_path):
+    file = tmp_path / "hosts.yaml"
+    file.write_text("{hosts: [[0, 1]], speed: [1.0, 0.05]}")
+    slow = planned(synth_set, (f"parallel.topology={file}",), (1e-1, 1e-6))[2]
+    equal = planned(synth_set, (), (1e-1, 1e-6))[2]
+    assert slow.task.speeds == (1.0, 0.05)
+    assert equal.task.speeds is None
+    held = [sum(1 in choice.ranks for choice in run.plan.values()) for run in (slow, equal)]
+    assert held[0] < held[1]
+    blind = slow.cost.predict(equal.plan).step_ms
+    assert slow.prediction.step_ms < 0.8 * blind
+
+
 def test_a_run_on_described_hosts_saves_them_and_predicts_without_the_file(synth_set, tmp_path):
     file, run = tmp_path / "hosts.yaml", tmp_path / "run"
     file.write_text("{hosts: [[0]], memory_gb: 3, host_link: {gb_per_s: 1.5}}")
