@@ -63,7 +63,7 @@ class TablesFile:
     batch_size: int
     optimizer: SparseOptimizer
     device_bytes: tuple[int, ...] | None  # for each rank, or one value for all ranks
-    speeds: tuple[float, ...] | None  # the same
+    speeds: tuple[float, ...] | None  # for each rank, or one value for all ranks
     dense: DenseWork
 
     def task(
@@ -157,7 +157,7 @@ def _by_rank(where: str, given: object) -> tuple[float, ...] | None:
     else:
         each = {where: given}
     if not each:
-        raise ConfigError(f"{where}: the list is empty; give one number per rank, such as [16, 8]")
+        raise ConfigError(f"{where}: the list is empty; give one number per rank, such as [2, 1]")
     return tuple(_number(name, number, least=0.0) for name, number in each.items())
 
 

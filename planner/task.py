@@ -33,6 +33,7 @@ from sbpflow.errors import ConfigError
 from sbpflow.planner.costs.features import IdStats
 from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.runtime.files.json_file import is_count, object_of
+from sbpflow.runtime.ranks.topology import check_speeds
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
 from sbpflow.sbp.sbp import Split, format_nd_sbp, parse_nd_sbp
@@ -195,12 +196,8 @@ class Task:
                 f"task: got {len(self.device_bytes)} memory limits for {self.world_size} ranks; "
                 "give one limit for each rank"
             )
-        speeds = self.speeds
-        if speeds is not None and (len(speeds) != self.world_size or min(speeds) <= 0):
-            raise ConfigError(
-                f"task: speeds must have a number above 0 for each of the {self.world_size} ranks, "
-                f"got {list(speeds)}; for example, {[1.0] * self.world_size}"
-            )
+        if self.speeds is not None:
+            check_speeds("task", self.speeds, self.world_size)
         if missing := [table.name for table in self.tables if table.name not in self.stats]:
             raise ConfigError(
                 f"task: the id statistics of {', '.join(missing[:5])} are missing; give statistics "

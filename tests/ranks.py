@@ -6,6 +6,7 @@ and the next call creates another. The failure contains each rank's traceback, o
 hung.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -70,6 +71,8 @@ class RankPool:
         self._folder = folder
         self._generation = 0
         self._workers: list[_Worker] = []
+        # Without this, an interpreter that exits would wait for stopped ranks forever.
+        atexit.register(self.stop)
 
     def run(self, fn: Callable[..., Any], *args: Any, checked: bool = False) -> list[Any]:
         """Return the values of ``fn(world, *args)`` in rank order; raise RanksFailed if one failed.

@@ -38,7 +38,7 @@ class Prediction:
 class TaskCost:
     """Uses a profile to price the plans of a task. ``prices`` [F, 3] contains, per count, the ms of
     work, the ms of transfers, and the bytes. ``slowness`` [D, 3] contains the factors of a rank's
-    load, or is None if all ranks are equally fast.
+    load, or is None if all ranks are equally fast; ``prices`` then include their speed.
     """
 
     def __init__(self, profile: Profile, task: Task) -> None:
@@ -53,9 +53,12 @@ class TaskCost:
         times[_ONCE_PER_STEP] = 1.0
         self.prices[:, :2] *= times[:, None]
         self.slowness: Floats | None = None
-        if task.speeds is not None and set(task.speeds) != {1.0}:
+        speeds = task.speeds or (1.0,)
+        if len(set(speeds)) == 1:
+            self.prices[:, 0] /= speeds[0]
+        else:
             self.slowness = np.ones((task.world_size, 3))
-            self.slowness[:, 0] /= task.speeds
+            self.slowness[:, 0] /= speeds
 
     @property
     def prices_digest(self) -> str:

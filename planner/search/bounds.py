@@ -49,8 +49,8 @@ def bound(problem: Problem, plan_ms: float, *, branch: bool = True) -> Bound:
     ms = min(root.ms, plan_ms)
     options = dual.options(root.above, plan_ms - ms)
     if branch:
-        ms = min(_branched(dual, root, plan_ms), plan_ms)
-    return Bound(ms=ms, plan_ms=plan_ms, options=options)
+        ms = _branched(dual, root, plan_ms)
+    return Bound(ms=min(max(ms, dual.separable_ms), plan_ms), plan_ms=plan_ms, options=options)
 
 
 def _branched(dual: Dual, root: Solution, plan_ms: float) -> float:

@@ -85,6 +85,7 @@ class Dual:
         self.plan_ms, self.base_ms = plan_ms, (base / factors).mean(axis=0) * mean
         self._least_base = base.min(axis=0)
         self.uneven_ms = self.base_ms - self._least_base
+        self._base, self._by_rank = base, factors
         self.room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
         self._list(problem)
         self._list_keys(problem)
@@ -114,12 +115,20 @@ class Dual:
         least = least[:BYTES]
         home = home[:BYTES] + least
         smallest, harmonic, largest = self._factors
+        least_home = np.minimum.reduceat(home, self.first, axis=1).sum(axis=1)
+        self.separable_ms = self._separable(least_home)
         self.home = home * np.where(home < 0, largest, smallest)
         self.spread = (home + total[:BYTES] / size - least) * harmonic - self.home
         self.heaviest = (most[:BYTES] - least) * smallest
         self.mean = (mean[:BYTES] - least) * smallest
         self.always_ms = self.home.sum(axis=0)
         self._least_home = np.minimum.reduceat(self.home, self.first, axis=1).sum(axis=1)
+
+    def _separable(self, least: Floats) -> float:
+        """Return a bound from the rank with the most fixed work: each table adds at least ``least``
+        [2] in total. It exceeds the bounds of the multipliers if one rank is much slower.
+        """
+        return float((self._base + self._by_rank * least).max(axis=0).sum())
 
     def _list_keys(self, problem: Problem) -> None:
         """List the keys that plans pay for; keys that the same options need count as one key."""

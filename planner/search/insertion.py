@@ -27,9 +27,7 @@ from sbpflow.planner.search.problem import (
 # that reduce the load of any rank.
 EVENNESS = 0.05
 FEW = 4  # maximum number of shards for which ranks are also chosen individually
-# penalty in ms if the total excess equals the mean memory limit of the ranks; by default, so large
-# that plans fit if possible
-NO_ROOM = 1e6
+NO_ROOM = 1e6  # penalty in ms if the total excess equals the mean memory limit of the ranks
 
 
 class Insertion(NamedTuple):
@@ -40,13 +38,20 @@ class Insertion(NamedTuple):
     move: Move
 
 
-def goal(state: State, no_room: float = NO_ROOM) -> float:
-    """Return the value that the search minimizes for a whole plan; ``no_room`` is the penalty."""
+def high_penalty(problem: Problem) -> Floats:
+    """Return the ms per byte of excess on each rank [ranks] with which plans fit if possible."""
+    return np.full(problem.num_ranks, NO_ROOM / problem.limit_bytes.mean())
+
+
+def goal(state: State, penalty: Floats) -> float:
+    """Return the value that the search minimizes for a whole plan. ``penalty`` [ranks] contains the
+    ms per byte of excess.
+    """
     loads, limit = state.loads, state.problem.limit_bytes
     even = np.sqrt(np.square(loads[:, :BYTES]).mean(axis=0)).sum()
-    excess = np.maximum(loads[:, BYTES] - limit, 0.0).sum()
+    excess = np.maximum(loads[:, BYTES] - limit, 0.0) @ penalty
     step = loads[:, :BYTES].max(axis=0).sum()
-    return float(step + EVENNESS * even + no_room * excess / limit.mean())
+    return float(step + EVENNESS * even + excess)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class Inserter:
     """Prices insertions of tables into states of one problem.
 
     ``allowed`` [table] contains the numbers of the options to try (by default, all options).
-    ``no_room`` is the penalty.
+    ``penalty`` [ranks] contains the ms per byte of excess (default: ``high_penalty``).
     """
 
     def __init__(
@@ -79,11 +84,11 @@ class Inserter:
         problem: Problem,
         allowed: tuple[tuple[int, ...], ...] | None = None,
         *,
-        no_room: float = NO_ROOM,
+        penalty: Floats | None = None,
     ) -> None:
         self.problem, self.allowed = problem, allowed
         self._limited = bool(problem.limit_bytes.min() < NO_LIMIT)
-        self._no_room = no_room / float(problem.limit_bytes.mean())
+        self._penalty = high_penalty(problem) if penalty is None else penalty
         self._tried = [
             _by_count(problem, options, range(len(options)) if allowed is None else allowed[table])
             for table, options in enumerate(problem.options)
@@ -128,7 +133,7 @@ class Inserter:
             scores = scores + EVENNESS * (largest[..., 0] + largest[..., 1])
         if self._limited:
             lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - now.room, 0.0)
-            scores += self._no_room * lacking
+            scores += self._penalty * lacking
         picked: list[Ints] = []
         if slowness is not None:
             order = np.argsort(scores, axis=1, kind="stable")
@@ -171,10 +176,11 @@ class Inserter:
         goals = ms + EVENNESS * even
         if self._limited:
             held, room = homes[:, BYTES, None], now.room
-            lacking = np.maximum(held - room, 0.0).sum(axis=1)
-            lacking += np.maximum(held + shards[..., BYTES] - room[ranks], 0.0).sum(axis=1)
-            lacking -= np.maximum(held - room[ranks], 0.0).sum(axis=1)
-            goals += self._no_room * lacking
+            penalty = self._penalty
+            goals += np.maximum(held - room, 0.0) @ penalty
+            more = np.maximum(held + shards[..., BYTES] - room[ranks], 0.0)
+            more -= np.maximum(held - room[ranks], 0.0)
+            goals += (more * penalty[ranks]).sum(axis=1)
         values = zip(goals.tolist(), ms.tolist(), moves, strict=True)
         return [Insertion(goal, step, move) for goal, step, move in values]
 

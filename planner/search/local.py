@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sbpflow.planner.search.balance import balance
-from sbpflow.planner.search.insertion import NO_ROOM, Inserter, goal
+from sbpflow.planner.search.insertion import Inserter, goal, high_penalty
 from sbpflow.planner.search.problem import (
     BYTES,
     Assignment,
@@ -34,7 +34,7 @@ GROUP_RUIN = 0.02
 # another, so an insertion is skipped with this probability.
 SKIP = 0.3
 STEPS = 4  # number of steps of ``balance`` after each ruin
-# penalty for excess memory, relative to the time of a plan that fits (compare ``NO_ROOM``)
+# penalty for an excess that equals the limit of a rank, relative to the time of a plan that fits
 PENALTY = 20.0
 LEAST_GAIN = 1e-6  # relative; smaller differences between two plans are rounding errors
 
@@ -90,7 +90,7 @@ class LocalSearch:
         self.problem, self.inserter, self.enough_ms = problem, inserter, enough_ms
         self.random = np.random.default_rng(seed)
         self.insertions = 0
-        self._no_room = NO_ROOM
+        self._penalty = high_penalty(problem)
         self._weights = weights_of(problem)
 
     def improve(
@@ -103,10 +103,12 @@ class LocalSearch:
         state = State(self.problem, start)
         price = state.price()
         best, best_rank = start, price.rank
-        self._no_room = PENALTY * price.ms if price.feasible else NO_ROOM
-        inserter = Inserter(self.problem, self.inserter.allowed, no_room=self._no_room)
+        self._penalty = high_penalty(self.problem)
+        if price.feasible:
+            self._penalty = PENALTY * price.ms / self.problem.limit_bytes
+        inserter = Inserter(self.problem, self.inserter.allowed, penalty=self._penalty)
         balance(state, 10 * self.problem.num_tables)
-        current = goal(state, self._no_room)
+        current = goal(state, self._penalty)
         if state.price().rank < best_rank:
             best, best_rank = state.assignment(), state.price().rank
         used, first = 0, self.insertions
@@ -141,7 +143,7 @@ class LocalSearch:
             state.add(tables[place], ranked[self._place(len(ranked))].move)
         balance(state, STEPS)
         self.insertions += len(tables)
-        reached = goal(state, self._no_room)
+        reached = goal(state, self._penalty)
         if reached < limit:
             return reached
         changed = [(t, move) for t, move in enumerate(before) if move != state.moves[t]]

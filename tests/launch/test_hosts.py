@@ -291,7 +291,7 @@ def test_a_topology_knows_the_hosts_of_ranks():
             {"memory_bytes": (1,)},
             r"memory must have a number above 0 for each of the 2 .* got \[1\]",
         ),
-        ({"speeds": (1.0, 0.0)}, r"speed must have a number above 0 .* got \[1.0, 0.0\]"),
+        ({"speeds": (1.0, 0.0)}, r"speed must have a number from 0.001 to 1000 .* got \[1.0, 0.0\]"),
         (
             {"network_link": Link(gb_per_s=0.0)},
             "network_link.gb_per_s must be above 0 .* got 0.0 and 0.25",
@@ -341,7 +341,7 @@ def test_a_file_describes_other_machines(tmp_path):
         ("hosts: [[0, 1, 2]]", "describes 3 ranks, but this run has 4; describe 4 ranks, or"),
         ("hosts: [[0, 1], [1, 2]]", "must be on exactly one host"),
         ("{hosts: [[0, 1, 2, 3]], memory_gb: [1, 2]}", r"memory must .* for each of the 4 ranks"),
-        ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed must have a number above 0"),
+        ("{hosts: [[0, 1, 2, 3]], speed: 0}", "speed must have a number from 0.001 to 1000"),
         ("{hosts: [[0, 1, 2, 3]], network_link: {}}", "network_link.gb_per_s is not given"),
         ("{hosts: [[0, 1, 2, 3]], link: 1}", "link: unknown key; did you mean"),
         ("{hosts: [[0, 1, 2, 3]], host_link: {gb_per_s: 1, source: guess}}",
@@ -375,8 +375,10 @@ def test_explain_shows_hosts_and_which_values_are_assumed(tmp_path):
         "memory of each rank: 64, 64, 32, 32 GB (given); relative speed of each rank: 1.5 (given)",
     ]
     assert describe(plan)["topology"]["hosts"] == ((0, 1), (2, 3))
-    assert plan.priced[0].ms > usual.priced[0].ms
     assert plan_from_json(plan_to_json(plan)) == plan
+    file.write_text(DESCRIBED.replace("speed: 1.5", "speed: 1"))
+    _, slower = plan_run(config, FIELDS, world_size=4, device_type="cpu")
+    assert slower.priced[0].ms > max(plan.priced[0].ms, usual.priced[0].ms)
     faster = replace(config, parallel=replace(config.parallel, link_gb_per_s=1.0))
     _, plan = plan_run(faster, FIELDS, world_size=4, device_type="cpu")
     assert plan.topology.network_link == Link(gb_per_s=1.0, latency_ms=0.4, source="given")

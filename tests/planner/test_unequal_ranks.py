@@ -14,7 +14,7 @@ from sbpflow.planner.planners import PLANNERS, make_plan, priced_plan
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.search.balance import balance
 from sbpflow.planner.search.bounds import CLOSE, bound
-from sbpflow.planner.search.insertion import Inserter, goal
+from sbpflow.planner.search.insertion import Inserter, goal, high_penalty
 from sbpflow.planner.search.problem import Move, State, price_of
 from sbpflow.planner.shapes import problem_of
 from sbpflow.planner.task import embedding_plan
@@ -104,7 +104,7 @@ def test_an_insertion_has_the_price_of_the_plan():
             for insertion in inserter.ranked(state, table):
                 state.add(table, insertion.move)
                 assert insertion.ms == pytest.approx(state.price().ms, rel=1e-9)
-                assert insertion.goal == pytest.approx(goal(state), rel=1e-3)
+                assert insertion.goal == pytest.approx(goal(state, high_penalty(problem)), rel=1e-3)
                 state.remove(table)
             state.add(table, before)
 
@@ -165,10 +165,37 @@ def test_the_built_in_prices_count_the_speed_of_the_slowest_rank():
     assert slow.transfer_ms == equal.transfer_ms == fast.transfer_ms
 
 
-@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 1.0, 0.0, 1.0), (1.0, 1.0, -2.0, 1.0)])
-def test_impossible_speeds_are_refused(speeds):
-    with pytest.raises(ConfigError, match="a number above 0 for each of the 4 ranks"):
-        replace(make_task(), speeds=speeds)
+@pytest.mark.parametrize("bad", [0.0, -2.0, 1e-320, 1e17, np.nan, np.inf])
+def test_impossible_speeds_are_refused(bad):
+    message = "a number from 0.001 to 1000 for each of the 4 ranks"
+    for speeds in ((1.0,), (1.0, 1.0, bad, 1.0)):
+        with pytest.raises(ConfigError, match=message):
+            replace(make_task(), speeds=speeds)
+        with pytest.raises(ConfigError, match=message):
+            Topology(hosts=((0, 1, 2, 3),), speeds=speeds)
+
+
+def test_the_bound_counts_the_fixed_work_of_a_very_slow_rank():
+    task = random_task(3, num_tables=10, world_size=4, held_out=True, batch_size=65536)
+    cost = TaskCost(described("h100-dgx"), replace(task, speeds=(1.0, 1.0, 1.0, 0.1)))
+    planned = make_plan("auto", cost, insertions=SMALL)
+    lower = bound(planned.problem, planned.priced.ms)
+    assert lower.ms > planned.problem.base[3, 0]
+    assert lower.gap < 1.5
+
+
+@pytest.mark.parametrize("speed", [0.5, 2.0])
+def test_equal_speeds_lead_to_the_plan_for_equal_ranks(speed):
+    task = random_task(4, num_tables=20, world_size=4, held_out=True)
+    equal, scaled = (
+        make_plan(
+            "auto",
+            TaskCost(described("h100-dgx"), replace(task, speeds=speeds)),
+            insertions=SMALL,
+        ).priced
+        for speeds in (None, (speed,) * 4)
+    )
+    assert scaled.loads[:, 0].max() == pytest.approx(equal.loads[:, 0].max() / speed, rel=0.05)
 
 
 def test_keys_that_depend_on_ranks_are_counted_once_per_rank_set():

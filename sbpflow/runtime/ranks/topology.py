@@ -12,6 +12,7 @@ from typing import Literal
 from sbpflow.errors import ConfigError
 
 Source = Literal["measured", "given", "assumed"]
+SPEEDS = 0.001, 1000  # smallest and largest relative speed of a rank
 HostsSource = Literal["handshake", "given", "assumed"]
 
 
@@ -54,12 +55,14 @@ class Topology:
             )
         ordered = tuple(sorted(tuple(sorted(host)) for host in self.hosts))
         object.__setattr__(self, "hosts", ordered)
-        for name, values in (("memory", self.memory_bytes), ("speed", self.speeds)):
-            if values is not None and (len(values) != self.size or min(values) <= 0):
-                raise ConfigError(
-                    f"topology: {name} must have a number above 0 for each of the {self.size} "
-                    f"ranks (for example, {[1] * min(self.size, 4)}), got {_short(values)}"
-                )
+        memory = self.memory_bytes
+        if memory is not None and (len(memory) != self.size or min(memory) <= 0):
+            raise ConfigError(
+                f"topology: memory must have a number above 0 for each of the {self.size} ranks "
+                f"(for example, {[1] * min(self.size, 4)}), got {_short(memory)}"
+            )
+        if self.speeds is not None:
+            check_speeds("topology", self.speeds, self.size)
         for name, link in (("host_link", self.host_link), ("network_link", self.network_link)):
             if link.gb_per_s <= 0 or link.latency_ms < 0:
                 raise ConfigError(
@@ -124,6 +127,16 @@ class Topology:
         name = "host_link" if len(self.hosts) == 1 else "network_link"
         link = replace(getattr(self, name), gb_per_s=gb_per_s, source="given")
         return replace(self, **{name: link})
+
+
+def check_speeds(where: str, speeds: Sequence[float], size: int) -> None:
+    """Raise ConfigError unless there is a valid relative speed for each of ``size`` ranks."""
+    least, most = SPEEDS
+    if len(speeds) != size or not all(least <= speed <= most for speed in speeds):
+        raise ConfigError(
+            f"{where}: speed must have a number from {least} to {most} for each of the {size} "
+            f"ranks (for example, {[1] * min(size, 4)}), got {_short(speeds)}"
+        )
 
 
 def _short(values: Sequence[object]) -> str:
