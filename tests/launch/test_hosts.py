@@ -291,7 +291,10 @@ def test_a_topology_knows_the_hosts_of_ranks():
             {"memory_bytes": (1,)},
             r"memory must have a number above 0 for each of the 2 .* got \[1\]",
         ),
-        ({"speeds": (1.0, 0.0)}, r"speed must have a number from 0.001 to 1000 .* got \[1.0, 0.0\]"),
+        (
+            {"speeds": (1.0, 0.0)},
+            r"speed must have a number from 0.001 to 1000 .* got \[1.0, 0.0\]",
+        ),
         (
             {"network_link": Link(gb_per_s=0.0)},
             "network_link.gb_per_s must be above 0 .* got 0.0 and 0.25",
