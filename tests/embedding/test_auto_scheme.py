@@ -182,6 +182,9 @@ def test_candidates_place_every_table():
         "B",
     ]
     assert list(candidates(tables, [FeatureConfig(name="f")], 1, 128)) == ["all B"]
+    speeds = (1.0, 1.0, 1.0, 0.001)
+    uneven = candidates(tables, [FeatureConfig(name="f", hotness=3)], 4, 128, speeds=speeds)
+    assert {rule.ranks for rule in uneven["all whole"].values()} == {(0,), (1,), (2,)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -40,11 +40,12 @@ def candidates(
     frequencies: Mapping[str, IdFrequencies] | None = None,
     *,
     two_level: bool = False,
+    speeds: Sequence[float] | None = None,
 ) -> dict[str, Rules]:
     """Return the table rules of each candidate plan, by name. ``two_level`` adds plans that
     exchange rows in two hops, within and between hosts. A basic candidate gives all tables the same
-    layout where possible, or balances whole tables over the ranks. The other candidates also copy
-    small tables to every rank.
+    layout where possible, or balances whole tables over the ranks by their ``speeds`` (default: all
+    are equal). The other candidates also copy small tables to every rank.
     """
     rows = TableRule(sbp="S(0)", exchange="unique")
     copies = TableRule(sbp="B", exchange="local")
@@ -54,7 +55,8 @@ def candidates(
 
     same: dict[str, Callable[[TableConfig], TableRule]] = {"all B": copied}
     if world_size > 1:
-        whole = _balanced(tables, features, world_size, batch_size, frequencies or {})
+        speeds = speeds or (1.0,) * world_size
+        whole = _balanced(tables, features, speeds, batch_size, frequencies or {})
         columns = TableRule(sbp="S(1)", exchange="columns")
         unique_columns = TableRule(sbp="S(1)", exchange="unique")
 
@@ -90,11 +92,11 @@ def candidates(
 def _balanced(
     tables: Sequence[TableConfig],
     features: Sequence[FeatureConfig],
-    world_size: int,
+    speeds: Sequence[float],
     batch_size: int,
     known: Mapping[str, IdFrequencies],
 ) -> dict[str, TableRule]:
-    """Place whole tables greedily: heaviest first, each on the least loaded rank."""
+    """Place whole tables greedily: heaviest first, each on the rank that then finishes first."""
     by_name = {feature.name: feature for feature in features}
 
     def weight(table: TableConfig) -> float:
@@ -102,11 +104,13 @@ def _balanced(
         touched = min(curve_of_table(table, known).touched(lookups), table.num_rows)
         return (lookups + 5 * touched) * (8 + table.dim)
 
-    loads = [0.0] * world_size
+    loads = [0.0] * len(speeds)
     rules: dict[str, TableRule] = {}
     for table in sorted(tables, key=weight, reverse=True):
-        rank = loads.index(min(loads))
-        loads[rank] += weight(table)
+        load = weight(table)
+        after = [(held + load) / speed for held, speed in zip(loads, speeds, strict=True)]
+        rank = after.index(min(after))
+        loads[rank] += load
         rules[table.name] = TableRule(sbp="B", ranks=(rank,), exchange="columns")
     return rules
 

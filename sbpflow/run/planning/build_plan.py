@@ -280,6 +280,7 @@ def _plan_tables(
             config.data.batch_size,
             frequencies,
             two_level=parallel.row_buffer_fraction is None and _has_equal_hosts(topology),
+            speeds=topology.speeds,
         ),
         lambda rules: plan(resolve({"auto": rules})),
         batch_size=config.data.batch_size,
