@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,24 @@ def over_auto(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
+def journaled(
+    path: Path, numbers: Sequence[int], measure: Callable[[int], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Measure the tasks that are not yet in the journal, and add a line for each. Return the lines
+    of all tasks, by number.
+    """
+    known: dict[int, dict[str, Any]] = {}
+    if path.is_file():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        known = {line["number"]: line for line in lines}
+    for number in numbers:
+        if number not in known:
+            known[number] = measure(number)
+            with path.open("a", encoding="ascii") as file:
+                file.write(json.dumps(known[number]) + "\n")
+    return [known[number] for number in sorted(known)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--link", default="1gbit", help="the rate of each host's link")
@@ -206,19 +224,10 @@ def main() -> None:
         rate = nominal_link(args.link).between_gb_per_s
         link = replace(profile.link, between_gb_per_s=rate)
         profile = with_link(profile, link, f"{args.link} between hosts")
-    known: dict[int, dict[str, Any]] = {}
-    if args.journal.is_file():
-        lines = [json.loads(line) for line in args.journal.read_text().splitlines()]
-        known = {line["number"]: line for line in lines}
-    for number in args.tasks:
-        if number not in known:
-            known[number] = measured_task(number, args, profile)
-            with args.journal.open("a", encoding="ascii") as file:
-                file.write(json.dumps(known[number]) + "\n")
-    results = Results(f"planner_regimes_{args.link}", recorded=len(known) == TASKS)
-    for number in sorted(known):
-        results.add(benchmark="task", link=args.link, ranks=RANKS, hosts=HOSTS, **known[number])
-    rows = [known[number] for number in sorted(known)]
+    rows = journaled(args.journal, args.tasks, lambda n: measured_task(n, args, profile))
+    results = Results(f"planner_regimes_{args.link}", recorded=len(rows) == TASKS)
+    for row in rows:
+        results.add(benchmark="task", link=args.link, ranks=RANKS, hosts=HOSTS, **row)
     results.add(benchmark="summary", link=args.link, tasks=len(rows), **summary(rows))
 
 

@@ -10,14 +10,13 @@ tasks are kept in the journal, so the benchmark continues where it stopped.
 """
 
 import argparse
-import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.planner_plans import make_sample, planners_of, plans_of
-from benchmarks.planner_regimes import OTHERS, over_auto
+from benchmarks.planner_regimes import OTHERS, journaled, over_auto
 from benchmarks.planner_steps import OURS, Case, best_of, compared, measured_cases
 from benchmarks.record import Results
 from sbpflow.planner.costs.cost import TaskCost
@@ -61,17 +60,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of rounds per task")
     parser.add_argument("--tasks", type=int, nargs="*", default=list(range(TASKS)))
     args = parser.parse_args()
-    profile, known = load(args.profile), dict[int, dict[str, Any]]()
-    if args.journal.is_file():
-        lines = [json.loads(line) for line in args.journal.read_text().splitlines()]
-        known = {line["number"]: line for line in lines}
-    for number in args.tasks:
-        if number not in known:
-            known[number] = measured_task(number, args, profile)
-            with args.journal.open("a", encoding="ascii") as file:
-                file.write(json.dumps(known[number]) + "\n")
-    rows = [known[number] for number in sorted(known)]
-    results = Results("planner_unequal_ranks", recorded=len(known) == TASKS)
+    profile = load(args.profile)
+    rows = journaled(args.journal, args.tasks, lambda n: measured_task(n, args, profile))
+    results = Results("planner_unequal_ranks", recorded=len(rows) == TASKS)
     for row in rows:
         results.add(benchmark="task", speeds=SPEEDS, **row)
     names = dict.fromkeys([*COMPARED, *best_of(())])

@@ -80,14 +80,12 @@ def problem_of(
         options.append(tuple(_option(model, table, shape) for shape in shapes))
     for key in present:
         base += model.prices[key[0]]
-    if model.slowness is not None:
-        base *= model.slowness
     return Problem(
         names=tuple(names),
         options=tuple(options),
         limit_bytes=np.array(task.device_bytes or (NO_LIMIT,) * size, dtype=np.float64),
         key_loads=model.prices,
-        base=base,
+        base=base * model.slowness,
         present=tuple(present),
         slowness=model.slowness,
     )

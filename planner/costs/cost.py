@@ -38,7 +38,7 @@ class Prediction:
 class TaskCost:
     """Uses a profile to price the plans of a task. ``prices`` [F, 3] contains, per count, the ms of
     work, the ms of transfers, and the bytes. ``slowness`` [D, 3] contains the factors of a rank's
-    load, or is None if all ranks are equally fast; ``prices`` then include their speed.
+    load. If all ranks are equally fast, the factors are 1, and ``prices`` include the speed.
     """
 
     def __init__(self, profile: Profile, task: Task) -> None:
@@ -52,13 +52,11 @@ class TaskCost:
         times = np.full(NUM_FEATURES, float(task.accumulate))
         times[_ONCE_PER_STEP] = 1.0
         self.prices[:, :2] *= times[:, None]
-        self.slowness: Floats | None = None
-        speeds = task.speeds or (1.0,)
-        if len(set(speeds)) == 1:
-            self.prices[:, 0] /= speeds[0]
-        else:
-            self.slowness = np.ones((task.world_size, 3))
-            self.slowness[:, 0] /= speeds
+        speeds = np.array(task.speeds or (1.0,))
+        common = speeds[0] if (speeds == speeds[0]).all() else 1.0
+        self.prices[:, 0] /= common
+        self.slowness = np.ones((task.world_size, 3))
+        self.slowness[:, 0] = common / speeds
 
     @property
     def prices_digest(self) -> str:
@@ -72,9 +70,7 @@ class TaskCost:
     def predict(self, plan: Mapping[str, Choice]) -> Prediction:
         """Predict the step time, memory, and traffic of one plan."""
         totals = count_work(self.task, plan)
-        loads = totals @ self.prices
-        if self.slowness is not None:
-            loads *= self.slowness
+        loads = totals @ self.prices * self.slowness
         return Prediction(
             step_ms=float(loads[:, :2].max(axis=0).sum()),
             error=self.profile.errors.get(ERROR, float("nan")),

@@ -77,8 +77,7 @@ def _best(state: State, tables: _Whole, kind: int, top: Floats) -> list[tuple[in
     partner_ranks = np.concatenate([tables.ranks[others], ranks])
     given = np.concatenate([tables.loads[others], np.zeros((len(ranks), 3))])
     change = given[None] - tables.loads[mine][:, None]  # [mine, partners, 3]
-    slowness = state.problem.slowness
-    factors = np.ones_like(loads) if slowness is None else slowness
+    factors = state.problem.slowness
     here = loads[slowest] + change * factors[slowest]
     there = loads[partner_ranks][None] - change * factors[partner_ranks]
     gain = _uneven(loads[partner_ranks], top) + _uneven(loads[slowest], top)

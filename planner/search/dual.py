@@ -76,16 +76,13 @@ class Dual:
     """
 
     def __init__(self, problem: Problem, plan_ms: float) -> None:
-        base, factors = problem.base[:, :BYTES], np.ones((problem.num_ranks, BYTES))
-        if problem.slowness is not None:
-            factors = problem.slowness[:, :BYTES]
+        base, factors = problem.base[:, :BYTES], problem.slowness[:, :BYTES]
         mean = 1.0 / (1.0 / factors).mean(axis=0)
         # [2, 1] each: the smallest, the harmonic mean, and the largest factor
         self._factors = tuple(each[:, None] for each in (factors.min(0), mean, factors.max(0)))
         self.plan_ms, self.base_ms = plan_ms, (base / factors).mean(axis=0) * mean
         self._least_base = base.min(axis=0)
         self.uneven_ms = self.base_ms - self._least_base
-        self._base, self._by_rank = base, factors
         self.room = float(problem.limit_bytes.sum() - problem.base[:, BYTES].sum())
         self._list(problem)
         self._list_keys(problem)
@@ -115,20 +112,16 @@ class Dual:
         least = least[:BYTES]
         home = home[:BYTES] + least
         smallest, harmonic, largest = self._factors
-        least_home = np.minimum.reduceat(home, self.first, axis=1).sum(axis=1)
-        self.separable_ms = self._separable(least_home)
+        # A bound from the rank with the most fixed work. It exceeds the bound of the multipliers if
+        # one rank is much slower.
+        added = problem.slowness[:, :BYTES] * np.minimum.reduceat(home, self.first, axis=1).sum(1)
+        self.separable_ms = float((problem.base[:, :BYTES] + added).max(axis=0).sum())
         self.home = home * np.where(home < 0, largest, smallest)
         self.spread = (home + total[:BYTES] / size - least) * harmonic - self.home
         self.heaviest = (most[:BYTES] - least) * smallest
         self.mean = (mean[:BYTES] - least) * smallest
         self.always_ms = self.home.sum(axis=0)
         self._least_home = np.minimum.reduceat(self.home, self.first, axis=1).sum(axis=1)
-
-    def _separable(self, least: Floats) -> float:
-        """Return a bound from the rank with the most fixed work: each table adds at least ``least``
-        [2] in total. It exceeds the bounds of the multipliers if one rank is much slower.
-        """
-        return float((self._base + self._by_rank * least).max(axis=0).sum())
 
     def _list_keys(self, problem: Problem) -> None:
         """List the keys that plans pay for; keys that the same options need count as one key."""

@@ -6,6 +6,7 @@ compute the new maxima over ranks for all options with the same number of shards
 """
 
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,23 +77,26 @@ class Inserter:
     """Prices insertions of tables into states of one problem.
 
     ``allowed`` [table] contains the numbers of the options to try (by default, all options).
-    ``penalty`` [ranks] contains the ms per byte of excess (default: ``high_penalty``).
+    ``penalty`` [ranks] contains the ms per byte of excess.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        allowed: tuple[tuple[int, ...], ...] | None = None,
-        *,
-        penalty: Floats | None = None,
+        self, problem: Problem, allowed: tuple[tuple[int, ...], ...] | None = None
     ) -> None:
-        self.problem, self.allowed = problem, allowed
+        self.problem = problem
+        self._equal_ranks = problem.has_equal_ranks
         self._limited = bool(problem.limit_bytes.min() < NO_LIMIT)
-        self._penalty = high_penalty(problem) if penalty is None else penalty
+        self.penalty = high_penalty(problem)
         self._tried = [
             _by_count(problem, options, range(len(options)) if allowed is None else allowed[table])
             for table, options in enumerate(problem.options)
         ]
+
+    def with_penalty(self, penalty: Floats) -> "Inserter":
+        """Return an inserter with another penalty."""
+        other = copy(self)
+        other.penalty = penalty
+        return other
 
     def ranked(
         self, state: State, table: int, avoid: frozenset[object] = frozenset()
@@ -119,23 +123,23 @@ class Inserter:
         """Return option places [m] and their ranks [m, count]: for each option, the best block of
         ``count`` neighboring ranks if blocks divide the world, and the best ranks unless there are
         many. Blocks are tried because tables on the same block share keys that depend on ranks, and
-        individually chosen ranks rarely coincide.
+        individually chosen ranks rarely coincide. Unequal ranks cannot replace each other, so if
+        ranks differ in speed, up to ``FEW`` sets of good ranks are tried.
         """
         size, count, which = len(now.loads), tried.count, np.arange(len(tried.numbers))
         if count in (0, size):
             return which, np.tile(np.arange(count), (len(which), 1))
         largest = tried.shards.max(axis=1)[:, None]  # [n, 1, 3]
-        if (slowness := self.problem.slowness) is not None:
-            largest = largest * slowness
+        largest = largest * self.problem.slowness
         above = np.maximum(now.loads + largest - now.most, 0.0)
         scores = above[..., 0] + above[..., 1] + now.evenness
-        if slowness is not None:
-            scores = scores + EVENNESS * (largest[..., 0] + largest[..., 1])
+        if not self._equal_ranks:
+            scores += EVENNESS * (largest[..., 0] + largest[..., 1])
         if self._limited:
             lacking = np.maximum((tried.homes[:, None] + largest)[..., BYTES] - now.room, 0.0)
-            scores += self._penalty * lacking
+            scores += self.penalty * lacking
         picked: list[Ints] = []
-        if slowness is not None:
+        if not self._equal_ranks:
             order = np.argsort(scores, axis=1, kind="stable")
             sets = range(min(FEW, size - count + 1))
             picked += [np.sort(order[:, first : first + count], axis=1) for first in sets]
@@ -160,11 +164,9 @@ class Inserter:
         homes = tried.homes[which] + keys
         shards, mine = tried.shards[which], now.loads[ranks]  # [m, count, 3]
         if tried.by_rank:
-            everywhere, added = homes[:, None], shards
-            if (slowness := self.problem.slowness) is not None:
-                everywhere, added = everywhere * slowness, shards * slowness[ranks]
-            after = now.loads + everywhere
-            after[np.arange(len(ranks))[:, None], ranks] += added
+            slowness = self.problem.slowness
+            after = now.loads + homes[:, None] * slowness
+            after[np.arange(len(ranks))[:, None], ranks] += shards * slowness[ranks]
             most, squares = after.max(axis=1), np.square(after).sum(axis=1)
         else:
             most = np.maximum((mine + shards).max(axis=1, initial=0.0), now.most) + homes
@@ -176,11 +178,10 @@ class Inserter:
         goals = ms + EVENNESS * even
         if self._limited:
             held, room = homes[:, BYTES, None], now.room
-            penalty = self._penalty
-            goals += np.maximum(held - room, 0.0) @ penalty
+            goals += np.maximum(held - room, 0.0) @ self.penalty
             more = np.maximum(held + shards[..., BYTES] - room[ranks], 0.0)
             more -= np.maximum(held - room[ranks], 0.0)
-            goals += (more * penalty[ranks]).sum(axis=1)
+            goals += (more * self.penalty[ranks]).sum(axis=1)
         values = zip(goals.tolist(), ms.tolist(), moves, strict=True)
         return [Insertion(goal, step, move) for goal, step, move in values]
 
@@ -229,6 +230,6 @@ def _by_count(
         else:
             shards = np.array([option.shards for option in chosen])
         homes = np.array([option.home for option in chosen])
-        by_rank = problem.slowness is not None or bool((shards[..., :BYTES] < 0).any())
+        by_rank = not problem.has_equal_ranks or bool((shards[..., :BYTES] < 0).any())
         tried.append(_Tried(count, tuple(mine), shards, homes, by_rank))
     return tried

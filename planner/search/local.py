@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sbpflow.planner.search.balance import balance
-from sbpflow.planner.search.insertion import Inserter, goal, high_penalty
+from sbpflow.planner.search.insertion import Inserter, goal
 from sbpflow.planner.search.problem import (
     BYTES,
     Assignment,
@@ -90,7 +90,7 @@ class LocalSearch:
         self.problem, self.inserter, self.enough_ms = problem, inserter, enough_ms
         self.random = np.random.default_rng(seed)
         self.insertions = 0
-        self._penalty = high_penalty(problem)
+        self._equal_ranks = problem.has_equal_ranks
         self._weights = weights_of(problem)
 
     def improve(
@@ -103,12 +103,11 @@ class LocalSearch:
         state = State(self.problem, start)
         price = state.price()
         best, best_rank = start, price.rank
-        self._penalty = high_penalty(self.problem)
+        inserter = self.inserter
         if price.feasible:
-            self._penalty = PENALTY * price.ms / self.problem.limit_bytes
-        inserter = Inserter(self.problem, self.inserter.allowed, penalty=self._penalty)
+            inserter = inserter.with_penalty(PENALTY * price.ms / self.problem.limit_bytes)
         balance(state, 10 * self.problem.num_tables)
-        current = goal(state, self._penalty)
+        current = goal(state, inserter.penalty)
         if state.price().rank < best_rank:
             best, best_rank = state.assignment(), state.price().rank
         used, first = 0, self.insertions
@@ -143,7 +142,7 @@ class LocalSearch:
             state.add(tables[place], ranked[self._place(len(ranked))].move)
         balance(state, STEPS)
         self.insertions += len(tables)
-        reached = goal(state, self._penalty)
+        reached = goal(state, inserter.penalty)
         if reached < limit:
             return reached
         changed = [(t, move) for t, move in enumerate(before) if move != state.moves[t]]
@@ -156,7 +155,7 @@ class LocalSearch:
 
     def _place(self, count: int) -> int:
         """Choose one of ``count`` ranked insertions."""
-        if self.problem.slowness is None:
+        if self._equal_ranks:
             return 0
         return min(int(self.random.geometric(1.0 - SKIP)) - 1, count - 1)
 

@@ -2,9 +2,10 @@
 
 A load consists of three numbers: ms of work, ms of transfers, and bytes. A table's move consists of
 an ``Option`` and the ranks of its shards. Loads are summed over tables, so changing a plan takes
-one subtraction and one addition. If ranks differ in speed, the load that an option adds to a rank
-is multiplied by the factors of the rank. The step time is the maximum work of any rank plus the
-maximum transfer time of any rank. This module is pure arithmetic and does not use the engine.
+one subtraction and one addition. The load that an option adds to a rank is multiplied by the
+factors of the rank, which differ if ranks differ in speed. The step time is the maximum work of any
+rank plus the maximum transfer time of any rank. This module is pure arithmetic and does not use the
+engine.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -72,8 +73,7 @@ class Problem:
     ``options`` contains the allowed options of every table, and ``limit_bytes`` [ranks] the memory
     of each rank. ``base`` [ranks, 3] and the keys ``present`` come from fixed parts, such as pinned
     tables. ``slowness`` [ranks, 3] contains the factors of the loads that options and keys add to a
-    rank, or is None if all are 1; ``base`` includes them. Raises PlanError if a table has no option
-    for this many ranks.
+    rank; ``base`` includes them. Raises PlanError if a table has no option for this many ranks.
     """
 
     names: tuple[str, ...]
@@ -81,8 +81,8 @@ class Problem:
     limit_bytes: Floats
     key_loads: Floats = field(repr=False)  # [F, 3], by feature, which is the first part of a key
     base: Floats = field(repr=False)
+    slowness: Floats = field(repr=False)
     present: tuple[Key, ...] = ()
-    slowness: Floats | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.names or len(self.names) != len(self.options):
@@ -104,6 +104,11 @@ class Problem:
     @property
     def num_ranks(self) -> int:
         return int(self.limit_bytes.shape[0])
+
+    @property
+    def has_equal_ranks(self) -> bool:
+        """Return whether all factors are 1."""
+        return bool((self.slowness == 1.0).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +177,10 @@ class State:
         return move
 
     def _add(self, option: Option, ranks: tuple[int, ...], sign: float) -> None:
-        everywhere, slowness = option.home + self.new_keys(option, ranks), self.problem.slowness
-        self.loads += sign * (everywhere if slowness is None else everywhere * slowness)
+        factors = sign * self.problem.slowness
+        self.loads += (option.home + self.new_keys(option, ranks)) * factors
         if ranks:
-            places, shards = list(ranks), option.shards
-            self.loads[places] += sign * (shards if slowness is None else shards * slowness[places])
+            self.loads[list(ranks)] += option.shards * factors[list(ranks)]
 
     def new_keys(self, option: Option, ranks: tuple[int, ...]) -> Floats:
         """Return the total load [3] of the option's keys that are not yet in the plan."""

@@ -1,8 +1,11 @@
 """Defines small problems that can be enumerated."""
 
 import numpy as np
+import pytest
 
-from sbpflow.planner.search.problem import Key, Option, Problem
+from sbpflow.planner.search.auto import search
+from sbpflow.planner.search.insertion import Inserter, goal
+from sbpflow.planner.search.problem import Key, Option, Problem, State
 
 GROUPS = 0  # the feature number in each key
 KEY_LOADS = np.array([[0.1, 0.2, 0.0]])
@@ -44,4 +47,19 @@ def make_problem(num_tables, num_ranks, *, seed=0, slack=2.0, splits=True) -> Pr
         limit_bytes=limit,
         key_loads=KEY_LOADS,
         base=np.zeros((num_ranks, 3)),
+        slowness=np.ones((num_ranks, 3)),
     )
+
+
+def check_insertions(problem):
+    """Check the times and goals of insertions into a plan, one table after another."""
+    plan = search(problem, insertions=30).assignment
+    state, inserter = State(problem, plan), Inserter(problem)
+    for table in range(problem.num_tables):
+        before = state.remove(table)
+        for insertion in inserter.ranked(state, table):
+            state.add(table, insertion.move)
+            assert insertion.ms == pytest.approx(state.price().ms, rel=1e-9)
+            assert insertion.goal == pytest.approx(goal(state, inserter.penalty), rel=1e-3)
+            state.remove(table)
+        state.add(table, before)

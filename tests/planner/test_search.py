@@ -15,14 +15,14 @@ from sbpflow.planner.report import report_of
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.search.balance import balance
 from sbpflow.planner.search.bounds import CLOSE, bound
-from sbpflow.planner.search.insertion import Inserter, goal, high_penalty
+from sbpflow.planner.search.insertion import Inserter
 from sbpflow.planner.search.local import LEAST_GAIN, LocalSearch, descend, weights_of
 from sbpflow.planner.search.problem import BYTES, Move, State, check_assignment, price_of
 from sbpflow.planner.search.seeds import homogeneous
 from sbpflow.planner.shapes import problem_of
 from sbpflow.planner.task import Shape
 from sbpflow.planner.workloads import random_task
-from tests.planner.problems import GROUPS, KEY_LOADS, make_problem, option
+from tests.planner.problems import GROUPS, KEY_LOADS, check_insertions, make_problem, option
 from tests.planner.tasks import make_task
 from tests.quick import quick
 
@@ -274,16 +274,7 @@ def test_an_insertion_has_the_price_of_the_plan():
         problem_of(TaskCost(described("h100-dgx"), make_task(world_size=3, dim=10))),
         problem_of(TaskCost(slow_link(), make_task(world_size=2))),
     ):
-        plan = search(problem, insertions=30).assignment
-        state, inserter = State(problem, plan), Inserter(problem)
-        for table in range(problem.num_tables):
-            before = state.remove(table)
-            for insertion in inserter.ranked(state, table):
-                state.add(table, insertion.move)
-                assert insertion.ms == pytest.approx(state.price().ms, rel=1e-9)
-                assert insertion.goal == pytest.approx(goal(state, high_penalty(problem)), rel=1e-3)
-                state.remove(table)
-            state.add(table, before)
+        check_insertions(problem)
 
 
 def test_options_that_the_bound_drops_are_in_no_better_plan():

@@ -14,13 +14,12 @@ from sbpflow.planner.planners import PLANNERS, make_plan, priced_plan
 from sbpflow.planner.search.auto import search
 from sbpflow.planner.search.balance import balance
 from sbpflow.planner.search.bounds import CLOSE, bound
-from sbpflow.planner.search.insertion import Inserter, goal, high_penalty
 from sbpflow.planner.search.problem import Move, State, price_of
 from sbpflow.planner.shapes import problem_of
 from sbpflow.planner.task import embedding_plan
 from sbpflow.planner.workloads import random_task
 from sbpflow.runtime.ranks.topology import Topology
-from tests.planner.problems import GROUPS, make_problem
+from tests.planner.problems import GROUPS, check_insertions, make_problem
 from tests.planner.tasks import make_task, mixed_plan
 from tests.planner.test_search import keys_by_ranks, slow_link
 
@@ -97,16 +96,7 @@ def test_options_that_the_bound_drops_are_in_no_better_plan():
 def test_an_insertion_has_the_price_of_the_plan():
     for equal in problems(3):
         problem = unequal(equal, SPEEDS)
-        plan = search(problem, insertions=30).assignment
-        state, inserter = State(problem, plan), Inserter(problem)
-        for table in range(problem.num_tables):
-            before = state.remove(table)
-            for insertion in inserter.ranked(state, table):
-                state.add(table, insertion.move)
-                assert insertion.ms == pytest.approx(state.price().ms, rel=1e-9)
-                assert insertion.goal == pytest.approx(goal(state, high_penalty(problem)), rel=1e-3)
-                state.remove(table)
-            state.add(table, before)
+        check_insertions(problem)
 
 
 def test_balancing_keeps_the_sums_right_and_gives_fast_ranks_more():
@@ -116,6 +106,8 @@ def test_balancing_keeps_the_sums_right_and_gives_fast_ranks_more():
     balance(state, 200)
     after = state.price()
     assert after.ms < before.ms
+    work = after.loads[:, 0] * SPEEDS
+    assert work[0] > work[2] > work[1]
     np.testing.assert_allclose(after.loads, price_of(problem, state.assignment()).loads)
 
 
