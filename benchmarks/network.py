@@ -17,16 +17,28 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "wire"
 
 
+def sending_rates(rate: str) -> list[str]:
+    """Return the rates at which the two hosts send: one rate is used by both, and two rates are
+    separated by a comma, such as "1gbit,250mbit".
+    """
+    rates = rate.split(",")
+    if len(rates) > len(HOSTS):
+        raise SystemExit(f"--link {rate}: use one or two rates, such as 1gbit,250mbit")
+    return rates * (len(HOSTS) // len(rates))
+
+
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[list[str]]]:
-    """Yield, for each host, a command prefix that runs a command on it; ``rate`` is in tc's
-    notation, such as "1gbit".
+    """Yield, for each host, a command prefix that runs a command on it.
+
+    ``rate`` is in tc's notation, such as "1gbit"; see ``sending_rates``.
     """
+    rates = sending_rates(rate)
     try:
         for host in HOSTS:
             _run("ip", "netns", "add", host)
         _run("ip", "link", "add", HOSTS[0], "type", "veth", "peer", "name", HOSTS[1])
-        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+        for host, address, sending in zip(HOSTS, ADDRESSES, rates, strict=True):
             _run("ip", "link", "set", host, "netns", host)
             inside = ("ip", "netns", "exec", host)
             _run(*inside, "ip", "link", "set", host, "name", INTERFACE)
@@ -34,7 +46,7 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
             _run(*inside, "ip", "link", "set", INTERFACE, "up")
             _run(*inside, "ip", "link", "set", "lo", "up")
             shape = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf")
-            _run(*inside, *shape, "rate", rate, "burst", "256kb", "latency", "50ms")
+            _run(*inside, *shape, "rate", sending, "burst", "256kb", "latency", "50ms")
         yield [["ip", "netns", "exec", host] for host in HOSTS]
     finally:
         _take_down()
@@ -84,7 +96,7 @@ def start_ranks(
 ) -> None:
     """Run ``python -m module --worker WORDS`` on every rank; raise SystemExit if a rank fails.
 
-    If ``link`` is a rate in tc's notation, each half of the ranks runs in a namespace of its own.
+    If ``link`` is a rate or two (``sending_rates``), each half of the ranks runs in a namespace.
     ``folder`` is the checkout that contains the module; the default is the current folder.
     """
     if link is None:

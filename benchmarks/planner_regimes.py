@@ -8,7 +8,8 @@ third have equal limits, and in the last third, the ranks on the second host hav
 memory as the others. In half of the tasks with limits, one table is too large for any rank. Plans
 that do not fit are counted and not measured. The plans of a task run alternately
 (``planner_worker.py``). Finished tasks are kept in the journal, so the benchmark continues where it
-stopped.
+stopped. With ``--link 1gbit,250mbit``, the first host sends at 1 Gbit/s, and the second at 250
+Mbit/s.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.network import sending_rates
 from benchmarks.planner_plans import Named, make_sample, planners_of, plans_of
 from benchmarks.planner_steps import OURS, Case, best_of, compared, measured_cases
 from benchmarks.planner_worker import half_interval
@@ -59,10 +61,11 @@ def giant_of(number: int) -> float:
 
 
 def nominal_link(rate: str) -> Link:
-    """Return the link that ``--link`` describes, computed from its rate alone; the ranks of a host
-    share the link.
+    """Return the link that ``--link`` describes, computed from its rate alone, or from the lower of
+    two rates; the ranks of a host share the link.
     """
-    return link_of(rate, RANKS // HOSTS)[0]
+    links = [link_of(sending, RANKS // HOSTS)[0] for sending in sending_rates(rate)]
+    return min(links, key=lambda link: link.between_gb_per_s)
 
 
 def task_of(number: int, profile: Profile, batch: int) -> Task:
@@ -206,7 +209,7 @@ def journaled(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", default="1gbit", help="the rate of each host's link")
+    parser.add_argument("--link", default="1gbit", help="the rate of each host, or two rates")
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=BATCH)
@@ -225,7 +228,7 @@ def main() -> None:
         link = replace(profile.link, between_gb_per_s=rate)
         profile = with_link(profile, link, f"{args.link} between hosts")
     rows = journaled(args.journal, args.tasks, lambda n: measured_task(n, args, profile))
-    results = Results(f"planner_regimes_{args.link}", recorded=len(rows) == TASKS)
+    results = Results(f"planner_regimes_{args.link.replace(',', '_')}", recorded=len(rows) == TASKS)
     for row in rows:
         results.add(benchmark="task", link=args.link, ranks=RANKS, hosts=HOSTS, **row)
     results.add(benchmark="summary", link=args.link, tasks=len(rows), **summary(rows))

@@ -174,7 +174,7 @@ class LayeredSpec(ABC):
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
     ) -> DensePart:
         device = boxing.world.device
-        if device.type == "meta":
+        if boxing.is_dry:
             return ShapesOnly(self.parameters, layouts, boxing, dtype)
         if problem := compiler_problem(device.type):
             raise ConfigError(
@@ -225,7 +225,7 @@ class LayeredPart:
 
 
 def _log_half_speed(half: torch.dtype, boxing: Boxing) -> None:
-    if boxing.world.device.type == "cpu" and boxing.world.rank == 0:
+    if boxing.world.device.type == "cpu" and boxing.world.rank == 0 and not boxing.is_dry:
         ratio = half_time(half)
         logger.info(
             "model.autocast: linear layers in %s take %.2f times as long as in float32 on this "

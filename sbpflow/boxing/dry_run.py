@@ -1,7 +1,7 @@
 """Records the conversion steps of one rank without running any ranks.
 
-``explain`` and tests run a model's forward and backward on meta tensors. ``DryBoxing`` records
-exactly the steps that a real run would execute.
+Plans and tests run a model's forward and backward pass on tensors without values. ``DryBoxing``
+records exactly the steps that a real run would execute.
 """
 
 import torch
@@ -18,11 +18,14 @@ class DryBoxing(Boxing):
     """Records executed steps in ``trace`` and requested conversions in ``conversions``.
 
     ``trace`` lists all steps in order, including steps without communication. ``conversions`` lists
-    the conversions that were passed to ``steps_of``.
+    the conversions that were passed to ``steps_of``. Parts are on ``device``: on "meta", they have
+    no storage, and on "cpu", they are zeros.
     """
 
-    def __init__(self, size: int, rank: int = 0) -> None:
-        super().__init__(World(rank, size, torch.device("meta"), owns_default_group=False))
+    is_dry = True
+
+    def __init__(self, size: int, rank: int = 0, device: str = "meta") -> None:
+        super().__init__(World(rank, size, torch.device(device), owns_default_group=False))
         self.trace: list[BoxingStep] = []
         self.conversions: list[Conversion] = []
 
@@ -41,5 +44,5 @@ class DryBoxing(Boxing):
         shape = step.dst.part_shape(step.shape, self.world.rank)
         if shape is None:
             return lambda: None
-        out = torch.empty(shape, dtype=step.dtype, device="meta")
+        out = torch.zeros(shape, dtype=step.dtype, device=self.world.device)
         return lambda: out

@@ -67,6 +67,9 @@ class Pending:
 class Boxing:
     """Executes steps for one rank. All ranks must make the same calls in the same order."""
 
+    is_dry = False
+    """Whether the steps are only recorded, so that values are meaningless."""
+
     def __init__(self, world: World) -> None:
         self.world = world
         self._staging = Staging()

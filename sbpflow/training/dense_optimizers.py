@@ -1,20 +1,34 @@
 """Builds the torch.optim optimizer of the dense part from the configuration."""
 
 import dataclasses
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sbpflow.config.schema import Adam, AdamW, DenseAdagrad, DenseOptimizer, DenseSgd, RmsProp
 
+
+def _uncompiled(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return a subclass of an optimizer class that does not import torch's compiler, which takes a
+    second of CPU time.
+
+    torch decorates these methods for compiled training steps, which sbpflow does not have.
+    """
+    names = ("add_param_group", "zero_grad", "step")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    return type(kind.__name__, (kind,), methods | {"step": torch.no_grad()(methods["step"])})
+
+
 _CLASSES: dict[type[DenseOptimizer], Any] = {
-    Adam: torch.optim.Adam,
-    AdamW: torch.optim.AdamW,
-    DenseAdagrad: torch.optim.Adagrad,
-    DenseSgd: torch.optim.SGD,
-    RmsProp: torch.optim.RMSprop,
+    Adam: _uncompiled(torch.optim.Adam),
+    AdamW: _uncompiled(torch.optim.AdamW),
+    DenseAdagrad: _uncompiled(torch.optim.Adagrad),
+    DenseSgd: _uncompiled(torch.optim.SGD),
+    RmsProp: _uncompiled(torch.optim.RMSprop),
 }
 # torch's SGD and Adagrad are not capturable, so their learning rates are always Python floats.
 _CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
@@ -26,7 +40,7 @@ _CAPTURABLE: dict[type[DenseOptimizer], dict[str, bool]] = {
 
 def make_dense_optimizer(
     config: DenseOptimizer, parameters: Iterable[Tensor], *, capturable: bool = False
-) -> torch.optim.Optimizer | None:
+) -> Optimizer | None:
     """Return an optimizer for this rank's parts of the parameters, or ``None`` if the rank has
     none.
 

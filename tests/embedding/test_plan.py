@@ -254,7 +254,7 @@ def test_triton_does_not_round_growing_tables():
 
 
 def test_torch_is_chosen_if_no_other_kernel_is_installed(monkeypatch):
-    monkeypatch.setattr("sbpflow.embedding.storage.choose.import_fbgemm", lambda: None)
+    monkeypatch.setattr("sbpflow.embedding.storage.choose.has_fbgemm", lambda: False)
     monkeypatch.setattr("sbpflow.embedding.storage.choose.find_spec", lambda name: None)
     plan = make_case(**{name: Spec("S(1)", "columns") for name in "abcd"}).plan(2)
     assert {c.reason for c in choose_kernels(plan, "auto").values()} == {"FBGEMM is not installed"}

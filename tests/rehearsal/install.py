@@ -256,7 +256,7 @@ def _plan_without() -> None:
 
     planning.dense_steps = dense_steps
     kernels: Any = choose
-    kernels.import_fbgemm = lambda: None
+    kernels.has_fbgemm = lambda: False
     # Triton kernels are rehearsed only in tests that enable them.
     kernels.find_spec = lambda name: None
     dropping: Any = importlib.import_module("sbpflow.tensor.ops.dropout")

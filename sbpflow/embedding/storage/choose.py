@@ -31,7 +31,7 @@ from sbpflow.embedding.storage.lookup import Lookup
 from sbpflow.embedding.storage.rounding import RowNoise
 from sbpflow.embedding.storage.torch_storage import TorchStorage
 from sbpflow.errors import ConfigError
-from sbpflow.runtime.compute.versions import import_fbgemm
+from sbpflow.runtime.compute.versions import has_fbgemm
 
 LOG = logging.getLogger(__name__)
 _NOTICE_AFTER_S = 2.0  # compilations that take longer are logged
@@ -148,7 +148,7 @@ COMPILED: dict[CompiledKernel, _Compiled] = {
     "fbgemm": _Compiled(
         label="FBGEMM",
         packages=("fbgemm-gpu-cpu", "fbgemm-gpu"),
-        is_installed=lambda: import_fbgemm() is not None,
+        is_installed=lambda: has_fbgemm(),
         fault=_fbgemm_fault,
         reason="equal results, fused update",
         storage=lambda: TorchStorage,  # used only for an empty block, because a TBE cannot be empty
@@ -170,7 +170,7 @@ KERNEL_NAMES: tuple[KernelName, ...] = ("torch", *COMPILED)
 def missing_kernels(request: KernelRequest) -> dict[KernelName, str]:
     """Return the kernels that cannot be chosen, with the reason: not installed, or not requested.
 
-    Raise ConfigError if the installed FBGEMM does not match the installed torch.
+    Raise ConfigError if the version of FBGEMM does not match that of torch.
     """
     missing: dict[KernelName, str] = {}
     for name, kernel in COMPILED.items():

@@ -12,6 +12,7 @@ from sbpflow.embedding.rules.registry import kernel_function
 from sbpflow.embedding.storage import huge_pages
 from sbpflow.embedding.storage.base import RowListener, notify
 from sbpflow.embedding.storage.lookup import Lookup, sum_bags
+from sbpflow.runtime.compute.versions import import_fbgemm
 
 
 class FbgemmStorage:
@@ -102,6 +103,7 @@ class Tbe(Protocol):
 
 
 def _make_tbe(rows: int, width: int, optimizer: SparseOptimizer, device: torch.device) -> Tbe:
+    import_fbgemm()  # reports a build that does not load
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         BoundsCheckMode,

@@ -185,14 +185,14 @@ def calls_of_norms(
 
 
 def dry_norms(calls: Sequence[tuple[str, int]], carry: GlobalTensor) -> GlobalTensor:
-    """Run the transfers of these norms on the meta device, one after another. ``carry`` ([b, 1])
+    """Run the transfers of these norms in a dry run, one after another. ``carry`` ([b, 1])
     passes through all of them, so that autograd sees one chain.
     """
     everywhere = Layout(carry.layout.placement, (Broadcast(),))
     boxing, rows = carry.boxing, carry.shape[0]
     for name, width in calls:
         vectors = [
-            GlobalTensor(carry.part.new_empty(width), everywhere, (width,), boxing)
+            GlobalTensor(carry.part.new_zeros(width), everywhere, (width,), boxing)
             for _ in range(4)
         ]
         wide = carry.part.expand(-1, width).contiguous()

@@ -105,10 +105,9 @@ class TorchModel:
     def build(
         self, layouts: Mapping[str, Layout], boxing: Boxing, *, seed: int, dtype: torch.dtype
     ) -> "TorchPart | ShapesOnly":
-        """Build the module on this rank's device, with floating-point tensors in ``dtype``; on the
-        meta device, build only the shapes. Raises SbpError if the initial values differ between
-        ranks, if ``make`` returns the same module twice, or if ``autocast`` does not allow
-        ``dtype``.
+        """Build the module on this rank's device, with floating-point tensors in ``dtype``; in a
+        dry run, build only the shapes. Raises SbpError if the initial values differ between ranks,
+        if ``make`` returns the same module twice, or if ``autocast`` does not allow ``dtype``.
         """
         device = boxing.world.device
         if self.autocast is not None and dtype != torch.float32:
@@ -116,7 +115,7 @@ class TorchModel:
                 f"autocast: {self.autocast} applies only to float32, got {dtype}; use "
                 "parallel.dtype: float32, or omit autocast"
             )
-        if device.type == "meta":
+        if boxing.is_dry:
             calls = partial(calls_of_norms, self._first)
             return ShapesOnly(self.parameters, layouts, boxing, dtype, calls)
         module = self._make(stream_key(seed, "module"), device)
@@ -276,7 +275,7 @@ class ShapesOnly:
         self.buffers: dict[str, GlobalTensor] = {}
         self.parameters = {
             name: parameter(
-                torch.empty(spec.shape, dtype=dtype, device="meta"),
+                torch.zeros(spec.shape, dtype=dtype, device=boxing.world.device),
                 layouts[name],
                 spec.shape,
                 boxing,
@@ -292,7 +291,7 @@ class ShapesOnly:
         training: bool,
         seed: int,
     ) -> GlobalTensor:
-        """Return logits [batch, 1] on the meta device, connected to all inputs for autograd."""
+        """Return meaningless logits [batch, 1] that are connected to all inputs for autograd."""
         del seed
         sums = [x.part.sum(1, keepdim=True) for x in (*vectors.values(), dense)]
         logits = _over_batch(torch.stack(sums).sum(0), dense)
@@ -302,7 +301,7 @@ class ShapesOnly:
         return dry_norms(self._calls(widths, dense.shape[1]), logits)
 
     def row_losses(self, logits: GlobalTensor, labels: GlobalTensor) -> GlobalTensor:
-        """Return row losses [batch, 1] on the meta device."""
+        """Return meaningless row losses [batch, 1]."""
         return _over_batch(logits.part * labels.part, logits)
 
 

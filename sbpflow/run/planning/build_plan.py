@@ -118,7 +118,7 @@ def plan_run(
     embeddings, early = with_early_rows(embeddings, config, topology, frequencies_of(fields))
     dense = _dense_parameters(config, spec, device_type, world_size)
     sent = DenseSteps(forward=(), backward=(), conversions=())
-    if traced:  # this takes two seconds, because torch imports its compiler for meta tensors
+    if traced:  # for a large model, this takes a second
         sent = dense_steps(
             spec,
             fields,

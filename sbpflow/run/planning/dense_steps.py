@@ -1,8 +1,10 @@
 """Finds the conversions of a model's dense part by running it without data. Ops choose their
-signatures when they run, so a single process runs real forward and backward passes on tensors
-without storage (torch's meta device) and records the steps.
+signatures when they run, so a single process runs a forward and a backward pass of rank 0 and
+records the steps. Small passes run on zeros, and large ones on tensors without storage (torch's
+meta device).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +21,11 @@ from sbpflow.sbp.sbp import Split, balanced_sizes
 from sbpflow.tensor import ops
 from sbpflow.tensor.global_tensor import GlobalTensor
 from sbpflow.training.losses import PLAIN, row_losses
+
+# Up to these numbers, a pass on the CPU takes less time than importing torch's compiler, which is
+# needed for operations on the meta device.
+_MOST_PRODUCTS = 3_000_000_000
+_MOST_VALUES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +51,14 @@ def dense_steps(
     loss: LossConfig = PLAIN,
 ) -> DenseSteps:
     """Return the steps of rank 0's dense part for a global batch of ``batch_size`` rows."""
-    boxing = DryBoxing(world.size)
+    sizes = balanced_sizes(batch_size, world.size)
+    boxing = DryBoxing(world.size, device=_device(spec, fields, world, sizes[0]))
     boxing.world.backend = backend
     part = spec.build(layouts, boxing, seed=0, dtype=dtype)
-    sizes = balanced_sizes(batch_size, world.size)
     home = Layout(world, (Split(0),))
 
     def rows(width: int) -> GlobalTensor:
-        local = torch.empty(sizes[0], width, dtype=dtype, device="meta")
+        local = torch.zeros(sizes[0], width, dtype=dtype, device=boxing.world.device)
         return GlobalTensor.from_local(local, home, (batch_size, width), boxing)
 
     vectors = {output.name: rows(output.width).requires_grad_() for output in spec.outputs}
@@ -67,3 +74,13 @@ def dense_steps(
         backward=tuple(step for step in backward if step.groups),
         conversions=conversions,
     )
+
+
+def _device(spec: ModelSpec, fields: Fields, world: Placement, rows: int) -> str:
+    """Return the device on which a pass of ``rows`` rows is faster."""
+    if getattr(spec, "half", None) is not None:  # some CPUs compute slowly in half precision
+        return "meta"
+    values = rows * (len(fields.dense) + sum(output.width for output in spec.outputs))
+    products = 3 * rows * sum(math.prod(each.shape) for each in spec.parameters.values())
+    small = values <= _MOST_VALUES and products <= _MOST_PRODUCTS
+    return "cpu" if small and world.device_type == "cpu" else "meta"

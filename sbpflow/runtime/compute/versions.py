@@ -62,20 +62,28 @@ def check_pair(installed: Installed) -> None:
         raise ConfigError(_mismatch(installed, "FBGEMM's releases do not pair these versions"))
 
 
+def has_fbgemm() -> bool:
+    """Return whether FBGEMM is installed, without importing it, which takes half a second. Raise
+    ConfigError if its version does not match the installed torch.
+    """
+    installed = Installed.find()
+    check_pair(installed)
+    return installed.fbgemm is not None
+
+
 def import_fbgemm() -> ModuleType | None:
     """Import ``fbgemm_gpu`` if installed; raise ConfigError if it does not match the installed
     torch."""
-    installed = Installed.find()
-    if installed.fbgemm is None:
+    if not has_fbgemm():
         return None
-    check_pair(installed)
     try:
         return importlib.import_module("fbgemm_gpu")
     except (ImportError, OSError, AttributeError) as error:
         # An ABI mismatch shows up as an undefined symbol, a missing library, or an unregistered
         # operator.
         reason = str(error).strip().split("\n", 1)[0]
-        raise ConfigError(_mismatch(installed, f"the import fails: {reason}")) from error
+        fault = _mismatch(Installed.find(), f"the import fails: {reason}")
+        raise ConfigError(fault) from error
 
 
 def install_command(torch: str | None, fbgemm_dist: str) -> str:
