@@ -39,6 +39,7 @@ PRELOAD = [
     "pytest",
     "tests.ranks",
     "tests.training.wdl_case",
+    "tests.preload",
 ]
 """Modules that the fork server imports once for all ranks, skipping missing packages"""
 TIMEOUT_S = 1200.0  # wall-clock limit for a collective

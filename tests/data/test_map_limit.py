@@ -48,7 +48,6 @@ def one_by_one(monkeypatch):
 
 def num_mapped(folder):
     """Return the number of this process's maps of files in ``folder``."""
-    gc.collect()  # an earlier test's loader may still map this folder
     return Path("/proc/self/maps").read_text(encoding="utf-8").count(str(folder))
 
 
@@ -62,6 +61,7 @@ def test_batches_equal_those_of_large_shards_with_few_maps(
     tiny_shards, row_set, few_maps, backend, shuffle
 ):
     settings = {"batch_size": 130, "backend": backend, "shuffle": shuffle}
+    gc.collect()  # an earlier test's loader may still map this folder
     loader = open_loader(tiny_shards, **settings)
     assert 0 < num_mapped(tiny_shards.path) <= MAPS
     batches, most = [], 0
@@ -79,6 +79,7 @@ def test_batches_equal_those_of_large_shards_with_few_maps(
         assert torch.equal(batch.labels, other.labels)
     loader.close()
     del batches, batch
+    gc.collect()
     assert num_mapped(tiny_shards.path) == 0
 
 
@@ -140,6 +141,7 @@ def test_shards_are_not_mapped_twice_if_rows_are_copied(row_set):
     manifest = row_set(9000)
     for shuffle, times in (("runs", 1), ("none", 2)):
         loader = open_loader(manifest, batch_size=500, backend="memmap", shuffle=shuffle)
+        gc.collect()  # the loader of the previous iteration
         before = num_mapped(manifest.path)
         batches = loader.epoch(0)
         next(batches)

@@ -2,11 +2,11 @@
 device.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from tests.rehearsal import graphs
 from tests.rehearsal.journal import note
@@ -41,9 +41,12 @@ _COPIES = READS_NOTHING | frozenset(
 )
 
 
-def check(func: Any, name: str, args: Any, kwargs: Any, on_device: type[Tensor]) -> None:
-    """Raise RefusedError for devices and dtypes that CUDA rejects; note uploads and odd dtypes."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+def check(
+    func: Any, name: str, args: Any, tensors: Sequence[Tensor], on_device: type[Tensor]
+) -> None:
+    """Raise RefusedError for devices and dtypes that CUDA rejects; note uploads and odd dtypes.
+    ``tensors`` are all tensors among the arguments.
+    """
     if name not in ("copy_", "_to_copy", "_copy_from"):
         for tensor in tensors:
             _check_device(func, name, tensor, on_device)

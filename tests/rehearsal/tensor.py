@@ -6,17 +6,18 @@ records where the host would wait, and lets ``streams`` check the order of acces
 kernels themselves are not tested.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.utils._device
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.rehearsal import graphs, rules, streams
 from tests.rehearsal.journal import count_op, note
 from tests.rehearsal.memory import PINNED, RefusedError, check_access
+from tests.rehearsal.trees import tensors_of, with_tensors
 
 
 class Rehearsed(Tensor):
@@ -147,8 +148,9 @@ class Mode(TorchDispatchMode):
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Check, record, and compute one op on host memory, with results on the device."""
-    name = func._schema.name.split("::")[1]
-    has = any(isinstance(leaf, Rehearsed) for leaf in tree_leaves((args, kwargs)))
+    name, described = _names(func)
+    tensors = tensors_of((args, kwargs))
+    has = any(isinstance(tensor, Rehearsed) for tensor in tensors)
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     # C++ requests the device "meta" when it creates a tensor like a Rehearsed one, but a caller can
     # request it, too.
@@ -160,7 +162,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if has or target:
         streams.current().tick()
     if has:
-        rules.check(func, name, args, kwargs, Rehearsed)
+        rules.check(func, name, args, tensors, Rehearsed)
         _check_memory(func, name, args, kwargs)
         if what := rules.wait_of(name, args, kwargs):
             wait(what)
@@ -170,12 +172,12 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _move(func, args[0], kwargs, to_device=target)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    hosts, host_kwargs = tree_map_only(Rehearsed, lambda t: t.host, (args, kwargs))
+    hosts, host_kwargs = with_tensors((args, kwargs), Rehearsed, lambda t: t.host)
     out = func(*hosts, **host_kwargs)
     if not target:
         return out
-    count_op(str(func), elsewhere=streams.current() is not streams.MAIN)
-    wrapped = tree_map_only(Tensor, Rehearsed, out)
+    count_op(described, elsewhere=streams.current() is not streams.MAIN)
+    wrapped = with_tensors(out, Tensor, Rehearsed)
     if graph := graphs.capturing():
         graph.add(func, hosts, host_kwargs, out)
         for leaf in _fresh(wrapped, args, kwargs):
@@ -183,12 +185,18 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if has else wrapped
 
 
+@cache
+def _names(func: Any) -> tuple[str, str]:
+    """Return an op's name without its namespace, and the op as text."""
+    return func._schema.name.split("::")[1], str(func)
+
+
 def _fresh(out: Any, args: Any, kwargs: Any) -> list[Rehearsed]:
     """Return the results that do not share an argument's memory."""
-    leaves = tree_leaves((args, kwargs))
-    known = {id(leaf.block) for leaf in leaves if isinstance(leaf, Rehearsed)}
-    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Rehearsed)]
-    return [leaf for leaf in results if id(leaf.block) not in known]
+    given = tensors_of((args, kwargs))
+    known = {id(tensor.block) for tensor in given if isinstance(tensor, Rehearsed)}
+    results = [tensor for tensor in tensors_of(out) if isinstance(tensor, Rehearsed)]
+    return [tensor for tensor in results if id(tensor.block) not in known]
 
 
 def wait(what: str) -> None:
@@ -263,17 +271,27 @@ def _check_memory(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> No
     """Reject reads and writes of data in flight; views and shapes are allowed."""
     if name in rules.READS_NOTHING:
         return
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        _check_value(func, argument, value)
-    for argument in func._schema.arguments:
-        if argument.name in kwargs:
-            _check_value(func, argument, kwargs[argument.name])
+    for (_, use), value in zip(_uses(func), args, strict=False):
+        _check_value(func, use, value)
+    if kwargs:
+        for argument, use in _uses(func):
+            if argument in kwargs:
+                _check_value(func, use, kwargs[argument])
 
 
-def _check_value(func: Any, argument: Any, value: Any) -> None:
-    alias = argument.alias_info
-    if alias is not None and not alias.is_write:
-        return  # the result is a view
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Rehearsed):
-            leaf.use(func, writes=alias is not None)
+@cache
+def _uses(func: Any) -> tuple[tuple[str, str], ...]:
+    """Return the name of each argument of an op, and whether the op reads, writes, or views it."""
+    aliases = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    return tuple(
+        (name, "reads" if alias is None else "writes" if alias.is_write else "views")
+        for name, alias in aliases
+    )
+
+
+def _check_value(func: Any, use: str, value: Any) -> None:
+    if use == "views":
+        return
+    for tensor in tensors_of(value):
+        if isinstance(tensor, Rehearsed):
+            tensor.use(func, writes=use == "writes")
