@@ -9,7 +9,8 @@ memory as the others. In half of the tasks with limits, one table is too large f
 that do not fit are counted and not measured. The plans of a task run alternately
 (``planner_worker.py``). Finished tasks are kept in the journal, so the benchmark continues where it
 stopped. With ``--link 1gbit,250mbit``, the first host sends at 1 Gbit/s, and the second at 250
-Mbit/s.
+Mbit/s. With ``--link loopback``, all ranks are on one host; the profile then comes from ``sbpflow
+calibrate --ranks 4``.
 """
 
 import argparse
@@ -60,19 +61,24 @@ def giant_of(number: int) -> float:
     return GIANT if number % 2 and limits_of(number) != "none" else 0.0
 
 
-def nominal_link(rate: str) -> Link:
+LOOPBACK = "loopback"
+
+
+def nominal_link(rate: str) -> Link | None:
     """Return the link that ``--link`` describes, computed from its rate alone, or from the lower of
-    two rates; the ranks of a host share the link.
+    two rates; the ranks of a host share the link. Returns None on loopback.
     """
+    if rate == LOOPBACK:
+        return None
     links = [link_of(sending, RANKS // HOSTS)[0] for sending in sending_rates(rate)]
     return min(links, key=lambda link: link.between_gb_per_s)
 
 
-def task_of(number: int, profile: Profile, batch: int) -> Task:
+def task_of(number: int, profile: Profile, batch: int, hosts: int = HOSTS) -> Task:
     """Return the task with this number, with its hosts and memory limits."""
     tables = TABLES[number % len(TABLES)]
     sample = make_sample(number, RANKS, num_tables=tables, batch_size=batch, giant=giant_of(number))
-    task = replace(sample.task, num_hosts=HOSTS)
+    task = replace(sample.task, num_hosts=hosts)
     if limits_of(number) == "none":
         return task
     whole = Setting(task, problem_of(TaskCost(profile, task), table_wise))
@@ -106,7 +112,8 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
     """Plan one task with every planner, measure the plans that fit, and return the journal's
     line.
     """
-    task, link = task_of(number, profile, args.batch), nominal_link(args.link)
+    link = nominal_link(args.link)
+    task = task_of(number, profile, args.batch, hosts=1 if link is None else HOSTS)
     published = planners_of(profile, task, OTHERS)
     plans = plans_of(task, profile, published, link)
     plans = {name: plans[name] for name in COMPARED if name in plans}
@@ -130,7 +137,8 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
         flush=True,
     )
     words = ["--seconds", str(args.seconds)]
-    (result,) = measured_cases([case], RANKS, args.link, words)
+    wire = None if link is None else args.link
+    (result,) = measured_cases([case], RANKS, wire, words)
     names = [names[0] for names in case.distinct().values()]
     times = dict(zip(names, result["rounds"], strict=True))
     row = compared(case, times)
@@ -209,7 +217,7 @@ def journaled(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", default="1gbit", help="the rate of each host, or two rates")
+    parser.add_argument("--link", default="1gbit", help="the rate of each host, two rates, or loopback")
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=BATCH)
@@ -223,14 +231,14 @@ def main() -> None:
     )
     args = parser.parse_args()
     profile = load(args.profile)
-    if args.replace_rate:
-        rate = nominal_link(args.link).between_gb_per_s
-        link = replace(profile.link, between_gb_per_s=rate)
+    if args.replace_rate and (nominal := nominal_link(args.link)) is not None:
+        link = replace(profile.link, between_gb_per_s=nominal.between_gb_per_s)
         profile = with_link(profile, link, f"{args.link} between hosts")
     rows = journaled(args.journal, args.tasks, lambda n: measured_task(n, args, profile))
     results = Results(f"planner_regimes_{args.link.replace(',', '_')}", recorded=len(rows) == TASKS)
     for row in rows:
-        results.add(benchmark="task", link=args.link, ranks=RANKS, hosts=HOSTS, **row)
+        hosts = 1 if args.link == LOOPBACK else HOSTS
+        results.add(benchmark="task", link=args.link, ranks=RANKS, hosts=hosts, **row)
     results.add(benchmark="summary", link=args.link, tasks=len(rows), **summary(rows))
 
 
