@@ -217,7 +217,7 @@ def journaled(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--link", default="1gbit", help="the rate of each host, two rates, or loopback")
+    parser.add_argument("--link", default="1gbit", help="a rate, two rates, or loopback")
     parser.add_argument("--profile", type=Path, required=True)
     parser.add_argument("--journal", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=BATCH)
