@@ -24,8 +24,8 @@ from sbpflow.training.losses import PLAIN, row_losses
 
 # Up to these numbers, a pass on the CPU takes less time than importing torch's compiler, which is
 # needed for operations on the meta device.
-_MOST_PRODUCTS = 3_000_000_000
-_MOST_VALUES = 2**24
+_MOST_PRODUCTS = 15_000_000_000
+_MOST_VALUES = 2**25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
