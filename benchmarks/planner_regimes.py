@@ -61,14 +61,11 @@ def giant_of(number: int) -> float:
     return GIANT if number % 2 and limits_of(number) != "none" else 0.0
 
 
-LOOPBACK = "loopback"
-
-
 def nominal_link(rate: str) -> Link | None:
     """Return the link that ``--link`` describes, computed from its rate alone, or from the lower of
     two rates; the ranks of a host share the link. Returns None on loopback.
     """
-    if rate == LOOPBACK:
+    if rate == "loopback":
         return None
     links = [link_of(sending, RANKS // HOSTS)[0] for sending in sending_rates(rate)]
     return min(links, key=lambda link: link.between_gb_per_s)
@@ -137,7 +134,7 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
         flush=True,
     )
     words = ["--seconds", str(args.seconds)]
-    wire = None if link is None else args.link
+    wire = args.link if link else None
     (result,) = measured_cases([case], RANKS, wire, words)
     names = [names[0] for names in case.distinct().values()]
     times = dict(zip(names, result["rounds"], strict=True))
@@ -146,6 +143,7 @@ def measured_task(number: int, args: argparse.Namespace, profile: Profile) -> di
     return {
         "number": number,
         "tables": case.tables,
+        "hosts": task.num_hosts,
         "limits": limits_of(number),
         "giant": case.giant,
         "batch": args.batch,
@@ -237,8 +235,7 @@ def main() -> None:
     rows = journaled(args.journal, args.tasks, lambda n: measured_task(n, args, profile))
     results = Results(f"planner_regimes_{args.link.replace(',', '_')}", recorded=len(rows) == TASKS)
     for row in rows:
-        hosts = 1 if args.link == LOOPBACK else HOSTS
-        results.add(benchmark="task", link=args.link, ranks=RANKS, hosts=hosts, **row)
+        results.add(benchmark="task", link=args.link, ranks=RANKS, **row)
     results.add(benchmark="summary", link=args.link, tasks=len(rows), **summary(rows))
 
 

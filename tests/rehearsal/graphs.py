@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from tests.rehearsal import streams
 from tests.rehearsal.journal import count_op, note
 from tests.rehearsal.memory import RefusedError, check_access
+from tests.rehearsal.trees import tensors_of
 
 
 class _Capturing(threading.local):
@@ -64,13 +64,10 @@ class Graph:
             raise RefusedError(
                 f"in a captured region: {func} uses a generator that the graph does not know"
             )
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = tensors_of(out)
 
         def again() -> None:
-            found = [
-                leaf for leaf in tree_leaves(func(*hosts, **kwargs)) if isinstance(leaf, Tensor)
-            ]
-            for target, value in zip(made, found, strict=True):
+            for target, value in zip(made, tensors_of(func(*hosts, **kwargs)), strict=True):
                 if target.data_ptr() != value.data_ptr():
                     target.copy_(value)
 

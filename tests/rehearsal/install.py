@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.rehearsal import graphs, streams
 from tests.rehearsal.journal import count_op, note
 from tests.rehearsal.memory import IN_FLIGHT, PINNED
 from tests.rehearsal.tensor import Mode, Rehearsed, wait
 from tests.rehearsal.transfers import rehearsed, rehearsed_pairs
+from tests.rehearsal.trees import tensors_of, with_tensors
 
 
 def install() -> None:
@@ -277,11 +277,10 @@ class _Launcher:
                 def launch(*args: Any, **kwargs: Any) -> None:
                     count_op(f"triton.{name}")
                     streams.current().tick()
-                    for leaf in tree_leaves((args, kwargs)):
-                        if isinstance(leaf, Tensor):
-                            assert isinstance(leaf, Rehearsed), f"{name}: a CPU tensor"
-                            leaf.use(name, writes=True)
-                    hosts, named = tree_map_only(Rehearsed, lambda t: t.host, (args, kwargs))
+                    for tensor in tensors_of((args, kwargs)):
+                        assert isinstance(tensor, Rehearsed), f"{name}: a CPU tensor"
+                        tensor.use(name, writes=True)
+                    hosts, named = with_tensors((args, kwargs), Rehearsed, lambda t: t.host)
 
                     def run() -> None:
                         with _disable_current_modes():
