@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from sbpflow.runtime.files.json_file import kind_name
 from sbpflow.serving.encoder import Encoded
 from sbpflow.serving.scorer import Model
+from sbpflow.serving.scores import written
 
 Scores = NDArray[np.float32]
 TEXT, JSON = "text/tab-separated-values", "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
-# Nine digits identify a float32 exactly, and formatting them takes a third as long as formatting
-# the exact decimal number.
-_NUMBER = "%.9g"
+_COMMA = b", "
 _ROWS = re.compile(rb'[ \t\n\r]*\{[ \t\n\r]*"rows"[ \t\n\r]*:')
 
 
@@ -96,7 +95,7 @@ def _read_text(body: bytes, max_rows: int) -> bytes:
 
 
 def _write_text(scores: Scores, name: str, version: str) -> bytes:
-    return (f"{_NUMBER}\n" * len(scores) % tuple(scores.tolist())).encode()
+    return written(scores, b"\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +151,8 @@ def _read_json(body: bytes, max_rows: int) -> Any:
 
 def _write_json(scores: Scores, name: str, version: str) -> bytes:
     # Model names and versions contain no characters that JSON must escape.
-    numbers = ", ".join([_NUMBER] * len(scores)) % tuple(scores.tolist())
-    return f'{{"scores": [{numbers}], "model": "{name}", "version": "{version}"}}\n'.encode()
+    end = f'], "model": "{name}", "version": "{version}"}}\n'
+    return b'{"scores": [' + written(scores, _COMMA)[: -len(_COMMA)] + end.encode()
 
 
 def _read_arrow(body: bytes, max_rows: int) -> Any:

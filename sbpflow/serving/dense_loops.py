@@ -17,7 +17,8 @@ from sbpflow.serving.lookups import Gather, Segment
 
 LINEAR, RELU, SIGMOID, ADD, SUB, MUL, SUM, MEAN, COPY = range(9)
 # For more multiplications than this, torch is faster, although its calls take longer.
-_MOST_PRODUCTS = 4_000_000
+_MOST_PRODUCTS = 16_000_000
+_BLOCK_ROWS = 64  # rows for which all steps run before the next rows, while they are cached
 _Span = tuple[int, int]  # the columns of a value: start and size
 _Step = tuple[int, int, int, int, int, int, int]
 
@@ -28,37 +29,42 @@ def multiply(weights: Array, bias: Array, x: Array, a: int, start: int) -> None:
     ``bias`` [outputs].
 
     The vector starts at column ``a``. The result is written to the same row, starting at column
-    ``start``. The loop handles two rows and four outputs at a time, so that it uses each value that
-    it reads for several products.
+    ``start``. The loop handles four rows and four outputs at a time, so that it uses each value
+    that it reads for four products.
     """
     zero = np.float32(0)
     outputs, inputs = weights.shape
     blocks = outputs // 4 * 4
-    pairs = x.shape[0] // 2 * 2
+    fours = x.shape[0] // 4 * 4
     for k in range(0, blocks, 4):
         w0, w1, w2, w3 = weights[k], weights[k + 1], weights[k + 2], weights[k + 3]
-        for row in range(0, pairs, 2):
-            left, right = x[row, a : a + inputs], x[row + 1, a : a + inputs]
-            l0, l1, l2, l3 = zero, zero, zero, zero
-            r0, r1, r2, r3 = zero, zero, zero, zero
+        added = bias[k : k + 4]
+        for row in range(0, fours, 4):
+            x0, x1 = x[row, a : a + inputs], x[row + 1, a : a + inputs]
+            x2, x3 = x[row + 2, a : a + inputs], x[row + 3, a : a + inputs]
+            s00, s01, s02, s03 = zero, zero, zero, zero
+            s10, s11, s12, s13 = zero, zero, zero, zero
+            s20, s21, s22, s23 = zero, zero, zero, zero
+            s30, s31, s32, s33 = zero, zero, zero, zero
             for term in range(inputs):
-                u, v = left[term], right[term]
-                l0 += w0[term] * u
-                l1 += w1[term] * u
-                l2 += w2[term] * u
-                l3 += w3[term] * u
-                r0 += w0[term] * v
-                r1 += w1[term] * v
-                r2 += w2[term] * v
-                r3 += w3[term] * v
-            at, b0, b1, b2, b3 = start + k, bias[k], bias[k + 1], bias[k + 2], bias[k + 3]
-            x[row, at], x[row, at + 1] = l0 + b0, l1 + b1
-            x[row, at + 2], x[row, at + 3] = l2 + b2, l3 + b3
-            x[row + 1, at], x[row + 1, at + 1] = r0 + b0, r1 + b1
-            x[row + 1, at + 2], x[row + 1, at + 3] = r2 + b2, r3 + b3
+                v0, v1, v2, v3 = x0[term], x1[term], x2[term], x3[term]
+                u = w0[term]
+                s00, s10, s20, s30 = s00 + u * v0, s10 + u * v1, s20 + u * v2, s30 + u * v3
+                u = w1[term]
+                s01, s11, s21, s31 = s01 + u * v0, s11 + u * v1, s21 + u * v2, s31 + u * v3
+                u = w2[term]
+                s02, s12, s22, s32 = s02 + u * v0, s12 + u * v1, s22 + u * v2, s32 + u * v3
+                u = w3[term]
+                s03, s13, s23, s33 = s03 + u * v0, s13 + u * v1, s23 + u * v2, s33 + u * v3
+            at, (b0, b1, b2, b3) = start + k, (added[0], added[1], added[2], added[3])
+            out = x[row : row + 4, at : at + 4]
+            out[0, 0], out[0, 1], out[0, 2], out[0, 3] = s00 + b0, s01 + b1, s02 + b2, s03 + b3
+            out[1, 0], out[1, 1], out[1, 2], out[1, 3] = s10 + b0, s11 + b1, s12 + b2, s13 + b3
+            out[2, 0], out[2, 1], out[2, 2], out[2, 3] = s20 + b0, s21 + b1, s22 + b2, s23 + b3
+            out[3, 0], out[3, 1], out[3, 2], out[3, 3] = s30 + b0, s31 + b1, s32 + b2, s33 + b3
     for row in range(x.shape[0]):
         values = x[row, a : a + inputs]
-        for k in range(blocks if row < pairs else 0, outputs):
+        for k in range(blocks if row < fours else 0, outputs):
             own, total = weights[k], zero
             for term in range(inputs):
                 total += own[term] * values[term]
@@ -106,13 +112,15 @@ def run_steps(steps: Array, weights: Array, x: Array) -> None:
     size, terms, bias). Output, a, and b are columns of ``x``, except that b of LINEAR, like bias,
     is a position in ``weights``.
     """
-    for number in range(steps.shape[0]):
-        operation, start, a, b, size, terms, bias = steps[number]
-        if operation == LINEAR:
-            added = weights[bias : bias + size] if bias >= 0 else np.zeros(size, np.float32)
-            multiply(weights[b : b + size * terms].reshape(size, terms), added, x, a, start)
-        else:
-            _run_step(operation, x, start, a, b, size, terms)
+    for first in range(0, x.shape[0], _BLOCK_ROWS):
+        rows = x[first : first + _BLOCK_ROWS]
+        for number in range(steps.shape[0]):
+            operation, start, a, b, size, terms, bias = steps[number]
+            if operation == LINEAR:
+                added = weights[bias : bias + size] if bias >= 0 else np.zeros(size, np.float32)
+                multiply(weights[b : b + size * terms].reshape(size, terms), added, rows, a, start)
+            else:
+                _run_step(operation, rows, start, a, b, size, terms)
 
 
 class CompiledModel:

@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sbpflow.runtime.compute.compiled import Array, compiled
+from sbpflow.runtime.compute.compiled import Array, compiled, load_word, store_word
 
 _TAB, _LINE, _BLANK = 9, 10, 32
 _QUOTE, _PLUS, _MINUS, _POINT, _ZERO, _LARGE_E, _BACKSLASH, _E, _N = (
     34, 43, 45, 46, 48, 69, 92, 101, 110
 )  # fmt: skip
 _NULL = np.frombuffer(b"null", dtype=np.uint8)
+_WORD = 8  # bytes that are compared or copied together
+_ONES, _HIGH_BITS = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
+_QUOTES, _BACKSLASHES, _BLANKS = (np.uint64(byte) * _ONES for byte in (_QUOTE, _BACKSLASH, _BLANK))
 _GAP = rb"[ \t\n\r]*"
 _TEXT = rb'"([^"\\\x00-\x1f]*)"'
 _BEGIN, _NEXT, _END = (
@@ -75,11 +78,47 @@ def _after_bytes(text: Array, at: int, wanted: Array, start: int, stop: int) -> 
     """Return the end of ``wanted[start:stop]`` in ``text`` if it starts at ``at``, else -1."""
     if at + stop - start > text.size:
         return -1
+    while stop - start >= _WORD:
+        if load_word(text, at) != load_word(wanted, start):
+            return -1
+        at, start = at + _WORD, start + _WORD
     for k in range(start, stop):
         if text[at] != wanted[k]:
             return -1
         at += 1
     return at
+
+
+@compiled
+def _is_plain(word: Any) -> bool:
+    """Return whether a word contains no quote, backslash, or control character."""
+    quotes, backslashes = word ^ _QUOTES, word ^ _BACKSLASHES
+    # Subtracting 1 (or 32) from a byte sets its high bit if the byte is 0 (or less than 32). Bytes
+    # that already had a high bit do not count. A borrow from a lower byte only occurs if the lower
+    # byte counts, so it does not change the result.
+    special = (quotes - _ONES) & ~quotes
+    special |= (backslashes - _ONES) & ~backslashes
+    special |= (word - _BLANKS) & ~word
+    return (special & _HIGH_BITS) == 0
+
+
+@compiled
+def _copy_string(text: Array, at: int, out: Array, size: int) -> tuple[int, int]:
+    """Copy the string that starts at ``at`` to ``out[size:]``; return the place after its closing
+    quote and the new size, or -1 and the new size for a string with escapes or control characters.
+    """
+    while at + _WORD <= text.size:
+        word = load_word(text, at)
+        if not _is_plain(word):
+            break
+        store_word(out, size, word)
+        at, size = at + _WORD, size + _WORD
+    while at < text.size and text[at] != _QUOTE:
+        if text[at] == _BACKSLASH or text[at] < _BLANK:
+            return -1, size
+        out[size] = text[at]
+        at, size = at + 1, size + 1
+    return at + 1, size
 
 
 @compiled
@@ -103,13 +142,7 @@ def rewrite(
             if at < 0 or at == text.size:
                 return -1, 0, 0
             if text[at] == _QUOTE:
-                at += 1
-                while at < text.size and text[at] != _QUOTE:
-                    if text[at] == _BACKSLASH or text[at] < _BLANK:
-                        return -1, 0, 0
-                    out[size] = text[at]
-                    at, size = at + 1, size + 1
-                at += 1
+                at, size = _copy_string(text, at + 1, out, size)
             elif text[at] == _N:
                 at = _after_bytes(text, at, _NULL, 0, 4)
             else:

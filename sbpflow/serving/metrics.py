@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.runtime.files.prometheus import head, line
+from sbpflow.serving.scores import count_values
 
 STATUSES = (200, 400, 404, 405, 413, 415, 500, 503)
 LATENCIES = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
@@ -109,14 +110,7 @@ class ModelCounts:
 
     def observe(self, name: str, values: NDArray[np.float32]) -> None:
         """Add values to the histogram ``name``, whose last cell is the sum of all values."""
-        bounds, cells = HISTOGRAMS[name][0], self.histograms[name]
-        if len(values) == 1:
-            value = float(values[0])
-            cells[bisect_left(bounds, value)] += 1
-            cells[-1] += value
-            return
-        cells[:-1] += np.bincount(_BOUNDS[name].searchsorted(values), minlength=len(cells) - 1)
-        cells[-1] += values.sum(dtype=np.float64)
+        count_values(values, _BOUNDS[name], self.histograms[name])
 
 
 class Metrics:

@@ -17,12 +17,14 @@ from functools import partial
 from pathlib import Path
 
 import httptools
+import numpy as np
 import torch
 import uvicorn
 
 from sbpflow.errors import ConfigError, DataError
 from sbpflow.runtime.processes.time_slice import shorten_time_slice
 from sbpflow.serving.app import App, Limits, Served
+from sbpflow.serving.bodies import TEXT, format_of
 from sbpflow.serving.follower import Follower
 from sbpflow.serving.metrics import Metrics
 from sbpflow.serving.scorer import BundleError, Model, load
@@ -100,14 +102,17 @@ def _load(
 
 
 def _compile(model: Model) -> None:
-    """Encode a row of missing values as text and as JSON, so that requests do not wait for
-    compilation.
+    """Encode a row of missing values as text and as JSON, and write and count a score, so that
+    requests do not wait for compilation.
     """
     content, names = model.content["input"], [column.name for column in model.columns]
     model.encode_json(json.dumps([dict.fromkeys(names)]).encode())
     lines = [names] * content["header"] + [[""] * len(names)]
     if len(names) > 1:  # a blank line is not a row
         model.score("\n".join(content["separator"].join(line) for line in lines))
+    score = np.array([0.5], dtype=np.float32)
+    format_of(TEXT).write(score, "", "")
+    Metrics({"": ()}, 1).worker(0)[""].observe("score", score)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -163,6 +168,7 @@ def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
         log_level="error",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # the application does not use the client's address
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=settings.grace_s,
         callback_notify=check_supervisor,

@@ -135,6 +135,7 @@ COMPILED = (
     "numba_rules",
     "numba_storage",
     "row_loops",
+    "score_loops",
     "triton_dropout",
     "triton_kernels",
     "triton_rules",

@@ -57,6 +57,25 @@ def test_every_bit_of_a_score_is_written():
     assert np.float32(text.split()).tolist() == scores.tolist()
 
 
+def test_scores_are_written_as_python_does():
+    """Compiled loops write scores from 0.001 on; the others are left to Python."""
+    first, last = np.float32([0.001, 1.0]).view(np.uint32)
+    bits = np.arange(first, last, 997, dtype=np.uint32)  # 0.001 as float32 is above 0.001
+    edges = [0.001, 0.01, 0.1, 0.5, 0.25, 0.0625, 0.015625, 0.001953125]
+    near = np.nextafter(np.float32(edges), np.float32(1))
+    below = np.nextafter(np.float32(edges[1:]), np.float32(0))
+    scores = np.concatenate([bits.view(np.float32), np.float32(edges), near, below])
+    wanted = [f"{score:.9g}" for score in scores.tolist()]
+    assert format_of(TEXT).write(scores, "m", "v").decode().split() == wanted
+    written = format_of(JSON).write(scores, "m", "v").decode()
+    assert written == f'{{"scores": [{", ".join(wanted)}], "model": "m", "version": "v"}}\n'
+    for score in (0.0, 1e-10, 0.00099, 1.0, float("nan")):
+        scores = np.float32([0.5, score])
+        assert format_of(TEXT).write(scores, "m", "v") == b"0.5\n%.9g\n" % scores[1]
+    empty = format_of(JSON).write(scores[:0], "m", "v")
+    assert empty == b'{"scores": [], "model": "m", "version": "v"}\n'
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -85,14 +85,30 @@ def rows_of(number):
 
 def check(model):
     assert model.program is not None
-    encoded = rows_of(20)
+    encoded = rows_of(133)
     wanted = replace(model, program=None).score_encoded(encoded)
     assert wanted.std() > 0.1
-    for number in (1, 2, 7, 20):
+    for number in (1, 2, 7, 20, 64, 133):
         part = Encoded(encoded.ids[:number], encoded.dense[:number])
         found = model.program.scores(model.gathers, model.stores, part.ids, part.dense)
         np.testing.assert_allclose(found, model.logits(part).sigmoid().numpy(), rtol=0, atol=5e-7)
         np.testing.assert_allclose(model.score_encoded(part), wanted[:number], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 5), (4, 64), (7, 33), (8, 429)])
+def test_products_equal_those_of_float64(rows, outputs, inputs):
+    draw = np.random.default_rng(rows * outputs)
+    weights, bias, x = (
+        draw.normal(size=shape).astype(np.float32)
+        for shape in ((outputs, inputs), (outputs,), (rows, inputs + outputs + 4))
+    )
+    before = x.copy()
+    dense_loops.multiply(weights, bias, x, 1, inputs + 2)
+    wanted = before[:, 1 : inputs + 1].astype(np.float64) @ weights.T.astype(np.float64) + bias
+    np.testing.assert_allclose(x[:, inputs + 2 : -2], wanted, rtol=0, atol=2e-5)
+    kept = [*range(inputs + 2), -2, -1]
+    np.testing.assert_array_equal(x[:, kept], before[:, kept])
 
 
 def test_a_few_rows_score_as_with_torch():

@@ -82,6 +82,27 @@ def test_rarer_rows_and_errors_are_left_to_the_parser(text):
     assert lines_of(text) is None
 
 
+@pytest.mark.parametrize("size", range(20))
+@pytest.mark.parametrize("other", ["\\u0041", "\\n", '\\"', "\x00", "\x1f", "\t"])
+def test_special_characters_are_found_at_every_place(size, other):
+    """The loops look at eight bytes at a time."""
+    for at in range(size + 1):
+        cell = "x" * at + other + "x" * (size - at)
+        assert lines_of(f'[{{"n": 1, "t": "{cell}"}}]') is None
+        for plain in ("\x7f", "!", "\xff", "\u6f22"):
+            assert checked(f'[{{"n": 1, "t": "{"x" * at}{plain}{"x" * (size - at)}"}}]')
+
+
+@pytest.mark.parametrize("size", range(20))
+def test_names_of_any_length_are_compared_whole(size):
+    for at in range(size):
+        name = "x" * size
+        other = "x" * at + "y" + "x" * (size - at - 1)
+        rows = '[{{"n": 1, "t": "", "{}": 2}}, {{"n": 1, "t": "", "{}": 2}}]'
+        assert checked(rows.format(name, name))
+        assert lines_of(rows.format(name, other)) is None
+
+
 def test_requests_may_have_different_keys():
     reader = JsonLines(list(KINDS), (TEXT,))
     for _ in range(2):

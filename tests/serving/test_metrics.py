@@ -1,11 +1,15 @@
 """Tests that the workers' counts are added up, and that Prometheus can read them."""
 
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sbpflow.serving.metrics import LATENCIES, Metrics, ModelCounts
+from sbpflow.serving import scores as serving_scores
+from sbpflow.serving.metrics import LATENCIES, SCORES, Metrics, ModelCounts
 
 COLUMNS = {"a": ["I1", "C1"], "b": ["C1"]}
 
@@ -91,3 +95,22 @@ def test_a_value_on_a_bound_is_in_the_bucket_of_the_bound(size):
     counts.answer(200, LATENCIES[2])
     assert counts.histograms["score"][7] == size  # 0.5 is the upper bound of bucket 7
     assert counts.histograms["request_seconds"][2] == 1
+
+
+VALUES = st.floats(-1, 2, width=32) | st.sampled_from([*SCORES, np.inf, np.nan]).map(np.float32)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@given(st.lists(VALUES, min_size=1))
+def test_values_are_counted_in_their_buckets(compiled, given_values):
+    counts = Metrics({"a": []}, 1).worker(0)["a"]
+    scores = np.array(given_values, dtype=np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(serving_scores, "_loops", lambda: None)
+        counts.observe("score", scores)
+    cells, exact = counts.histograms["score"], scores.astype(np.float64)
+    for place, (low, high) in enumerate(pairwise([-np.inf, *SCORES])):
+        assert cells[place] == ((exact > low) & (exact <= high)).sum()
+    assert cells[:-1].sum() == len(scores)
+    np.testing.assert_allclose(cells[-1], exact.sum(), rtol=0, atol=1e-9)

@@ -61,6 +61,44 @@ compiled again for each length of the tuple.
 """
 
 
+def _pointer_to_word(context: Node, builder: Node, kind: Node, array: Node, at: Node) -> Node:
+    """Return the address of element ``at`` as a pointer to 64-bit integers."""
+    view = context.make_array(kind)(context, builder, array)
+    # Use numba's own helper to compute the address of the element without reading it.
+    pointer = cast(Any, cgutils).get_item_pointer(context, builder, kind, view, [at])
+    return builder.bitcast(pointer, ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def _load_word(_: Node, array: Node, at: Node) -> Node:
+    def generate(context: Node, builder: Node, signature: Node, values: Node) -> Node:
+        word = builder.load(_pointer_to_word(context, builder, signature.args[0], *values))
+        word.align = 1
+        return word
+
+    return types.uint64(array, types.intp), generate
+
+
+@intrinsic
+def _store_word(_: Node, array: Node, at: Node, word: Node) -> Node:
+    def generate(context: Node, builder: Node, signature: Node, values: Node) -> Node:
+        at = _pointer_to_word(context, builder, signature.args[0], *values[:2])
+        builder.store(values[2], at).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.uint64), generate
+
+
+load_word = cast("Callable[[Array, Any], Any]", _load_word)
+"""In compiled functions, ``load_word(array, at)`` is the uint64 that consists of the 8 bytes of
+``array`` (uint8) from ``at`` on, in the CPU's byte order.
+"""
+store_word = cast("Callable[[Array, Any, Any], None]", _store_word)
+"""In compiled functions, ``store_word(array, at, word)`` writes the uint64 ``word`` to the 8 bytes
+of ``array`` (uint8) from ``at`` on.
+"""
+
+
 def _prefetch(write: int) -> Callable[[Array, Any], None]:
     @intrinsic
     def start(_: Node, array: Node, row: Node) -> Node:
