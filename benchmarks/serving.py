@@ -3,7 +3,7 @@
     python -m benchmarks.serving build --folder F [--rows 300000]
     python -m benchmarks.serving cost --folder F [G ..]
     python -m benchmarks.serving latency --folder F [--wrk wrk]
-    python -m benchmarks.serving delta --folder F [--changed 500000]
+    python -m benchmarks.serving delta --folder F [--changed 500000] [--deltas 12]
     python -m benchmarks.serving soak --folder F [--seconds 600] [--every 10]
 
 ``build`` generates rows, trains Wide & Deep for some steps, and exports the bundle ``F/model``.
@@ -223,9 +223,10 @@ def latency(folder: Path, seconds: float, wrk: str, results: Results) -> None:
                     )  # fmt: skip
 
 
-def delta(folder: Path, changed: int, results: Results) -> None:
-    """Measure the latency of scoring one row before and while a large delta is applied: from its
-    publication to the first answer of the new version.
+def delta(folder: Path, changed: int, number: int, results: Results) -> None:
+    """Measure the latency of scoring one row before and while large deltas are applied: from the
+    publication of a delta to the first answer of the new version. The last result is that of the
+    requests of all deltas together.
     """
     with (
         _copy(folder) as served,
@@ -235,7 +236,9 @@ def delta(folder: Path, changed: int, results: Results) -> None:
         requests = [request("/score", body) for body in bodies_of(folder, 1)[TEXT]]
         total = sum(table["rows"] for table in chain.model.content["tables"].values())
         (served.bundle / "deltas").mkdir()
-        for seed in range(3):
+        idle: list[np.ndarray] = []
+        during: list[np.ndarray] = []
+        for seed in range(number):
             chain.write(seed, changed)
             client = LoadProcess(server.port, requests, 8.0, 1, 400.0)
             time.sleep(5.0)
@@ -245,14 +248,27 @@ def delta(folder: Path, changed: int, results: Results) -> None:
             (served.bundle / f"{name}.copy").rename(served.bundle / name)
             answers = client.result()
             end = answers.first[name_of(chain.model)]
-            idle = answers.latency[answers.at < start - 1.0]
-            during = answers.latency[(answers.at >= start) & (answers.at <= end)]
+            idle.append(answers.latency[answers.at < start - 1.0])
+            during.append(answers.latency[(answers.at >= start) & (answers.at <= end)])
             results.add(
-                benchmark="delta", changed_rows=min(changed, total), apply_s=round(end - start, 2),
-                idle_p50_ms=_quantile(idle, 0.5), idle_p99_ms=_quantile(idle, 0.99),
-                during_p50_ms=_quantile(during, 0.5), during_p99_ms=_quantile(during, 0.99),
-                during_max_ms=_quantile(during, 1.0), requests=len(during),
+                benchmark="delta", deltas=1, changed_rows=min(changed, total),
+                apply_s=round(end - start, 2), **_latencies(idle[-1], during[-1]),
             )  # fmt: skip
+        results.add(
+            benchmark="delta", deltas=number, changed_rows=min(changed, total),
+            **_latencies(np.concatenate(idle), np.concatenate(during)),
+        )  # fmt: skip
+
+
+def _latencies(idle: np.ndarray, during: np.ndarray) -> dict[str, float]:
+    """Return the latencies before and during deltas in ms, and the number of requests during
+    them.
+    """
+    return {
+        "idle_p50_ms": _quantile(idle, 0.5), "idle_p99_ms": _quantile(idle, 0.99),
+        "during_p50_ms": _quantile(during, 0.5), "during_p99_ms": _quantile(during, 0.99),
+        "during_max_ms": _quantile(during, 1.0), "requests": len(during),
+    }  # fmt: skip
 
 
 def _quantile(latency: np.ndarray, share: float) -> float:
@@ -377,6 +393,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between deltas")
     parser.add_argument("--changed", type=int, default=500_000)
+    parser.add_argument("--deltas", type=int, default=12)
     parser.add_argument("--wrk", default="wrk")
     args = parser.parse_args()
     folder, *others = args.folder
@@ -391,7 +408,7 @@ def main() -> None:
     elif args.what == "latency":
         latency(folder, args.seconds or 3.0, args.wrk, results)
     elif args.what == "delta":
-        delta(folder, args.changed, results)
+        delta(folder, args.changed, args.deltas, results)
     else:
         soak(folder, args.seconds or 600.0, args.every, results)
 
