@@ -20,7 +20,7 @@ import torch
 from sbpflow.runtime.files.tensors_file import TensorsFile
 from sbpflow.serving.deltas import DeltaHead, DeltaWriter, digest_of
 from sbpflow.serving.row_store import Tensors
-from sbpflow.serving.scorer import Model, load
+from sbpflow.serving.scorer import Model, file_digest, load
 
 ROOT = Path(__file__).resolve().parents[1]
 Body = bytes | str | Iterator[bytes] | None
@@ -171,6 +171,7 @@ class Chain:
                 file.put(name, 0, value.numpy())
         content = json.loads((work / "model.json").read_text())
         content["origin"] = {"run": model.version.run, "step": self.step}
+        content["sha256"]["model.safetensors"] = file_digest(work / "model.safetensors")
         (work / "model.json").write_text(json.dumps(content))
         scores = model.score(model.sample["rows"]).tolist()
         (work / "sample.json").write_text(json.dumps({**model.sample, "scores": scores}))

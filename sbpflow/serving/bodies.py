@@ -25,7 +25,8 @@ from sbpflow.serving.scores import written
 Scores = NDArray[np.float32]
 TEXT, JSON = "text/tab-separated-values", "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
-_COMMA = b", "
+_COMMA, _SPACE = b", ", b" \t\n\r"
+_CHARSETS = ("utf-8", "utf8", "us-ascii")
 _ROWS = re.compile(rb'[ \t\n\r]*\{[ \t\n\r]*"rows"[ \t\n\r]*:')
 
 
@@ -54,7 +55,11 @@ def format_of(content_type: str) -> Format:
     """Return the format of a content type; raise BodyError (415) for an unsupported content
     type.
     """
-    kind = content_type.partition(";")[0].strip().lower()
+    kind, *parameters = (part.strip().lower() for part in content_type.split(";"))
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "charset" and value.strip(' "') not in _CHARSETS:
+            raise BodyError(f"Content-Type: {parameter} is not supported; use charset=utf-8", 415)
     try:
         return _FORMATS[kind]
     except KeyError:
@@ -108,7 +113,7 @@ class JsonRows:
     def encode(self, model: Model) -> Encoded:
         """Encode the rows; raise BodyError if the body is not JSON or does not contain rows."""
         text = self.body
-        if (start := _ROWS.match(text)) and (text := text.rstrip()).endswith(b"}"):
+        if (start := _ROWS.match(text)) and (text := text.rstrip(_SPACE)).endswith(b"}"):
             text = text[start.end() : -1]
         return model.encode_json(text) or model.encode(self.parsed())
 
@@ -161,8 +166,11 @@ def _read_arrow(body: bytes, max_rows: int) -> Any:
         _check_messages(arrow, body, max_rows)
         table = arrow.ipc.open_stream(body).read_all()
         table.validate(full=True)  # the offsets in a malicious body could point outside its buffers
-    except (arrow.ArrowException, OSError) as error:
+        names = table.column_names
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BodyError(f"the body is not an Arrow IPC stream ({error})") from error
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise BodyError(f"the column {twice[0]!r} occurs twice; send each column once")
     return table
 
 

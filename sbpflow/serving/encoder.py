@@ -259,11 +259,15 @@ class Encoder:
                     f"{num_rows}; give columns of equal length"
                 )
         cells = Cells.empty(num_rows, len(self._dense), len(self.singles))
+        # The compiled loops read the columns that are lists, unless a cell needs Python's parser.
+        done = set[str]() if self._compiled is None else self._compiled.read_lists(columns, cells)
         for number, entry in enumerate(self._dense):
-            _read_numbers(columns[entry["name"]], entry, cells.numbers[:, number])
+            if entry["name"] not in done:
+                _read_numbers(columns[entry["name"]], entry, cells.numbers[:, number])
         for number, entry in enumerate(self.singles):
-            keys = (part[:, number] for part in cells[1:])
-            _read_keys(columns[entry["name"]], entry["name"], entry["kind"], *keys)
+            if entry["name"] not in done:
+                keys = (part[:, number] for part in cells[1:])
+                _read_keys(columns[entry["name"]], entry["name"], entry["kind"], *keys)
         return self._encoded(cells, columns)
 
     def _encoded(self, cells: Cells, columns: Mapping[str, Any]) -> Encoded:

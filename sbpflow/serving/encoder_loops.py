@@ -19,148 +19,27 @@ from sbpflow.serving.encoder import Cells, Encoder, Finished
 from sbpflow.serving.hash_loops import digest
 from sbpflow.serving.json_loops import JsonLines, count_lines
 from sbpflow.serving.row_loops import gather_rows
+from sbpflow.serving.text_loops import (
+    HEX,
+    INTEGER,
+    POWERS,
+    REAL,
+    SKIPPED,
+    STRING,
+    WHOLE,
+    parse_text,
+)
 
 __all__ = ["CompiledInput", "compile_model", "digest", "gather_rows"]
 U8, U32, U64 = np.uint8, np.uint32, np.uint64
-SKIPPED, WHOLE, REAL, HEX, INTEGER, STRING = range(6)
 BUCKET, LOG3, LOG1, SQUARED_LOG, IDENTITY, STANDARDISE = range(6)
 _TRANSFORMS = {"log3": LOG3, "log1": LOG1, "squared_log": SQUARED_LOG, "identity": IDENTITY,
                "standardise": STANDARDISE}  # fmt: skip
 _KINDS = {"hex": HEX, "integer": INTEGER, "string": STRING}
-_END, _PLUS, _MINUS, _POINT, _ZERO = 10, 43, 45, 46, 48
+_TAB = 9
 _FACTOR, _MIX_1, _MIX_2 = U64(GAMMA), U64(0xFF51AFD7ED558CCD), U64(0xC4CEB9FE1A85EC53)
 _LARGEST = float(np.finfo(np.float32).max)
 _NUMBERS, _TEXTS = frozenset((int, float, str, NoneType)), frozenset((str, NoneType))
-_POWERS = 10.0 ** np.arange(23)
-"""The powers of ten that float64 represents exactly."""
-_NIBBLES = np.full(256, 255, dtype=U8)
-"""The value of each hexadecimal digit, and 255 for every other character."""
-_NIBBLES[list(b"0123456789abcdef")] = range(16)
-_NIBBLES[list(b"ABCDEF")] = range(10, 16)
-
-
-@compiled
-def _integer(text: Array, at: int, stop: int, most: int) -> tuple[Any, bool]:
-    """Return text[at:stop] as an integer, and whether it is an integer of at most ``most``
-    digits.
-    """
-    negative = text[at] == _MINUS
-    at += negative
-    if stop == at or stop - at > most:
-        return 0, False
-    number = np.int64(0)
-    for k in range(at, stop):
-        digit = np.int64(text[k]) - _ZERO
-        if digit < 0 or digit > 9:
-            return 0, False
-        number = 10 * number + digit
-    return (-number if negative else number), True
-
-
-@compiled
-def _real(text: Array, at: int, stop: int, powers: Array) -> tuple[float, bool]:
-    """Return text[at:stop] as a decimal number, and whether it is a number of at most 15 digits
-    times an exact power of ten. float64 represents both of these factors exactly, so their product
-    is rounded correctly.
-    """
-    negative = text[at] == _MINUS
-    at += negative
-    mantissa, digits, scale, seen_point = np.int64(0), 0, 0, False
-    while at < stop:
-        digit = np.int64(text[at]) - _ZERO
-        if digit >= 0 and digit <= 9:
-            mantissa = 10 * mantissa + digit
-            digits += 1
-            scale -= seen_point
-        elif text[at] == _POINT and not seen_point:
-            seen_point = True
-        else:
-            break
-        at += 1
-    if digits == 0 or digits > 15:
-        return 0.0, False
-    if at < stop and (text[at] == 101 or text[at] == 69):
-        at += 1
-        at += at < stop and text[at] == _PLUS
-        if at == stop:
-            return 0.0, False
-        exponent, fits = _integer(text, at, stop, 3)
-        if not fits:
-            return 0.0, False
-        scale, at = scale + exponent, stop
-    if at < stop or scale < -22 or scale > 22:
-        return 0.0, False
-    number = mantissa / powers[-scale] if scale < 0 else mantissa * powers[scale]
-    return (-number if negative else number), True
-
-
-@compiled
-def parse_text(  # noqa: C901 - a function per kind of cell is three times slower
-    text: Array,
-    separator: int,
-    kinds: Array,
-    targets: Array,
-    powers: Array,
-    numbers: Array,
-    keys: Array,
-    checks: Array,
-    missing: Array,
-) -> bool:
-    """Parse text lines into ``numbers`` ([rows, dense]), ``keys``, ``checks``, and ``missing``
-    ([rows, n]).
-
-    ``kinds`` and ``targets`` [columns] contain each cell's kind and its column in the outputs.
-    Returns False if a cell has a format that only ``cells`` parses, or if the number of lines or
-    cells is wrong.
-    """
-    at, end, columns = 0, text.size, kinds.size
-    for row in range(numbers.shape[0]):
-        for column in range(columns):
-            last = _END if column == columns - 1 else separator
-            start, kind, target = at, kinds[column], targets[column]
-            if kind == HEX and at + 8 < end and text[at + 8] == last:
-                value, bits = U64(0), U8(0)
-                for k in range(at, at + 8):
-                    digit = _NIBBLES[text[k]]
-                    value = (value << U64(4)) | U64(digit)
-                    bits |= digit
-                if bits < 16:
-                    keys[row, target] = value
-                    at += 9
-                    continue
-            while at < end and text[at] != separator and text[at] != _END:
-                at += 1
-            if at == end or text[at] != last:
-                return False
-            if kind == WHOLE or kind == REAL:
-                fits, number = True, np.nan
-                if at > start:
-                    if kind == WHOLE:
-                        number, fits = _integer(text, start, at, 9)
-                    else:
-                        number, fits = _real(text, start, at, powers)
-                if not fits:
-                    return False
-                numbers[row, target] = number
-            elif kind != SKIPPED:
-                if at == start:
-                    missing[row, target] = True
-                elif kind == HEX:
-                    return False
-                elif kind == INTEGER:
-                    whole, fits = _integer(text, start, at, 18)
-                    if not fits:
-                        return False
-                    keys[row, target] = U64(whole)
-                elif kind == STRING:
-                    keys[row, target], check = digest(text, start, at)
-                    checks[row, target] = U32(check & U64(0xFFFFFFFF))
-                else:
-                    raise ValueError(
-                        "the kind of a cell must be one of the constants of this module"
-                    )
-            at += 1
-    return at == end
 
 
 @compiled
@@ -336,8 +215,8 @@ class CompiledInput:
             for n, entry in enumerate(content["dense"])
         }
         self._kinds |= {e["name"]: (_KINDS[e["kind"]], n) for n, e in enumerate(singles)}
-        points = all(entry["decimal"] == "." for entry in content["dense"])
-        self._parses = points and not encoder.lists and not encoder.raw.missing_values
+        self._commas = {e["name"] for e in content["dense"] if e["decimal"] != "."}
+        self._parses = not self._commas and not encoder.lists and not encoder.raw.missing_values
         self._num_dense, self._num_keys = len(content["dense"]), len(singles)
         self._num_names = len(encoder.names)
         self._set_numbers(content["dense"], encoder.id_columns)
@@ -443,7 +322,7 @@ class CompiledInput:
     ) -> Cells | None:
         cells = Cells.empty(num_rows, self._num_dense, self._num_keys)
         array = np.frombuffer(text, dtype=U8)
-        fits = parse_text(array, ord(separator), kinds, targets, _POWERS, *cells)
+        fits = parse_text(array, ord(separator), kinds, targets, POWERS, *cells)
         return cells if fits else None
 
     def _parse_dicts(
@@ -473,6 +352,42 @@ class CompiledInput:
         if text.count(b"\n") != num_rows or text.count(b"\t") != num_tabs:
             return None  # a cell contains a separator or a newline
         return self._parse_lines(text, num_rows, "\t", self._dict_kinds, self._dict_targets)
+
+    def read_lists(self, columns: Mapping[str, Any], cells: Cells) -> set[str]:
+        """Write the cells of those columns that are lists of text or numbers to ``cells``; return
+        the names of these columns, or an empty set if a cell has a format that the loops do not
+        parse.
+
+        As in ``_parse_dicts``, the cells are formatted as text lines and parsed.
+        """
+        names: list[str] = []
+        lists: list[Sequence[str]] = []
+        for name, (kind, _) in self._kinds.items():
+            column = columns[name]
+            if not isinstance(column, list) or name in self._commas:
+                continue
+            types = set(map(type, column))
+            if not types <= (_TEXTS if kind in (HEX, STRING) else _NUMBERS):
+                continue
+            if NoneType in types:
+                column = ["" if cell is None else cell for cell in column]
+            names.append(name)
+            lists.append(column if types == {str} else list(map(str, column)))
+        if len(names) < 2 or not lists[0]:  # a line with a single empty cell would be blank
+            return set()
+        num_rows, num_tabs = len(lists[0]), len(lists[0]) * (len(names) - 1)
+        try:
+            text = ("\n".join(map("\t".join, zip(*lists, strict=True))) + "\n").encode()
+        except UnicodeEncodeError:
+            return set()
+        if text.count(b"\n") != num_rows or text.count(b"\t") != num_tabs:
+            return set()  # a cell contains a separator or a newline
+        array, (kinds, targets) = np.frombuffer(text, dtype=U8), self._targets(names)
+        if parse_text(array, _TAB, kinds, targets, POWERS, *cells):
+            return set(names)
+        for part in cells:  # cells that were parsed before the cell that the loops do not parse
+            part[:] = 0
+        return set()
 
     def parse_json(self, text: bytes) -> Cells | None:
         """Return the cells of a JSON list of objects, or None for other JSON or invalid rows."""

@@ -62,22 +62,27 @@ class Follower:
 
     def __init__(self, folder: Path, load: Load) -> None:
         self._folder, self._load = folder, load
-        self._refused: object = None  # the last rejected files, which are not read again
+        # The last rejected delta and the last rejected bundle, which are not read again.
+        self._refused_delta: object = None
+        self._refused_bundle: object = None
         self.count: Callable[[str], None] = lambda event: None
         self.version = self._replayed(newest_bundle(folder))
 
     def poll(self) -> bool:
         """Look for a newer version; return whether ``version`` has been replaced."""
-        old = self.version
+        old, stamps = self.version, self._stamps_of_next()
         try:
             bundle = newest_bundle(self._folder)
             if bundle != old.bundle or _stamp(bundle / BUNDLE_FILE) != old.stamp:
                 return self._reload(bundle, only_newer=False)
-            if self._refused == self._stamps_of_next():
-                return False  # these files are already rejected, so they are not read again
+            if self._refused_delta == stamps:
+                return False
             following = self._next(old)
         except (DataError, BundleError, OSError) as error:
-            self._refuse(self._stamps_of_next(), error)
+            if self._refused_delta == stamps:
+                return False
+            self._refused_delta = stamps
+            self._refuse(error)
             # The bundle and its deltas may have been rewritten.
             return self._reload(old.bundle, only_newer=True)
         if following is not None:
@@ -87,12 +92,13 @@ class Follower:
     def _reload(self, bundle: Path, *, only_newer: bool) -> bool:
         """Load a bundle with its deltas; return whether it replaces the current version."""
         stamps = bundle, _stamp(bundle / BUNDLE_FILE)
-        if self._refused == stamps:
+        if self._refused_bundle == stamps:
             return False
         try:
             version = self._replayed(bundle)
         except (DataError, BundleError, OSError) as error:
-            self._refuse(stamps, error)
+            self._refused_bundle = stamps
+            self._refuse(error)
             return False
         self.count("reloads")
         if only_newer and version.trained <= self.version.trained:
@@ -100,8 +106,19 @@ class Follower:
         self.version = version
         return True
 
-    def _refuse(self, stamps: object, error: Exception) -> None:
-        self._refused = stamps
+    def poll_for_bundle(self) -> bool:
+        """Look for a bundle that replaces the current bundle, but not for deltas; return whether
+        ``version`` has been replaced.
+        """
+        try:
+            bundle = newest_bundle(self._folder)
+        except (DataError, OSError):
+            return False  # ``poll`` reports the error
+        if bundle == self.version.bundle and _stamp(bundle / BUNDLE_FILE) == self.version.stamp:
+            return False
+        return self._reload(bundle, only_newer=False)
+
+    def _refuse(self, error: Exception) -> None:
         self.count("delta_errors")
         logger.error("%s; version %s is kept", error, self.version.text)
 
@@ -153,8 +170,14 @@ class Follower:
             name: (keys.numpy().view(np.uint64), ids.numpy().astype(np.int32))
             for name, (keys, ids) in delta.vocabulary.items()
         }
-        model = version.model.with_changes(tables, delta.dense, origin, vocabulary)
-        scores = model.score(model.sample["rows"])
+        try:
+            model = version.model.with_changes(tables, delta.dense, origin, vocabulary)
+            scores = model.score(model.sample["rows"])
+        except Exception as error:  # whatever is wrong with a delta, the server keeps running
+            folder = delta_folder(bundle, number)
+            raise DataError(
+                f"{folder} cannot be applied ({error}); write a delta of this bundle"
+            ) from error
         if not np.isfinite(scores).all():
             raise DataError(
                 f"{delta_folder(bundle, number)}: the score of a sample row is "

@@ -7,6 +7,7 @@ is not supported.
 """
 
 import json
+import math
 from typing import Any, cast
 
 from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
@@ -17,6 +18,10 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "BYTES": (str,),
     **{f"FP{bits}": (float, int) for bits in (16, 32, 64)},
     **{f"{sign}INT{bits}": (int,) for sign in ("", "U") for bits in (8, 16, 32, 64)},
+}
+_RANGES: dict[object, tuple[float, float]] = {
+    **{f"INT{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
 }
 _EXAMPLE = '{"name": "C1", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]}'
 
@@ -82,7 +87,13 @@ def _column(tensor: object, where: str) -> tuple[str, list[Any]]:
         raise BodyError(f'{where} needs a string "name" and a list "data"; use {_EXAMPLE}')
     values = cast("list[Any]", values)
     if shape == [len(values), 1] and any(isinstance(value, list) for value in values):
-        values = [value[0] if isinstance(value, list) and value else value for value in values]
+        for row, value in enumerate(values):
+            if not isinstance(value, list) or len(cast("list[Any]", value)) != 1:
+                raise BodyError(
+                    f"row {row}, column {name!r}: {value!r} does not fit the shape {shape}; use a "
+                    "list of one value"
+                )
+        values = [value[0] for value in values]
     if shape not in ([len(values)], [len(values), 1]):
         raise BodyError(
             f"{where}: shape {shape!r} does not fit {len(values)} values of {name!r}; use "
@@ -94,12 +105,13 @@ def _column(tensor: object, where: str) -> tuple[str, list[Any]]:
         raise BodyError(
             f"{where}: datatype {datatype!r} is not supported; use one of {', '.join(_KINDS)}"
         )
+    low, high = _RANGES.get(datatype, (-math.inf, math.inf))
     for row, value in enumerate(values):
-        if value is not None and type(value) not in kinds:
-            raise BodyError(
-                f"row {row}, column {name!r}: {value!r} is not {datatype}; use null for a missing "
-                "value"
-            )
+        if value is None or (type(value) in kinds and (kinds == (str,) or low <= value <= high)):
+            continue
+        raise BodyError(
+            f"row {row}, column {name!r}: {value!r} is not {datatype}; use null for a missing value"
+        )
     return name, values
 
 

@@ -9,6 +9,7 @@ bundle consists of JSON and safetensors files, which cannot run code; its compil
 only with ``compiled=True``.
 """
 
+import hashlib
 import importlib
 import json
 import math
@@ -32,7 +33,7 @@ from sbpflow.serving.operations import BundleError, Graph
 from sbpflow.serving.row_store import Store, Tensors
 
 __all__ = ["BundleError", "Column", "Encoded", "Model", "RowError", "Version", "load"]
-FORMAT, VERSION = "sbpflow-model", 2
+FORMAT, VERSION = "sbpflow-model", 3
 Dense = Callable[[Mapping[str, Tensor]], Tensor]
 LOOPS = "encoder_loops"
 COMPILED = "dense.pt2"
@@ -185,7 +186,12 @@ class Model:
         weights = dict(self.weights)
         for name, value in dense.items():
             old = self._known("dense", name, weights)
-            weights[name] = _tensor(value).reshape(old.shape).to(old.dtype)
+            new = _tensor(value)
+            if new.numel() != old.numel():
+                raise BundleError(
+                    f"dense: {name} must have the shape {list(old.shape)}, got {list(new.shape)}"
+                )
+            weights[name] = new.reshape(old.shape).to(old.dtype)
         encoder = self.encoder
         if vocabulary and encoder is not None:
             encoder = encoder.with_entries(vocabulary)
@@ -252,8 +258,8 @@ def _sample_rows(sample: Mapping[str, Any]) -> Encoded:
 
 
 def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> Model:
-    """Load the bundle in ``folder``; raise BundleError if this machine does not reproduce its
-    sample scores.
+    """Load the bundle in ``folder``; raise BundleError if a file is damaged or this machine does
+    not reproduce the sample scores. Without ``check``, neither is tested.
 
     ``compiled=True`` also loads the machine code of ``sbpflow export --compile``, which can run
     arbitrary code: use it only for bundles that you trust.
@@ -266,6 +272,9 @@ def load(folder: str | Path, *, check: bool = True, compiled: bool = False) -> M
             f"{content.get('format')!r}, but this scorer reads version {VERSION} of {FORMAT!r}; "
             "export the run again"
         )
+    for name, digest in content["sha256"].items() if check else ():
+        if file_digest(folder / name) != digest:
+            raise BundleError(f"{folder / name} is damaged; export the run again")
     tensors = Tensors(folder / "model.safetensors")
     encoder, loops = None, _loops()
     if content["input"] is not None:
@@ -372,6 +381,15 @@ def cpu_features() -> set[str]:
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
     sets = ("sse", "ssse", "avx", "amx", "fma", "f16c", "bmi", "popcnt", "asimd", "sve")
     return {flag for flag in flags.partition(":")[2].split() if flag.startswith(sets)}
+
+
+def file_digest(file: Path) -> str:
+    """Return the SHA-256 of a file."""
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise BundleError(f"{file} cannot be read ({error}); export the bundle again") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

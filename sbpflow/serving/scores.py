@@ -19,9 +19,13 @@ def _loops() -> ModuleType | None:
 
 
 def written(scores: NDArray[np.float32], separator: bytes) -> bytes:
-    """Return ``scores`` [n] as text, each followed by ``separator``."""
+    """Return ``scores`` [n] as text, each followed by ``separator``; raise ValueError for NaN,
+    which JSON cannot express.
+    """
     if (loops := _loops()) and (text := loops.text_of(scores, separator)) is not None:
         return text
+    if not (finite := np.isfinite(scores)).all():
+        raise ValueError(f"the score of row {int(finite.argmin())} is not a number")
     return (_NUMBER + separator) * len(scores) % tuple(scores.tolist())
 
 

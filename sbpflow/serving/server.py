@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,18 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
         def work(number: int) -> None:
             _run_worker(_make_app(number, followers, settings, metrics), listener, settings)
 
-        return Supervisor(work, settings.workers, metrics.restarted).run(settings.grace_s + 2)
+        def before_replacing() -> None:
+            metrics.restarted()
+            _try_each(followers, _catch_up)
+
+        def follow_bundles() -> None:
+            # The supervisor must not keep an old bundle, whose files may already be deleted.
+            _try_each(followers, Follower.poll_for_bundle)
+
+        supervisor = Supervisor(
+            work, settings.workers, before_replacing, follow_bundles, max(settings.poll_s, 1.0)
+        )
+        return supervisor.run(settings.grace_s + 2)
 
 
 def asgi_app(folders: Mapping[str, Path], settings: Settings | None = None) -> App:
@@ -140,8 +151,6 @@ def _make_app(
     models: list[Served] = []
     for name, follower in followers.items():
         follower.count = counts[name].count
-        while follower.poll():  # so that a replacement worker starts with the newest version
-            pass
         models.append(Served(name, follower.version, counts[name]))
     pairs = list(zip(models, followers.values(), strict=True))
     threading.Thread(target=_follow, args=(pairs, settings.poll_s), daemon=True).start()
@@ -181,6 +190,20 @@ def _run_worker(app: App, listener: socket.socket, settings: Settings) -> None:
     # The event loop's thread enters inference mode once, instead of once for each request.
     with torch.inference_mode():
         server.run(sockets=[listener])
+
+
+def _catch_up(follower: Follower) -> None:
+    while follower.poll():
+        pass
+
+
+def _try_each(followers: Mapping[str, Follower], follow: Callable[[Follower], object]) -> None:
+    """Call ``follow`` with each follower; log exceptions, because the server must keep running."""
+    for name, follower in followers.items():
+        try:
+            follow(follower)
+        except Exception:
+            logger.exception("%s: watching the folder failed", name)
 
 
 def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:

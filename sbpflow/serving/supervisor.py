@@ -22,12 +22,22 @@ _PAUSE_S = 0.05
 
 
 class Supervisor:
-    """Keeps ``num_workers`` processes running, each of which calls ``work`` with its number."""
+    """Keeps ``num_workers`` processes running, each of which calls ``work`` with its number.
+
+    ``restarted`` is called in the supervisor before a worker is replaced, and ``between`` about
+    every ``between_s`` seconds.
+    """
 
     def __init__(
-        self, work: Callable[[int], None], num_workers: int, restarted: Callable[[], None]
+        self,
+        work: Callable[[int], None],
+        num_workers: int,
+        restarted: Callable[[], None],
+        between: Callable[[], None] = lambda: None,
+        between_s: float = 1.0,
     ) -> None:
         self._work, self._restarted = work, restarted
+        self._between, self._between_s = between, between_s
         self._num_workers = num_workers
         self._workers: dict[int, tuple[int, float]] = {}  # pid -> number, start time
         self._stopping = False
@@ -45,9 +55,12 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         for number in range(self._num_workers):
             self._start(number)
-        failed = False
+        failed, called = False, time.monotonic()
         while not self._stopping:
             failed = self._replace_dead()
+            if time.monotonic() - called > self._between_s:
+                self._between()
+                called = time.monotonic()
             time.sleep(_PAUSE_S)
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s

@@ -136,6 +136,7 @@ COMPILED = (
     "numba_storage",
     "row_loops",
     "score_loops",
+    "text_loops",
     "triton_dropout",
     "triton_kernels",
     "triton_rules",

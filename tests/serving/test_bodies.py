@@ -69,9 +69,12 @@ def test_scores_are_written_as_python_does():
     assert format_of(TEXT).write(scores, "m", "v").decode().split() == wanted
     written = format_of(JSON).write(scores, "m", "v").decode()
     assert written == f'{{"scores": [{", ".join(wanted)}], "model": "m", "version": "v"}}\n'
-    for score in (0.0, 1e-10, 0.00099, 1.0, float("nan")):
+    for score in (0.0, 1e-10, 0.00099, 1.0):
         scores = np.float32([0.5, score])
         assert format_of(TEXT).write(scores, "m", "v") == b"0.5\n%.9g\n" % scores[1]
+    for kind in (TEXT, JSON):
+        with pytest.raises(ValueError, match="the score of row 1 is not a number"):
+            format_of(kind).write(np.float32([0.5, float("nan")]), "m", "v")
     empty = format_of(JSON).write(scores[:0], "m", "v")
     assert empty == b'{"scores": [], "model": "m", "version": "v"}\n'
 
@@ -173,6 +176,13 @@ def test_an_inference_request_is_read_as_columns():
         (tensor(datatype=[]), r"datatype \[\] is not supported"),
         (tensor(data=["a", 7]), "row 1, column 'C1': 7 is not BYTES; use null"),
         (tensor(datatype="INT64", data=[1, True]), "row 1, column 'C1': True is not INT64"),
+        (tensor(datatype="INT8", data=[127, -129]), "row 1, column 'C1': -129 is not INT8"),
+        (tensor(datatype="UINT64", data=[2**64 - 1, -1]), "row 1, column 'C1': -1 is not UINT64"),
+        (
+            tensor(shape=[2, 1], data=[["a"], ["b", "c"]]),
+            r"row 1, column 'C1': \['b', 'c'\] does not fit the shape \[2, 1\]",
+        ),
+        (tensor(shape=[2, 1], data=[["a"], "b"]), "row 1, column 'C1': 'b' does not fit"),
         (b'{"inputs": [], "outputs": [{"name": "x"}]}', "the only output"),
         (b'{"inputs": [], "id": 7}', "id must be a string, got 7"),
     ],

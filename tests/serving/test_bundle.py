@@ -227,11 +227,13 @@ def test_a_bundle_checks_itself(exported, tmp_path):
     load(bundle, check=False)
     tensors = bundle / "model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-4])
-    with pytest.raises(BundleError, match=r"model\.safetensors has .* bytes instead of"):
+    with pytest.raises(BundleError, match=r"model\.safetensors is damaged; export the run again"):
         load(bundle)
+    with pytest.raises(BundleError, match=r"model\.safetensors has .* bytes instead of"):
+        load(bundle, check=False)
     content = json.loads((bundle / "model.json").read_text())
-    (bundle / "model.json").write_text(json.dumps({**content, "version": 3}))
-    with pytest.raises(BundleError, match="version 3 of 'sbpflow-model', but this scorer reads"):
+    (bundle / "model.json").write_text(json.dumps({**content, "version": 2}))
+    with pytest.raises(BundleError, match="version 2 of 'sbpflow-model', but this scorer reads"):
         load(bundle)
 
 

@@ -24,7 +24,7 @@ from sbpflow.data.prepare.keys import key_of, with_string_keys
 from sbpflow.data.prepare.new_rows import encode
 from sbpflow.serving import cells, encoder_loops
 from sbpflow.serving.columns import RowError
-from sbpflow.serving.encoder import Encoder, Vocabularies
+from sbpflow.serving.encoder import Cells, Encoder, Vocabularies
 from sbpflow.serving.row_store import Tensors
 
 ODD = ["NA", "", " ", "5", "+5", "-5", " 5", "5 ", "-", "007", "0x5", "1e1", "1.0", "-.5", "5.",
@@ -335,15 +335,17 @@ CELL = st.one_of(
     "hex": st.one_of(st.sampled_from(["00000001", None, ""]), CELL),
     "integer": st.one_of(st.integers(0, 5), CELL), "string": st.one_of(st.just("s1"), CELL),
 }), min_size=1, max_size=3))  # fmt: skip
-def test_dicts_are_encoded_alike_with_and_without_loops(plain_encoders, rows):
-    found = []
-    for encoder in plain_encoders:
-        try:
-            got = encoder.encode(rows)
-            found.append((got.ids.tolist(), got.dense.tolist(), got.missing, got.unknown))
-        except (RowError, UnicodeEncodeError) as error:
-            found.append((type(error), str(error)))
-    assert found[0] == found[1]
+def test_rows_are_encoded_alike_with_and_without_loops(plain_encoders, rows):
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    for given_rows in (rows, columns):
+        found = []
+        for encoder in plain_encoders:
+            try:
+                got = encoder.encode(given_rows)
+                found.append((got.ids.tolist(), got.dense.tolist(), got.missing, got.unknown))
+            except (RowError, UnicodeEncodeError) as error:
+                found.append((type(error), str(error)))
+        assert found[0] == found[1]
 
 
 def test_dicts_of_common_types_need_no_python_per_cell(plain_encoders):
@@ -355,6 +357,25 @@ def test_dicts_of_common_types_need_no_python_per_cell(plain_encoders):
                        ("string", "a\nb"), ("real", float("nan"))):  # fmt: skip
         assert compiled.parse([row, {**row, name: cell}]) is None, name
     assert compiled.parse([row, {name: row[name] for name in ("whole", "real")}]) is None
+
+
+def test_lists_of_common_types_need_no_python_per_cell(plain_encoders):
+    compiled = plain_encoders[0]._compiled
+    columns = {"whole": [-3, None], "real": [0.25, "1e-3"], "hex": ["0000000A", ""],
+               "integer": [3, "4"], "string": ["\u00e9 x", "s1"]}  # fmt: skip
+
+    def read(**changes):
+        return compiled.read_lists({**columns, **changes}, Cells.empty(2, 2, 3))
+
+    assert read() == set(columns)
+    assert read(real=np.array([0.25, 0.5])) == columns.keys() - {"real"}
+    for name, cell in (("hex", 12345678), ("string", 1), ("whole", True), ("integer", None)):
+        kept = columns.keys() if cell is None else columns.keys() - {name}
+        assert read(**{name: [columns[name][0], cell]}) == kept, name
+    for name, cell in (("string", "a\tb"), ("string", "a\nb"), ("real", float("nan"))):
+        cells = Cells.empty(2, 2, 3)
+        assert not compiled.read_lists({**columns, name: [columns[name][0], cell]}, cells)
+        assert not any(part.any() for part in cells), "the cells must be read again"
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

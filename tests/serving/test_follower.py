@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks.serving_tools import Chain
 from sbpflow.errors import DataError
+from sbpflow.serving.deltas import DeltaHead, DeltaWriter
 from sbpflow.serving.follower import Follower
-from sbpflow.serving.scorer import load
+from sbpflow.serving.scorer import BundleError, load
 from tests.serving.bundles import good_rows
 
 LOAD = partial(load, check=True)
@@ -118,6 +119,51 @@ def test_a_newer_bundle_replaces_the_chain_and_a_damaged_one_does_not(chain, exp
     shutil.copytree(exported / "model", good)
     assert follower.poll()
     assert same(follower, Chain(good, load(good)))
+
+
+def test_a_delta_with_other_shapes_is_refused_once_also_at_the_start(chain, caplog):
+    follower, events = following(chain.bundle)
+    name, value = next((n, v) for n, v in chain.model.weights.items() if v.numel() > 1)
+    value = value.reshape(-1)[:-1]
+    head = DeltaHead(number=1, base=chain.base, previous=chain.base, run="r", step=6, time=2e9)
+    writer = DeltaWriter(chain.bundle, head, {f"dense/{name}": (value.dtype, (len(value),))})
+    writer.append(f"dense/{name}", value)
+    writer.close()
+    assert [follower.poll() for _ in range(3)] == [False] * 3
+    assert events == ["delta_errors", "reloads"]
+    assert "000001 cannot be applied (dense: " in caplog.text
+    assert "must have the shape" in caplog.text
+    assert following(chain.bundle)[0].version.number == 0
+
+
+@pytest.mark.parametrize("name", ["model", "vocabulary"])
+def test_a_bundle_with_damaged_values_is_refused(chain, name):
+    file = chain.bundle / f"{name}.safetensors"
+    flip(file)
+    with pytest.raises(BundleError, match=rf"{name}\.safetensors is damaged; export the run again"):
+        load(chain.bundle)
+    load(chain.bundle, check=False)
+
+
+def test_a_folder_that_disappears_is_reported_once(chain):
+    follower, events = following(chain.bundle)
+    version = follower.version
+    chain.bundle.rename(chain.bundle.parent / "hidden")
+    assert [follower.poll() for _ in range(3)] == [False] * 3
+    assert events == ["delta_errors"] * 2  # for the next delta, and for the bundle
+    assert not follower.poll_for_bundle()
+    assert follower.version is version
+
+
+def test_only_bundles_are_looked_for_between_requests(chain, exported):
+    follower, events = following(chain.bundle.parent)
+    chain.write(1)
+    assert not follower.poll_for_bundle()
+    assert follower.version.number == 0
+    shutil.copytree(exported / "model", chain.bundle.parent / "step-9")
+    assert follower.poll_for_bundle()
+    assert follower.version.bundle.name == "step-9"
+    assert events == ["reloads"]
 
 
 def test_a_delta_whose_scores_are_not_finite_is_refused(chain, caplog):

@@ -28,7 +28,8 @@ def work(number):
     while True:
         time.sleep(1)
 
-sys.exit(Supervisor(work, 2, lambda: say("restart")).run(float(sys.argv[2])))
+between = lambda: say("between") if sys.argv[1] == "between" else None
+sys.exit(Supervisor(work, 2, lambda: say("restart"), between, 0.1).run(float(sys.argv[2])))
 """
 
 
@@ -54,6 +55,15 @@ def test_a_killed_worker_is_replaced_and_all_end_with_the_supervisor():
         assert int(lines[2].split()[2]) != pids["1"]
         process.terminate()
         assert sorted(output_of(process, 20).splitlines()) == ["end 0", "end 1"]
+        assert process.returncode == 0
+
+
+def test_the_supervisor_works_between_replacements():
+    with start("between", 0.2) as process:
+        while process.stdout.readline() != "between\n":
+            pass
+        process.terminate()
+        output_of(process, 20)
         assert process.returncode == 0
 
 

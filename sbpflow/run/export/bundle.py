@@ -26,7 +26,7 @@ from sbpflow.run.model.spec import HashedColumn
 from sbpflow.runtime.compute.versions import SBPFLOW_VERSION
 from sbpflow.runtime.files.json_file import read_json
 from sbpflow.runtime.files.tensors_file import TensorsFile
-from sbpflow.serving.scorer import FORMAT, VERSION
+from sbpflow.serving.scorer import FORMAT, VERSION, file_digest
 
 TESTED_TORCH = "2.11 to 2.13"
 _BLOCK = 1 << 16  # rows copied at a time
@@ -97,12 +97,15 @@ def write_bundle(
                     out.put(f"tables/{table.name}{suffix}", first, array_of(values))
         for name, value in weights.items():
             out.put(f"dense/{name}", 0, array_of(value))
+    written = ["model.safetensors"]
     if model.raw is not None:
-        model.raw.write_vocabularies(folder / "vocabulary.safetensors")
+        written.append("vocabulary.safetensors")
+        model.raw.write_vocabularies(folder / written[1])
     content = {
         "format": FORMAT,
         "version": VERSION,
         "origin": origin,
+        "sha256": {name: file_digest(folder / name) for name in written},
         "input": None if model.raw is None else model.raw.content,
         **_lookup_content(model),
         "stores": [{"arrays": store["arrays"]} for store in stores],
