@@ -2,11 +2,12 @@
 
 The recorder is a dispatch mode below ``torch.distributed``. The mode sees every collective that
 reaches a process group, whoever calls it, and counts the bytes that this rank sends to other ranks.
-The recorder also sees messages in shared memory, and all-to-alls made of point-to-point messages.
+The recorder also sees messages in shared memory, and collectives made of point-to-point messages.
 """
 
 import math
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -34,7 +35,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.calls = []
         self._patches = ExitStack()
-        self._parts = None  # the messages of an all-to-all that is being started
+        self._parts = None  # the messages of a collective that is being started
 
     def __enter__(self):
         def wrap(owner, name, record):
@@ -47,7 +48,8 @@ class Meter(TorchDispatchMode):
 
         wrap(SharedChannel, "send", self._shared_send)
         wrap(SharedChannel, "receive", self._shared_receive)
-        wrap(pairs, "all_to_all", self._all_to_all)
+        wrap(pairs, "all_gather", partial(self._of_messages, "all_gather"))
+        wrap(pairs, "all_to_all", partial(self._of_messages, "all_to_all"))
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -62,11 +64,12 @@ class Meter(TorchDispatchMode):
         self._add(_receive())
         return receive(*args)
 
-    def _all_to_all(self, all_to_all, args):
+    def _of_messages(self, name, collective, args):
         self._parts = []
-        messages = all_to_all(*args)
+        messages = collective(*args)
         sent, self._parts = sum(call.bytes_sent for call in self._parts), None
-        self._add(Call("all_to_all", sent))
+        if messages is not None:
+            self._add(Call(name, sent))
         return messages
 
     def _add(self, call):

@@ -344,11 +344,12 @@ def _receive_buffer(program: Program, like: Tensor, loan: Loan) -> Tensor:
 def _run_all_gather(program: Program, part: Tensor, link: Link, loan: Loan) -> Issued:
     packed = program.pack(part, loan)
     gathered = _receive_buffer(program, part, loan)
-    sent, into = _as_sent(program, packed), _as_sent(program, gathered)
-    # gloo gathers only along the first dim, and the shapes of empty parts, such as [6, 0] and [7,
-    # 0], may differ. Flat buffers avoid both problems.
-    if sent.ndim == 0 or sent.shape[1:] != into.shape[1:] or not into.numel():
-        sent, into = sent.view(-1), into.view(-1)
+    # Flat buffers, because gloo gathers only along the first dim, and the shapes of empty parts,
+    # such as [6, 0] and [7, 0], may differ.
+    sent, into = _flat(_as_sent(program, packed)), _flat(_as_sent(program, gathered))
+    messages = pairs.all_gather(into, sent, program.group or (), program.in_pairs, link)
+    if messages is not None:
+        return gathered, messages
     return gathered, all_gather_single(into, sent, group=link.group, async_op=True)
 
 

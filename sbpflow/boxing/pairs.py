@@ -1,4 +1,5 @@
-"""Sends messages between pairs of ranks, and implements all-to-all with these messages.
+"""Sends messages between pairs of ranks, and implements all-to-all and, for ranks that share
+memory, all-gather with these messages.
 
 Messages of up to 256 MiB between ranks of a host use shared memory where the host supports it; all
 other messages use gloo.
@@ -68,6 +69,26 @@ def pass_messages(
             operations.append(dist.P2POp(dist.isend, message, rank, group, tag))
     works = dist.batch_isend_irecv(operations) if operations else []
     return Messages([*works, *arriving])
+
+
+def all_gather(
+    gathered: Tensor, sent: Tensor, ranks: Sequence[int], rank: int | None, link: Link
+) -> Messages | None:
+    """Like c10d's ``all_gather_into_tensor``, with flat contiguous tensors.
+
+    ``ranks`` are the link's ranks in ascending order, and ``rank`` is this rank. Returns None, on
+    all ranks, if ``rank`` is None, the tensors are empty, or the ranks do not share memory.
+    """
+    shared = link.shared
+    if rank is None or shared is None or not sent.numel():
+        return None
+    if not all(shared.takes(other, sent) for other in ranks if other != rank):
+        return None
+    receives = dict(zip(ranks, gathered.split(sent.numel()), strict=True))
+    own_target = receives.pop(rank)
+    messages = pass_messages(dict.fromkeys(receives, sent), receives, link)
+    own_target.copy_(sent)  # this copy overlaps the transfer
+    return messages
 
 
 def all_to_all(

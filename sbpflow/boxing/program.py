@@ -60,8 +60,8 @@ class Program:
     * ``stays`` or ``add_own`` is set if the exchange leaves out the piece that this rank would send
       to itself. ``stays`` copies that piece. ``add_own`` is used if the piece is one of several
       terms; it replaces ``unpack``, and its arguments are the part and the received data.
-    * ``in_pairs`` is this rank if all-to-alls are sent as messages between pairs of ranks, else
-      None.
+    * ``in_pairs`` is this rank if all-to-alls, and all-gathers in shared memory, are sent as
+      messages between pairs of ranks, else None.
     """
 
     step: BoxingStep
@@ -109,7 +109,8 @@ class Stays:
 def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Program:
     """Return the program of ``rank`` in ``step``.
 
-    With ``in_pairs``, all-to-alls are sent as messages between pairs of ranks.
+    With ``in_pairs``, all-to-alls, and all-gathers in shared memory, are sent as messages between
+    pairs of ranks.
     """
     group = step.group_of(rank)
     base = Program(

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from sbpflow.boxing import pairs
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
 from sbpflow.runtime.ranks import shared_memory
 from sbpflow.runtime.ranks.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Split
 from tests.deadlines import output_of
 from tests.launch.machines import PORT, Machine, needs_namespaces, two_machines
 from tests.ranks import RanksFailed
@@ -151,6 +156,35 @@ def test_long_messages_use_the_process_group(sharing):
     assert sharing(2, send_large) == [True, True]
 
 
+def gather_parts(world: World) -> list[int]:
+    """Gather parts of 251 and then of 249 elements, of which only the latter are short messages.
+    Return the number of messages so far after each.
+    """
+    shared_memory.MOST_BYTES = 1000
+    boxing, counts = Boxing(world), []
+    world.barrier()
+    try:
+        for size in (251, 249):
+            line = Placement.line("cpu", world.size)
+            split, whole = (Layout(line, (sbp,)) for sbp in (Split(0), Broadcast()))
+            shape = (world.size * size,)
+            steps = plan_boxing(split, whole, shape, torch.float32, id="x", backend="gloo")
+            part = torch.arange(size, dtype=torch.float32) + world.rank * size
+            found = boxing.run(steps, part)
+            assert torch.equal(found, torch.arange(world.size * size, dtype=torch.float32))
+            link = world.link(range(world.size), "main")
+            counts.append(sum(to._number for to in link.shared._sending.values()))
+    finally:
+        shared_memory.MOST_BYTES = 1 << 28
+    return counts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_are_gathered_through_shared_memory(sharing, size):
+    for before, after in sharing(size, gather_parts):
+        assert after == before + size - 1
+
+
 def die_while_awaited(world: World) -> float:
     link = world.link([0, 1], "death")
     if world.rank == 1:
@@ -194,7 +228,12 @@ import os, sys
 from pathlib import Path
 import torch
 from sbpflow.boxing import pairs
+from sbpflow.boxing.executor import Boxing
+from sbpflow.boxing.plan import plan_boxing
 from sbpflow.runtime.ranks.world import World
+from sbpflow.sbp.layout import Layout
+from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import Broadcast, Split
 if "refuse" in sys.argv and os.environ["RANK"] == "1":
     def refused(name):
         raise PermissionError(1, "memfd_create is not permitted")

@@ -268,7 +268,7 @@ def test_an_old_exported_model_scores_like_its_run():
 
 def test_an_old_export_is_refused_with_a_way_to_migrate():
     with pytest.raises(
-        BundleError, match=r"version 1 of .* reads version 2 .*; export the run again"
+        BundleError, match=r"version 1 of .* reads version 3 .*; export the run again"
     ):
         load_bundle(OLD / "export")
 
