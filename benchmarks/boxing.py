@@ -11,14 +11,11 @@ repeats, on the slowest rank. The output has one JSON line per conversion and si
 
 import argparse
 import json
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -26,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from benchmarks.network import start_ranks
+from benchmarks.record import provenance
 from sbpflow.boxing import executor as boxing_module
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
@@ -86,7 +84,8 @@ def _measure(options: argparse.Namespace) -> None:
         if not options.link:
             lines += [_python_part(world, src, dst) for src, dst in CONVERSIONS]
         if world.rank == 0:
-            facts = {"link": options.link or "loopback"} | _provenance(world)
+            facts = {"link": options.link or "loopback", "ranks": world.size,
+                     "backend": world.backend, **provenance()}  # fmt: skip
             options.output.write_text("".join(json.dumps(x | facts) + "\n" for x in lines))
 
 
@@ -282,21 +281,6 @@ def _spread(values: list[float]) -> float:
     """Return half of the interquartile range."""
     low, _, high = statistics.quantiles(values, n=4)
     return (high - low) / 2
-
-
-def _provenance(world: World) -> dict[str, object]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor()
-    return {
-        "ranks": world.size,
-        "backend": world.backend,
-        "device": name or platform.machine(),
-        "torch": torch.__version__,
-        "commit": commit.stdout.strip(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 if __name__ == "__main__":

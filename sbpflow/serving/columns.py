@@ -89,6 +89,16 @@ class RawRows:
             rule = "lacks this column; add it, with null or empty cells for missing values"
             raise RowError(row, absent[0], list(names), rule)
 
+    def check_header(self, names: Sequence[str]) -> None:
+        """Raise RowError if ``names`` are not the header of text lines with the required
+        columns.
+        """
+        if names and names[0].startswith("\ufeff"):
+            raise RowError(0, None, names[0], "begins with a byte order mark; remove it")
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise RowError(0, twice[0], list(names), "names this column twice; rename one of them")
+        self.check_names(0, names)
+
     def file_columns(self, num_cells: int) -> list[str]:
         """Return the column names for text lines without a header. The lines may omit the label
         columns.
@@ -109,9 +119,10 @@ class RawRows:
         ]
         if self.header:
             names, rows = rows[0] if rows else [], rows[1:]
+            self.check_header(names)
         else:
             names = self.file_columns(len(rows[0]) if rows else 0)
-        self.check_names(0, names)
+            self.check_names(0, names)
         for number, row in enumerate(rows):
             if len(row) != len(names):
                 rule = f"has {len(row)} cells instead of {len(names)}: {separator.join(names)!r}"

@@ -304,7 +304,7 @@ class CompiledInput:
         first = text[: text.index(b"\n")]
         if raw.header:
             names, text = first.decode().split(raw.separator), text[len(first) + 1 :]
-            raw.check_names(0, names)
+            raw.check_header(names)
             kinds, targets = self._targets(names)
         else:
             count = first.count(raw.separator.encode()) + 1

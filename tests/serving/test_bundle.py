@@ -208,6 +208,12 @@ def test_bad_text_is_refused_with_its_row(exported, prepared):
     ):
         with pytest.raises(RowError, match=message):
             model.score(f"{header}\n{first}\n{line}\n")
+    for names, message in (
+        (f"{header},city", "row 0, column 'city': .* names this column twice; rename one of them"),
+        (f"\ufeff{header}", "row 0: .* begins with a byte order mark; remove it"),
+    ):
+        with pytest.raises(RowError, match=message):
+            model.score(f"{names}\n{first}\n")
     with pytest.raises(RowError, match=r"row 1: b'\\xff.*' is not UTF-8 text"):
         model.score(f"{header}\n{first}\n".encode() + b"\xff\n")
     with pytest.raises(TypeError, match=r"each row must be .*, got int"):

@@ -39,6 +39,16 @@ def server(exported):
         yield running
 
 
+def stream_of(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+TWICE = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+
+
 def rows_of(model: Model, count: int, seed: int = 3) -> list[dict]:
     """Return rows as in JSON, with the columns that the model needs."""
     names = [column.name for column in model.columns if column.required]
@@ -62,11 +72,7 @@ def test_json_and_arrow_give_the_scores_of_the_bundle(server, model):
     assert (found["model"], found["version"]) == ("a", answer.headers["x-model-version"])
     answer = server.request("POST", "/models/b/score", json.dumps({"columns": columns}), JSON)
     assert np.float32(json.loads(answer.body)["scores"]).tolist() == wanted.tolist()
-    sink = pa.BufferOutputStream()
-    table = pa.table(columns)
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    answer = server.request("POST", "/score", sink.getvalue().to_pybytes(), ARROW)
+    answer = server.request("POST", "/score", stream_of(pa.table(columns)), ARROW)
     assert answer.status == 200, answer.body
     scores = pa.ipc.open_stream(answer.body).read_all()["score"].to_numpy()
     assert np.array_equal(scores, wanted)
@@ -142,6 +148,8 @@ def test_a_bad_row_is_refused_with_its_row_column_and_a_value_that_would_pass(se
         ("GET", "/score", "", None, 405, "GET /score is not supported; use POST"),
         ("POST", "/metrics", "", "", 405, "use GET"),
         ("POST", "/score", "image/png", "x", 415, "'image/png' is not supported; use text/tab"),
+        ("POST", "/score", f"{TEXT}; charset=latin-1", "x", 415, "use charset=utf-8"),
+        ("POST", "/score", ARROW, stream_of(TWICE), 400, "the column 'a' occurs twice"),
         ("POST", "/score", JSON, "{", 400, "the body is not JSON"),
         ("POST", "/score", JSON, "[{}]", 400, "lacks this column"),
         ("POST", "/score", TEXT, "a,b\n1,2\n", 400, "lacks this column"),
