@@ -47,7 +47,8 @@ def run_killed():
 
 
 @pytest.mark.alone
-def test_prepare_killed_at_ten_random_moments_gives_the_identical_set(tmp_path, run_killed):
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_prepare_killed_at_random_moments_gives_the_identical_set(tmp_path, run_killed, kills):
     source = write_rows(tmp_path / "rows.tsv", text_rows(2500))
     began = time.monotonic()
     assert not run_killed(victims.prepares, (source, tmp_path / "clean"), 60)
@@ -55,7 +56,7 @@ def test_prepare_killed_at_ten_random_moments_gives_the_identical_set(tmp_path, 
     clean = folder_bytes(tmp_path / "clean")
     rng = random.Random(1)
     work, killed, with_work = tmp_path / "set.work", 0, 0
-    while killed < 10:
+    while killed < kills:
         seconds = rng.uniform(0.05, 0.6) * whole
         killed += run_killed(victims.prepares, (source, tmp_path / "set"), seconds)
         with_work += work.exists()
@@ -63,7 +64,7 @@ def test_prepare_killed_at_ten_random_moments_gives_the_identical_set(tmp_path, 
             assert folder_bytes(tmp_path / "set") == clean
             shutil.rmtree(tmp_path / "set")
     assert not run_killed(victims.prepares, (source, tmp_path / "set"), 60)
-    assert with_work >= 5
+    assert with_work >= kills // 2
     assert folder_bytes(tmp_path / "set") == clean
     assert not work.exists()
 

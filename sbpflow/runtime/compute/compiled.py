@@ -1,18 +1,24 @@
 """Compiles functions with numba. Import this module only if numba is installed."""
 
+import fcntl
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 from sbpflow.runtime.files.cache_dir import code_cache
 
 Array = np.ndarray[Any, Any]
 Node = Any  # part of an expression that numba compiles
+MOST_WAIT_S = 60.0  # how long a process waits while another process compiles a function
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -41,9 +47,45 @@ def _compiled(function: FunctionT, *, fastmath: bool) -> FunctionT:
         jit = numba.njit(
             cache=folder is not None, nogil=True, error_model="numpy", fastmath=options
         )
-        return cast("FunctionT", jit(function))
+        dispatcher: Any = jit(function)
     finally:
         config.CACHE_DIR = default
+    if folder is not None:
+        name = f"{function.__module__}.{function.__qualname__}.lock"
+        dispatcher.compile = _one_at_a_time(dispatcher.compile, folder / name)
+    return cast("FunctionT", dispatcher)
+
+
+def _one_at_a_time(compile_now: Callable[[Any], Any], lock: Path) -> Callable[[Any], Any]:
+    """Return ``compile_now`` with a lock, so that only one of several processes compiles a
+    function, and the others load it from the cache.
+    """
+
+    def compile_once(signature: object) -> object:
+        # numba's own lock comes first: otherwise, two threads could wait for each other.
+        with global_compiler_lock, ExitStack() as stack:
+            # Without file locks, which some file systems lack, all processes compile.
+            with suppress(OSError):
+                file = stack.enter_context(lock.open("ab"))
+                _wait_for(file)
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # also for forked children
+            return compile_now(signature)
+
+    return compile_once
+
+
+def _wait_for(file: BinaryIO) -> None:
+    """Lock a file; go on without the lock after ``MOST_WAIT_S``, because its owner may have been
+    stopped.
+    """
+    end = time.monotonic() + MOST_WAIT_S
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            return
 
 
 @intrinsic

@@ -1,0 +1,60 @@
+"""Tests that several processes compile a function only once."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sbpflow.runtime.files.cache_dir import code_cache
+
+pytest.importorskip("numba")
+compiled = pytest.importorskip("sbpflow.runtime.compute.compiled")
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys, time
+import numpy as np
+from sbpflow.embedding.vocabulary.requests import by_owner
+print("ready", flush=True)
+sys.stdin.readline()
+by_owner(np.arange(3), np.zeros(1, np.int64))
+print(sum(by_owner.stats.cache_misses.values()))
+"""
+
+
+def test_one_process_compiles_and_the_others_load(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, text=True,
+                         stdin=pipe, stdout=pipe)
+        for _ in range(3)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    found = []
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        found.append(int(process.communicate()[0]))
+        assert process.returncode == 0
+    assert sorted(found) == [0, 0, 1]
+
+
+def double(values):
+    return values * 2
+
+
+def test_a_process_waits_only_for_a_limited_time(monkeypatch):
+    monkeypatch.setattr(compiled, "MOST_WAIT_S", 0.2)
+    name = f"{double.__module__}.{double.__qualname__}.lock"
+    with (code_cache("numba") / name).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        start = time.monotonic()
+        assert compiled.compiled(double)(np.ones(2)).tolist() == [2, 2]
+        assert time.monotonic() - start > 0.2
