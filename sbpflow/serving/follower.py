@@ -28,6 +28,8 @@ from sbpflow.serving.scorer import BundleError, Model, Version
 logger = logging.getLogger(__name__)
 
 Load = Callable[[Path], Model]
+# A rejected bundle is read again when one of these files changes.
+_BUNDLE_FILES = (BUNDLE_FILE, "model.safetensors", "vocabulary.safetensors", "sample.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +93,7 @@ class Follower:
 
     def _reload(self, bundle: Path, *, only_newer: bool) -> bool:
         """Load a bundle with its deltas; return whether it replaces the current version."""
-        stamps = bundle, _stamp(bundle / BUNDLE_FILE)
+        stamps = bundle, *(_stamp(bundle / name) for name in _BUNDLE_FILES)
         if self._refused_bundle == stamps:
             return False
         try:

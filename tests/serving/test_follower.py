@@ -145,6 +145,21 @@ def test_a_bundle_with_damaged_values_is_refused(chain, name):
     load(chain.bundle, check=False)
 
 
+def test_a_newer_bundle_is_read_again_when_its_values_are_repaired(chain, exported):
+    follower, events = following(chain.bundle.parent)
+    new = chain.bundle.parent / "step-9"
+    shutil.copytree(exported / "model", new)
+    values = new / "model.safetensors"
+    good = values.read_bytes()
+    for size in (0, len(good) // 2):  # as if a copy of the bundle were under way
+        values.write_bytes(good[:size])
+        assert [follower.poll(), follower.poll()] == [False, False]
+    assert events == ["delta_errors"] * 2
+    values.write_bytes(good)
+    assert follower.poll()
+    assert follower.version.bundle == new
+
+
 def test_a_folder_that_disappears_is_reported_once(chain):
     follower, events = following(chain.bundle)
     version = follower.version
