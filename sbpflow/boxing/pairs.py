@@ -21,6 +21,9 @@ from torch import Tensor
 from sbpflow.runtime.ranks.shared_messages import Arriving
 from sbpflow.runtime.ranks.world import Link
 
+# Maximum size of all messages of a rank in an all-gather. Each receiver gets its own copy, and the
+# sender keeps the memory for later messages.
+MOST_GATHERED = 1 << 26
 _MAX_TAG = 2**31 - 1
 # Number of calls so far per group. The ranks of a group make the same calls in the same order, so
 # the count is a tag on which they agree.
@@ -77,10 +80,11 @@ def all_gather(
     """Like c10d's ``all_gather_into_tensor``, with flat contiguous tensors.
 
     ``ranks`` are the link's ranks in ascending order, and ``rank`` is this rank. Returns None, on
-    all ranks, if ``rank`` is None, the tensors are empty, or the ranks do not share memory.
+    all ranks, if ``rank`` is None, the tensors are empty or too large, or the ranks do not share
+    memory.
     """
-    shared = link.shared
-    if rank is None or shared is None or not sent.numel():
+    shared, copies = link.shared, (len(ranks) - 1) * sent.numel() * sent.itemsize
+    if rank is None or shared is None or not 0 < copies <= MOST_GATHERED:
         return None
     if not all(shared.takes(other, sent) for other in ranks if other != rank):
         return None

@@ -83,7 +83,7 @@ class Follower:
         except (DataError, BundleError, OSError) as error:
             if self._refused_delta == stamps:
                 return False
-            self._refused_delta = stamps
+            self._refused_delta = None if _may_pass(error) else stamps
             self._refuse(error)
             # The bundle and its deltas may have been rewritten.
             return self._reload(old.bundle, only_newer=True)
@@ -99,7 +99,7 @@ class Follower:
         try:
             version = self._replayed(bundle)
         except (DataError, BundleError, OSError) as error:
-            self._refused_bundle = stamps
+            self._refused_bundle = None if _may_pass(error) else stamps
             self._refuse(error)
             return False
         self.count("reloads")
@@ -175,6 +175,8 @@ class Follower:
         try:
             model = version.model.with_changes(tables, delta.dense, origin, vocabulary)
             scores = model.score(model.sample["rows"])
+        except (MemoryError, OSError):
+            raise
         except Exception as error:  # whatever is wrong with a delta, the server keeps running
             folder = delta_folder(bundle, number)
             raise DataError(
@@ -195,6 +197,12 @@ class Follower:
         folder = delta_folder(bundle, self.version.number + 1)
         files = (bundle / BUNDLE_FILE, folder / DELTA_FILE, folder / VALUES_FILE)
         return folder, *map(_stamp, files)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether an error may pass without a change of the files, as too many open files do."""
+    causes = (error, error.__cause__)
+    return any(isinstance(e, OSError) and not isinstance(e, FileNotFoundError) for e in causes)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

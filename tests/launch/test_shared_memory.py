@@ -156,13 +156,16 @@ def test_long_messages_use_the_process_group(sharing):
     assert sharing(2, send_large) == [True, True]
 
 
-def gather_parts(world: World) -> list[int]:
-    """Gather parts of 251 and then of 249 elements, of which only the latter are short messages.
-    Return the number of messages so far after each.
+def gather_parts(world: World, limit: str) -> list[int]:
+    """Gather parts that are too large for shared memory, and then parts that are not; return the
+    number of messages in shared memory so far after each.
     """
-    shared_memory.MOST_BYTES = 1000
     boxing, counts = Boxing(world), []
+    others = world.size - 1
+    module, most = (pairs, 1000 * others) if limit == "MOST_GATHERED" else (shared_memory, 1000)
+    usual = getattr(module, limit)
     world.barrier()
+    setattr(module, limit, most)
     try:
         for size in (251, 249):
             line = Placement.line("cpu", world.size)
@@ -170,18 +173,20 @@ def gather_parts(world: World) -> list[int]:
             shape = (world.size * size,)
             steps = plan_boxing(split, whole, shape, torch.float32, id="x", backend="gloo")
             part = torch.arange(size, dtype=torch.float32) + world.rank * size
-            found = boxing.run(steps, part)
+            negated = torch._neg_view(-part)  # a view whose memory contains the negated values
+            found = boxing.run(steps, negated)
             assert torch.equal(found, torch.arange(world.size * size, dtype=torch.float32))
             link = world.link(range(world.size), "main")
             counts.append(sum(to._number for to in link.shared._sending.values()))
     finally:
-        shared_memory.MOST_BYTES = 1 << 28
+        setattr(module, limit, usual)
     return counts
 
 
+@pytest.mark.parametrize("limit", ["MOST_BYTES", "MOST_GATHERED"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_parts_are_gathered_through_shared_memory(sharing, size):
-    for before, after in sharing(size, gather_parts):
+def test_parts_are_gathered_through_shared_memory(sharing, size, limit):
+    for before, after in sharing(size, gather_parts, limit):
         assert after == before + size - 1
 
 

@@ -178,6 +178,9 @@ def test_an_inference_request_is_read_as_columns():
         (tensor(datatype="INT64", data=[1, True]), "row 1, column 'C1': True is not INT64"),
         (tensor(datatype="INT8", data=[127, -129]), "row 1, column 'C1': -129 is not INT8"),
         (tensor(datatype="UINT64", data=[2**64 - 1, -1]), "row 1, column 'C1': -1 is not UINT64"),
+        (tensor(datatype="FP16", data=[65504, 65505]), "row 1, column 'C1': 65505 is not FP16"),
+        (tensor(datatype="FP32", data=[3.4028235e38, 4e38]), "row 1, .* is not FP32"),
+        (tensor(datatype="FP64", data=[1e308, 10**309]), "row 1, .* is not FP64"),
         (
             tensor(shape=[2, 1], data=[["a"], ["b", "c"]]),
             r"row 1, column 'C1': \['b', 'c'\] does not fit the shape \[2, 1\]",

@@ -2,6 +2,8 @@
 repaired.
 """
 
+import errno
+import hashlib
 import json
 import os
 import shutil
@@ -72,6 +74,21 @@ def test_a_damaged_delta_is_rejected_once_and_applied_after_its_repair(chain):
     assert events == ["delta_errors", "reloads"]
     assert follower.version is old
     flip(values)
+    assert follower.poll()
+    assert same(follower, chain)
+
+
+def test_a_delta_is_read_again_after_an_error_that_may_pass(chain, monkeypatch):
+    follower, events = following(chain.bundle)
+    chain.write(1)
+
+    def fails(*args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", fails)
+        assert [follower.poll(), follower.poll()] == [False, False]
+    assert set(events) == {"delta_errors"}
     assert follower.poll()
     assert same(follower, chain)
 

@@ -2,23 +2,23 @@
 
 import fcntl
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.core.compiler_lock import global_compiler_lock
+from numba.core import cgutils, sigutils, types
 from numba.extending import intrinsic
 
 from sbpflow.runtime.files.cache_dir import code_cache
 
 Array = np.ndarray[Any, Any]
-Node = Any  # part of an expression that numba compiles
+Node = Any  # part of an expression that numba compiles, or a compiled function
 MOST_WAIT_S = 60.0  # how long a process waits while another process compiles a function
+_HELD: set[Path] = set()  # file locks that threads of this process hold, or no longer wait for
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -52,40 +52,52 @@ def _compiled(function: FunctionT, *, fastmath: bool) -> FunctionT:
         config.CACHE_DIR = default
     if folder is not None:
         name = f"{function.__module__}.{function.__qualname__}.lock"
-        dispatcher.compile = _one_at_a_time(dispatcher.compile, folder / name)
+        dispatcher.compile = _one_at_a_time(dispatcher, folder / name)
     return cast("FunctionT", dispatcher)
 
 
-def _one_at_a_time(compile_now: Callable[[Any], Any], lock: Path) -> Callable[[Any], Any]:
-    """Return ``compile_now`` with a lock, so that only one of several processes compiles a
-    function, and the others load it from the cache.
+def _one_at_a_time(dispatcher: Node, lock: Path) -> Callable[[Any], Any]:
+    """Return the dispatcher's ``compile`` with a lock, so that only one of several processes
+    compiles a function, and the others load it from the cache.
     """
+    compile_now = dispatcher.compile
 
     def compile_once(signature: object) -> object:
-        # numba's own lock comes first: otherwise, two threads could wait for each other.
-        with global_compiler_lock, ExitStack() as stack:
-            # Without file locks, which some file systems lack, all processes compile.
-            with suppress(OSError):
-                file = stack.enter_context(lock.open("ab"))
-                _wait_for(file)
-                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # also for forked children
+        types_of_args, _ = sigutils.normalize_signature(signature)
+        if types_of_args in dispatcher.overloads:
+            return compile_now(signature)
+        with _locked(lock):
             return compile_now(signature)
 
     return compile_once
 
 
-def _wait_for(file: BinaryIO) -> None:
-    """Lock a file; go on without the lock after ``MOST_WAIT_S``, because its owner may have been
-    stopped.
+@contextmanager
+def _locked(lock: Path) -> Generator[None]:
+    """Hold a file lock, unless another thread of this process holds it, the file system has no
+    locks, or another process has held it for ``MOST_WAIT_S``, because it may have been stopped.
+
+    The threads of a process must not wait for each other, because one of them may hold numba's own
+    lock.
     """
-    end = time.monotonic() + MOST_WAIT_S
-    while time.monotonic() < end:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.01)
-        else:
-            return
+    with ExitStack() as stack, suppress(OSError):
+        file = stack.enter_context(lock.open("ab"))
+        end = time.monotonic() + MOST_WAIT_S
+        while lock not in _HELD:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    _HELD.add(lock)  # do not wait for this lock again
+                time.sleep(0.01)
+            else:
+                _HELD.add(lock)
+                stack.callback(_HELD.discard, lock)
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # also for forked children
+                break
+        stack = stack.pop_all()
+    with stack:
+        yield
 
 
 @intrinsic

@@ -81,7 +81,7 @@ class Sending:
 
     def send(self, message: Tensor, shared: "SharedMemory") -> None:
         """Copy a contiguous tensor into the arena and notify the receiver."""
-        raw, entries = _bytes_of(message), self._ring.entries
+        raw, entries = _bytes_of(message.resolve_conj().resolve_neg()), self._ring.entries
         while self._in_flight:
             oldest = self._number - len(self._in_flight)
             if entries[oldest % IN_FLIGHT, 3] != oldest + 1:
