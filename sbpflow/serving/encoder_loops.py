@@ -3,8 +3,7 @@
 the functions in ``cells``, which also parse text that the loops do not support.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -245,7 +244,6 @@ class CompiledInput:
         self._lines: dict[int, tuple[Array, Array]] = {}
         self._raw = encoder.raw
         self._json = JsonLines(self._raw.required, (HEX, STRING))
-        self._set_dicts()
 
     def _set_numbers(self, dense: Sequence[Mapping[str, Any]], columns: Mapping[str, int]) -> None:
         codes: list[int] = []
@@ -273,20 +271,12 @@ class CompiledInput:
             np.array(flags, dtype=np.int64),
         )
 
-    def _set_dicts(self) -> None:
-        names = sorted(self._kinds, key=lambda name: self._kinds[name][0] in (HEX, STRING))
-        kinds = [self._kinds[name][0] for name in names]
-        self._num_numbers = len(names) - kinds.count(HEX) - kinds.count(STRING)
-        # With a single name, ``itemgetter`` would not return a tuple.
-        self._cells_of = itemgetter(*names) if len(names) > 1 else None
-        self._dict_kinds, self._dict_targets = self._targets(names)
-
     def parse(self, rows: Any) -> Cells | None:
-        """Return the cells of rows, or None for rows or text that the loops do not parse."""
+        """Return the cells of text lines, or None for other rows and text that the loops do not
+        parse.
+        """
         if not self._parses or not len(rows):
             return None
-        if isinstance(rows, list) and type(rows[0]) is dict:
-            return None if self._cells_of is None else self._parse_dicts(rows, self._cells_of)
         if not isinstance(rows, str | bytes):
             if not isinstance(rows, list | tuple) or not isinstance(rows[0], str | bytes):
                 return None
@@ -325,40 +315,13 @@ class CompiledInput:
         fits = parse_text(array, ord(separator), kinds, targets, POWERS, *cells)
         return cells if fits else None
 
-    def _parse_dicts(
-        self, rows: list[Mapping[str, Any]], cells_of: Callable[[Any], Sequence[Any]]
-    ) -> Cells | None:
-        """Return the cells of dicts, or None for rows that the loops do not parse.
-
-        The cells are formatted as text lines and parsed, which is faster than a Python call per
-        cell.
-        """
-        lines: list[str] = []
-        numbers = self._num_numbers
-        try:
-            for row in rows:
-                cells = cells_of(row)
-                if not _NUMBERS.issuperset(map(type, cells[:numbers])):
-                    return None
-                if not _TEXTS.issuperset(map(type, cells[numbers:])):
-                    return None
-                if None in cells:
-                    cells = ["" if cell is None else cell for cell in cells]
-                lines.append("\t".join(map(str, cells)) + "\n")
-            text = "".join(lines).encode()
-        except (KeyError, TypeError, UnicodeEncodeError):
-            return None
-        num_rows, num_tabs = len(rows), len(rows) * (len(self._dict_kinds) - 1)
-        if text.count(b"\n") != num_rows or text.count(b"\t") != num_tabs:
-            return None  # a cell contains a separator or a newline
-        return self._parse_lines(text, num_rows, "\t", self._dict_kinds, self._dict_targets)
-
     def read_lists(self, columns: Mapping[str, Any], cells: Cells) -> set[str]:
         """Write the cells of those columns that are lists of text or numbers to ``cells``; return
         the names of these columns, or an empty set if a cell has a format that the loops do not
         parse.
 
-        As in ``_parse_dicts``, the cells are formatted as text lines and parsed.
+        The cells are formatted as text lines and parsed, which is faster than a Python call per
+        cell.
         """
         names: list[str] = []
         lists: list[Sequence[str]] = []

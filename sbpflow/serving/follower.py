@@ -74,8 +74,7 @@ class Follower:
         """Look for a newer version; return whether ``version`` has been replaced."""
         old, stamps = self.version, self._stamps_of_next()
         try:
-            bundle = newest_bundle(self._folder)
-            if bundle != old.bundle or _stamp(bundle / BUNDLE_FILE) != old.stamp:
+            if (bundle := self._other_bundle()) is not None:
                 return self._reload(bundle, only_newer=False)
             if self._refused_delta == stamps:
                 return False
@@ -113,12 +112,16 @@ class Follower:
         ``version`` has been replaced.
         """
         try:
-            bundle = newest_bundle(self._folder)
+            bundle = self._other_bundle()
         except (DataError, OSError):
             return False  # ``poll`` reports the error
-        if bundle == self.version.bundle and _stamp(bundle / BUNDLE_FILE) == self.version.stamp:
-            return False
-        return self._reload(bundle, only_newer=False)
+        return bundle is not None and self._reload(bundle, only_newer=False)
+
+    def _other_bundle(self) -> Path | None:
+        """Return the newest bundle, or None if it is that of the current version."""
+        bundle, version = newest_bundle(self._folder), self.version
+        is_same = (bundle, _stamp(bundle / BUNDLE_FILE)) == (version.bundle, version.stamp)
+        return None if is_same else bundle
 
     def _refuse(self, error: Exception) -> None:
         self.count("delta_errors")
@@ -175,9 +178,7 @@ class Follower:
         try:
             model = version.model.with_changes(tables, delta.dense, origin, vocabulary)
             scores = model.score(model.sample["rows"])
-        except (MemoryError, OSError):
-            raise
-        except Exception as error:  # whatever is wrong with a delta, the server keeps running
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
             folder = delta_folder(bundle, number)
             raise DataError(
                 f"{folder} cannot be applied ({error}); write a delta of this bundle"

@@ -77,11 +77,13 @@ def run_server(folders: Mapping[str, Path], settings: Settings) -> int:
 
         def before_replacing() -> None:
             metrics.restarted()
-            _try_each(followers, _catch_up)
+            for name, follower in followers.items():
+                _try(name, partial(_catch_up, follower))
 
         def follow_bundles() -> None:
             # The supervisor must not keep an old bundle, whose files may already be deleted.
-            _try_each(followers, Follower.poll_for_bundle)
+            for name, follower in followers.items():
+                _try(name, follower.poll_for_bundle)
 
         supervisor = Supervisor(
             work, settings.workers, before_replacing, follow_bundles, max(settings.poll_s, 1.0)
@@ -197,13 +199,16 @@ def _catch_up(follower: Follower) -> None:
         pass
 
 
-def _try_each(followers: Mapping[str, Follower], follow: Callable[[Follower], object]) -> None:
-    """Call ``follow`` with each follower; log exceptions, because the server must keep running."""
-    for name, follower in followers.items():
-        try:
-            follow(follower)
-        except Exception:
-            logger.exception("%s: watching the folder failed", name)
+def _try(name: str, follow: Callable[[], object]) -> bool:
+    """Call ``follow``; log an exception, because the server must keep running, and return whether
+    there was none.
+    """
+    try:
+        follow()
+    except Exception:
+        logger.exception("%s: watching the folder failed", name)
+        return False
+    return True
 
 
 def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:
@@ -212,13 +217,14 @@ def _follow(pairs: Sequence[tuple[Served, Follower]], poll_s: float) -> None:
     while True:
         time.sleep(poll_s)
         for served, follower in pairs:
-            try:
-                while follower.poll():
-                    _warn_of_new_columns(served, follower)
-                    served.switch(follower.version)
-            except Exception:
-                logger.exception("%s: watching the folder failed", served.name)
+            if not _try(served.name, partial(_serve_newest, served, follower)):
                 served.counts.count("delta_errors")
+
+
+def _serve_newest(served: Served, follower: Follower) -> None:
+    while follower.poll():
+        _warn_of_new_columns(served, follower)
+        served.switch(follower.version)
 
 
 def _warn_of_new_columns(served: Served, follower: Follower) -> None:

@@ -23,6 +23,7 @@ from sbpflow.data.prepare.cells import _dense
 from sbpflow.data.prepare.keys import key_of, with_string_keys
 from sbpflow.data.prepare.new_rows import encode
 from sbpflow.serving import cells, encoder_loops
+from sbpflow.serving import encoder as encoder_module
 from sbpflow.serving.columns import RowError
 from sbpflow.serving.encoder import Cells, Encoder, Vocabularies
 from sbpflow.serving.row_store import Tensors
@@ -348,15 +349,23 @@ def test_rows_are_encoded_alike_with_and_without_loops(plain_encoders, rows):
         assert found[0] == found[1]
 
 
-def test_dicts_of_common_types_need_no_python_per_cell(plain_encoders):
-    compiled = plain_encoders[0]._compiled
+def test_dicts_of_common_types_need_no_python_per_cell(plain_encoders, monkeypatch):
+    encoder, parsed = plain_encoders[0], []
+    monkeypatch.setattr(
+        encoder_module, "_read_numbers", lambda *args: parsed.append(args[1]["name"])
+    )
+    monkeypatch.setattr(encoder_module, "_read_keys", lambda *args: parsed.append(args[1]))
     row = {"whole": -3, "real": 0.25, "hex": "0000000A", "integer": 3, "string": "\u00e9 x"}
     rows = [row, {**row, "whole": None, "real": "1e-3", "hex": "", "integer": "4", "more": 1}]
-    assert compiled.parse(rows) is not None
+    encoder.encode(rows)
+    assert parsed == []
     for name, cell in (("hex", 12345678), ("string", 1), ("whole", True), ("string", "a\tb"),
                        ("string", "a\nb"), ("real", float("nan"))):  # fmt: skip
-        assert compiled.parse([row, {**row, name: cell}]) is None, name
-    assert compiled.parse([row, {name: row[name] for name in ("whole", "real")}]) is None
+        encoder.encode([row, {**row, name: cell}])
+        assert name in parsed
+        parsed.clear()
+    with pytest.raises(RowError, match="lacks this column"):
+        encoder.encode([row, {name: row[name] for name in ("whole", "real")}])
 
 
 def test_lists_of_common_types_need_no_python_per_cell(plain_encoders):
