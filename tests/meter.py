@@ -46,8 +46,9 @@ class Meter(TorchDispatchMode):
 
             self._patches.enter_context(patch.object(owner, name, recorded))
 
-        wrap(SharedChannel, "send", self._shared_send)
-        wrap(SharedChannel, "receive", self._shared_receive)
+        wrap(SharedChannel, "write", self._shared_write)
+        wrap(SharedChannel, "read", self._shared_read)
+        wrap(pairs, "exchange_regions", partial(self._of_messages, "all_to_all"))
         wrap(pairs, "all_gather", partial(self._of_messages, "all_gather"))
         wrap(pairs, "all_to_all", partial(self._of_messages, "all_to_all"))
         return super().__enter__()
@@ -56,13 +57,13 @@ class Meter(TorchDispatchMode):
         self._patches.close()
         return super().__exit__(*error)
 
-    def _shared_send(self, send, args):
-        self._add(_send([args[2]]))
-        return send(*args)
+    def _shared_write(self, write, args):
+        self._add(Call("send", args[2]))
+        return write(*args)
 
-    def _shared_receive(self, receive, args):
+    def _shared_read(self, read, args):
         self._add(_receive())
-        return receive(*args)
+        return read(*args)
 
     def _of_messages(self, name, collective, args):
         self._parts = []

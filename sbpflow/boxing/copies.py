@@ -53,6 +53,11 @@ def keep(part: Tensor) -> Tensor:
     return part
 
 
+def nothing(part: Tensor) -> None:
+    """Return None, the result of a rank outside the destination."""
+    del part
+
+
 def as_it_is(part: Tensor, loan: Loan) -> Tensor:
     """Return the part itself, or a copy if the part is not contiguous (for example, an expanded
     gradient)."""

@@ -12,23 +12,20 @@ from functools import partial
 from itertools import zip_longest
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from sbpflow.boxing import pairs
+from sbpflow.boxing import collectives
 from sbpflow.boxing.buffers import Loan, Staging
 from sbpflow.boxing.copies import Unpack
 from sbpflow.boxing.plan import Conversion, ConversionKey, plan_boxing
-from sbpflow.boxing.program import Program, Stays, compile_step
+from sbpflow.boxing.program import Program, compile_step
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
 from sbpflow.runtime.ranks.comm_log import CommRecord, WaitTime
 from sbpflow.runtime.ranks.world import (
     Link,
     World,
-    all_gather_single,
     broken,
-    reduce_scatter_single,
     refused,
 )
 from sbpflow.sbp.layout import Layout
@@ -37,10 +34,6 @@ from sbpflow.sbp.layout import Layout
 MAX_READY_STEPS = 8192
 
 Finish = Callable[[], Tensor | None]
-Work = dist.Work | pairs.Messages | None
-Issued = tuple[Tensor, Work]
-
-_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class Pending:
@@ -199,24 +192,16 @@ class Boxing:
         ):
             part = self._accept(step, program.part_shape, part)
         if link is None:
-            return lambda: program.unpack(part)
+            return lambda: collectives.run_alone(program, part)
         if world.log.enabled:
             ranks = program.group or ()
             world.log.add(CommRecord(step.id, step.collective, channel, ranks, program.bytes_sent))
         loan = self._staging.loan()
         try:
-            if program.stays is not None:
-                return _exchange_apart(program, program.stays, part, link, loan, world.waits)
-            if step.collective == "all_reduce":
-                received, work = _run_all_reduce(program, part, link.group, donate)
-            else:
-                received, work = _COLLECTIVES[step.collective](program, part, link, loan)
+            received, work, unpack = collectives.start(program, part, link, loan, donate=donate)
         except RuntimeError as error:
             raise refused(error, step.id, step.collective) from error
-        finish = program.unpack
-        if program.add_own is not None:
-            finish = partial(program.add_own, part)
-        return partial(_finish, work, program, finish, received, loan, world.waits)
+        return partial(_finish, work, program, unpack, received, loan, world.waits)
 
     def _check(self, step: BoxingStep, part: Tensor | None, channel: str) -> None:
         """Check that all ranks execute this step, and tell the other ranks if this rank rejects its
@@ -286,12 +271,8 @@ def _describe(key: ConversionKey | None) -> str:
     return f"{id} ({src} -> {dst} of {dtype}{list(shape)})"
 
 
-def _as_sent(program: Program, buffer: Tensor) -> Tensor:
-    return buffer if program.comm_dtype is None else buffer.view(program.comm_dtype)
-
-
 def _finish(
-    work: Work,
+    work: collectives.Work,
     program: Program,
     unpack: Unpack,
     received: Tensor,
@@ -304,97 +285,10 @@ def _finish(
     return part
 
 
-def _wait(work: Work, program: Program, waits: WaitTime) -> None:
+def _wait(work: collectives.Work, program: Program, waits: WaitTime) -> None:
     if work is None:
         return
     try:
         waits.during(work.wait)
     except RuntimeError as error:
         raise broken(error, program.step.id, program.step.collective) from error
-
-
-def _exchange_apart(
-    program: Program, stays: Stays, part: Tensor, link: Link, loan: Loan, waits: WaitTime
-) -> Finish:
-    """Start an all-to-all; during the transfer, copy the piece that stays on this rank."""
-    packed = program.pack(part, loan)
-    out = part.new_empty(stays.shape)
-    if stays.run is None:
-        received = _receive_buffer(program, part, loan)
-    else:
-        received = out.view(-1)[stays.run]
-    work = _all_to_all(program, received, packed, link)
-    stays.put(out).copy_(stays.cut(part))
-
-    return partial(_finish, work, program, partial(stays.place, out), received, loan, waits)
-
-
-def _run_all_reduce(
-    program: Program, part: Tensor, group: dist.ProcessGroup, donate: bool
-) -> Issued:
-    whole = part.contiguous() if donate else part.clone(memory_format=torch.contiguous_format)
-    return whole, dist.all_reduce(whole, _REDUCE_OPS[program.reduction], group, async_op=True)
-
-
-def _receive_buffer(program: Program, like: Tensor, loan: Loan) -> Tensor:
-    shape = program.receive_shape
-    return like.new_empty(shape) if program.keeps_received else loan.take(shape, like)
-
-
-def _run_all_gather(program: Program, part: Tensor, link: Link, loan: Loan) -> Issued:
-    packed = program.pack(part, loan)
-    gathered = _receive_buffer(program, part, loan)
-    # Flat buffers, because gloo gathers only along the first dim, and the shapes of empty parts,
-    # such as [6, 0] and [7, 0], may differ.
-    sent, into = _flat(_as_sent(program, packed)), _flat(_as_sent(program, gathered))
-    messages = pairs.all_gather(into, sent, program.group or (), program.in_pairs, link)
-    if messages is not None:
-        return gathered, messages
-    return gathered, all_gather_single(into, sent, group=link.group, async_op=True)
-
-
-def _run_reduce_scatter(program: Program, part: Tensor, link: Link, loan: Loan) -> Issued:
-    packed = program.pack(part, loan)
-    reduced = part.new_empty(program.receive_shape)
-    op = _REDUCE_OPS[program.reduction]
-    return reduced, reduce_scatter_single(reduced, packed, op=op, group=link.group, async_op=True)
-
-
-def _run_all_to_all(program: Program, part: Tensor, link: Link, loan: Loan) -> Issued:
-    packed = program.pack(part, loan)
-    received = _receive_buffer(program, part, loan)
-    return received, _all_to_all(program, received, packed, link)
-
-
-def _all_to_all(program: Program, received: Tensor, packed: Tensor, link: Link) -> Work:
-    received, packed = _as_sent(program, received), _as_sent(program, packed)
-    if program.in_pairs is not None:
-        rank, ranks = program.in_pairs, program.group or ()
-        even = [packed.numel() // len(ranks)] * len(ranks)
-        sizes = program.sizes or (even, even)
-        return pairs.all_to_all(_flat(received), _flat(packed), sizes, ranks, rank, link)
-    group = link.group
-    if program.sizes is None:
-        received, packed = _by_rank(received, group), _by_rank(packed, group)
-        return dist.all_to_all_single(received, packed, group=group, async_op=True)
-    return dist.all_to_all_single(
-        _flat(received), _flat(packed), *program.sizes, group=group, async_op=True
-    )
-
-
-def _flat(buffer: Tensor) -> Tensor:
-    return buffer if buffer.ndim == 1 else buffer.view(-1)
-
-
-def _by_rank(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a view whose first dim is divisible by the number of ranks, as c10d requires."""
-    if buffer.ndim and buffer.shape[0] % group.size() == 0:
-        return buffer
-    return buffer.view(-1)
-
-
-_COLLECTIVES = {
-    "all_gather": _run_all_gather,
-    "reduce_scatter": _run_reduce_scatter,
-    "all_to_all": _run_all_to_all,
-}

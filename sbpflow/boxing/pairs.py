@@ -11,14 +11,16 @@ halves the time (measurements are in ``docs/decisions/engine.md``). Within a sin
 not share memory, separate messages are not faster, and a collective needs fewer calls.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 
-from sbpflow.runtime.ranks.shared_messages import Arriving
+from sbpflow.boxing.regions import Region
+from sbpflow.runtime.ranks.shared_memory import SharedChannel
+from sbpflow.runtime.ranks.shared_messages import Arriving, Copy
 from sbpflow.runtime.ranks.world import Link
 
 # Maximum size of all messages of a rank in an all-gather. Each receiver gets its own copy, and the
@@ -72,6 +74,31 @@ def pass_messages(
             operations.append(dist.P2POp(dist.isend, message, rank, group, tag))
     works = dist.batch_isend_irecv(operations) if operations else []
     return Messages([*works, *arriving])
+
+
+def exchange_regions(
+    sends: Mapping[int, Region],
+    part: Tensor,
+    receives: Mapping[int, Region],
+    out: Tensor,
+    shared: SharedChannel,
+) -> Messages:
+    """Send regions of ``part`` to other ranks, and receive their regions into ``out``; both
+    mappings are keyed by global rank. All of these ranks share memory.
+    """
+
+    def copied(
+        copy: Callable[[Tensor, Tensor], object], tensor: Tensor, shape: tuple[int, ...]
+    ) -> Copy:
+        return lambda memory: copy(tensor, memory.view(tensor.dtype).view(shape))
+
+    arriving = [
+        shared.read(rank, region.numel * out.itemsize, copied(region.put, out, region.shape))
+        for rank, region in receives.items()
+    ]
+    for rank, region in sends.items():
+        shared.write(rank, region.numel * part.itemsize, copied(region.take, part, region.shape))
+    return Messages(arriving)
 
 
 def all_gather(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sbpflow.boxing.columns import gatherer, scatterer
 from sbpflow.boxing.copies import (
     Landing,
     LocalFn,
@@ -27,6 +28,7 @@ from sbpflow.boxing.copies import (
     lengths,
     lie_in_order,
     neutral,
+    nothing,
     packer,
     pad_to,
     padder,
@@ -36,11 +38,12 @@ from sbpflow.boxing.copies import (
     whole,
 )
 from sbpflow.boxing.moves import Box, BoxTransfer, numel, shift
+from sbpflow.boxing.regions import Direct, direct_exchange
 from sbpflow.boxing.step import WIRE_DTYPES, BoxingStep, Collective, padded_part
 from sbpflow.errors import unknown_value
 from sbpflow.sbp.sbp import Partial, Reduction
 
-# A piece that stays on its rank bypasses the buffers if it has at least this size. For smaller
+# Pieces bypass the buffers (``Direct``, ``Stays``) if they have at least this size. For smaller
 # pieces, the extra calls cost more than the copies they save (benchmarks.boxing, gloo, 2 ranks).
 APART_BYTES = 256 * 1024
 
@@ -60,6 +63,9 @@ class Program:
     * ``stays`` or ``add_own`` is set if the exchange leaves out the piece that this rank would send
       to itself. ``stays`` copies that piece. ``add_own`` is used if the piece is one of several
       terms; it replaces ``unpack``, and its arguments are the part and the received data.
+    * ``direct`` describes the same exchange without buffers, for ranks that share memory.
+    * ``to_layout`` and ``from_layout`` reorder the columns of the part and of the result, if the
+      step has ``src_columns`` or ``dst_columns``; ``direct`` reorders them itself.
     * ``in_pairs`` is this rank if all-to-alls, and all-gathers in shared memory, are sent as
       messages between pairs of ranks, else None.
     """
@@ -79,6 +85,9 @@ class Program:
     stays: "Stays | None" = None
     add_own: Callable[[Tensor, Tensor], Tensor] | None = None
     in_pairs: int | None = None
+    direct: Direct | None = None
+    to_layout: LocalFn | None = None
+    from_layout: LocalFn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +132,9 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
         changes_device=step.src.placement.device_type != step.dst.placement.device_type,
         comm_dtype=_comm_dtype(step.dtype),
         in_pairs=rank if in_pairs else None,
+        direct=direct_exchange(step, rank, group, APART_BYTES) if in_pairs and group else None,
+        to_layout=None if step.src_columns is None else gatherer(step.src_columns),
+        from_layout=None if step.dst_columns is None else scatterer(step.dst_columns),
     )
     if group is None:
         return replace(base, unpack=_local(step, rank))
@@ -160,18 +172,13 @@ def reduction_of(step: BoxingStep) -> Reduction:
     return ops[0] if ops else "sum"
 
 
-def _nothing(part: Tensor) -> None:
-    """Return None, the result of a rank outside the destination."""
-    del part
-
-
 def _local(step: BoxingStep, rank: int) -> Unpack:
     """Return the function for a rank that does not communicate: the function slices the part, or
     embeds the part in neutral elements.
     """
     dst_box = step.dst.part_slices(step.shape, rank)
     if dst_box is None:
-        return _nothing
+        return nothing
     shape, fill = lengths(dst_box), neutral(reduction_of(step), step.dtype)
     move = next((m for m in step.moves if m.src == m.dst == rank), None)
     if move is None:
@@ -211,7 +218,7 @@ def _exchange(base: Program, rank: int, group: tuple[int, ...]) -> Program:
         sizes=None if _all_equal(step, group) else (receive_sizes, send_sizes),
     )
     if dst_box is None:
-        return _landed(exchanged, ((sum(receive_sizes),), _nothing))
+        return _landed(exchanged, ((sum(receive_sizes),), nothing))
     shape, total = lengths(dst_box), sum(receive_sizes)
     if step.collective == "reduce_scatter":
         return replace(exchanged, receive_shape=shape)

@@ -49,6 +49,10 @@ class BoxingStep:
     ``groups`` are disjoint, and each is in rank order; ranks communicate only within their group.
     ``collective`` is the collective that the backend runs. ``id`` names the conversion to which the
     step belongs, as in "linear.0/fwd", followed by the step's number if there are several steps.
+
+    The columns (dim 1) of the source's or the destination's parts may have another order than
+    those of the full tensor: ``src_columns`` and ``dst_columns`` contain the place in a part of
+    each column of the full tensor. The layout with this order must not split the columns.
     """
 
     id: str
@@ -58,6 +62,8 @@ class BoxingStep:
     dtype: torch.dtype
     collective: Collective
     groups: Groups
+    src_columns: tuple[int, ...] | None = None
+    dst_columns: tuple[int, ...] | None = None
 
     def bytes_sent(self, rank: int) -> int:
         """Return the bytes that ``rank`` sends to other ranks; 0 for a rank outside the step."""

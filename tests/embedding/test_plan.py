@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sbpflow.embedding.exchange.boxed import block_width
 from sbpflow.embedding.ids.addresses import LocalAddresses, OwnerAddresses
 from sbpflow.embedding.ids.batch_ids import BatchIds
 from sbpflow.embedding.plan.embedding_plan import plan_embeddings
@@ -305,23 +304,3 @@ def test_invalid_arguments_are_reported_with_the_choices(change, message):
 
     with pytest.raises(ConfigError, match=message):
         plan(**given)
-
-
-@pytest.mark.parametrize(
-    ("order", "width"),
-    [
-        ((), 1),
-        (range(12), 12),
-        ((4, 5, 6, 7, 0, 1, 2, 3), 4),
-        ((0, 1, 4, 5, 2, 3, 6, 7), 2),
-        ((0, 1, 2, 3, 6, 7, 4, 5), 2),
-        ((2, 3, 4, 0, 1), 1),
-        ((1, 0), 1),
-        ((3, 4, 5, 0, 1, 2, 6), 1),
-    ],
-)
-def test_columns_move_in_the_widest_blocks(order, width):
-    order = tuple(order)
-    assert block_width(order) == width
-    blocks = [order[start : start + width] for start in range(0, len(order), width)]
-    assert all(b == tuple(range(b[0], b[0] + width)) and b[0] % width == 0 for b in blocks)

@@ -27,7 +27,7 @@ COLLECTIVES = set(
 # Files that may call collectives: those for conversions, for messages, for rows whose number
 # depends on the batch, and for the headers of checked mode.
 CALLERS = {
-    "boxing/executor.py": {"all_to_all_single", "all_reduce"},
+    "boxing/collectives.py": {"all_to_all_single", "all_reduce"},
     "boxing/pairs.py": {"batch_isend_irecv"},
     "embedding/exchange/all_to_all.py": {"all_to_all_single"},
     "runtime/ranks/world.py": {"all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"},

@@ -3,9 +3,12 @@
 A failure names the pair, the shape and the rank; ``tests/oracle.py`` computes the expected result.
 """
 
+from unittest.mock import patch
+
 import pytest
 
 from sbpflow.boxing import program as boxing_program
+from sbpflow.runtime.ranks.shared_memory import SharedChannel
 from sbpflow.sbp.sbp import Broadcast, Split
 from tests.quick import diagonal, quick
 from tests.sbp.conversions import EXCHANGE, convert_all, expected_names, one_axis
@@ -32,24 +35,26 @@ def convert_apart(world, *case):
     """Convert like ``convert_all``, but copy every piece that stays on its rank directly, without
     buffers.
     """
-    usual, boxing_program.APART_BYTES = boxing_program.APART_BYTES, 0
-    try:
+    with patch.object(SharedChannel, "connects", lambda *_: False):
+        return convert_directly(world, *case)
+
+
+def convert_directly(world, *case):
+    """Convert like ``convert_all``, but copy every piece directly, without buffers."""
+    with patch.object(boxing_program, "APART_BYTES", 0):
         return convert_all(world, *case)
-    finally:
-        boxing_program.APART_BYTES = usual
 
 
 @pytest.mark.parametrize(
     "line", quick([[0, 1], [1, 0], [0, 1, 2], [2, 0, 3], [0, 1, 2, 3]], lambda n: n > 2), ids=str
 )
-def test_pieces_that_stay_on_their_rank_bypass_the_buffers(ranks, line):
+@pytest.mark.parametrize("convert", [convert_apart, convert_directly])
+def test_pieces_bypass_the_buffers(ranks, line, convert):
     values = [*one_axis([0, 1]), (Split(0, (1, *(0,) * (len(line) - 2), 5)),)]
     size = max(line) + 1
-    ranks(
-        size, convert_apart, line, line, values, [(6, 8), (6, 5)], ["float64", "int32", "bfloat16"]
-    )
+    ranks(size, convert, line, line, values, [(6, 8), (6, 5)], ["float64", "int32", "bfloat16"])
     others = [rank for rank in range(size) if rank != line[0]] or [0]
-    ranks(size, convert_apart, line, others, one_axis([0, 1]), [(6, 8), (25, 33)], ["float32"])
+    ranks(size, convert, line, others, one_axis([0, 1]), [(6, 8), (25, 33)], ["float32"])
 
 
 @pytest.mark.parametrize(("src", "dst"), diagonal(SRC, DST), ids=str)

@@ -61,7 +61,7 @@ def test_collectives_are_called_in_one_place(name):
         and node.func.value.id == "dist"
     } & COLLECTIVES
     allowed = {
-        "boxing/executor": {"all_to_all_single", "all_reduce"},
+        "boxing/collectives": {"all_to_all_single", "all_reduce"},
         "runtime/ranks/world": {"all_reduce"},
     }
     assert called <= allowed.get(name, set()), f"{name} calls {called}"

@@ -2,10 +2,8 @@
 are known in advance.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -205,17 +203,6 @@ class BoxedGroup(AddressedGroup):
     grid of ranks, (P, S(1)).
     """
 
-    def __init__(self, plan: GroupPlan, boxing: Boxing, context: GroupContext) -> None:
-        super().__init__(plan, boxing, context)
-        order = plan.column_order()  # maps rank order to group order
-        self._in_order = order == tuple(range(len(order)))
-        # Move columns in blocks (usually a table's vector), because copying single columns takes
-        # longer.
-        self._block = block_width(order)
-        blocks = [column // self._block for column in order[:: self._block]]
-        self._order = torch.tensor(blocks, dtype=torch.int64, device=self.world.device)
-        self._inverse = torch.argsort(self._order)
-
     def lookup(self, batch: GroupInFlight) -> None:
         steps, part = self.plan.conversion(batch.batch_size, "vectors"), None
         if self.members:
@@ -228,18 +215,12 @@ class BoxedGroup(AddressedGroup):
         batch.pending = self.start(steps, part, VECTORS)
 
     def gather_outputs(self, batch: GroupInFlight) -> Tensor:
-        out = self.arrived(self.plan.conversion(batch.batch_size, "vectors"), batch.take_pending())
-        return out if self._in_order else self._reordered(out, self._inverse)
+        steps = self.plan.conversion(batch.batch_size, "vectors")
+        return self.arrived(steps, batch.take_pending())
 
     def send_grads(self, batch: GroupInFlight, grad: Tensor) -> None:
         steps = self.plan.conversion(batch.batch_size, "gradients")
-        ordered = grad if self._in_order else self._reordered(grad, self._order)
-        batch.pending = self.start(steps, ordered, GRADIENTS)
-
-    def _reordered(self, columns: Tensor, order: Tensor) -> Tensor:
-        """Return ``columns`` [samples, width] with their blocks in ``order``."""
-        blocks = columns.reshape(columns.shape[0], order.numel(), self._block)
-        return blocks.index_select(1, order).view(columns.shape)
+        batch.pending = self.start(steps, grad, GRADIENTS)
 
     def receive_grads(self, batch: GroupInFlight) -> None:
         pending = batch.take_pending()
@@ -249,11 +230,3 @@ class BoxedGroup(AddressedGroup):
             return
         grad = self.arrived(self.plan.conversion(batch.batch_size, "gradients"), pending)
         self.keep(batch, batch.lookups, self.split(grad))
-
-
-def block_width(order: Sequence[int]) -> int:
-    """Return the largest block width for which permutation ``order`` moves only whole blocks."""
-    breaks = [place for place in range(1, len(order)) if order[place] != order[place - 1] + 1]
-    # Blocks must start at multiples of the width, both before and after the permutation.
-    starts = [*breaks, *(order[place] for place in (0, *breaks) if order), len(order)]
-    return gcd(*starts) or 1

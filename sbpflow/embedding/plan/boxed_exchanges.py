@@ -6,6 +6,7 @@ all-reduce dense gradients.
 
 from abc import abstractmethod
 from collections.abc import Hashable
+from dataclasses import replace
 
 from sbpflow.costs.counts import Counts, Cut, Facts
 from sbpflow.embedding.plan.group_plan import ALONE, Cuts, Exchange, GroupPlan, Member, Stage
@@ -107,6 +108,11 @@ class _Boxed(Exchange):
         shape = (batch_size, group.width)
         there = group.boxing(src, dst, shape, "fwd/vectors", group.comm_dtype)
         back = group.boxing(dst.dual(), src.dual(), shape, "bwd/vectors", group.grad_comm_dtype)
+        order = group.column_order()
+        if order != tuple(range(len(order))):
+            # Boxing's columns are in rank order, but those of samples are in the group's order.
+            there = (*there[:-1], replace(there[-1], dst_columns=order))
+            back = (replace(back[0], src_columns=order), *back[1:])
         return Stage(purpose="vectors", steps=there), Stage(purpose="gradients", steps=back)
 
     def home(self, facts: Facts, cut: Cut) -> Counts:

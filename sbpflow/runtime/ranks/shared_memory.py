@@ -24,7 +24,7 @@ import struct
 import sys
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -40,9 +40,11 @@ from sbpflow.runtime.ranks.shared_messages import (
     MAX_CHANNELS,
     Arena,
     Arriving,
+    Copy,
     Receiving,
     Ring,
     Sending,
+    bytes_of,
 )
 
 LOG = logging.getLogger(__name__)
@@ -124,14 +126,28 @@ class SharedChannel:
         """Return whether ``message``, to or from ``peer``, goes through shared memory."""
         return peer in self._sending and message.numel() * message.itemsize <= MOST_BYTES
 
+    def connects(self, ranks: Iterable[int], rank: int) -> bool:
+        """Return whether all of ``ranks``, which include this ``rank``, share memory."""
+        return all(peer == rank or peer in self._sending for peer in ranks)
+
     def send(self, peer: int, message: Tensor) -> None:
         """Send a contiguous CPU tensor; the tensor may be changed as soon as this method
         returns."""
-        self._sending[peer].send(message, self._shared)
+        raw = bytes_of(message.resolve_conj().resolve_neg())
+        self.write(peer, raw.numel(), lambda memory: memory.copy_(raw))
 
     def receive(self, peer: int, target: Tensor) -> Arriving:
         """Receive a message into a contiguous CPU tensor of the same size."""
-        return self._receiving[peer].next_message(target, self._shared)
+        raw = bytes_of(target)
+        return self.read(peer, raw.numel(), raw.copy_)
+
+    def write(self, peer: int, count: int, copy: Copy) -> None:
+        """Send a message of ``count`` bytes, which ``copy`` writes into its memory."""
+        self._sending[peer].send(count, copy, self._shared)
+
+    def read(self, peer: int, count: int, copy: Copy) -> Arriving:
+        """Receive a message of ``count`` bytes, which ``copy`` reads from its memory."""
+        return self._receiving[peer].next_message(count, copy, self._shared)
 
 
 def share_memory(

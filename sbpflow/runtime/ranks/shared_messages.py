@@ -1,6 +1,7 @@
 """Defines the messages in shared memory: arenas, rings, and both ends of a channel."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,10 @@ _LINE = 16  # Number of int32 words per cache line.
 _ENTRY = 4
 _RING_BYTES = 4 * 2 * _LINE + 8 * _ENTRY * IN_FLIGHT
 _SMALLEST = 256
+
+Copy = Callable[[Tensor], object]
+"""Copies a message into or out of its memory, a flat uint8 tensor that starts at a multiple of 256
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +84,9 @@ class Sending:
         # (offset, size) of messages, oldest first
         self._in_flight: deque[tuple[int, int]] = deque()
 
-    def send(self, message: Tensor, shared: "SharedMemory") -> None:
-        """Copy a contiguous tensor into the arena and notify the receiver."""
-        raw, entries = _bytes_of(message.resolve_conj().resolve_neg()), self._ring.entries
+    def send(self, count: int, copy: Copy, shared: "SharedMemory") -> None:
+        """Copy a message of ``count`` bytes into the arena and notify the receiver."""
+        entries = self._ring.entries
         while self._in_flight:
             oldest = self._number - len(self._in_flight)
             if entries[oldest % IN_FLIGHT, 3] != oldest + 1:
@@ -92,9 +97,8 @@ class Sending:
             raise SbpError(
                 f"{IN_FLIGHT} messages are in flight, which is the maximum; wait for them first"
             )
-        count = raw.numel()
         offset, size = self._arena.take(count)
-        self._arena.memory[offset : offset + count].copy_(raw)
+        copy(self._arena.memory[offset : offset + count])
         self._in_flight.append((offset, size))
         entries[self._number % IN_FLIGHT] = (offset, count, self._number, 0)
         self._number += 1
@@ -109,13 +113,13 @@ class Receiving:
         self._number = 0
         self._abandoned: list[int] = []  # numbers of messages
 
-    def next_message(self, target: Tensor, shared: "SharedMemory") -> "Arriving":
-        """Return the next message, which ``Arriving.wait`` copies into ``target``."""
+    def next_message(self, count: int, copy: Copy, shared: "SharedMemory") -> "Arriving":
+        """Return the next message, of ``count`` bytes, which ``Arriving.wait`` copies."""
         self._number += 1
-        return Arriving(self, self._number - 1, target, shared)
+        return Arriving(self, self._number - 1, count, copy, shared)
 
-    def receive(self, number: int, target: Tensor, shared: "SharedMemory") -> None:
-        """Wait for message ``number`` and copy it into ``target``.
+    def receive(self, number: int, expected: int, copy: Copy, shared: "SharedMemory") -> None:
+        """Wait for message ``number`` of ``expected`` bytes and copy it.
 
         Raises the same errors as ``Arriving.wait``.
         """
@@ -123,13 +127,12 @@ class Receiving:
         shared.await_message(ring, number, self._peer)
         entry = ring.entries[number % IN_FLIGHT]
         offset, count, _, _ = entry.tolist()
-        raw = _bytes_of(target)
-        if count != raw.numel():
+        if count != expected:
             raise RuntimeError(
                 f"enforce fail: Received data size doesn't match expected size: {count} bytes "
-                f"from rank {self._peer}, expected {raw.numel()}"
+                f"from rank {self._peer}, expected {expected}"
             )
-        raw.copy_(self._arena.memory[offset : offset + count])
+        copy(self._arena.memory[offset : offset + count])
         entry[3] = number + 1
         if self._abandoned:
             self._free_abandoned(number)
@@ -147,29 +150,30 @@ class Receiving:
 
 
 class Arriving:
-    """A message to this rank; ``wait`` copies it into its target.
+    """A message to this rank; ``wait`` copies it to its target.
 
     The messages of an announced batch that is never used are abandoned without a wait.
     """
 
     def __init__(
-        self, source: Receiving, number: int, target: Tensor, shared: "SharedMemory"
+        self, source: Receiving, number: int, count: int, copy: Copy, shared: "SharedMemory"
     ) -> None:
         self._source, self._number, self._shared = source, number, shared
-        self._target: Tensor | None = target
+        self._count = count
+        self._copy: Copy | None = copy
 
     def wait(self) -> None:
         """Wait for the message. Raises RuntimeError if it is lost or has the wrong size."""
-        if self._target is not None:
-            self._source.receive(self._number, self._target, self._shared)
-            self._target = None
+        if self._copy is not None:
+            self._source.receive(self._number, self._count, self._copy, self._shared)
+            self._copy = None
 
     def __del__(self) -> None:
-        if self._target is not None:
+        if self._copy is not None:
             self._source.abandon(self._number)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's bytes; strides of 0 are allowed for tensors of at most one
     element."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
