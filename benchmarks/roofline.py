@@ -50,6 +50,7 @@ def make_rates(
     from sbpflow.embedding.storage import compiled
     from sbpflow.embedding.storage.numba_storage import Indexer
 
+    onednn = torch.ops.mkldnn._linear_pointwise
     square = torch.randn(GEMM_SIDE, GEMM_SIDE)
     tall = torch.randn(shape.rows_per_rank, GEMM_SIDE)
     source, target = torch.ones(COPY_ELEMENTS), torch.ones(COPY_ELEMENTS)
@@ -70,6 +71,11 @@ def make_rates(
     flops, rows = 2.0 * GEMM_SIDE**2, float(at.numel())
     return {
         "square_gflop_per_s": (lambda: square @ square, 10, GEMM_SIDE * flops / 1e6),
+        "onednn_gflop_per_s": (
+            lambda: onednn(square, square, None, "none", [], ""),
+            10,
+            GEMM_SIDE * flops / 1e6,
+        ),
         "tall_gflop_per_s": (lambda: tall @ square, 5, shape.rows_per_rank * flops / 1e6),
         "copy_gb_per_s": (lambda: target.copy_(source), 10, 8.0 * COPY_ELEMENTS / 1e6),
         "random_row_ns": (lambda: block.index_select(0, at), 20, rows / 1e6),
@@ -88,7 +94,7 @@ def limit_ms(rates: dict[str, float], counts: dict[str, float], shape: Shape) ->
     """Return how many ms each kind of work in a step takes on one rank at the measured rates."""
     row_mb = 4e-6 * shape.dim
     vectors_mb = counts["lookups"] * row_mb
-    peak = max(rates["square_gflop_per_s"], rates["tall_gflop_per_s"])
+    peak = max(rate for name, rate in rates.items() if name.endswith("_gflop_per_s"))
     gb_per_s, row_ms = rates["copy_gb_per_s"], 1e-6 * rates["prefetched_row_ns"]
     # three products per layer: the output and the gradients of the input and of the weight
     mflop = 6e-6 * shape.rows_per_rank * (shape.width * shape.hidden + shape.hidden)

@@ -19,6 +19,7 @@ from sbpflow.tensor.dispatch import (
     letters_for,
 )
 from sbpflow.tensor.global_tensor import GlobalTensor
+from sbpflow.tensor.ops.products import linear_of_tensors
 from sbpflow.tensor.ops.shapes import concat
 from sbpflow.tensor.signature import Choice, Operand, Rule, deduce
 
@@ -72,14 +73,7 @@ def linear_of_parts(
         *inputs, rows, offset = parts
         if rows.is_cuda:
             return _aligned_linear(inputs, rows, offset)
-        # Make the columns contiguous: a row stride such as 429 would make the products 20 % slower.
-        columns = [part.contiguous() for part in rows.split(widths, 1)]
-        # The widest input comes last, so that the largest product is fused with an addition.
-        order = sorted(range(count), key=lambda n: widths[n])
-        total = F.linear(inputs[order[0]], columns[order[0]], offset)
-        for n in order[1:]:
-            total = torch.addmm(total, inputs[n], columns[n].t())
-        return total
+        return linear_of_tensors(inputs, rows, offset)
 
     shape = (xs[0].shape[0], weight.shape[0])
     return apply(rule, [*xs, weight, bias], shape, kernel, id=id)
@@ -143,7 +137,7 @@ def linear(
     shape = (*x.shape[:-1], weight.shape[0])
     requested = parse_nd_sbp(out) if isinstance(out, str) else out
     if bias is None:
-        return apply(plain, [x, weight], shape, lambda _, p: F.linear(*p), out=requested, id=id)
+        return apply(plain, [x, weight], shape, _linear_kernel, out=requested, id=id)
     splits = "".join(f"{a},B,B->{a};" for a in lead)
     fused = cached_rule(
         "linear", ((*lead, "k"), ("n", "k"), ("n",)), (*lead, "n"), splits + "B,n,n->n"
@@ -151,9 +145,16 @@ def linear(
     operands = [x, weight, bias]
     fused_bytes = choose(fused, operands, requested).total_bytes
     if fused_bytes and _separate_bytes(plain, operands, shape, requested) < fused_bytes:
-        y = apply(plain, [x, weight], shape, lambda _, p: F.linear(*p), id=id)
+        y = apply(plain, [x, weight], shape, _linear_kernel, id=id)
         return bias_add(y, bias, out=requested, id=f"{id}.bias")
-    return apply(fused, operands, shape, lambda _, p: F.linear(*p), out=requested, id=id)
+    return apply(fused, operands, shape, _linear_kernel, out=requested, id=id)
+
+
+def _linear_kernel(_: Choice, parts: list[Tensor]) -> Tensor:
+    x, weight, bias = parts if len(parts) == 3 else (*parts, None)
+    if x.device.type == "cpu" and x.ndim == 2:
+        return linear_of_tensors([x], weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _separate_bytes(

@@ -1,0 +1,81 @@
+"""Tests linear layers on plain tensors with both libraries, against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sbpflow.tensor.ops import products
+
+
+def inputs(rows: int, widths: list[int], outputs: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [*((rows, width) for width in widths), (outputs, sum(widths)), (outputs,)]
+    return [torch.randn(*shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "MKL"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    ("rows", "widths", "outputs"),
+    [
+        (512, [416], 64),
+        (512, [13, 416], 64),
+        (700, [429, 30, 16], 37),
+        (300, [300], 300),
+        (9, [13, 20], 8),
+        (4096, [5], 1),
+        (0, [416], 64),
+    ],
+    ids=str,
+)
+def test_linear_and_its_gradients_equal_float64(rows, widths, outputs, bias, onednn, monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: onednn)
+    *xs, weight, offset = tensors = [v.requires_grad_() for v in inputs(rows, widths, outputs)]
+    upstream = torch.randn(outputs, rows, generator=torch.Generator().manual_seed(4)).t()
+    out = products.linear_of_tensors(xs, weight, offset if bias else None)
+    out.backward(upstream)  # a gradient that is not contiguous
+    exact = [v.detach().double().requires_grad_() for v in tensors]
+    expected = F.linear(torch.cat(exact[:-2], 1), exact[-2], exact[-1] if bias else None)
+    expected.backward(upstream.double())
+    assert out.dtype == torch.float32
+    wanted = [expected, *(v.grad for v in (exact if bias else exact[:-1]))]
+    got = [out, *(v.grad for v in (tensors if bias else tensors[:-1]))]
+    for value, want in zip(got, wanted, strict=True):
+        scale = float(want.detach().abs().max()) if want.numel() else 1.0
+        torch.testing.assert_close(value.double(), want, rtol=0, atol=2e-6 * scale)
+
+
+def test_gradients_are_computed_only_where_they_are_wanted(monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    x, weight, offset = inputs(512, [416], 64)
+    products.linear_of_tensors([x], weight.requires_grad_(), offset).sum().backward()
+    assert x.grad is None
+    assert offset.grad is None
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(64, 416), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "faster"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+        ("", "DEFAULT", False),
+    ],
+)
+def test_the_cpu_decides_which_library_is_used(vendor, capability, faster, monkeypatch):
+    monkeypatch.setattr(products, "_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert products.onednn_is_faster.__wrapped__() is (
+        faster and torch.backends.mkldnn.is_available()
+    )
+
+
+@pytest.mark.parametrize(("width", "used"), [(416, True), (13, False)])
+def test_only_large_products_use_onednn(width, used, monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    x, weight, offset = inputs(1024, [width], 64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        products.linear_of_tensors([x], weight, offset)
+    names = {event.name for event in profile.events()}
+    assert ("mkldnn::_linear_pointwise" in names) is used
