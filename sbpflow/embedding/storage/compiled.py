@@ -194,7 +194,9 @@ def sum_bags(grads: Array, inverse: Array, ends: Array, weights: Array, sums: Ar
     width = grads.shape[1]
     for b in range(ends.size - 1):
         for i in range(ends[b], ends[b + 1]):
-            j = inverse[i]
+            if i + AHEAD < inverse.size:
+                prefetch(sums, inverse[i + AHEAD])
+            j = np.uintp(inverse[i])
             if weights.size:
                 for k in range(width):
                     sums[j, k] = fma(grads[b, k], weights[i], sums[j, k])
