@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.network import start_ranks
 from benchmarks.record import provenance
-from sbpflow.boxing import executor as boxing_module
+from sbpflow.boxing import collectives
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.boxing.step import BoxingStep
@@ -248,10 +248,10 @@ def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
     part = _part(world, torch.ones(16, 16, device=world.device), layouts[0])
     runner = Boxing(world)
     runner.run(steps, part)
-    real = dist.all_to_all_single, dist.all_reduce, boxing_module.all_gather_single
+    real = dist.all_to_all_single, dist.all_reduce, collectives.all_gather_single
     done = _Done()
     dist.all_to_all_single = dist.all_reduce = lambda *_, **__: done
-    boxing_module.all_gather_single = lambda *_, **__: done
+    collectives.all_gather_single = lambda *_, **__: done
     values: list[float] = []
     try:
         for _ in range(30):
@@ -260,7 +260,7 @@ def _python_part(world: World, src: str, dst: str) -> dict[str, object]:
                 runner.run(steps, part)
             values.append((time.thread_time() - start) * 1e4)
     finally:
-        dist.all_to_all_single, dist.all_reduce, boxing_module.all_gather_single = real
+        dist.all_to_all_single, dist.all_reduce, collectives.all_gather_single = real
     return {
         "benchmark": "boxing_python",
         "conversion": f"{src} -> {dst}",
