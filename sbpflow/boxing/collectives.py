@@ -28,7 +28,9 @@ def start(
     """
     direct, shared = program.direct, link.shared
     if direct is not None and shared is not None and shared.connects(direct.group, direct.rank):
-        return _exchange_directly(direct, part, shared)
+        # Parts with reordered columns must be contiguous.
+        whole = part if program.to_layout is None else part.contiguous()
+        return _exchange_directly(direct, whole, shared)
     if program.to_layout is not None:
         part = program.to_layout(part)
     if program.stays is not None:
@@ -36,10 +38,8 @@ def start(
     elif program.step.collective == "all_reduce":
         issued, unpack = _run_all_reduce(program, part, link.group, donate), program.unpack
     else:
-        issued, unpack = (
-            _COLLECTIVES[program.step.collective](program, part, link, loan),
-            program.unpack,
-        )
+        issued = _COLLECTIVES[program.step.collective](program, part, link, loan)
+        unpack = program.unpack
         if program.add_own is not None:
             unpack = partial(program.add_own, part)
     return *issued, _reordered(unpack, program.from_layout)
@@ -47,7 +47,7 @@ def start(
 
 def run_alone(program: Program, part: Tensor) -> Tensor | None:
     """Return the result of a rank that does not communicate in this step."""
-    if program.to_layout is not None and part.ndim > 1:
+    if program.to_layout is not None:
         part = program.to_layout(part)
     return _reordered(program.unpack, program.from_layout)(part)
 
@@ -80,7 +80,7 @@ def _exchange_directly(
 
 
 def _as_sent(program: Program, buffer: Tensor) -> Tensor:
-    return buffer if program.comm_dtype is None else buffer.view(program.comm_dtype)
+    return buffer if program.comm_dtype is None else buffer.resolve_conj().view(program.comm_dtype)
 
 
 def _exchange_apart(

@@ -9,30 +9,23 @@ from torch import Tensor
 from sbpflow.boxing.copies import LocalFn
 
 
-def gatherer(places: Sequence[int]) -> LocalFn:
+def gatherer(places: Sequence[int], device: torch.device | None) -> LocalFn:
     """Return a function that returns a part's columns in the order of ``places``."""
-    return _reorderer(places)
-
-
-def scatterer(places: Sequence[int]) -> LocalFn:
-    """Return a function that moves the columns of a part to ``places``."""
-    return _reorderer(torch.tensor(places).argsort().tolist())
-
-
-def _reorderer(places: Sequence[int]) -> LocalFn:
     # Move columns in blocks (usually a table's vector), because copying single columns takes
     # longer.
     width = block_width(places)
-    blocks = torch.tensor([place // width for place in places[::width]], dtype=torch.int64)
-    on_device = {blocks.device: blocks}
+    blocks = torch.tensor([place // width for place in places[::width]], device=device)
 
     def reorder(part: Tensor) -> Tensor:
-        if part.device not in on_device:
-            on_device[part.device] = blocks.to(part.device)
-        split = part.reshape(part.shape[0], blocks.numel(), width)
-        return split.index_select(1, on_device[part.device]).view(part.shape)
+        split = part.reshape(part.shape[0], len(places) // width, width)
+        return split.index_select(1, blocks).view(part.shape)
 
     return reorder
+
+
+def scatterer(places: Sequence[int], device: torch.device | None) -> LocalFn:
+    """Return a function that moves the columns of a part to ``places``."""
+    return gatherer(torch.tensor(places).argsort().tolist(), device)
 
 
 def block_width(order: Sequence[int]) -> int:

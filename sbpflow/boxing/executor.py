@@ -173,7 +173,7 @@ class Boxing:
             link = world.link(ranks, channel, step.id)
             own_link = link if world.rank in ranks else own_link
         in_pairs = world.passes_messages(world.backend_of(step.dst))
-        program = compile_step(step, world.rank, in_pairs=in_pairs)
+        program = compile_step(step, world.rank, in_pairs=in_pairs, device=world.device)
         ready = self._ready[id(step), channel] = (program, own_link)
         return ready
 

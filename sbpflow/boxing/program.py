@@ -63,7 +63,7 @@ class Program:
     * ``stays`` or ``add_own`` is set if the exchange leaves out the piece that this rank would send
       to itself. ``stays`` copies that piece. ``add_own`` is used if the piece is one of several
       terms; it replaces ``unpack``, and its arguments are the part and the received data.
-    * ``direct`` describes the same exchange without buffers, for ranks that share memory.
+    * ``direct`` describes the all-to-all without buffers, for ranks that share memory.
     * ``to_layout`` and ``from_layout`` reorder the columns of the part and of the result, if the
       step has ``src_columns`` or ``dst_columns``; ``direct`` reorders them itself.
     * ``in_pairs`` is this rank if all-to-alls, and all-gathers in shared memory, are sent as
@@ -115,11 +115,13 @@ class Stays:
         return out
 
 
-def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Program:
+def compile_step(
+    step: BoxingStep, rank: int, *, in_pairs: bool = False, device: torch.device | None = None
+) -> Program:
     """Return the program of ``rank`` in ``step``.
 
     With ``in_pairs``, all-to-alls, and all-gathers in shared memory, are sent as messages between
-    pairs of ranks.
+    pairs of ranks. ``device`` is that of the parts; the default is the CPU.
     """
     group = step.group_of(rank)
     base = Program(
@@ -133,8 +135,8 @@ def compile_step(step: BoxingStep, rank: int, *, in_pairs: bool = False) -> Prog
         comm_dtype=_comm_dtype(step.dtype),
         in_pairs=rank if in_pairs else None,
         direct=direct_exchange(step, rank, group, APART_BYTES) if in_pairs and group else None,
-        to_layout=None if step.src_columns is None else gatherer(step.src_columns),
-        from_layout=None if step.dst_columns is None else scatterer(step.dst_columns),
+        to_layout=None if step.src_columns is None else gatherer(step.src_columns, device),
+        from_layout=None if step.dst_columns is None else scatterer(step.dst_columns, device),
     )
     if group is None:
         return replace(base, unpack=_local(step, rank))

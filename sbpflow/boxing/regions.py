@@ -117,8 +117,9 @@ def _copy(
 def _views(box: Box, shape: Shape, columns: Sequence[int] | None) -> Views:
     """Return a function that returns the views of a box in a part of ``shape``.
 
-    ``columns`` contains the place of each of the layout's columns in the part. Blocks of columns at
-    equal distances form a single view [rows, blocks, columns of a block].
+    Column i of the layout is column ``columns[i]`` of the part, which must then be contiguous.
+    Blocks of columns at equal distances form a single view [rows, blocks, columns of a block],
+    because a single copy is faster than one for each block.
     """
     if columns is None:
         cut = cutter(box, shape)
@@ -133,11 +134,7 @@ def _views(box: Box, shape: Shape, columns: Sequence[int] | None) -> Views:
         strides = (shape[1], min(steps, default=0), 1)
         first = rows.start * shape[1] + starts[0]
 
-        def even(part: Tensor) -> list[Tensor]:
-            whole = part.contiguous()
-            return [whole.as_strided(size, strides, whole.storage_offset() + first)]
-
-        return even
+        return lambda part: [part.as_strided(size, strides, part.storage_offset() + first)]
     return lambda part: [part[rows, block] for block in blocks]
 
 

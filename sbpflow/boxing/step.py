@@ -51,8 +51,9 @@ class BoxingStep:
     step belongs, as in "linear.0/fwd", followed by the step's number if there are several steps.
 
     The columns (dim 1) of the source's or the destination's parts may have another order than
-    those of the full tensor: ``src_columns`` and ``dst_columns`` contain the place in a part of
-    each column of the full tensor. The layout with this order must not split the columns.
+    those of the full tensor: column i of the full tensor is column ``src_columns[i]`` or
+    ``dst_columns[i]`` of a part. Only one of the two may be set, for a tensor with two dims, and
+    its layout must not split the columns. Otherwise, SbpError is raised.
     """
 
     id: str
@@ -64,6 +65,20 @@ class BoxingStep:
     groups: Groups
     src_columns: tuple[int, ...] | None = None
     dst_columns: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for layout, columns in ((self.src, self.src_columns), (self.dst, self.dst_columns)):
+            if columns is None:
+                continue
+            splits = any(isinstance(sbp, Split) and sbp.dim == 1 for sbp in layout.nd_sbp)
+            if splits or len(self.shape) != 2 or sorted(columns) != list(range(self.shape[1])):
+                raise SbpError(
+                    f"{self.id}: an order of columns needs two dims, a layout that does not split "
+                    f"columns, and every column once; got shape {list(self.shape)}, {layout}, and "
+                    f"{len(columns)} columns"
+                )
+        if self.src_columns is not None and self.dst_columns is not None:
+            raise SbpError(f"{self.id}: set src_columns or dst_columns, not both")
 
     def bytes_sent(self, rank: int) -> int:
         """Return the bytes that ``rank`` sends to other ranks; 0 for a rank outside the step."""

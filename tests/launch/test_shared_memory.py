@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from sbpflow.boxing import pairs
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
 from sbpflow.runtime.ranks import shared_memory
+from sbpflow.runtime.ranks.shared_messages import IN_FLIGHT, Arena, Ring, Sending
 from sbpflow.runtime.ranks.world import World
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -287,3 +289,16 @@ def test_a_host_shares_memory_only_if_all_its_ranks_can(tmp_path, words):
     assert not any(process.returncode for process in processes), outputs
     expected = "0" if words else "1"
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == [expected, expected]
+
+
+def test_a_message_that_cannot_be_copied_takes_no_memory():
+    def fail(memory):
+        raise MemoryError
+
+    arena = Arena(torch.zeros(0, dtype=torch.uint8), size=2)
+    entries = np.zeros((IN_FLIGHT, 4), dtype=np.int64)
+    sending = Sending(arena, Ring(0, 0, entries))
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            sending.send(1000, fail, shared=None)
+    assert sum(map(len, arena.free.values())) == 1

@@ -20,9 +20,9 @@ from tests.sbp.conversions import check_parts
 B, P, S0, S1 = Broadcast(), Partial(), Split(0), Split(1)
 
 
-def _steps(world_size, a, b, shape=(6, 4)):
+def _steps(world_size, a, b, shape=(6, 4), dtype=torch.float32):
     src, dst = line_layout("cpu", world_size, a), line_layout("cpu", world_size, b)
-    return plan_boxing(src, dst, shape, torch.float32, id="x", backend="gloo")
+    return plan_boxing(src, dst, shape, dtype, id="x", backend="gloo")
 
 
 def _donated(world):
@@ -129,3 +129,13 @@ def test_half_types_add_up_in_float32(ranks, apart):
     by one in bfloat16, the sum would stay 256.
     """
     assert ranks(4, _half_sum, "bfloat16", apart) == [[258.0]] * 4
+
+
+def _conjugate(world):
+    part = torch.full((1, 3), 1 + 2j * (1 + world.rank)).conj()
+    return Boxing(world).run(_steps(2, S0, B, (2, 3), torch.complex64), part)
+
+
+def test_conjugate_views_are_sent_as_their_values(ranks):
+    expected = torch.tensor([[1 - 2j] * 3, [1 - 4j] * 3])
+    assert all(torch.equal(out, expected) for out in ranks(2, _conjugate))

@@ -11,6 +11,7 @@ from sbpflow.boxing import program
 from sbpflow.boxing.columns import block_width
 from sbpflow.boxing.executor import Boxing
 from sbpflow.boxing.plan import plan_boxing
+from sbpflow.errors import SbpError
 from sbpflow.runtime.ranks.shared_memory import SharedChannel
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
@@ -80,6 +81,25 @@ def sum_on_grid(world, batch):
 
 def test_partial_sums_on_a_grid(ranks):
     assert ranks(4, sum_on_grid, 9) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"src_columns": (1, 0, 2)},  # the source splits the columns
+        {"dst_columns": (0, 1)},
+        {"dst_columns": (0, 0, 1)},
+        {"src": Layout(Placement.line("cpu", 2), (Split(0),)), "src_columns": (0, 1, 2)}
+        | {"dst_columns": (1, 0, 2)},
+    ],
+    ids=["split columns", "too few", "one twice", "both"],
+)
+def test_wrong_orders_of_columns_are_rejected(wrong):
+    line = Placement.line("cpu", 2)
+    src, dst = Layout(line, (Split(1),)), Layout(line, (Split(0),))
+    (step,) = plan_boxing(src, dst, (4, 3), torch.float32, id="x", backend="gloo")
+    with pytest.raises(SbpError, match=r"^x: "):
+        replace(step, **wrong)
 
 
 @pytest.mark.parametrize(

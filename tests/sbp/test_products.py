@@ -54,6 +54,59 @@ def test_gradients_are_computed_only_where_they_are_wanted(monkeypatch):
     torch.testing.assert_close(weight.grad, x.sum(0).expand(64, 416), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("bias", [torch.randn(128)[::2], torch.randn(1).expand(64)])
+def test_a_bias_need_not_be_contiguous(bias, monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    x, weight, _ = inputs(512, [416], 64)
+    wanted = F.linear(x.double(), weight.double(), bias.double())
+    got = products.linear(x, weight, bias).double()
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.bfloat16])
+def test_other_dtypes_are_left_to_torch(dtype, monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    grads = []
+    for function in (products.linear, F.linear):
+        x, weight, offset = (
+            torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+            for shape in [(512, 416), (64, 416), (64,)]
+        )
+        function(x.requires_grad_(), weight.requires_grad_(), offset).abs().sum().backward()
+        grads += [x.grad, weight.grad]
+    assert torch.equal(grads[0], grads[2])
+    assert torch.equal(grads[1], grads[3])
+
+
+def test_second_derivatives_equal_those_of_torch(monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    second = []
+    for function in (products.linear, F.linear):
+        x, weight, offset = (v.requires_grad_() for v in inputs(512, [416], 64))
+        out = function(x, weight, offset).tanh()
+        (first,) = torch.autograd.grad(out.sum(), [x], create_graph=True)
+        (out.sum() + first.square().sum()).backward()
+        second.append((x.grad, weight.grad, offset.grad))
+    for got, want in zip(*second, strict=True):
+        scale = float(want.abs().max())
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4 * scale)
+
+
+def test_only_tensors_that_gradients_need_are_kept(monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    x, weight, offset = inputs(512, [416], 64)
+    hidden = x.requires_grad_() * 2
+    out = products.linear(hidden, weight, offset)
+    hidden.add_(1)  # a frozen weight needs no input
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * weight.sum(0).expand(512, 416), rtol=1e-4, atol=1e-4)
+    x, weight, offset = inputs(512, [416], 64)
+    out = products.linear(x, weight.requires_grad_(), offset)
+    with torch.no_grad():
+        weight.add_(1)  # without a gradient of the input, the weight's value is not needed
+    out.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("vendor", "capability", "faster"),
     [

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,10 @@ class Arena:
         self.end += size
         return self.end - size, size
 
+    def give_back(self, offset: int, size: int) -> None:
+        """Free a block that ``take`` returned."""
+        self.free.setdefault(size, []).append(offset)
+
 
 class Sending:
     """Sends the messages of a channel to one rank."""
@@ -92,13 +97,16 @@ class Sending:
             if entries[oldest % IN_FLIGHT, 3] != oldest + 1:
                 break
             offset, size = self._in_flight.popleft()
-            self._arena.free.setdefault(size, []).append(offset)
+            self._arena.give_back(offset, size)
         if len(self._in_flight) == IN_FLIGHT:
             raise SbpError(
                 f"{IN_FLIGHT} messages are in flight, which is the maximum; wait for them first"
             )
         offset, size = self._arena.take(count)
-        copy(self._arena.memory[offset : offset + count])
+        with ExitStack() as on_failure:
+            on_failure.callback(self._arena.give_back, offset, size)
+            copy(self._arena.memory[offset : offset + count])
+            on_failure.pop_all()
         self._in_flight.append((offset, size))
         entries[self._number % IN_FLIGHT] = (offset, count, self._number, 0)
         self._number += 1

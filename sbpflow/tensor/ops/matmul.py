@@ -19,7 +19,7 @@ from sbpflow.tensor.dispatch import (
     letters_for,
 )
 from sbpflow.tensor.global_tensor import GlobalTensor
-from sbpflow.tensor.ops.products import linear_of_tensors
+from sbpflow.tensor.ops import products
 from sbpflow.tensor.ops.shapes import concat
 from sbpflow.tensor.signature import Choice, Operand, Rule, deduce
 
@@ -73,7 +73,7 @@ def linear_of_parts(
         *inputs, rows, offset = parts
         if rows.is_cuda:
             return _aligned_linear(inputs, rows, offset)
-        return linear_of_tensors(inputs, rows, offset)
+        return products.linear_of_tensors(inputs, rows, offset)
 
     shape = (xs[0].shape[0], weight.shape[0])
     return apply(rule, [*xs, weight, bias], shape, kernel, id=id)
@@ -152,9 +152,7 @@ def linear(
 
 def _linear_kernel(_: Choice, parts: list[Tensor]) -> Tensor:
     x, weight, bias = parts if len(parts) == 3 else (*parts, None)
-    if x.device.type == "cpu" and x.ndim == 2:
-        return linear_of_tensors([x], weight, bias)
-    return F.linear(x, weight, bias)
+    return products.linear(x, weight, bias)
 
 
 def _separate_bytes(

@@ -1,9 +1,9 @@
-"""Computes linear layers on plain CPU tensors with the faster of torch's two libraries.
+"""Computes linear layers on plain tensors with the faster of torch's two libraries for CPUs.
 
 torch calls MKL for float32. On AMD CPUs, MKL uses its AVX2 kernels, and oneDNN, which is part of
-torch as well, is faster if both matrices are stored by rows (``docs/decisions/engine.md``). The CPU
-decides, not a measurement, because the libraries differ in the last bits: all ranks on equal CPUs,
-and every start of a run, compute the same bits.
+torch as well, is faster for large products (``docs/decisions/engine.md``). The CPU decides, not a
+measurement, because the libraries differ in the last bits: on equal CPUs, all ranks and all starts
+of a run compute the same bits for products of the same shape.
 """
 # pyright: reportIncompatibleMethodOverride=false
 # (torch declares forward and backward with arbitrary arguments; here, the arguments have names)
@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sbpflow.tensor.autograd import Context
 
@@ -31,61 +30,71 @@ def linear_of_tensors(xs: Sequence[Tensor], weight: Tensor, bias: Tensor | None)
     """Compute ``concat(xs, 1) @ weight.T + bias`` for x_i [b, k_i], weight [n, sum k_i], bias [n],
     without the concatenation.
     """
-    return _Linear.apply(weight, bias, *xs)  # pyright: ignore[reportReturnType]
+    if len(xs) == 1:
+        return linear(xs[0], weight, bias)
+    widths = [x.shape[1] for x in xs]
+    # Make the columns contiguous: a row stride such as 429 would make the products 20 % slower.
+    columns = [part.contiguous() for part in weight.split(widths, 1)]
+    narrow, *wider = sorted(range(len(xs)), key=lambda n: widths[n])
+    if not _uses_onednn(xs[wider[-1]], columns[wider[-1]]):
+        # The widest input comes last, so that the largest product is fused with an addition.
+        total = F.linear(xs[narrow], columns[narrow], bias)
+        for n in wider:
+            total = torch.addmm(total, xs[n], columns[n].t())
+        return total
+    total = linear(xs[narrow], columns[narrow], bias)
+    for n in wider:
+        total = total + linear(xs[n], columns[n], None)
+    return total
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``x @ weight.T + bias`` for x [.., k], weight [n, k], bias [n]."""
+    if _is_plain(x) and onednn_is_faster():
+        return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+    return F.linear(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
-    """Multiplies each input by its columns of the weight."""
+    """``F.linear`` of float32 matrices, with the faster library for every product. Its second
+    derivatives are computed as those of ``F.linear``.
+    """
 
     @staticmethod
-    def forward(ctx: Context, weight: Tensor, bias: Tensor | None, *xs: Tensor) -> Tensor:
-        columns = _columns(weight, xs)
-        ctx.save_for_backward(*columns, *xs)
-        # The product of the widest input, which includes the bias, comes first.
-        first, *others = sorted(range(len(xs)), key=lambda n: -xs[n].shape[1])
-        total = _product(xs[first], columns[first], bias)
-        for n in others:
-            total.addmm_(xs[n], columns[n].t())
-        return total
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _product(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(
+        ctx: Context, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
+    ) -> None:
+        """Keep the inputs that the wanted gradients need."""
+        x, weight, _ = inputs
+        wants_input, wants_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if wants_weight else None, weight if wants_input else None)
+
+    @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, saved = gradient.contiguous(), ctx.saved_tensors
-        columns, xs = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-        wants_weight, wants_bias, *wants_inputs = ctx.needs_input_grad
-        parts = [_weight_gradient(gradient, x) for x in xs] if wants_weight else []
+        x, weight = ctx.saved_tensors
+        bias_gradient = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        if torch.is_grad_enabled():  # these gradients will be differentiated
+            return (
+                None if weight is None else gradient @ weight,
+                None if x is None else gradient.t() @ x,
+                bias_gradient,
+            )
         return (
-            (parts[0] if len(parts) == 1 else torch.cat(parts, 1)) if wants_weight else None,
-            gradient.sum(0) if wants_bias else None,
-            *(
-                _product(gradient, column.t()) if wanted else None
-                for column, wanted in zip(columns, wants_inputs, strict=True)
-            ),
+            None if weight is None else _product(gradient, weight.t()),
+            None if x is None else _weight_gradient(gradient, x),
+            bias_gradient,
         )
 
 
-def _columns(weight: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the weight's columns for each input.
-
-    They are contiguous, because a row stride such as 429 would make the products 20 % slower.
-    """
-    if len(xs) == 1:
-        return [weight]
-    return [part.contiguous() for part in weight.split([x.shape[1] for x in xs], 1)]
-
-
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weight.T + bias``."""
-    rows, inputs, outputs = *x.shape, weight.shape[0]
-    if (
-        rows * inputs * outputs < _LEAST_PRODUCTS
-        or min(inputs, outputs) < _LEAST_WIDTH
-        or x.device.type != "cpu"
-        or x.dtype != torch.float32
-        or not onednn_is_faster()
-    ):
+    if not _uses_onednn(x, weight):
         return F.linear(x, weight, bias)
+    if bias is not None:
+        bias = bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(
         x.contiguous(), weight.contiguous(), bias, "none", [], ""
     )
@@ -95,6 +104,25 @@ def _weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
     if x.shape[1] < _NARROW:
         return (x.t() @ gradient).t()
     return gradient.t() @ x
+
+
+def _is_plain(x: Tensor) -> bool:
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.ndim == 2
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _uses_onednn(x: Tensor, weight: Tensor) -> bool:
+    outputs, inputs = weight.shape
+    return (
+        x.shape[0] * inputs * outputs >= _LEAST_PRODUCTS
+        and min(inputs, outputs) >= _LEAST_WIDTH
+        and _is_plain(x)
+        and onednn_is_faster()
+    )
 
 
 @cache
