@@ -1,6 +1,7 @@
 """Reorders the columns of parts."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import gcd
 
 import torch
@@ -9,12 +10,12 @@ from torch import Tensor
 from sbpflow.boxing.copies import LocalFn
 
 
-def gatherer(places: Sequence[int], device: torch.device | None) -> LocalFn:
+def gatherer(places: tuple[int, ...], device: torch.device | None) -> LocalFn:
     """Return a function that returns a part's columns in the order of ``places``."""
     # Move columns in blocks (usually a table's vector), because copying single columns takes
     # longer.
     width = block_width(places)
-    blocks = torch.tensor([place // width for place in places[::width]], device=device)
+    blocks = _index(tuple(place // width for place in places[::width]), device)
 
     def reorder(part: Tensor) -> Tensor:
         split = part.reshape(part.shape[0], len(places) // width, width)
@@ -23,9 +24,15 @@ def gatherer(places: Sequence[int], device: torch.device | None) -> LocalFn:
     return reorder
 
 
-def scatterer(places: Sequence[int], device: torch.device | None) -> LocalFn:
+def scatterer(places: tuple[int, ...], device: torch.device | None) -> LocalFn:
     """Return a function that moves the columns of a part to ``places``."""
-    return gatherer(torch.tensor(places).argsort().tolist(), device)
+    return gatherer(tuple(sorted(range(len(places)), key=lambda n: places[n])), device)
+
+
+@lru_cache(maxsize=256)
+def _index(numbers: tuple[int, ...], device: torch.device | None) -> Tensor:
+    """Return ``numbers`` on a device; copying them there for each batch size would wait for it."""
+    return torch.tensor(numbers, device=device)
 
 
 def block_width(order: Sequence[int]) -> int:

@@ -221,7 +221,7 @@ def _claim_factories() -> None:
 
 
 def _claim_collectives() -> None:
-    from sbpflow.boxing import executor
+    from sbpflow.boxing import collectives
     from sbpflow.embedding.cache import records
     from sbpflow.runtime.ranks import world
 
@@ -236,7 +236,7 @@ def _claim_collectives() -> None:
     patched.batch_isend_irecv = rehearsed_pairs(dist.batch_isend_irecv)
     gather = rehearsed("all_gather", world.all_gather_single)
     scatter = rehearsed("reduce_scatter", world.reduce_scatter_single)
-    for module in (world, executor):  # these modules have already imported the functions
+    for module in (world, collectives):  # these modules have already imported the functions
         module.all_gather_single, module.reduce_scatter_single = gather, scatter
 
 
