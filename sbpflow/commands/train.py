@@ -235,8 +235,7 @@ def _fit(
         resumed=run.start.going_on,
         trackers=partial(open_trackers, config, run.decision.run),
     ) as report:
-        # Other ranks may use the folder only after rank 0 has moved the files of an earlier run.
-        world.barrier()
+        world.barrier()  # wait until rank 0 has moved the files of an earlier run
         report.keep(PLAN_FILE, plan_to_json(job.plan))
         if planned is not None:
             report.keep(TABLE_PLAN_FILE, planned.yaml())
