@@ -121,6 +121,24 @@ def test_an_interrupt_saves_and_ends_with_130(started, tmp_path, to):
     assert text.rstrip().endswith(last)
 
 
+def test_ranks_wait_until_the_files_of_an_earlier_run_have_been_moved(synth_set, tmp_path):
+    """A faster rank would use a folder that rank 0 is about to move."""
+    words = ["--config", "configs/scheme1.yaml", f"data.path={synth_set}"]
+    words += [f"run.dir={tmp_path / 'run'}", "model.hidden=[8]", "data.batch_size=1000"]
+    words += ["parallel.kernel=torch", "train.max_steps=1"]
+    program = (
+        "from sbpflow.runtime.processes.start_ranks import start_ranks\n"
+        f"code = start_ranks({words!r}, 2, '-n', module='tests.training.slow_to_move')\n"
+        "raise SystemExit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("run/checkpoints/step-*"))
+    assert not list(tmp_path.glob("run/previous-*")), "a new run has no earlier files"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_launcher_waits_until_slow_ranks_have_saved(tmp_path, number):
     program = (
