@@ -2,8 +2,8 @@
 
 This module executes the steps of ``plan`` and decides nothing itself. Apart from the checks and
 barriers of ``World``, only ``collectives`` and the embedding exchange call c10d collectives;
-``pairs`` sends point-to-point messages. Results have no autograd history: ``sbpflow.tensor.autograd`` pairs
-each conversion with its adjoint.
+``pairs`` sends point-to-point messages. Results have no autograd history:
+``sbpflow.tensor.autograd`` pairs each conversion with its adjoint.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
