@@ -65,7 +65,7 @@ PARTS = (
     Part("dlperf", ("-m", "benchmarks.gpu_dlperf", "parallel.cuda_graph=false"), 90),
     # The graph is a separate part, because a failure during capture may leave the device unusable.
     Part("dlperf graph", ("-m", "benchmarks.gpu_dlperf"), 90),
-    Part("torchrec", ("-m", "benchmarks.gpu_torchrec"), 60, ("torchrec", "fbgemm_gpu")),
+    Part("torchrec", ("-m", "benchmarks.gpu_torchrec"), 120, ("torchrec", "fbgemm_gpu")),
     Part("tables", ("-m", "benchmarks.gpu_tables"), 90, ("torchrec", "fbgemm_gpu", "numba")),
     Part("kernels", ("-m", "benchmarks.gpu_kernels"), 60),
     Part("trace", ("-m", "benchmarks.gpu_trace"), 40),

@@ -4,7 +4,8 @@ The model has 26 tables with d columns and 2 wide tables, trained by FBGEMM's fu
 the dense Adam, and the batches are those of the sweep. FBGEMM needs widths that are multiples of 4,
 so a wide table has 4 columns, of which only the first is used. The ids are int64 in a
 KeyedJaggedTensor, created before timing. Before timing, both train from the same values without
-dropout, and their losses are compared. The loops are then timed in turn, in each precision.
+dropout, and their losses are compared. The loops are then timed in turn, in each precision;
+TorchRec's, both with and without torch.compile of its MLP.
 
     python -m benchmarks.gpu_torchrec [--max-rows N] [key=value ...]
 """
@@ -39,6 +40,13 @@ WIDE_COLUMNS = 4
 NUM_BATCHES = 8  # number of batches that ``batches`` prepares
 CHECKED_STEPS = 5
 ROUNDS = 5  # each loop is timed once per round
+# TorchRec's loops, and whether its MLP is compiled.
+PEERS: dict[str, tuple[Loop, bool]] = {
+    "plain": ("plain", False),
+    "pipelined": ("pipelined", False),
+    "compiled": ("plain", True),
+    "compiled_pipelined": ("pipelined", True),
+}
 # The settings of each precision; both systems use the same ones.
 PRECISIONS = {
     "float32": [],
@@ -153,7 +161,8 @@ def as_torchrec(rows: Rows, fields: Fields) -> _Batch:
 class Peer:
     """TorchRec's model and its loops, each of which returns the loss of a step.
 
-    With ``share``, FBGEMM keeps deep rows in host memory, and this share of them on the GPU.
+    With ``share``, FBGEMM keeps deep rows in host memory, and this share of them on the GPU. With
+    ``compiled``, torch.compile compiles the MLP.
     """
 
     def __init__(
@@ -164,6 +173,7 @@ class Peer:
         *,
         share: float | None = None,
         loop: Loop = "plain",
+        compiled: bool = False,
     ) -> None:
         from torchrec.distributed import DistributedModelParallel
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -171,6 +181,8 @@ class Peer:
 
         fields = fields_of(vocabulary)
         made = WideAndDeep(config, fields, device)
+        if compiled:
+            made.mlp.compile()
         sharders: Any = [EmbeddingBagCollectionSharder()]
         on_cuda = device.type == "cuda"
         memory = torch.cuda.get_device_properties(device).total_memory if on_cuda else None
@@ -282,13 +294,10 @@ def measure(
     torch.backends.cuda.matmul.allow_tf32 = config.parallel.tf32
     job, fields = make_job(vocabulary, config, world)
     source = batches(config, fields, world.device)
-    # The pipelined loop rewrites its model, so it has its own.
-    plain, pipelined = (Peer(vocabulary, config, world.device) for _ in range(2))
-    loops = {
-        "sbpflow": lambda: job.trainer.step(next(source)),
-        "plain": plain.plain,
-        "pipelined": pipelined.pipelined,
-    }
+    loops: dict[str, Callable[[], Tensor]] = {"sbpflow": lambda: job.trainer.step(next(source))}
+    # The pipelined loop rewrites its model, so each loop has its own.
+    for name, (loop, compiled) in PEERS.items():
+        loops[name] = Peer(vocabulary, config, world.device, loop=loop, compiled=compiled).step
     for name, step in loops.items():
         for _ in range(WARM_UP):
             loss = step()
@@ -298,7 +307,7 @@ def measure(
     for _ in range(ROUNDS):
         for name, step in loops.items():
             rounds[name].append(timed(step, steps=steps, repeats=1)["ms"])
-    best = [min(pair) for pair in zip(rounds["plain"], rounds["pipelined"], strict=True)]
+    best = [min(times) for times in zip(*(rounds[name] for name in PEERS), strict=True)]
     ratios = [theirs / ours for theirs, ours in zip(best, rounds["sbpflow"], strict=True)]
     figures = {f"{name}_ms": round(median(times), 3) for name, times in rounds.items()}
     return {**figures, "ratios": [round(ratio, 3) for ratio in ratios]}
