@@ -167,13 +167,13 @@ def make_plan(*, grows: bool) -> EmbeddingPlan:
 def measure_decisions(world: World, results: Results) -> None:
     exchange = KeyExchange(make_plan(grows=True), Boxing(world), [])
     times, transposing = list[float](), list[float]()
-    columns = np.empty((len(SIZES), BATCH), np.int64)
+    columns = requests.empty_columns(len(SIZES), BATCH)
     for ids in batches(160, drift=True):
         keys = BatchIds(mix(torch.from_numpy(ids)), None)
         times.append(measure(lambda keys=keys: exchange.rows_of(keys, BATCH, True, True)))
         exchange.release()
-        transposing.append(measure(lambda ids=ids: requests.transpose(ids, columns)))
-        transposing[-1] += measure(lambda ids=ids: requests.transpose(columns, ids))
+        transposing.append(measure(lambda ids=ids: requests.write_columns(ids, columns)))
+        transposing[-1] += measure(lambda ids=ids: requests.read_columns(columns, ids))
     lookups = BATCH * len(SIZES)
     early, full = times[20:60], times[120:]
     totals = exchange.totals().sum((0, 1)).tolist()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sbpflow.embedding.plan.growth import MIN_ROWS, NUM_BUCKETS, Eviction, Growth
 from sbpflow.embedding.storage.live_rows import Saved
-from sbpflow.embedding.vocabulary import counting_loops
+from sbpflow.embedding.vocabulary import counting_loops, requests
+from sbpflow.embedding.vocabulary.key_map import PAD
 from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.random.streams import unmix
@@ -361,3 +362,26 @@ def test_many_keys_grow_the_map():
     assert len(set(rows.values())) == keys.size
     assert part.totals.live == keys.size
     assert (part.peek(keys) == [rows[key] for key in keys.tolist()]).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (7, 26), (16, 2), (1024, 5), (1040, 3)])
+def test_columns_hold_a_matrix_with_an_odd_number_of_lines_between_them(shape):
+    matrix = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, shape)
+    columns = requests.empty_columns(shape[1], shape[0])
+    assert columns.shape[1] // requests.LINE % 2 == 1
+    requests.write_columns(matrix, columns)
+    np.testing.assert_array_equal(columns[:, : shape[0]], matrix.T)
+    again = np.empty_like(matrix)
+    requests.read_columns(columns, again)
+    np.testing.assert_array_equal(again, matrix)
+
+
+def test_a_small_map_grows_earlier_than_a_large_one():
+    part = Vocabulary(growth_of(rows=2**20), 2**20, 0, NUM_BUCKETS)
+    random = np.random.default_rng(2)
+    for _ in range(40):
+        part.announce(random.integers(-(2**63), 2**63 - 1, 5000), NO_COUNTS, 5000)
+        part.release()
+        slots = part.arrays.slots.shape[0] - PAD
+        if not part.arrays.new_slots.size > 2 * PAD:
+            assert part.totals.live <= 0.6 * slots

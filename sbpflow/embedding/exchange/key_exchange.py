@@ -101,8 +101,10 @@ class KeyExchange:
                 f"field {names[0]}: evict.idle_time needs an event time, but the batch has none; "
                 "pass event_time, or use evict.idle_samples"
             )
-        columns = np.empty(ids.matrix.shape[::-1], np.int64)  # keys, later replaced by rows
-        requests.transpose(ids.matrix.contiguous().numpy(), columns)
+        num_samples, num_columns = ids.matrix.shape
+        padded = requests.empty_columns(num_columns, num_samples)
+        requests.write_columns(ids.matrix.contiguous().numpy(), padded)
+        columns = [column[:num_samples] for column in padded]  # keys, later replaced by rows
         lists = ids.lists
         all_keys = [self._keys(columns, lists, index) for index in range(len(self.fields))]
         changes: list[Changes] = []
@@ -112,7 +114,10 @@ class KeyExchange:
             all_rows = self._decide(all_keys, [_NO_COUNTS] * len(all_keys), batch, changes)
         if batch.training and not all(field.plan.is_local for field in self.fields):
             changes = self._gather_changes(changes, batch.batch_size)
-        return self._replaced(columns, lists, all_rows), changes
+        lists = self._replaced(columns, lists, all_rows)
+        matrix = torch.empty(num_samples, num_columns, dtype=torch.int64)
+        requests.read_columns(padded, matrix.numpy())
+        return BatchIds(self._upload(matrix), lists), changes
 
     def release(self) -> None:
         """Finish the oldest announced batch, whose update is complete."""
@@ -143,29 +148,30 @@ class KeyExchange:
         got = self._exchange(step, np.tile(own.reshape(-1), world.size), [own.size] * world.size)
         return got.reshape(world.size, *own.shape).swapaxes(0, 1)
 
-    def _keys(self, columns: Array, lists: Lists | None, index: int) -> Array:
+    def _keys(self, columns: list[Array], lists: Lists | None, index: int) -> Array:
         plan = self.fields[index].plan
         keys = [columns[c] for c in plan.columns if not plan.places]
         if plan.places and lists is not None:
             keys.append(lists.values.numpy()[_positions(lists, plan.places)])
         return np.concatenate(keys) if len(keys) != 1 else keys[0]
 
-    def _replaced(self, columns: Array, lists: Lists | None, all_rows: list[Array]) -> BatchIds:
+    def _replaced(
+        self, columns: list[Array], lists: Lists | None, all_rows: list[Array]
+    ) -> Lists | None:
+        """Replace the keys in ``columns`` with rows; return the lists with rows instead of keys."""
         values = None if lists is None else lists.values.clone()
         for field, rows in zip(self.fields, all_rows, strict=True):
             if field.plan.places and lists is not None and values is not None:
                 values.numpy()[_positions(lists, field.plan.places)] = rows
                 continue
-            parts = rows.reshape(len(field.plan.columns), columns.shape[1])
+            parts = rows.reshape(len(field.plan.columns), -1)
             for column, part in zip(field.plan.columns, parts, strict=True):
                 if not np.may_share_memory(columns[column], part):
-                    columns[column] = part
-        if lists is not None and values is not None:
-            weights = None if lists.weights is None else self._upload(lists.weights)
-            lists = Lists(self._upload(lists.lengths), self._upload(values), weights)
-        matrix = torch.empty(columns.shape[::-1], dtype=torch.int64)
-        requests.transpose(columns, matrix.numpy())
-        return BatchIds(self._upload(matrix), lists)
+                    columns[column][:] = part
+        if lists is None or values is None:
+            return None
+        weights = None if lists.weights is None else self._upload(lists.weights)
+        return Lists(self._upload(lists.lengths), self._upload(values), weights)
 
     def _decide(
         self,

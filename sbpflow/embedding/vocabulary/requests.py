@@ -6,16 +6,35 @@ from sbpflow.embedding.plan.growth import NUM_BUCKETS
 from sbpflow.embedding.vocabulary.key_map import SHIFT, U64, address_of
 from sbpflow.runtime.compute.compiled import Array, compiled
 
+LINE = 8  # number of int64 values in a cache line
+
+
+def empty_columns(num_columns: int, length: int) -> Array:
+    """Return an uninitialized [num_columns, length or more] array for ``write_columns``.
+
+    The distance between columns is an odd number of cache lines: with a power of two, as a batch
+    size often is, the values of a row would compete for the same few lines of the cache.
+    """
+    num_lines = -(-length // LINE) | 1
+    return np.empty((num_columns, num_lines * LINE), np.int64)
+
 
 @compiled
-def transpose(matrix: Array, out: Array) -> None:
-    """Write the transpose of ``matrix`` [n, m] to ``out`` [m, n], in blocks of 16 x 16."""
+def write_columns(matrix: Array, columns: Array) -> None:
+    """Write the columns of ``matrix`` [n, m] to ``columns`` [m, n or more]."""
     n, m = matrix.shape
-    for i in range(0, n, 16):
-        for j in range(0, m, 16):
-            for column in range(j, min(j + 16, m)):
-                for row in range(i, min(i + 16, n)):
-                    out[column, row] = matrix[row, column]
+    for row in range(n):
+        for column in range(m):
+            columns[column, row] = matrix[row, column]
+
+
+@compiled
+def read_columns(columns: Array, matrix: Array) -> None:
+    """Write ``columns`` [m, n or more] to the columns of ``matrix`` [n, m]."""
+    n, m = matrix.shape
+    for row in range(n):
+        for column in range(m):
+            matrix[row, column] = columns[column, row]
 
 
 @compiled

@@ -23,12 +23,16 @@ from sbpflow.errors import CheckpointError
 from sbpflow.runtime.compute.compiled import Array
 
 MIN_SLOTS = 1024
-MAX_LOAD = 0.8  # The map starts to grow when this share of its slots is used.
+# The map starts to grow when this share of its slots is used. Searches in emptier maps are shorter,
+# but maps with more than ``LARGE`` slots should not take more memory than necessary.
+MAX_LOAD, MAX_LOAD_IF_LARGE = 0.6, 0.8
+LARGE = 2**22
 # If fewer of a batch's keys are distinct, the next batch's loop expects repeated keys.
 MOST_DISTINCT = 1 / 8
 SWEPT_BUCKETS = 16  # Every batch removes the idle keys of this many buckets.
 # Each search selects 1 / ``VICTIM_SHARE`` of a bucket's rows, but at least 4, for eviction.
 VICTIM_SHARE = 16
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -63,6 +67,7 @@ class Vocabulary:
             self.first_row, room[0] = 1, room[0] - 1
         self.num_rows = int(bounds[-1]) - self.first_row
         self.is_lfu = growth.evict.policy == "lfu"
+        self._no_log, self._no_log_counts = self._new_log(0)
         self._reset(room)
 
     def _reset(self, room: Array) -> None:
@@ -152,13 +157,16 @@ class Vocabulary:
         num_used, num_counted, num_candidates, num_unresolved = sizes.tolist()
         self._repeats = True if num_used < n * MOST_DISTINCT else None
         logs = [(_part(log, num_used), _part(log_counts, num_used))]
-        new_rows, admitted = np.empty((2, num_candidates), np.int64)
+        new_rows = admitted = _NONE
         num_new = num_evicted = num_pending = num_refused = 0
-        candidates = np.sort(candidates[:num_candidates])
+        candidates = candidates[:num_candidates]
         if num_candidates:
+            candidates = np.sort(candidates)
+            new_rows, admitted = np.empty((2, num_candidates), np.int64)
             removed, removed_counts = self._new_log(num_candidates)
             eviction_loops.decide(t, candidates, removed, removed_counts, new_rows, admitted, sizes)
             num_new, num_evicted = sizes[:2].tolist()
+            new_rows, admitted = new_rows[:num_new] + self.first_row, admitted[:num_new]
             logs.append((_part(removed, num_evicted), _part(removed_counts, num_evicted)))
         if num_unresolved:
             counting_loops.resolve(t, candidates, unresolved[:num_unresolved], counts, out, sizes)
@@ -176,9 +184,9 @@ class Vocabulary:
             pending_lookups=num_pending,
             refused_lookups=num_refused,
         )
-        self._steps.append(_Step(logs, step_start, admitted[:num_new], totals))
+        self._steps.append(_Step(logs, step_start, admitted, totals))
         self._patch = None
-        return out, Changes(new_rows[:num_new] + self.first_row, admitted[:num_new], freed)
+        return out, Changes(new_rows, admitted, freed)
 
     def _new_log(self, n: int) -> tuple[Array, Array]:
         return np.empty((n, 2), np.int64), np.empty(n if self.is_lfu else 0, np.int32)
@@ -187,7 +195,7 @@ class Vocabulary:
         """Remove idle keys from the buckets whose turn it is; return the log of these keys, the
         counts of their rows, and the freed rows.
         """
-        none = (*self._new_log(0), np.empty(0, np.int64))
+        none = self._no_log, self._no_log_counts, _NONE
         if self._idle is None and self._idle_time is None and self._forget is None:
             return none
         first, last = self.buckets
@@ -198,7 +206,10 @@ class Vocabulary:
         # A key used by this step stays, even if the step has more samples than the limit.
         row_limit = min(self._clock.limit(self._idle, self._idle_time), self._step_start)
         pending_limit = self._clock.limit(self._forget)
-        return eviction_loops.sweep(self.arrays, start, stop, row_limit, pending_limit)
+        most = eviction_loops.count_idle(self.arrays, start, stop, max(row_limit, pending_limit))
+        if not most:
+            return none
+        return eviction_loops.sweep(self.arrays, start, stop, row_limit, pending_limit, most)
 
     def owned(self, keys: Array) -> Array:
         """Return the keys in the buckets of this vocabulary."""
@@ -339,14 +350,15 @@ class Vocabulary:
     def _make_room(self, count: int) -> None:
         """Make room for ``count`` new keys: start growing the map, or continue growing it."""
         s = self.arrays.state
-        num_entries = int(s[km.ENTRIES]) + count
-        if not s[km.EDGE] and not s[km.NEW_SLOTS] and num_entries > MAX_LOAD * s[km.SLOTS]:
-            factor = 1.25 if s[km.SLOTS] > 2**22 else 2.0
-            self._begin_to_grow(max(int(s[km.SLOTS] * factor), int(num_entries / MAX_LOAD * 1.1)))
+        num_entries, num_slots = int(s[km.ENTRIES]) + count, int(s[km.SLOTS])
+        load = _most_load(num_slots)
+        if not s[km.EDGE] and not s[km.NEW_SLOTS] and num_entries > load * num_slots:
+            factor = 1.25 if num_slots > LARGE else 2.0
+            self._begin_to_grow(max(int(num_slots * factor), int(num_entries / load * 1.1)))
         t = self.arrays
         if s[km.NEW_SLOTS]:
-            must_end = num_entries > 0.85 * s[km.SLOTS]
-            portion = t.slots.shape[0] if must_end else max(16 * count, int(s[km.SLOTS]) // 256)
+            must_end = num_entries > 0.85 * num_slots
+            portion = t.slots.shape[0] if must_end else max(16 * count, num_slots // 256)
             if km.migrate(s, t.slots, t.new_slots, portion):
                 self.arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
                 s[km.SLOTS], s[km.SCALE] = s[km.NEW_SLOTS], s[km.NEW_SCALE]
@@ -359,7 +371,8 @@ class Vocabulary:
 
     def reserve(self, num_keys: int) -> None:
         """Make room for keys in an empty map."""
-        slots, state = max(MIN_SLOTS, int(num_keys / 0.7)), self.arrays.state
+        load, state = _most_load(num_keys) - 0.1, self.arrays.state
+        slots = max(MIN_SLOTS, int(num_keys / load))
         self.arrays = self.arrays._replace(slots=_slots(slots))
         state[km.SLOTS], state[km.SCALE] = slots, self._scale(slots)
 
@@ -367,6 +380,11 @@ class Vocabulary:
         """Return the number of slots per unit of an address's upper 32 bits, times 2^32."""
         first, last = self.buckets
         return (slots << 32) // ((last - first) << (km.SHIFT - 32))
+
+
+def _most_load(slots: int) -> float:
+    """Return the share of a map's slots that may be used before it starts to grow."""
+    return MAX_LOAD_IF_LARGE if slots > LARGE else MAX_LOAD
 
 
 def _part(array: Array, size: int) -> Array:
