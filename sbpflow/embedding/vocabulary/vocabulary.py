@@ -27,6 +27,7 @@ MIN_SLOTS = 1024
 # but maps with more than ``LARGE`` slots should not take more memory than necessary.
 MAX_LOAD, MAX_LOAD_IF_LARGE = 0.6, 0.8
 LARGE = 2**22
+TOO_FULL = 0.85  # a growing map must not use more of its slots
 # If fewer of a batch's keys are distinct, the next batch's loop expects repeated keys.
 MOST_DISTINCT = 1 / 8
 SWEPT_BUCKETS = 16  # Every batch removes the idle keys of this many buckets.
@@ -357,8 +358,11 @@ class Vocabulary:
             self._begin_to_grow(max(int(num_slots * factor), int(num_entries / load * 1.1)))
         t = self.arrays
         if s[km.NEW_SLOTS]:
-            must_end = num_entries > 0.85 * num_slots
-            portion = t.slots.shape[0] if must_end else max(16 * count, num_slots // 256)
+            # With this portion, all slots have moved by the time that the map is too full, even if
+            # all keys are new.
+            portion = max(int(count / (TOO_FULL - load)), num_slots // 256)
+            if num_entries > TOO_FULL * num_slots:
+                portion = t.slots.shape[0]
             if km.migrate(s, t.slots, t.new_slots, portion):
                 self.arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
                 s[km.SLOTS], s[km.SCALE] = s[km.NEW_SLOTS], s[km.NEW_SCALE]
