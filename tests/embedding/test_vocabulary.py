@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sbpflow.embedding.plan.growth import MIN_ROWS, NUM_BUCKETS, Eviction, Growth
 from sbpflow.embedding.storage.live_rows import Saved
-from sbpflow.embedding.vocabulary import counting_loops, requests
-from sbpflow.embedding.vocabulary.key_map import PAD
+from sbpflow.embedding.vocabulary import counting_loops, eviction_loops, requests
+from sbpflow.embedding.vocabulary import key_map as km
 from sbpflow.embedding.vocabulary.vocabulary import Vocabulary
 from sbpflow.errors import CheckpointError
 from sbpflow.runtime.random.streams import unmix
@@ -382,6 +382,22 @@ def test_a_small_map_grows_earlier_than_a_large_one():
     for _ in range(40):
         part.announce(random.integers(-(2**63), 2**63 - 1, 5000), NO_COUNTS, 5000)
         part.release()
-        slots = part.arrays.slots.shape[0] - PAD
-        if not part.arrays.new_slots.size > 2 * PAD:
+        slots = part.arrays.slots.shape[0] - km.PAD
+        if not part.arrays.new_slots.size > 2 * km.PAD:
             assert part.totals.live <= 0.6 * slots
+
+
+@pytest.mark.parametrize("buckets", [(0, NUM_BUCKETS), (0, 5), (130, 200), (8000, NUM_BUCKETS)])
+@pytest.mark.parametrize("size", [0, 1, 7, 3000])
+def test_addresses_are_sorted(buckets, size):
+    first, last = (bucket - NUM_BUCKETS // 2 for bucket in buckets)
+    low, high = first << km.SHIFT, (last << km.SHIFT) - 1
+    random = np.random.default_rng(3)
+    addresses = random.integers(low, high, size, endpoint=True)
+    addresses[: size // 3] = addresses[-1:]  # repeated
+    addresses[size // 2 : size // 2 + 2] = (low, high)[: max(0, min(2, size - size // 2))]
+    part = Vocabulary(growth_of(rows=2**20), 2**20, *buckets)
+    state = part.arrays.state
+    scale = size * state[km.SCALE] // state[km.SLOTS]
+    found = eviction_loops.ascending(addresses, state[km.FIRST], scale)
+    np.testing.assert_array_equal(found, np.sort(addresses))

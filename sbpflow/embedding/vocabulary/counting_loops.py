@@ -81,6 +81,8 @@ def observe(
     for i in range(n):
         if i + DISTANCE < n:
             prefetch_home(slots, out[i + DISTANCE], scale, first)
+            if migrates is not None:  # without a branch on which of the two arrays has the key
+                prefetch_home(new_slots, out[i + DISTANCE], new_scale, first)
         address = out[i]
         count = counts[i] if counts.size else 1
         array, place, offset = slots, U64(home(address, scale, first)), 0

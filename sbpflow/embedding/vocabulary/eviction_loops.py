@@ -19,6 +19,7 @@ from sbpflow.embedding.vocabulary.key_map import (
     NOW,
     SCALE,
     SHIFT,
+    SLOTS,
     STEP_START,
     VALUE,
     Arrays,
@@ -182,6 +183,33 @@ def _prefetch_victim(t: Arrays, address: int) -> None:
 
 
 @compiled
+def ascending(addresses: Array, first: int, scale: int) -> Array:
+    """Return the addresses in ascending order.
+
+    They are divided into about as many ranges as there are addresses, from ``home(address, scale,
+    first)``, which should be uniform; the few addresses of a range are sorted by insertion. numpy's
+    sort takes four times as long on AMD CPUs.
+    """
+    n = addresses.size
+    starts, out = np.zeros(n + 2, np.int64), np.empty(n, np.int64)
+    for i in range(n):
+        starts[home(addresses[i], scale, first) + 2] += 1
+    for i in range(2, n + 2):
+        starts[i] += starts[i - 1]
+    for i in range(n):
+        part = home(addresses[i], scale, first) + 1
+        out[starts[part]] = addresses[i]
+        starts[part] += 1
+    for i in range(1, n):
+        address, place = out[i], i
+        while place > 0 and out[place - 1] > address:
+            out[place] = out[place - 1]
+            place -= 1
+        out[place] = address
+    return out
+
+
+@compiled
 def decide(
     t: Arrays,
     candidates: Array,
@@ -191,8 +219,8 @@ def decide(
     admitted: Array,
     sizes: Array,
 ) -> None:
-    """Assign rows to the keys with the addresses ``candidates``, which are ascending and may
-    repeat. A full bucket evicts one key for each distinct address, if any key can be evicted.
+    """Assign rows to the keys with the addresses ``candidates``, which may repeat, in ascending
+    order. A full bucket evicts one key for each distinct address, if any key can be evicted.
 
     ``admitted`` addresses get ``new_rows``, and evicted keys are added to ``log``; the numbers of
     admitted addresses and of evicted keys are written to ``sizes``.
@@ -202,6 +230,8 @@ def decide(
     victims, heads, tails = t.victims, t.heads, t.tails
     now, first, scale, edge = state[NOW], state[FIRST], state[SCALE], state[EDGE]
     num_new = num_log = 0
+    # One range per candidate, as ``scale`` has one range per slot.
+    candidates = ascending(candidates, first, candidates.size * scale // state[SLOTS])
     if state[IS_LFU]:
         heads[:] = tails[:]  # counts have changed, and with them the order of eviction
     for i in range(candidates.size):

@@ -162,7 +162,6 @@ class Vocabulary:
         num_new = num_evicted = num_pending = num_refused = 0
         candidates = candidates[:num_candidates]
         if num_candidates:
-            candidates = np.sort(candidates)
             new_rows, admitted = np.empty((2, num_candidates), np.int64)
             removed, removed_counts = self._new_log(num_candidates)
             eviction_loops.decide(t, candidates, removed, removed_counts, new_rows, admitted, sizes)
