@@ -385,6 +385,7 @@ def test_keys_took_the_recorded_times():
         f"{made['bytes_per_key']:.1f} bytes per key",
         f"{large['bytes_per_key'] * 100e6 / 1e9:.2f} GB with 100 million keys",
         f"{decisions['ns_per_lookup']:.1f} ns per lookup",
+        f"takes {decisions['ns_per_lookup_in_full_tables']:.1f} ns per lookup",
         f"including {decisions['transposing_ns_per_lookup']:.1f} ns to transpose",
         f"takes {steps['ratio']:.2f} times as long with growing tables as with fitted IDs",
         f"the longest step takes {steps['longest_over_median']:.2f} times the median",

@@ -74,14 +74,13 @@ def observe(
     scale, new_scale, n = state[SCALE], state[NEW_SCALE], keys.size
     # Places and positions are unsigned, so that numba generates no code for negative indices.
     num_log = num_new = num_candidates = num_unresolved = U64(0)
-    # Keep addresses in ``out`` while the cache lines that they map to are loaded.
-    addresses_of(keys, out)
+    addresses_of(keys, out)  # kept in ``out`` while the cache lines that they map to are loaded
     for i in range(min(DISTANCE, n)):
         prefetch_home(slots, out[i], scale, first)
     for i in range(n):
         if i + DISTANCE < n:
             prefetch_home(slots, out[i + DISTANCE], scale, first)
-            if migrates is not None:  # without a branch on which of the two arrays has the key
+            if migrates is not None:
                 prefetch_home(new_slots, out[i + DISTANCE], new_scale, first)
         address = out[i]
         count = counts[i] if counts.size else 1
