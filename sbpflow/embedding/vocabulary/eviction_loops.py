@@ -184,29 +184,36 @@ def _prefetch_victim(t: Arrays, address: int) -> None:
 
 @compiled
 def ascending(addresses: Array, first: int, scale: int) -> Array:
-    """Return the addresses in ascending order.
+    """Return the distinct addresses in ascending order.
 
-    They are divided into about as many ranges as there are addresses, from ``home(address, scale,
-    first)``, which should be uniform; the few addresses of a range are sorted by insertion. numpy's
-    sort takes four times as long on AMD CPUs.
+    ``home(address, scale, first)`` divides them into as many ranges as there are addresses. They
+    are uniform, so a range has few of them, which are sorted by insertion. On an AMD EPYC, numpy's
+    sort takes four times as long.
     """
     n = addresses.size
-    starts, out = np.zeros(n + 2, np.int64), np.empty(n, np.int64)
+    starts, out = np.zeros(n + 1, np.int64), np.empty(n, np.int64)
     for i in range(n):
-        starts[home(addresses[i], scale, first) + 2] += 1
-    for i in range(2, n + 2):
-        starts[i] += starts[i - 1]
+        starts[home(addresses[i], scale, first) + 1] += 1
     for i in range(n):
-        part = home(addresses[i], scale, first) + 1
-        out[starts[part]] = addresses[i]
-        starts[part] += 1
-    for i in range(1, n):
-        address, place = out[i], i
-        while place > 0 and out[place - 1] > address:
-            out[place] = out[place - 1]
+        starts[i + 1] += starts[i]
+    ends = starts.copy()
+    for i in range(n):
+        address, part = addresses[i], home(addresses[i], scale, first)
+        place = ends[part]
+        while place > starts[part] and out[place - 1] > address:
             place -= 1
+        if place > starts[part] and out[place - 1] == address:
+            continue
+        for later in range(ends[part], place, -1):
+            out[later] = out[later - 1]
         out[place] = address
-    return out
+        ends[part] += 1
+    count = 0
+    for part in range(n):
+        for place in range(starts[part], ends[part]):
+            out[count] = out[place]
+            count += 1
+    return out[:count]
 
 
 @compiled
@@ -241,8 +248,6 @@ def decide(
         if i + DISTANCE // 2 < candidates.size:
             _prefetch_victim(t, candidates[i + DISTANCE // 2])
         address = candidates[i]
-        if i > 0 and address == candidates[i - 1]:
-            continue
         bucket = bucket_of(state, address)
         if live[bucket] < room[bucket]:
             row = _take_row(state, free_rows)

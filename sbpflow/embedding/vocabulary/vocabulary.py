@@ -111,14 +111,17 @@ class Vocabulary:
         return self._clock.now - len(self._steps)
 
     def warm_up(self) -> None:
-        """Compile every form of the loop over a batch's keys, so that no batch has to wait for the
-        compiler.
+        """Compile the loops over the keys of a batch in every form, so that no batch has to wait
+        for the compiler.
         """
-        none, sizes = np.empty(0, np.int64), np.zeros(4, np.int64)
+        none, sizes, t = np.empty(0, np.int64), np.zeros(4, np.int64), self.arrays
         log, log_counts = self._new_log(0)
+        eviction_loops.decide(t, none, log, log_counts, none, none, sizes)
+        counting_loops.resolve(t, none, log, none, none, sizes)
+        eviction_loops.sweep(t, 0, 1, 0, 0, eviction_loops.count_idle(t, 0, 1, 0))
         for migrates, repeats in product((None, True), repeat=2):
             counting_loops.observe(
-                self.arrays, none, none, none, log, log_counts, none, log, sizes, migrates, repeats
+                t, none, none, none, log, log_counts, none, log, sizes, migrates, repeats
             )
 
     def announce(
@@ -356,16 +359,18 @@ class Vocabulary:
             factor = 1.25 if num_slots > LARGE else 2.0
             self._begin_to_grow(max(int(num_slots * factor), int(num_entries / load * 1.1)))
         t = self.arrays
-        if s[km.NEW_SLOTS]:
-            # With this portion, all slots have moved by the time that the map is too full, even if
-            # all keys are new.
-            portion = max(int(count / (TOO_FULL - load)), num_slots // 256)
-            if num_entries > TOO_FULL * num_slots:
-                portion = t.slots.shape[0]
-            if km.migrate(s, t.slots, t.new_slots, portion):
-                self.arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
-                s[km.SLOTS], s[km.SCALE] = s[km.NEW_SLOTS], s[km.NEW_SCALE]
-                s[km.EDGE] = s[km.NEW_SLOTS] = s[km.NEW_SCALE] = 0
+        if not s[km.NEW_SLOTS]:
+            return
+        # If batches stay as large, this portion moves all slots before the map is too full.
+        portion = max(int(count / (TOO_FULL - load)), num_slots // 256)
+        if num_entries > TOO_FULL * num_slots:
+            portion = t.slots.shape[0]
+        if km.migrate(s, t.slots, t.new_slots, portion):
+            self.arrays = t._replace(slots=t.new_slots, new_slots=_slots(0))
+            s[km.SLOTS], s[km.SCALE] = s[km.NEW_SLOTS], s[km.NEW_SCALE]
+            s[km.EDGE] = s[km.NEW_SLOTS] = s[km.NEW_SCALE] = 0
+            if num_entries > TOO_FULL * s[km.SLOTS]:  # this batch is much larger than earlier ones
+                self._make_room(count)
 
     def _begin_to_grow(self, slots: int) -> None:
         state = self.arrays.state
