@@ -222,10 +222,8 @@ def test_no_batch_waits_for_the_compiler(policy):
     part = Vocabulary(growth_of(policy, admit=2, idle=9, forget=9), MIN_ROWS, 0, NUM_BUCKETS)
     part.warm_up()
     assert len({signature[-2:] for signature in counting_loops.observe.signatures}) == 4
-    loops = [
-        *(counting_loops.observe, counting_loops.resolve),
-        *(eviction_loops.decide, eviction_loops.count_idle, eviction_loops.sweep),
-    ]
+    own, other = counting_loops, eviction_loops
+    loops = [own.observe, own.resolve, other.decide, other.sweep]
     compiled = [loop.signatures for loop in loops]
     many = keys_of([address_in(b, n) for b in range(1000) for n in range(40)])
     # The map grows, keys repeat, and some become idle.

@@ -279,34 +279,17 @@ def decide(
 
 
 @compiled
-def count_idle(t: Arrays, first: int, last: int, limit: int) -> int:
-    """Return an upper bound on the number of keys in buckets [first, last) that were last used
-    before batch ``limit``.
-    """
-    state, slots, new_slots = t.state, t.slots, t.new_slots
-    count = 0
-    for is_new in (False, True):
-        if is_new and state[EDGE] == 0:
-            continue
-        array = new_slots if is_new else slots
-        at, stop = _range_of(state, first, last, is_new)
-        while at < stop or (at < array.shape[0] and array[at, VALUE] != 0):
-            count += array[at, VALUE] != 0 and array[at, VALUE] >> 32 < limit
-            at += 1
-    return count
-
-
-@compiled
 def sweep(
-    t: Arrays, first: int, last: int, row_limit: int, pending_limit: int, most: int
+    t: Arrays, first: int, last: int, row_limit: int, pending_limit: int
 ) -> tuple[Array, Array, Array]:
     """Remove the keys of buckets [first, last) that were last used before batch ``row_limit`` (keys
-    with rows) or ``pending_limit`` (keys without rows). There must be at most ``most`` such keys.
+    with rows) or ``pending_limit`` (keys without rows).
 
     Return the log of these keys, the counts of their rows if evictions depend on counts, and the
     freed rows.
     """
     state, slots, new_slots, row_counts = t.state, t.slots, t.new_slots, t.row_counts
+    most = _count_idle(t, first, last, max(row_limit, pending_limit))
     log, freed = np.empty((most, 2), np.int64), np.empty(most, np.int64)
     log_counts = np.empty(most if state[IS_LFU] else 0, np.int32)
     num_log = num_rows = 0
@@ -335,6 +318,24 @@ def sweep(
                     num_rows += 1
                 num_log += 1
     return log[:num_log], log_counts[:num_log], freed[:num_rows]
+
+
+@compiled
+def _count_idle(t: Arrays, first: int, last: int, limit: int) -> int:
+    """Return an upper bound on the number of keys in buckets [first, last) that were last used
+    before batch ``limit``.
+    """
+    state, slots, new_slots = t.state, t.slots, t.new_slots
+    count = 0
+    for is_new in (False, True):
+        if is_new and state[EDGE] == 0:
+            continue
+        array = new_slots if is_new else slots
+        at, stop = _range_of(state, first, last, is_new)
+        while at < stop or (at < array.shape[0] and array[at, VALUE] != 0):
+            count += array[at, VALUE] != 0 and array[at, VALUE] >> 32 < limit
+            at += 1
+    return count
 
 
 @compiled

@@ -68,7 +68,6 @@ class Vocabulary:
             self.first_row, room[0] = 1, room[0] - 1
         self.num_rows = int(bounds[-1]) - self.first_row
         self.is_lfu = growth.evict.policy == "lfu"
-        self._no_log, self._no_log_counts = self._new_log(0)
         self._reset(room)
 
     def _reset(self, room: Array) -> None:
@@ -118,7 +117,7 @@ class Vocabulary:
         log, log_counts = self._new_log(0)
         eviction_loops.decide(t, none, log, log_counts, none, none, sizes)
         counting_loops.resolve(t, none, log, none, none, sizes)
-        eviction_loops.sweep(t, 0, 1, 0, 0, eviction_loops.count_idle(t, 0, 1, 0))
+        eviction_loops.sweep(t, 0, 1, 0, 0)
         for migrates, repeats in product((None, True), repeat=2):
             counting_loops.observe(
                 t, none, none, none, log, log_counts, none, log, sizes, migrates, repeats
@@ -198,7 +197,7 @@ class Vocabulary:
         """Remove idle keys from the buckets whose turn it is; return the log of these keys, the
         counts of their rows, and the freed rows.
         """
-        none = self._no_log, self._no_log_counts, _NONE
+        none = (*self._new_log(0), _NONE)
         if self._idle is None and self._idle_time is None and self._forget is None:
             return none
         first, last = self.buckets
@@ -209,10 +208,7 @@ class Vocabulary:
         # A key used by this step stays, even if the step has more samples than the limit.
         row_limit = min(self._clock.limit(self._idle, self._idle_time), self._step_start)
         pending_limit = self._clock.limit(self._forget)
-        most = eviction_loops.count_idle(self.arrays, start, stop, max(row_limit, pending_limit))
-        if not most:
-            return none
-        return eviction_loops.sweep(self.arrays, start, stop, row_limit, pending_limit, most)
+        return eviction_loops.sweep(self.arrays, start, stop, row_limit, pending_limit)
 
     def owned(self, keys: Array) -> Array:
         """Return the keys in the buckets of this vocabulary."""
