@@ -125,7 +125,7 @@ def _conversion(world: World, src: str, dst: str, size: str, repeats: int) -> di
 
 
 def _plan(world: World, layouts: list[Layout], side: int) -> tuple[BoxingStep, ...]:
-    backend = world.backend_of(layouts[1])
+    backend = Boxing(world).backend_of(layouts[1])
     return plan_boxing(*layouts, (side, side), torch.float32, id="bench", backend=backend)
 
 

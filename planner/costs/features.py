@@ -7,6 +7,7 @@ for (2^(j-1), 2^j], and bin 16 for more than 2^15.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,14 +25,26 @@ _DRAWS = tuple(float(2**k) for k in range(4, 31, 2))
 class IdStats(IdCurve):
     """The curve of a table's distinct ids, and the distribution of lookups over rows. ``bin_rows``
     and ``bin_lookups`` are the fractions of distinct rows and of lookups in each of the 17 bins.
-    Raises ConfigError for impossible values.
+    Raises ConfigError if the sequences of the curve are empty or differ in length, if their values
+    are not positive and ascending, or if the number of bins is wrong.
     """
 
     bin_rows: tuple[float, ...]
     bin_lookups: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        IdCurve.__post_init__(self)
+        if len(self.draws) != len(self.unique) or not self.draws:
+            raise ConfigError(
+                f"ids: got {len(self.draws)} draws and {len(self.unique)} unique counts; the "
+                "lists must have the same length, 1 or more (for example, draws [1000] and unique "
+                "[400])"
+            )
+        for name, values in (("draws", self.draws), ("unique", self.unique)):
+            if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
+                raise ConfigError(
+                    f"ids: {name} must be positive and ascending (for example, [100, 200]), got "
+                    f"{list(values)}"
+                )
         for name, values in (("bin_rows", self.bin_rows), ("bin_lookups", self.bin_lookups)):
             if len(values) != NUM_BINS:
                 raise ConfigError(f"ids: {name} has {len(values)} values; use {NUM_BINS}")

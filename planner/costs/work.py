@@ -13,6 +13,7 @@ from sbpflow.embedding.plan.tables import TableConfig
 from sbpflow.planner.task import Shape, Task
 from sbpflow.sbp.layout import Layout
 from sbpflow.sbp.placement import Placement
+from sbpflow.sbp.sbp import balanced_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ def shape_work(task: Task, table: TableConfig, shape: Shape) -> ShapeCost:
     layout, most = _layout(shape, task.device_type, size), task.most_lookups(table)
     exchange = exchange_for(table, layout, shape.exchange, most, size)
     facts = _facts(task, table, shape.parts[0] if exchange.even else size)
-    work = work_of(exchange, facts, shape.parts)
+    sizes = zip((table.num_rows, table.dim), shape.parts, strict=True)
+    work = work_of(exchange, facts, *(balanced_sizes(size, parts) for size, parts in sizes))
     return ShapeCost(*work, _keys(task, table, shape, exchange))
 
 

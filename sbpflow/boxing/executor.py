@@ -21,13 +21,9 @@ from sbpflow.boxing.plan import Conversion, ConversionKey, plan_boxing
 from sbpflow.boxing.program import Program, compile_step
 from sbpflow.boxing.step import BoxingStep
 from sbpflow.errors import SbpError
+from sbpflow.runtime.compute.devices import backend_of_device
 from sbpflow.runtime.ranks.comm_log import CommRecord, WaitTime
-from sbpflow.runtime.ranks.world import (
-    Link,
-    World,
-    broken,
-    refused,
-)
+from sbpflow.runtime.ranks.world import Link, World, broken, refused
 from sbpflow.sbp.layout import Layout
 
 # Maximum number of cached programs; when it is reached, the cache is emptied.
@@ -73,6 +69,31 @@ class Boxing:
         self._planned: dict[ConversionKey, tuple[BoxingStep, ...]] = {}
         self._requested: list[ConversionKey] | None = None
 
+    def device_of(self, layout: Layout) -> torch.device:
+        """Return the device of this rank's part of a layout; raise SbpError for another device
+        type."""
+        wanted, device = layout.placement.device_type, self.world.device
+        if device.type in (wanted, "meta"):
+            return device
+        if wanted == "cpu":
+            return torch.device("cpu")
+        raise SbpError(
+            f"{layout} is on {wanted}, but this world runs on {device.type}; place it on "
+            f'{device.type}, or start the world with device="{wanted}"'
+        )
+
+    def check_ranks(self, layout: Layout) -> None:
+        """Raise SbpError if ``layout`` contains ranks outside this world."""
+        if max(layout.placement.ranks) >= self.world.size:
+            raise SbpError(
+                f"{layout} names ranks outside this world of {self.world.size}; use "
+                f"0..{self.world.size - 1}"
+            )
+
+    def backend_of(self, layout: Layout) -> str:
+        """Return the backend that transfers tensors of a layout: "nccl" on CUDA, else "gloo"."""
+        return backend_of_device(layout.placement.device_type)
+
     def follow(self, conversions: Iterable[Conversion]) -> None:
         """From now on, use the planned steps of ``conversions`` instead of planning them again."""
         self._planned |= {conversion.key: conversion.steps for conversion in conversions}
@@ -114,7 +135,7 @@ class Boxing:
         steps = self._planned.get(key)
         if steps is not None:
             return steps
-        return plan_boxing(src, dst, shape, dtype, id=id, backend=self.world.backend_of(dst))
+        return plan_boxing(src, dst, shape, dtype, id=id, backend=self.backend_of(dst))
 
     def prepare(self, steps: Sequence[BoxingStep], channel: str = "main") -> None:
         """Compile ``steps`` and create their process groups now rather than on first use."""
@@ -172,7 +193,7 @@ class Boxing:
         for ranks in step.groups:
             link = world.link(ranks, channel, step.id)
             own_link = link if world.rank in ranks else own_link
-        in_pairs = world.passes_messages(world.backend_of(step.dst))
+        in_pairs = world.passes_messages(self.backend_of(step.dst))
         program = compile_step(step, world.rank, in_pairs=in_pairs, device=world.device)
         ready = self._ready[id(step), channel] = (program, own_link)
         return ready
@@ -235,7 +256,7 @@ class Boxing:
                     f"{step.id}: rank {self.world.rank} is not in {step.src}, so it has no part; "
                     "pass None"
                 )
-            return torch.empty(0, dtype=step.dtype, device=self.world.device_of(step.dst))
+            return torch.empty(0, dtype=step.dtype, device=self.device_of(step.dst))
         if part is None or part.shape != part_shape or part.dtype != step.dtype:
             passed = "None" if part is None else f"{part.dtype}{list(part.shape)}"
             raise SbpError(
@@ -243,7 +264,7 @@ class Boxing:
                 f"{list(step.shape)} with {step.src} is {step.dtype}{list(part_shape)}"
             )
         if step.src.placement.device_type != step.dst.placement.device_type:
-            return part.to(self.world.device_of(step.dst))
+            return part.to(self.device_of(step.dst))
         return part
 
 

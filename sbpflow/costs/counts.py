@@ -6,7 +6,7 @@ adds up the counts of all tables. Work that several tables share (for a group, a
 transfer) has a ``Key``, and a rank counts each distinct key once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar, Protocol
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sbpflow.costs.ids import Floats
-from sbpflow.sbp.sbp import balanced_sizes
 
 FEATURES = (
     # ``memory_bytes`` counts rows and optimizer state; ``buffer_bytes`` counts ids, vectors, and
@@ -177,17 +176,19 @@ def vector_of(counts: Counts) -> Floats:
     return values
 
 
-def work_of(exchange: Counted, facts: Facts, cut: tuple[int, int]) -> tuple[Floats, Ints, Floats]:
-    """Return the counts of an evenly divided table as (``kinds``, ``kind``, ``home``).
+def work_of(
+    exchange: Counted, facts: Facts, rows: Sequence[int], widths: Sequence[int]
+) -> tuple[Floats, Ints, Floats]:
+    """Return the counts of a table that is divided into parts of ``rows`` rows times parts of
+    ``widths`` columns, as (``kinds``, ``kind``, ``home``).
 
-    ``kinds`` [K, F] contains the counts of the K distinct shard sizes, at most two per dimension.
-    Shard s, in row-major order, has the counts ``kinds[kind[s]]``. ``home`` [F] applies to every
-    rank.
+    ``kinds`` [K, F] contains the counts of the K distinct sizes of parts. Part s, in row-major
+    order, has the counts ``kinds[kind[s]]``. ``home`` [F] applies to every rank.
     """
+    cut = len(rows), len(widths)
     home = vector_of(exchange.home(facts, cut))
     if exchange.copies or exchange.even:
         return np.zeros((0, NUM_FEATURES)), np.zeros(0, dtype=np.int64), home
-    rows, widths = balanced_sizes(facts.num_rows, cut[0]), balanced_sizes(facts.dim, cut[1])
     sizes = list(product(dict.fromkeys(rows), dict.fromkeys(widths)))
     kinds = [vector_of(exchange.part(facts, cut, row, width)) for row, width in sizes]
     number = {size: place for place, size in enumerate(sizes)}

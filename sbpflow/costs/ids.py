@@ -9,12 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-
-from sbpflow.errors import ConfigError
 
 Floats = NDArray[np.float64]
 CLICKS = 3.0
@@ -32,27 +29,12 @@ class IdCurve:
     """The number of distinct rows as a function of the number of lookups. According to the curve,
     ``draws[i]`` lookups touch ``unique[i]`` rows. Both sequences are ascending.
 
-    ``distinct`` is the number of rows that are ever looked up. Raise ConfigError if the sequences
-    are empty or differ in length, or if their values are not positive and ascending.
+    ``distinct`` is the number of rows that are ever looked up.
     """
 
     draws: tuple[float, ...]
     unique: tuple[float, ...]
     distinct: float
-
-    def __post_init__(self) -> None:
-        if len(self.draws) != len(self.unique) or not self.draws:
-            raise ConfigError(
-                f"ids: got {len(self.draws)} draws and {len(self.unique)} unique counts; the "
-                "lists must have the same length, 1 or more (for example, draws [1000] and unique "
-                "[400])"
-            )
-        for name, values in (("draws", self.draws), ("unique", self.unique)):
-            if min(values) <= 0 or any(b < a for a, b in pairwise(values)):
-                raise ConfigError(
-                    f"ids: {name} must be positive and ascending (for example, [100, 200]), got "
-                    f"{list(values)}"
-                )
 
     def touched(self, draws: float) -> float:
         """Return the mean number of distinct rows in ``draws`` lookups (log-log interpolation, or

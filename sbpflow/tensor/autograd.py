@@ -44,7 +44,7 @@ def run_part(boxing: Boxing, steps: Steps, part: Tensor, channel: str) -> Tensor
     # Empty parts are passed too, because checked mode compares ``requires_grad`` on all ranks.
     out = boxing.run(steps, part, channel)
     if out is None:
-        return torch.empty(0, dtype=part.dtype, device=boxing.world.device_of(steps[-1].dst))
+        return torch.empty(0, dtype=part.dtype, device=boxing.device_of(steps[-1].dst))
     return out
 
 

@@ -43,7 +43,7 @@ class GlobalTensor:
                 f"the part on rank {boxing.world.rank} has shape {list(part.shape)}, but a tensor "
                 f"{list(shape)} with {layout} needs a part of shape {list(expected)} there"
             )
-        boxing.world.check_ranks(layout)
+        boxing.check_ranks(layout)
         check_dtype(layout, part.dtype)
         _check_device(part, layout, boxing.world.rank)
         self.part = part
@@ -73,7 +73,7 @@ class GlobalTensor:
         each rank gets one term of the sum. If no rank knows the full shape, use ``infer_shape``.
         """
         if part is None:
-            device = boxing.world.device_of(layout)
+            device = boxing.device_of(layout)
             part = torch.empty(0, dtype=dtype, device=device, requires_grad=requires_grad)
         elif requires_grad and not part.requires_grad:
             raise SbpError(
@@ -153,7 +153,7 @@ class GlobalTensor:
         check_user(dst, self.shape)
         promised = None if grad_sbp is None else _grad_layout(dst, grad_sbp)
         if dst.has_extremum and self.part.requires_grad and torch.is_grad_enabled():
-            backend = self.boxing.world.backend_of(dst)
+            backend = self.boxing.backend_of(dst)
             last = last_linear_layout(self.layout, dst, self.shape, self.dtype, backend)
             if last != self.layout:
                 linear = self._convert(last, None, f"{id}/linear", channel)

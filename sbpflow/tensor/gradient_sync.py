@@ -132,7 +132,7 @@ class GradientSync:
         if plan is None:
             backend = "gloo"
             if parameters:
-                backend = self._boxing.world.backend_of(parameters[0].layout)
+                backend = self._boxing.backend_of(parameters[0].layout)
             plan = plan_gradients(parameters, backend=backend, bucket_bytes=bucket_bytes, id=id)
         elif plan.num_leaves != len(parameters):
             raise SbpError(

@@ -20,7 +20,7 @@ def infer_shape(part: Tensor | None, layout: Layout, boxing: Boxing) -> tuple[in
     SbpError on all ranks if the shapes do not fit ``layout``.
     """
     world = boxing.world
-    world.check_ranks(layout)
+    boxing.check_ranks(layout)
     shape = () if part is None else part.shape[:MAX_DIMS]
     row = [0 if part is None else part.ndim, *shape, *(0,) * (MAX_DIMS - len(shape))]
     mine = torch.tensor([row], device=world.device)

@@ -207,8 +207,8 @@ def fit(
     caches, growth = CacheWatch(trainer), GrowthWatch(trainer.growth_counts, boxing.world.rank)
     overlap = OverlapWatch(trainer, boxing.world.size, last - step, boxing.world.device)
     steps = _read_steps(loaders["train"], range(checkpoints.epoch, train.epochs), train.accumulate)
-    steps_left = 0 if watchers.stops else max(last - step, 0)
-    window = _Window(islice(steps, steps_left), trainer)
+    _warn_if_finished(step, last, boxing.world.rank)
+    window = _Window(islice(steps, 0 if watchers.stops else max(last - step, 0)), trainer)
     while (current := window.next_step()) is not None:
         batches = current.batches
         pace.got_batch()
@@ -278,6 +278,15 @@ def _with_best_weights(
         last_val=result.val,
         last_test=result.test,
     )
+
+
+def _warn_if_finished(step: int, last: int, rank: int) -> None:
+    if last <= step and rank == 0:
+        logger.warning(
+            "nothing is left to train: the weights are those of step %d, and the run ends at step "
+            "%d; to train longer, raise train.epochs (or train.max_steps, if it is set)",
+            *(step, last),
+        )
 
 
 def _check_profile(profiler: StepProfiler | None, last: int) -> None:

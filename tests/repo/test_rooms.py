@@ -231,7 +231,7 @@ def test_layers_are_counted():
 def test_the_rooms_have_no_more_layers_and_edges_than_before():
     """Commit d4baee1 had 10 layers and 56 edges; ``serving``, which is newer, adds five edges."""
     edges = import_edges()
-    assert len(edges) <= 61, sorted(edges)
+    assert len(edges) <= 58, sorted(edges)
     assert len(layers(edges)) <= 10, layers(edges)
 
 
@@ -239,7 +239,7 @@ def test_rooms_import_downwards_only():
     """Neither two folders nor two parts of a large folder may import each other, even
     indirectly."""
     rooms = order(ROOT / "sbpflow", but={"errors", "data", "models", "planner"})
-    assert rooms[0] == "sbp"
+    assert rooms[:3] == ["costs", "runtime", "sbp"]
     assert rooms[-2:] == ["run", "commands"]
     for large in ("runtime", "run"):
         assert len(order(ROOT / "sbpflow" / large, but=set())) == 6

@@ -27,7 +27,7 @@ def whole_numbers(shape, dtype, step=7):
 def on_device(world, parts, layout, dtype):
     """Return this rank's part, or an empty part, on the device of the layout."""
     part = parts.get(world.rank, torch.empty(0, dtype=dtype))
-    return part.clone().to(world.device_of(layout))
+    return part.clone().to(Boxing(world).device_of(layout))
 
 
 def sum_over_ranks(world, tensor):
@@ -42,7 +42,7 @@ def check_parts(world, part, layout, full, what, tolerance=0.0):
     Whole numbers are compared exactly. ``tolerance`` allows for functions such as exp, whose last
     bit depends on an element's position in a vector register.
     """
-    assert part.device == world.device_of(layout), f"{what}: on {part.device}"
+    assert part.device == Boxing(world).device_of(layout), f"{what}: on {part.device}"
     part = part.cpu()
     inside = world.rank in layout.placement
     extent = oracle.extent(layout, full.shape, world.rank) if inside else [(0, 0)]
@@ -137,7 +137,7 @@ def check_conversion(world, boxing, src, dst, shape, dtype, grad_sbp=None, produ
     with Meter() as forward:
         y = x.to(dst, grad_sbp)
     check_parts(world, y.part.detach(), dst, full, what)
-    backend, stop = world.backend_of(dst), src
+    backend, stop = boxing.backend_of(dst), src
     if differentiable and dst.has_extremum and src != dst:
         stop = last_linear_layout(src, dst, shape, dtype, backend)
     planned = [

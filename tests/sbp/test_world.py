@@ -323,7 +323,7 @@ def test_unknown_devices_and_backends():
 def test_layouts_on_missing_devices_are_refused():
     world = World(0, 1, torch.device("cpu"), owns_default_group=False)
     with pytest.raises(SbpError, match=r'on cuda, but this world runs on cpu; .*device="cuda"'):
-        world.device_of(line_layout("cuda", 1, B))
+        Boxing(world).device_of(line_layout("cuda", 1, B))
 
 
 def test_a_dry_run_lists_the_steps_of_any_rank():

@@ -168,9 +168,10 @@ def test_a_run_with_deltas_resumes_and_predicts_bit_for_bit(run, monkeypatch, ba
     assert scores[0].equals(scores[1])
 
 
-def test_a_run_continues_on_rows_of_another_day(run):
+def test_a_run_continues_on_rows_of_another_day(run, capfd):
     checkpoint = run / "run" / "checkpoints" / "step-32"
     assert start(run, run / "second", "later", f"checkpoint.resume={checkpoint}") == 0
+    assert f"at the first row of {run / 'second'}, which has other rows" in capfd.readouterr().err
     before, after = steps_of(run / "run")[-1], steps_of(run / "later")[-1]
     assert after["step"] == 64
     for name in ("live", "admitted"):

@@ -250,7 +250,7 @@ def test_never_and_finished_runs_move_checkpoints_aside(synth_set, tmp_path, mon
     ]
 
 
-def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, monkeypatch):
+def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, capfd):
     shutil.copytree(whole / "checkpoints", tmp_path / "from")
     for path in list_checkpoints(tmp_path / "from")[:2]:
         shutil.rmtree(path)
@@ -259,6 +259,9 @@ def test_explicit_paths_resume_from_any_run(synth_set, whole, tmp_path, monkeypa
     assert run(synth_set, tmp_path / "b", resume, elsewhere) == 0
     found = [e for e in events(tmp_path / "b") if e["event"] == "step"]
     assert found == [e for e in events(whole) if e["event"] == "step" and e["step"] > 12]
+    assert "nothing is left to train" not in capfd.readouterr().err
+    assert run(synth_set, tmp_path / "d", f"checkpoint.resume={tmp_path / 'own'}") == 0
+    assert "weights are those of step 20, and the run ends at step 20" in capfd.readouterr().err
     with pytest.raises(ConfigError, match=r"is in checkpoint\.dir"):
         run(synth_set, tmp_path / "b", elsewhere, f"checkpoint.resume={tmp_path / 'own/step-20'}")
     with pytest.raises(ConfigError, match=r"tables/deep\.C1 was saved with shape .*, but has"):

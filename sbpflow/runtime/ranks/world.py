@@ -30,7 +30,6 @@ from sbpflow.runtime.ranks.interfaces import choose_interface
 from sbpflow.runtime.ranks.rendezvous import Rendezvous, meeting_from_environment
 from sbpflow.runtime.ranks.shared_memory import SharedChannel, SharedMemory, share_memory
 from sbpflow.runtime.ranks.topology import Topology
-from sbpflow.sbp.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -221,30 +220,6 @@ class World:
             created = _connect(create, self.device, timeout_s, step_id, what)
             group = self._groups[key] = cast("dist.ProcessGroup", created)
         return group
-
-    def device_of(self, layout: Layout) -> torch.device:
-        """Return the device of this rank's part of a layout; raise SbpError for another device
-        type."""
-        wanted = layout.placement.device_type
-        if self.device.type in (wanted, "meta"):
-            return self.device
-        if wanted == "cpu":
-            return torch.device("cpu")
-        raise SbpError(
-            f"{layout} is on {wanted}, but this world runs on {self.device.type}; place it on "
-            f'{self.device.type}, or start the world with device="{wanted}"'
-        )
-
-    def check_ranks(self, layout: Layout) -> None:
-        """Raise SbpError if ``layout`` contains ranks outside this world."""
-        if max(layout.placement.ranks) >= self.size:
-            raise SbpError(
-                f"{layout} names ranks outside this world of {self.size}; use 0..{self.size - 1}"
-            )
-
-    def backend_of(self, layout: Layout) -> str:
-        """Return the backend that transfers tensors of a layout: "nccl" on CUDA, else "gloo"."""
-        return backend_of_device(layout.placement.device_type)
 
     def check(self, step_id: str, operation: str, refused: str = "") -> None:
         """In checked mode, compare the next step of all ranks; otherwise do nothing. All ranks of
