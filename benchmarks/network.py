@@ -5,6 +5,7 @@ than loopback makes waits for the network visible.
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 HOSTS = tuple(f"sbp{os.getpid()}-{number}" for number in range(2))  # names unique to this process
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "wire"
+BURST_S, LEAST_BURST = 0.002, 1 << 16
 
 
 def sending_rates(rate: str) -> list[str]:
@@ -25,6 +27,21 @@ def sending_rates(rate: str) -> list[str]:
     if len(rates) > len(HOSTS):
         raise SystemExit(f"--link {rate}: use one or two rates, such as 1gbit,250mbit")
     return rates * (len(HOSTS) // len(rates))
+
+
+def _shape_of(device: str, rate: str) -> list[str]:
+    """Return the command that limits the rate at which ``device`` sends.
+
+    After a pause, tbf sends a burst at full speed. The burst is limited to 2 ms at the given rate,
+    or one large packet; with larger bursts, the transfers of short steps would be free.
+    """
+    match = re.fullmatch(r"(\d+)([gm])bit", rate)
+    if match is None:
+        raise SystemExit(f"--link {rate}: use a rate such as 1gbit or 100mbit")
+    bytes_per_s = int(match[1]) * {"g": 1e9, "m": 1e6}[match[2]] / 8
+    burst = round(max(BURST_S * bytes_per_s, LEAST_BURST))
+    words = f"tc qdisc add dev {device} root tbf rate {rate} burst {burst}b latency 50ms"
+    return words.split()
 
 
 @contextmanager
@@ -45,8 +62,10 @@ def two_hosts(rate: str) -> Iterator[list[list[str]]]:
             _run(*inside, "ip", "addr", "add", f"{address}/24", "dev", INTERFACE)
             _run(*inside, "ip", "link", "set", INTERFACE, "up")
             _run(*inside, "ip", "link", "set", "lo", "up")
-            shape = ("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf")
-            _run(*inside, *shape, "rate", sending, "burst", "256kb", "latency", "50ms")
+            _run(*inside, *_shape_of(INTERFACE, sending))
+            # Linux's default for TCP, although some machines use another one
+            subnet = f"{address.rpartition('.')[0]}.0/24"
+            _run(*inside, "ip", "route", "replace", subnet, "dev", INTERFACE, "congctl", "cubic")
         yield [["ip", "netns", "exec", host] for host in HOSTS]
     finally:
         _take_down()
@@ -78,8 +97,7 @@ def switched_hosts(rates: Sequence[str]) -> Iterator[tuple[list[list[str]], list
             for device in (INTERFACE, "lo"):
                 _run(*host, "ip", "link", "set", device, "up")
             for place, device in ((inside, port), (host, INTERFACE)):
-                shape = ("tc", "qdisc", "add", "dev", device, "root", "tbf")
-                _run(*place, *shape, "rate", rate, "burst", "256kb", "latency", "50ms")
+                _run(*place, *_shape_of(device, rate))
         yield [["ip", "netns", "exec", name] for name in names], addresses
     finally:
         for name in (*names, switch):
